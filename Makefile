@@ -1,0 +1,89 @@
+# `make train` and `make test` set up .venv by themselves; they need nothing but Python >= 3.11.
+#
+#   make train ARGS="--strategy optim --steps 200"    arguments of examples/train_gpt.py
+#   make train RANKS=4                                another number of processes
+#   make test PYTEST_ARGS="-k layout"                 arguments of pytest
+#   make setup PIP_ARGS="--index-url ..."             arguments of pip
+#   make ... PYTHON=python3.12                        the interpreter to build .venv from
+
+RANKS ?= 2
+ARGS ?=
+PYTEST_ARGS ?=
+PIP_ARGS ?=
+
+# The first interpreter that is new enough.
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+
+VENV := .venv
+RUN := $(VENV)/bin/python -m
+STAMP := $(VENV)/.installed
+
+# One thread for each rank: ranks share the cores. Set it to use more.
+OMP_NUM_THREADS ?= 1
+export OMP_NUM_THREADS
+
+.PHONY: help setup train test lint format bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make train    train a small GPT on real text (ARGS=\"...\", RANKS=2)"
+	@echo "make test     lint, types and all tests"
+	@echo "make lint     ruff and mypy"
+	@echo "make format   let ruff rewrite the files"
+	@echo "make bench    every benchmark, one after the other"
+	@echo "make setup    build $(VENV) and nothing else"
+	@echo "make clean    remove $(VENV), caches and the output of runs"
+
+setup: $(STAMP)
+	@:
+
+# The stamp names the folder it was made in. Where that is not this one (the tree was moved or
+# copied: the package would be imported from the old place), or Python is gone, set up again.
+ifneq ($(shell $(VENV)/bin/python -c pass 2>/dev/null && cat $(STAMP) 2>/dev/null),$(CURDIR))
+.PHONY: $(STAMP)
+endif
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "fsdp_engine needs Python >= 3.11; found none. Set PYTHON=..." >&2; exit 1; }
+	@if $(VENV)/bin/python -c pass 2>/dev/null; then \
+		echo "Bringing $(VENV) up to date"; \
+	else \
+		echo "Building $(VENV) with $$($(PYTHON) --version) (once; a minute or two)"; \
+		$(PYTHON) -m venv --clear $(VENV); \
+	fi
+	@$(RUN) pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+		--constraint constraints.txt --editable ".[test,examples]"
+	@$(VENV)/bin/python -c "import torch; print('Ready: torch', torch.__version__)"
+	@echo "$(CURDIR)" > $@
+
+train: $(STAMP)
+	@$(RUN) torch.distributed.run --standalone --nproc-per-node $(RANKS) \
+		examples/train_gpt.py $(ARGS)
+
+test: lint
+	@echo "architecture"
+	@$(RUN) pytest --quiet --no-header tests/test_architecture.py
+	@echo "tests"
+	@$(RUN) pytest $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	@echo "ruff check"
+	@$(RUN) ruff check .
+	@echo "ruff format"
+	@$(RUN) ruff format --check .
+	@echo "mypy"
+	@$(RUN) mypy
+
+format: $(STAMP)
+	@$(RUN) ruff check --fix-only --quiet .
+	@$(RUN) ruff format .
+
+bench: $(STAMP)
+	@for script in benchmarks/[a-z]*.py; do \
+		echo "== $$script"; $(VENV)/bin/python $$script || exit 1; \
+	done
+
+clean:
+	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

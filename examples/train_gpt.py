@@ -1,0 +1,292 @@
+"""Train a byte-level GPT on real text, sharded by fsdp_engine.
+
+    torchrun --nproc-per-node 2 examples/train_gpt.py --strategy optim_grads_params
+
+Runs on CPU or CUDA. It leaves ``metrics.json``, ``curves.png`` and a checkpoint in ``--out``. With
+``--resume`` it continues from a checkpoint, on any number of ranks and with any strategy, along the
+same loss curve.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from tqdm import tqdm
+
+import fsdp_engine as fe
+from corpus import Batch, BatchPlan, Corpus, bigram_cross_entropy, read_corpus
+from curve import Curve, HeldOutRecord, StepRecord, memory_in_use
+from gpt import GPT
+from plots import draw_curves
+from settings import Settings, parse_settings
+
+# Losses stay on the device for this many steps; then one all-reduce averages them.
+STEPS_PER_READ = 10
+
+
+def start_processes() -> torch.device:
+    """Join the other ranks, if torchrun started some; returns this rank's device."""
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    if "RANK" in os.environ:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return device
+
+
+def build_mesh(settings: Settings, device: torch.device) -> DeviceMesh | None:
+    """The mesh of ``--mesh``, or ``None`` for all ranks on one axis."""
+    shape = settings.mesh_shape
+    if shape is None:
+        return None
+    return init_device_mesh(device.type, shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
+
+
+def build_model(settings: Settings, device: torch.device) -> GPT:
+    """The whole model with the same values on every rank, or without values on the meta device."""
+    torch.manual_seed(settings.seed)
+    with torch.device("meta" if settings.meta_init else device):
+        return GPT(settings.model_config)
+
+
+def build_optimizer(settings: Settings, model: GPT) -> torch.optim.Optimizer:
+    """AdamW that decays matrices and leaves vectors alone; steps on plain local slices."""
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": settings.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.98), fused=True)
+    fe.shard_optimizer(optimizer)
+    return optimizer
+
+
+def learning_rate(settings: Settings, step: int) -> float:
+    """Linear warm-up, then a cosine down to a tenth at the end of the schedule."""
+    if step < settings.warmup:
+        return settings.lr * (step + 1) / settings.warmup
+    progress = (step - settings.warmup) / max(1, settings.steps - settings.warmup)
+    return settings.lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def mean_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """The mean of ``values`` over all ranks, element by element."""
+    total = values.detach().clone()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+@dataclass
+class Job:
+    """What a training run needs, on one rank."""
+
+    settings: Settings
+    corpus: Corpus
+    plan: BatchPlan
+    model: GPT
+    engine: fe.Engine
+    optimizer: torch.optim.Optimizer
+    device: torch.device
+    rank: int
+
+    def train_step(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """One optimizer step; returns this rank's mean loss and the norm of the whole gradient."""
+        num = self.settings.grad_accumulation
+        total = torch.zeros((), device=self.device)
+        for microbatch in range(num):
+            batch = self.plan.train_batch(self.corpus.train, step, microbatch, self.rank)
+            last = microbatch == num - 1
+            with contextlib.nullcontext() if last else self.engine.no_sync():
+                loss = self.loss(batch) / num
+                loss.backward()
+            total += loss.detach()
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.settings, step)
+        norm = self.engine.clip_grad_norm_(self.settings.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return total, norm
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        """Mean cross-entropy of this rank's part of a batch, in nats a byte."""
+        batch = batch.to(self.device)
+        loss = self.model(batch.tokens, batch.targets).loss
+        assert loss is not None
+        return loss
+
+    @torch.no_grad()
+    def held_out_loss(self) -> float:
+        """Mean cross-entropy of the held-out sequences, which ranks share, in nats a byte."""
+        num = self.settings.num_eval_batches
+        total = torch.zeros((), device=self.device)
+        for index in range(num):
+            text = self.corpus.held_out
+            total += self.loss(self.plan.held_out_batch(text, num, index, self.rank))
+        return float(mean_over_ranks(total)) / num
+
+    def train(self, curve: Curve) -> None:
+        """Train from where ``curve`` ends to the last step, and add to it."""
+        settings = self.settings
+        first = len(curve.steps)
+        if not curve.held_out:
+            curve.held_out.append(HeldOutRecord(0, self.held_out_loss()))
+        reader = StepReader(self, curve)
+        bar = tqdm(
+            total=settings.last_step,
+            initial=first,
+            unit="step",
+            disable=self.rank != 0,
+            dynamic_ncols=True,
+        )
+        for step in range(first, settings.last_step):
+            reader.add(step, *self.train_step(step))
+            done = step + 1
+            evaluate = done % settings.eval_every == 0 or done == settings.last_step
+            if evaluate or done % STEPS_PER_READ == 0:
+                bar.set_postfix_str(reader.read())
+            bar.update()
+            if evaluate:
+                curve.held_out.append(HeldOutRecord(done, self.held_out_loss()))
+                if self.rank == 0:
+                    bar.write(f"step {done:5d}   held-out loss {curve.held_out[-1].loss:.4f}")
+                reader.restart_clock()
+        bar.close()
+
+    def sample(self) -> str:
+        """A prompt and the text that the model adds to it; the same on every rank."""
+        settings = self.settings
+        if settings.prompt:
+            prompt = torch.tensor(list(settings.prompt.encode()))
+        else:
+            prompt = self.corpus.held_out[: settings.sequence_length // 2].long()
+        generator = torch.Generator().manual_seed(settings.seed)
+        tokens = self.model.generate(
+            prompt.to(self.device), settings.sample_bytes, temperature=0.7, generator=generator
+        )
+        return bytes(tokens.tolist()).decode("utf-8", errors="replace")
+
+
+class StepReader:
+    """Collects what steps return and reads it, averaged over ranks, every few steps."""
+
+    def __init__(self, job: Job, curve: Curve) -> None:
+        self.job = job
+        self.curve = curve
+        self.pending: list[tuple[int, torch.Tensor, torch.Tensor, int]] = []
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """Leave the time since the last read out of the speed."""
+        self.since = time.perf_counter()
+
+    def add(self, step: int, loss: torch.Tensor, norm: torch.Tensor) -> None:
+        """Keep the loss and the gradient's norm of ``step``, without waiting for the device."""
+        self.pending.append((step, loss, norm, memory_in_use(self.job.device)))
+
+    def read(self) -> str:
+        """Move what was kept to the curve; returns a line for the progress bar."""
+        settings, plan = self.job.settings, self.job.plan
+        losses = mean_over_ranks(torch.stack([loss for _, loss, _, _ in self.pending])).tolist()
+        norms = torch.stack([norm for _, _, norm, _ in self.pending]).tolist()
+        tokens = plan.batch_size * plan.num_microbatches * plan.sequence_length
+        speed = tokens * len(self.pending) / (time.perf_counter() - self.since)
+        for (step, _, _, memory), loss, norm in zip(self.pending, losses, norms, strict=True):
+            rate = learning_rate(settings, step)
+            self.curve.steps.append(StepRecord(step + 1, loss, norm, rate, speed, memory))
+        self.pending.clear()
+        self.restart_clock()
+        last = self.curve.steps[-1]
+        return f"loss {last.loss:.3f}, {speed:,.0f} tokens/s, {last.memory_bytes / 2**20:,.0f} MiB"
+
+
+def prepare(settings: Settings) -> Job:
+    """Read the text, build the model, shard it, and build its optimizer."""
+    device = start_processes()
+    mesh = build_mesh(settings, device)
+    corpus = read_corpus(settings.data)
+    model = build_model(settings, device)
+    if settings.compile:
+        for block in model.blocks:
+            block.compile()
+    policy = None
+    if settings.dtype == "bf16":
+        policy = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    engine = fe.shard(
+        model,
+        mesh,
+        strategy=settings.strategy,
+        outer_strategy=settings.outer_strategy,
+        mp_policy=policy,
+    )
+    plan = BatchPlan(
+        batch_size=settings.batch_size,
+        num_microbatches=settings.grad_accumulation,
+        num_ranks=dist.get_world_size(),
+        sequence_length=settings.sequence_length,
+        seed=settings.seed,
+    )
+    optimizer = build_optimizer(settings, model)
+    return Job(settings, corpus, plan, model, engine, optimizer, device, dist.get_rank())
+
+
+def held_out_bigram(job: Job) -> float:
+    """Bigram cross-entropy of exactly the bytes that :meth:`Job.held_out_loss` predicts."""
+    plan = BatchPlan(job.plan.batch_size, 1, 1, job.plan.sequence_length)
+    num = job.settings.num_eval_batches
+    batches = [plan.held_out_batch(job.corpus.held_out, num, index, 0) for index in range(num)]
+    tokens = torch.cat([batch.tokens for batch in batches])
+    targets = torch.cat([batch.targets for batch in batches])
+    return bigram_cross_entropy(job.corpus.train, tokens, targets)
+
+
+def run(settings: Settings) -> None:
+    """The whole job, on one rank."""
+    job = prepare(settings)
+    say = print if job.rank == 0 else lambda *_: None
+    say(f"text: {job.corpus}")
+    say(job.engine.describe())
+    bigram = held_out_bigram(job)
+
+    curve = Curve()
+    if settings.resume is not None:
+        extra = fe.load_checkpoint(settings.resume, job.engine, job.optimizer)
+        curve = Curve.from_dict(extra["curve"])
+        say(f"resumed after step {extra['step']} from {settings.resume}")
+    began = time.perf_counter()
+    job.train(curve)
+    seconds = time.perf_counter() - began
+
+    step = len(curve.steps)
+    extra = {"step": step, "curve": curve.as_dict()}
+    fe.save_checkpoint(settings.save_folder, job.engine, job.optimizer, extra)
+    held_out = curve.held_out[-1].loss
+    if job.rank == 0:
+        curve.write_json(
+            settings.out / "metrics.json",
+            settings=settings.as_dict(),
+            num_ranks=job.plan.num_ranks,
+            bigram=bigram,
+            seconds=seconds,
+        )
+        title = f"{settings.strategy}, {job.plan.num_ranks} ranks, {settings.dtype}"
+        draw_curves(settings.out / "curves.png", curve, bigram, title)
+    say(f"trained to step {step} in {seconds:.0f} s; checkpoint in {settings.save_folder}")
+    say(f"curves in {settings.out / 'curves.png'}, numbers in {settings.out / 'metrics.json'}")
+    say(f"held-out text, nats a byte: bigram {bigram:.4f}, this model {held_out:.4f}")
+    if settings.sample:
+        text = job.sample()
+        say(f"--- sample ---\n{text}\n--------------")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run(parse_settings())

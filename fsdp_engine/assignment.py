@@ -1,0 +1,134 @@
+"""Which modules are units, and which unit owns which parameter.
+
+A parameter belongs to the smallest unit that contains every module that refers to it: its own
+unit, for a tied parameter the unit that contains both places, else the root. So each parameter is
+in exactly one unit, however units nest.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+from fsdp_engine.param_and_grad_buffer import ParamRecord
+
+UnitSelector = type[nn.Module] | str | Callable[[str, nn.Module], bool]
+
+_WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+def collect_records(model: nn.Module) -> list[ParamRecord]:
+    """Every parameter of ``model`` once, with all its names and places, in registration order."""
+    records: dict[int, ParamRecord] = {}
+    seen_sites: set[tuple[int, str]] = set()
+    for module_name, module in model.named_modules(remove_duplicate=False):
+        for attribute, param in module._parameters.items():
+            if param is None:
+                continue
+            name = f"{module_name}.{attribute}" if module_name else attribute
+            record = records.setdefault(id(param), ParamRecord(name, param))
+            record.aliases.append(name)
+            if (id(module), attribute) not in seen_sites:
+                seen_sites.add((id(module), attribute))
+                record.sites.append((module, attribute))
+    return list(records.values())
+
+
+def find_units(
+    model: nn.Module, selectors: UnitSelector | Iterable[UnitSelector] | None
+) -> dict[str, nn.Module]:
+    """The unit modules by name, in module order, without the root.
+
+    Args:
+        model: the root.
+        selectors: module classes, name patterns and predicates ``(name, module) -> bool``, one or
+            several. In a pattern ``*`` stands for one part of a dotted name and ``**`` for any
+            number: ``"blocks.*"`` is every child of ``blocks``. None: the children of every
+            ``nn.ModuleList`` and ``nn.Sequential`` that is not itself within a unit.
+
+    Raises:
+        TypeError: a selector is none of these.
+        ValueError: a selector matches no module with parameters, or one without a forward.
+    """
+    if selectors is None:
+        return dict(_default_units("", model))
+    if isinstance(selectors, (str, type)) or callable(selectors):
+        selectors = [selectors]
+    chosen: dict[str, nn.Module] = {}
+    modules = [(name, module) for name, module in model.named_modules() if name]
+    for selector in selectors:
+        matches = _matcher(selector)
+        found = [(n, m) for n, m in modules if matches(n, m) and _has_parameters(m)]
+        if not found:
+            raise ValueError(
+                f"units: expected {_describe(selector)} to match a module with parameters; "
+                f"found none among {len(modules)} modules of {type(model).__name__}"
+            )
+        for name, module in found:
+            if isinstance(module, _WITHOUT_FORWARD):
+                raise ValueError(
+                    f"units: expected modules that have a forward; {_describe(selector)} matches "
+                    f"{name}, a {type(module).__name__}, which is never called"
+                )
+            chosen[name] = module
+    return {name: module for name, module in modules if name in chosen}
+
+
+def assign(
+    model: nn.Module, units: dict[str, nn.Module], records: Sequence[ParamRecord]
+) -> dict[str, list[ParamRecord]]:
+    """The records of each unit by its name; the root, "", takes what no unit contains."""
+    containing: dict[int, list[tuple[int, str]]] = {}
+    for name, module in {"": model, **units}.items():
+        inside = list(module.modules())
+        for each in inside:
+            containing.setdefault(id(each), []).append((len(inside), name))
+    owned: dict[str, list[ParamRecord]] = {"": [], **{name: [] for name in units}}
+    for record in records:
+        candidates = set.intersection(*(set(containing[id(m)]) for m, _ in record.sites))
+        owned[min(candidates)[1]].append(record)
+    return owned
+
+
+def _default_units(prefix: str, module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
+    for child_name, child in module.named_children():
+        name = f"{prefix}{child_name}"
+        is_listed = isinstance(module, (nn.ModuleList, nn.Sequential))
+        if is_listed and not isinstance(child, _WITHOUT_FORWARD):
+            if _has_parameters(child):
+                yield name, child
+        else:
+            yield from _default_units(f"{name}.", child)
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _matcher(selector: Any) -> Callable[[str, nn.Module], bool]:
+    if isinstance(selector, type):
+        if not issubclass(selector, nn.Module):
+            raise TypeError(f"units: expected module classes; found {selector!r}")
+        return lambda name, module: isinstance(module, selector)
+    if isinstance(selector, str):
+        parts = re.split(r"(\*\*|\*|\?)", selector)
+        stands_for = {"**": ".*", "*": r"[^.]*", "?": r"[^.]"}
+        pattern = re.compile("".join(stands_for.get(part) or re.escape(part) for part in parts))
+        return lambda name, module: pattern.fullmatch(name) is not None
+    if callable(selector):
+        return selector
+    raise TypeError(
+        "units: expected module classes, name patterns or predicates(name, module) -> bool; "
+        f"found {selector!r}"
+    )
+
+
+def _describe(selector: Any) -> str:
+    if isinstance(selector, type):
+        return f"class {selector.__name__}"
+    if isinstance(selector, str):
+        return f"pattern {selector!r}"
+    return f"predicate {getattr(selector, '__name__', selector)}"

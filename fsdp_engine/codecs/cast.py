@@ -1,0 +1,23 @@
+"""The default codec: main weights travel in the compute dtype."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fsdp_engine.codecs.base import ParamCodec
+from fsdp_engine.collectives import Steps
+
+
+class CastCodec(ParamCodec):
+    """A dtype cast, which is nothing at all where both dtypes are one."""
+
+    def __init__(self, main_dtype: torch.dtype, compute_dtype: torch.dtype) -> None:
+        self.wire_dtype = compute_dtype
+        self.is_identity = main_dtype == compute_dtype
+
+    def encode(self, main: Tensor, wire: Tensor) -> Steps:
+        """See :class:`ParamCodec`."""
+        if wire.data_ptr() != main.data_ptr():
+            wire.copy_(main)
+        yield from ()

@@ -1,0 +1,169 @@
+"""``engine.describe()``: a row for each unit with what it holds and sends."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from fsdp_engine.mesh import DataMesh
+from fsdp_engine.strategies import Axis, Role, Strategy
+from fsdp_engine.unit import Unit
+
+
+@dataclass(frozen=True)
+class UnitRow:
+    """One unit on this rank; bytes by role.
+
+    Attributes:
+        name: fully qualified name; "" for the root.
+        num_parameters: parameter tensors.
+        num_elements: elements of them.
+        padding: elements that the flat buffers add.
+        weight_bytes: main and compute weights at rest.
+        grad_bytes: gradients at rest, from the first backward on.
+        full_bytes: full parameters while the unit is in use, beyond what it holds at rest.
+        staging_bytes: full gradients until they are reduced, beyond what it holds at rest.
+        num_gathers: parameter collectives per step of one microbatch.
+        num_reductions: gradient collectives per step of one microbatch.
+    """
+
+    name: str
+    num_parameters: int
+    num_elements: int
+    padding: int
+    weight_bytes: int
+    grad_bytes: int
+    full_bytes: int
+    staging_bytes: int
+    num_gathers: int
+    num_reductions: int
+
+
+@dataclass(frozen=True)
+class Description:
+    """Rows and totals; ``str`` gives a table."""
+
+    title: str
+    rows: tuple[UnitRow, ...]
+
+    def __str__(self) -> str:
+        table = Table(title=self.title, title_justify="left", show_footer=True)
+        total = _total(self.rows)
+        table.add_column("unit", footer="all")
+        columns = (
+            ("parameters", "num_parameters", _count),
+            ("elements", "num_elements", _count),
+            ("padding", "padding", _count),
+            ("weights", "weight_bytes", _size),
+            ("gradients", "grad_bytes", _size),
+            ("+ full", "full_bytes", _size),
+            ("+ staging", "staging_bytes", _size),
+            ("gathers", "num_gathers", _count),
+            ("reductions", "num_reductions", _count),
+        )
+        for header, field, show in columns:
+            footer = "" if field in ("full_bytes", "staging_bytes") else show(getattr(total, field))
+            table.add_column(header, footer=footer, justify="right")
+        for first, last, row in _runs(self.rows):
+            name = row.name or "(root)"
+            label = name if first == last else f"{name} .. {self.rows[last].name}"
+            table.add_row(label, *(show(getattr(row, field)) for _, field, show in columns))
+        text = io.StringIO()
+        Console(file=text, width=132).print(table)
+        return text.getvalue().rstrip()
+
+
+def describe_units(
+    units: Sequence[Unit], strategy: Strategy, mesh: DataMesh, budget: int
+) -> Description:
+    """Rows for ``units`` as they lie on this rank."""
+    title = (
+        f"{strategy} on {mesh.outer.size} x {mesh.inner.size} ranks (outer x inner), "
+        f"up to {budget:,} elements gathered ahead. Bytes are this rank's; gathers and reductions "
+        "are collectives per step of one microbatch."
+    )
+    return Description(title, tuple(_row(unit, strategy, mesh) for unit in units))
+
+
+def _row(unit: Unit, strategy: Strategy, mesh: DataMesh) -> UnitRow:
+    gathers, reductions = count_collectives(strategy, mesh)
+    is_root = not unit.name
+    return UnitRow(
+        name=unit.name,
+        num_parameters=sum(len(buffer.records) for buffer in unit.buffers),
+        num_elements=sum(buffer.layout.num_tensor_elements for buffer in unit.buffers),
+        padding=sum(buffer.layout.padding for buffer in unit.buffers),
+        weight_bytes=sum(buffer.weights.rest_bytes for buffer in unit.buffers),
+        grad_bytes=sum(b.grads.rest_bytes for b in unit.trainable if b.grads is not None),
+        full_bytes=sum(buffer.weights.transient_bytes for buffer in unit.buffers),
+        staging_bytes=sum(b.grads.transient_bytes for b in unit.trainable if b.grads is not None),
+        num_gathers=len(unit.buffers) * (gathers.once if is_root else gathers.total),
+        num_reductions=len(unit.trainable) * reductions,
+    )
+
+
+@dataclass(frozen=True)
+class GatherCount:
+    """Gathers of one buffer in a step: ``total`` for a unit that is resharded after forward,
+    ``once`` for one that stays full until its backward is over (the root)."""
+
+    total: int
+    once: int
+
+
+def count_collectives(strategy: Strategy, mesh: DataMesh) -> tuple[GatherCount, int]:
+    """Gathers and reductions of one buffer in a step of one microbatch.
+
+    An axis of one rank costs nothing. Along each other axis: parameters are gathered for forward
+    and again for backward where they are cut, once per step where only optimizer state is;
+    gradients are reduced once.
+    """
+    total = once = reductions = 0
+    for axis in Axis:
+        if mesh.axis(axis).size == 1:
+            continue
+        reductions += 1
+        if strategy.cuts(Role.PARAM, axis):
+            total += 2
+            once += 1
+        elif strategy.cuts(Role.OPTIM, axis):
+            total += 1
+            once += 1
+    return GatherCount(total, once), reductions
+
+
+def _runs(rows: Sequence[UnitRow]) -> list[tuple[int, int, UnitRow]]:
+    """(first, last, row) for each run of rows that differ in name only."""
+    runs: list[tuple[int, int, UnitRow]] = []
+    for index, row in enumerate(rows):
+        if runs and _same(runs[-1][2], row):
+            runs[-1] = (runs[-1][0], index, runs[-1][2])
+        else:
+            runs.append((index, index, row))
+    return runs
+
+
+def _same(a: UnitRow, b: UnitRow) -> bool:
+    return bool(a.name and b.name) and dataclasses.replace(a, name=b.name) == b
+
+
+def _total(rows: Sequence[UnitRow]) -> UnitRow:
+    fields = [field.name for field in dataclasses.fields(UnitRow) if field.name != "name"]
+    return UnitRow("", *(sum(getattr(row, field) for row in rows) for field in fields))
+
+
+def _count(value: int) -> str:
+    return f"{value:,}"
+
+
+def _size(value: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"

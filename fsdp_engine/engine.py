@@ -1,0 +1,382 @@
+"""What the user holds: :func:`shard` and the :class:`Engine` that it returns."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from fsdp_engine import lanes as lanes_module
+from fsdp_engine.assignment import UnitSelector
+from fsdp_engine.buffer import Ladder
+from fsdp_engine.build import Granule, Plan, agree, build_units, make_plan
+from fsdp_engine.clip import clip_, total_norm
+from fsdp_engine.codecs import CodecRule
+from fsdp_engine.config import DistributedDataParallelConfig
+from fsdp_engine.description import Description, describe_units
+from fsdp_engine.flat_dtensor import FlatDTensor
+from fsdp_engine.hooks import UnitHooks, hook_gradients
+from fsdp_engine.memory import Memory
+from fsdp_engine.mesh import DataMesh
+from fsdp_engine.param_and_grad_buffer import ParamAndGradBuffer
+from fsdp_engine.precision import MixedPrecisionPolicy
+from fsdp_engine.reductions import Reductions
+from fsdp_engine.scheduler import Scheduler
+from fsdp_engine.strategies import Axis, Role, Strategy
+from fsdp_engine.unit import Unit, install_into
+
+_ENGINES: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
+
+# Optimizers change weights in ways that version counters need not show (fused kernels, `.data`).
+_LIVE: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def shard(
+    model: nn.Module,
+    mesh: DeviceMesh | None = None,
+    strategy: str = "optim_grads_params",
+    outer_strategy: str = "no_shard",
+    units: UnitSelector | Iterable[UnitSelector] | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    config: DistributedDataParallelConfig | None = None,
+    granule: Granule | None = None,
+    *,
+    codec_rules: Iterable[CodecRule] = (),
+) -> Engine:
+    """Shard ``model``'s parameters, gradients and optimizer state; the model is changed in place.
+
+    Modules keep their class, names and identity. Outside forward and backward their parameters
+    are :class:`FlatDTensor`\\ s over this rank's slices (plain tensors where nothing is cut and
+    main weights are compute weights). Build the optimizer afterwards.
+
+    Args:
+        model: any module, also on the meta device.
+        mesh: data-parallel ranks: (inner,) or (outer, inner). None: all ranks on one axis.
+        strategy: level of the inner axis: "no_shard", "optim", "optim_grads" or
+            "optim_grads_params".
+        outer_strategy: level of the outer axis, at most ``strategy``.
+        units: what is gathered and reduced as one: see :func:`~fsdp_engine.assignment.find_units`.
+        mp_policy: dtypes. None: each parameter's own, with fp32 main weights.
+        config: everything else.
+        granule: ``granule(name, parameter)`` elements of a parameter stay on one rank; it must
+            divide the parameter.
+        codec_rules: encodings of parameters on the wire, asked in turn before the default cast.
+
+    Raises:
+        ValueError: an argument, or how arguments of ranks differ; on all ranks, before anything
+            is changed.
+        TypeError: likewise.
+    """
+    levels = Strategy.from_names(strategy, outer_strategy)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module; found {type(model).__name__}")
+    data_mesh = DataMesh.create(mesh)
+    policy = mp_policy or MixedPrecisionPolicy()
+    options = config or DistributedDataParallelConfig()
+    rules = tuple(codec_rules)
+    plan: Plan | None = None
+    error: Exception | None = None
+    try:
+        _check_unsharded(model)
+        sizes = {axis: data_mesh.axis(axis).size for axis in Axis}
+        plan = make_plan(model, units, policy, options, levels, sizes, granule, rules)
+    except (ValueError, TypeError) as caught:
+        error = caught
+    seed = agree(plan, error, f"{levels}, {policy}, {options}", data_mesh)
+    assert plan is not None
+    return Engine(model, plan, data_mesh, levels, policy, options, seed)
+
+
+class Engine:
+    """A sharded model's engine. Made by :func:`shard`.
+
+    Attributes:
+        model: the user's module.
+        mesh: the data-parallel ranks.
+        strategy: the levels of both axes.
+        config: the options it was made with.
+        units: its units, the root first.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        mesh: DataMesh,
+        strategy: Strategy,
+        policy: MixedPrecisionPolicy,
+        config: DistributedDataParallelConfig,
+        seed: int,
+    ) -> None:
+        self.model = model
+        self.mesh = mesh
+        self.strategy = strategy
+        self.config = config
+        self.policy = policy
+        self._memory = Memory(mesh.device, keep=config.fsdp_double_buffer)
+        self._lanes = lanes_module.make_lanes(mesh.device)
+        ladder = Ladder(mesh)
+        self.units = build_units(plan, strategy, ladder, self._memory, config, seed)
+        self.budget = _budget(self.units, config)
+        root = self.units[0]
+        reductions = Reductions(
+            self.units, root, self._lanes, mesh.control_group, mesh.device, self.budget
+        )
+        self._scheduler = Scheduler(
+            self.units, root, self._lanes, self._memory, self.budget, reductions
+        )
+        self._hooks: dict[int, UnitHooks] = {}
+        for unit in self.units:
+            self._hook(unit, is_root=unit is root)
+        for module in model.modules():
+            _ENGINES[module] = self
+        _LIVE.add(self)
+        _watch_optimizers()
+
+    @property
+    def buffers(self) -> list[ParamAndGradBuffer]:
+        """All buffers of all units."""
+        return [buffer for unit in self.units for buffer in unit.buffers]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it, backward is not the last microbatch of its step.
+
+        Gradients are accumulated; only axes along which gradients are cut are reduced.
+        """
+        reductions = self._scheduler.reductions
+        before = reductions.sync
+        reductions.sync = False
+        try:
+            yield
+        finally:
+            reductions.sync = before
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Scale all gradients so that their norm is at most ``max_norm``. Collective.
+
+        Args:
+            max_norm: the largest norm that is left alone; inf only measures.
+            norm_type: p of the p-norm, or inf.
+            error_if_nonfinite: raise if the norm is NaN or infinite; waits for the device.
+
+        Returns:
+            The norm before clipping: a plain 0-d tensor, the same on every rank.
+
+        Raises:
+            RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
+            ValueError: ``norm_type`` is not positive.
+        """
+        shards = [
+            shard
+            for buffer in self.buffers
+            if buffer.grads is not None and (shard := buffer.grads.optim_grads) is not None
+        ]
+        norm = total_norm(shards, norm_type, self._optim_group(), self.mesh.device)
+        if error_if_nonfinite and not bool(torch.isfinite(norm)):
+            raise RuntimeError(f"clip_grad_norm_: expected a finite gradient norm; found {norm}")
+        clip_(shards, norm, max_norm)
+        return norm
+
+    @contextmanager
+    def unsharded(self, *modules: nn.Module) -> Iterator[None]:
+        """Within it, modules hold full main weights; edits are written back at the end.
+
+        Collective, and every rank must make the same edits. Forwards run under ``no_grad`` only.
+        If the block raises, nothing is written back.
+
+        Args:
+            *modules: whose parameters; none: the whole model.
+
+        Raises:
+            RuntimeError: a forward or backward is under way.
+            ValueError: a module is not part of the model.
+        """
+        if not self._scheduler.is_at_rest:
+            raise RuntimeError(
+                "unsharded(): expected no forward or backward under way; found one (after an "
+                "exception, call engine.reset())"
+            )
+        units = self._units_of(modules)
+        full = {}
+        for unit in units:
+            unit.release(self._lanes)
+            full[unit.index] = [buffer.gather_main(self._lanes) for buffer in unit.buffers]
+            tensors = [
+                [
+                    nn.Parameter(flat.full(i), requires_grad=buffer.kind.requires_grad)
+                    for i in range(len(buffer.records))
+                ]
+                for buffer, flat in zip(unit.buffers, full[unit.index], strict=True)
+            ]
+            install_into(unit.buffers, tensors)
+            self._pause(unit, True)
+        try:
+            yield
+            for unit in units:
+                for buffer, flat in zip(unit.buffers, full[unit.index], strict=True):
+                    buffer.write_main(flat)
+                    buffer.weights.mark_stale()
+        finally:
+            for unit in units:
+                install_into(unit.buffers, [buffer.sharded_params for buffer in unit.buffers])
+                self._pause(unit, False)
+
+    def full_tensor(self, name: str) -> Tensor:
+        """The full main weights of one parameter, a copy, on every rank. Collective.
+
+        Raises:
+            KeyError: the model has no parameter of that name.
+        """
+        for buffer in self.buffers:
+            for record, param in zip(buffer.records, buffer.sharded_params, strict=True):
+                if name in record.aliases:
+                    value = param.detach()
+                    return value.full_tensor() if isinstance(value, FlatDTensor) else value.clone()
+        raise KeyError(f"name: expected a parameter of the model; found {name!r}")
+
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Tensor]:
+        """The model's ``state_dict`` with full main weights in host memory. Collective.
+
+        One unit at a time is full on the device.
+
+        Args:
+            rank0_only: only rank 0 of the mesh keeps the values; others return an empty dict.
+        """
+        keeps = not rank0_only or self.mesh.rank == 0
+        gathered: dict[str, Tensor] = {}
+        for buffer in self.buffers:
+            flat = buffer.gather_main(self._lanes)
+            if keeps:
+                for index, record in enumerate(buffer.records):
+                    value = flat.full(index).detach().cpu().clone()
+                    gathered.update(dict.fromkeys(record.aliases, value))
+        if not keeps:
+            return {}
+        state = self.model.state_dict()
+        return {
+            key: gathered[key] if key in gathered else value.detach().cpu().clone()
+            for key, value in state.items()
+        }
+
+    def reset(self) -> None:
+        """Back to rest after an exception in forward or backward; weights stay as they are.
+
+        Accumulated gradients are dropped. Every rank must call it, since all of them lost a
+        microbatch.
+        """
+        for error in self._lanes.drain():
+            warnings.warn(f"while resetting: {error}", stacklevel=2)
+        for hooks in self._hooks.values():
+            hooks.reset()
+        self._scheduler.reset()
+
+    def describe(self) -> Description:
+        """What each unit holds and sends; ``print`` it for a table."""
+        return describe_units(self.units, self.strategy, self.mesh, self.budget)
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Bytes that the engine holds now on this rank, by role."""
+        return {role: count for role, count in self._memory.ledger.held.items() if count}
+
+    def peak_memory_bytes(self, *, reset: bool = False) -> dict[str, int]:
+        """Most bytes held so far by role, and "total" (of a moment, not a sum of peaks).
+
+        Args:
+            reset: start anew from what is held now.
+        """
+        ledger = self._memory.ledger
+        peak = {role: count for role, count in ledger.peak.items() if count}
+        peak["total"] = ledger.peak_total
+        if reset:
+            ledger.reset_peak()
+        return peak
+
+    def weights_changed(self) -> None:
+        """Tell the engine that main weights were changed where version counters do not show it."""
+        for buffer in self.buffers:
+            buffer.weights.mark_stale()
+
+    def _hook(self, unit: Unit, is_root: bool) -> None:
+        casts = self.policy.param_dtype if self.policy.cast_forward_inputs else None
+        output = self.policy.output_dtype if is_root else None
+        # The root is always seen, since its forward frames all others.
+        if is_root or unit.reshards or unit.needs_refresh or casts is not None:
+            hooks = UnitHooks(self._scheduler, unit, casts, output)
+            hooks.register()
+            self._hooks[unit.index] = hooks
+        hook_gradients(self._scheduler, unit)
+
+    def _pause(self, unit: Unit, paused: bool) -> None:
+        if unit.index in self._hooks:
+            self._hooks[unit.index].paused = paused
+
+    def _units_of(self, modules: tuple[nn.Module, ...]) -> list[Unit]:
+        if not modules:
+            return list(self.units)
+        wanted = set()
+        for module in modules:
+            if _ENGINES.get(module) is not self:
+                raise ValueError(
+                    f"unsharded(): expected modules of the sharded model; found a "
+                    f"{type(module).__name__} that is not part of it"
+                )
+            wanted |= {id(inner) for inner in module.modules()}
+        return [
+            unit
+            for unit in self.units
+            if any(
+                id(module) in wanted
+                for buffer in unit.buffers
+                for record in buffer.records
+                for module, _ in record.sites
+            )
+        ]
+
+    def _optim_group(self) -> torch.distributed.ProcessGroup | None:
+        """The ranks over which reduced gradients are spread."""
+        depth = self.strategy.depth(Role.OPTIM)
+        if depth == 0:
+            return None
+        return self.mesh.inner.reduce_group if depth == 1 else self.mesh.control_group
+
+
+def _budget(units: list[Unit], config: DistributedDataParallelConfig) -> int:
+    if config.suggested_communication_unit_size is not None:
+        return config.suggested_communication_unit_size
+    sizes = [unit.num_elements for unit in units[1:]] or [units[0].num_elements]
+    return 2 * sum(sizes) // len(sizes)
+
+
+def _check_unsharded(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if module in _ENGINES:
+            raise ValueError(
+                "model: expected one that was not sharded before; found "
+                f"{name or 'the root module'} in the hands of another engine"
+            )
+
+
+_is_watching = False
+
+
+def _watch_optimizers() -> None:
+    """After any optimizer's step, weights count as changed."""
+    global _is_watching
+    if _is_watching:
+        return
+    _is_watching = True
+
+    def stepped(optimizer: torch.optim.Optimizer, *args: object) -> None:
+        for engine in _LIVE:
+            engine.weights_changed()
+
+    register_optimizer_step_post_hook(stepped)

@@ -1,0 +1,174 @@
+"""Elementwise functions, on one tensor or on lists: run on the slices, wrap the results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_engine.flat_dtensor.placement import FlatPlacement
+from fsdp_engine.flat_dtensor.slices import (
+    Args,
+    Function,
+    Kwargs,
+    check_inplace,
+    refusal,
+    rewrap,
+    unwrap,
+)
+
+
+def elementwise(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """``func`` on slices. Tensors beside them must be the same slice, or have one element."""
+    flat: FlatPlacement | None = None
+    owners: dict[int, Any] = {}
+    locals_: list[Any] = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, cls):
+            mine = value._flat
+            if flat is None:
+                flat = mine
+            elif mine is not flat and mine != flat:
+                raise refusal(cls, func, (value,), "mixes two different slices")
+            check_inplace(func, value)
+            value = _remember(owners, value)
+        locals_.append(value)
+    if flat is None:  # only inside a list
+        raise refusal(cls, func, (args, kwargs))
+    locals_ = [
+        scalar(cls, func, value, flat)
+        if isinstance(value, Tensor) and id(value) not in owners
+        else value
+        for value in locals_
+    ]
+    options = dict(zip(kwargs, locals_[len(args) :], strict=True))
+    requires_grad = options.pop("requires_grad", False)
+    result = func(*locals_[: len(args)], **options)
+    # In-place functions, and those with nothing to do, return their argument: so must we.
+    if "out" in kwargs:
+        return kwargs["out"]
+    owner = owners.get(id(result))
+    if owner is not None:
+        return owner
+    result = rewrap(cls, result, flat)
+    return result.requires_grad_() if requires_grad else result
+
+
+def foreach(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """``torch._foreach_*`` and the fused optimizers: elementwise over lists of tensors.
+
+    Lists may mix FlatDTensors and plain tensors, but what stands at one index must fit together.
+    """
+    flats: list[FlatPlacement | None] | None = None
+
+    def to_local(value: Any) -> Any:
+        nonlocal flats
+        if not isinstance(value, list | tuple) or not any(isinstance(t, Tensor) for t in value):
+            # A DTensor of one element is, say, the coefficient of a gradient clipping.
+            return value.full_tensor() if hasattr(value, "full_tensor") else value
+        found = [t._flat if isinstance(t, cls) else None for t in value]
+        first = flats = found if flats is None else flats
+        if found is not first and found != first:
+            _check_columns(cls, func, value, found, first)
+        local = []
+        for tensor, mine, other in zip(value, found, first, strict=True):
+            if mine is not None:
+                check_inplace(func, tensor)
+                local.append(unwrap(tensor))
+            else:
+                local.append(tensor if other is None else scalar(cls, func, tensor, other))
+        return local
+
+    local_args = [to_local(value) for value in args]
+    result = func(*local_args, **{key: to_local(value) for key, value in kwargs.items()})
+    if func.__name__[-1] == "_":
+        return None if result is None else args[0]
+    assert flats is not None
+    return type(result)(
+        value if flat is None else rewrap(cls, value, flat)
+        for value, flat in zip(result, flats, strict=True)
+    )
+
+
+def scalar(cls: Any, func: Function, tensor: Tensor, flat: FlatPlacement) -> Tensor:
+    """A tensor of one element, the same on every rank, made fit to stand beside a slice.
+
+    Raises:
+        TypeError: it has more elements, or would add dims to the result.
+    """
+    if tensor.numel() != 1 or tensor.ndim > len(flat.shape):
+        found = f"{type(tensor).__name__} of shape {tuple(tensor.shape)}"
+        why = f"mixes a FlatDTensor of shape {tuple(flat.shape)} and a {found}"
+        raise refusal(cls, func, (), why)
+    if hasattr(tensor, "full_tensor"):
+        tensor = tensor.full_tensor()
+    return tensor.reshape(1) if tensor.ndim else tensor
+
+
+def convert(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """``to``, ``type`` and ``type_as``, where another tensor only gives dtype and device."""
+    if func.__name__ == "type" and len(args) == 1 and not kwargs:
+        return args[0]._local_tensor.type()
+    args = (args[0], *(t._local_tensor if isinstance(t, cls) else t for t in args[1:]))
+    kwargs = {k: t._local_tensor if isinstance(t, cls) else t for k, t in kwargs.items()}
+    if not isinstance(args[0], cls):
+        return func(*args, **kwargs)
+    local = unwrap(args[0])
+    result = func(local, *args[1:], **kwargs)
+    return args[0] if result is local else rewrap(cls, result, args[0]._flat)
+
+
+def copy_(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """``copy_`` from the same slice, from a scalar, or from a whole tensor, of which the slice.
+
+    A whole tensor is the same on every rank; a DTensor is gathered first. So ``load_state_dict``
+    takes the state dict of an unsharded model.
+    """
+    target, source = args[0], args[1] if len(args) > 1 else kwargs["src"]
+    if not isinstance(target, cls):
+        raise refusal(cls, func, (source,), "copies into a tensor that is not a FlatDTensor")
+    flat: FlatPlacement = target._flat
+    for tensor in (target, source):
+        check_inplace(func, tensor)
+    if isinstance(source, cls) and source._flat == flat:
+        source = source._local_tensor
+    elif source.shape == flat.shape:
+        if hasattr(source, "full_tensor"):
+            source = source.full_tensor()
+        source = source.reshape(-1)[flat.start : flat.stop]
+    else:
+        source = scalar(cls, func, source, flat)
+    func(target._local_tensor, source, *args[2:], **{k: v for k, v in kwargs.items() if k != "src"})
+    return target
+
+
+def set_masked(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """``tensor[mask] = value`` with a mask of the same slice and one value for all."""
+    target, mask, value = args
+    same = isinstance(mask, cls) and isinstance(target, cls) and mask._flat == target._flat
+    if not same or mask.dtype != torch.bool:
+        raise refusal(cls, func, args)
+    if isinstance(value, Tensor):
+        value = scalar(cls, func, value, target._flat)
+    if torch.is_grad_enabled() and target.requires_grad:
+        raise refusal(cls, func, args, "in-place change of a tensor that requires grad")
+    target._local_tensor.masked_fill_(mask._local_tensor, value)
+
+
+def _remember(owners: dict[int, Any], tensor: Any) -> Tensor:
+    local = unwrap(tensor)
+    owners.setdefault(id(local), tensor)
+    return local
+
+
+def _check_columns(
+    cls: Any,
+    func: Function,
+    tensors: list[Any],
+    found: list[FlatPlacement | None],
+    expected: list[FlatPlacement | None],
+) -> None:
+    for tensor, mine, other in zip(tensors, found, expected, strict=True):
+        if mine is not None and mine != other:
+            raise refusal(cls, func, (tensor,), "mixes different slices at one index")

@@ -1,0 +1,247 @@
+"""Reductions of a whole tensor: reduce the slice, then the scalar over the ranks.
+
+What comes back is a plain tensor, the same on every rank, so every rank must call alike. A slice
+may be empty; then it contributes the neutral element. Sums are differentiable: every rank uses the
+sum alike, so the gradient of the sum is the gradient of its slice.
+
+``norm ** p`` adds up over slices: with slices of norms 3 and 4, the 2-norm is (9 + 16) ** 0.5 = 5.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fsdp_engine.collectives import all_reduce_
+from fsdp_engine.flat_dtensor.elementwise import elementwise
+from fsdp_engine.flat_dtensor.slices import Args, Function, Handler, Kwargs, refusal, unwrap
+
+Groups = tuple[ProcessGroup, ...]
+
+# Positional parameters. Others, and `dim` other than all of them, are refused.
+_PARAMETERS: dict[str, tuple[str, ...]] = {
+    "sum": ("input", "dim", "keepdim", "dtype"),
+    "nansum": ("input", "dim", "keepdim", "dtype"),
+    "mean": ("input", "dim", "keepdim", "dtype"),
+    "count_nonzero": ("input", "dim"),
+    "any": ("input", "dim", "keepdim"),
+    "all": ("input", "dim", "keepdim"),
+    "max": ("input", "dim", "keepdim"),
+    "min": ("input", "dim", "keepdim"),
+    "amax": ("input", "dim", "keepdim"),
+    "amin": ("input", "dim", "keepdim"),
+    "norm": ("input", "p", "dim", "keepdim", "dtype"),
+    "linalg_vector_norm": ("input", "p", "dim", "keepdim", "dtype"),
+    "linalg_norm": ("input", "p", "dim", "keepdim", "dtype"),
+}
+
+
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, groups: Groups) -> Tensor:
+        return reduce_over(value.clone(), groups)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
+def reduce_over(tensor: Tensor, groups: Sequence[ProcessGroup], op: str = "sum") -> Tensor:
+    """Reduces a small tensor in place over each of ``groups`` in turn, and returns it."""
+    for group in groups:
+        all_reduce_(tensor, group, op)
+    return tensor
+
+
+def _sum_over(value: Tensor, groups: Groups) -> Tensor:
+    if value.requires_grad:
+        total: Tensor = _SumOverRanks.apply(value, groups)
+        return total
+    return reduce_over(value, groups)
+
+
+def _extreme_over(value: Tensor, groups: Groups, op: str) -> Tensor:
+    """Maximum or minimum over the ranks, NaN if any is: collectives need not respect NaN."""
+    if not groups:
+        return value
+    if not value.is_floating_point():
+        return reduce_over(value.long(), groups, op).to(value.dtype)
+    nan = value.isnan()
+    sign = 1.0 if op == "max" else -1.0
+    wide = value.to(torch.promote_types(value.dtype, torch.float32))
+    # One collective for both: NaN anywhere shows in the second row.
+    both = torch.stack((wide.masked_fill(nan, -sign * math.inf), nan * sign))
+    reduced = reduce_over(both, groups, op)
+    return reduced[0].masked_fill(reduced[1] != 0, math.nan).to(value.dtype)
+
+
+def _bind(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> dict[str, Any]:
+    """Arguments by name; refuses all but a reduction over all dims of a FlatDTensor."""
+    kwargs = {"p" if key == "ord" else key: value for key, value in kwargs.items()}
+    bound = dict(zip(_PARAMETERS[func.__name__], args, strict=False)) | kwargs
+    unknown = bound.keys() - set(_PARAMETERS[func.__name__]) or len(args) > len(bound)
+    if unknown or bound.get("keepdim") or not isinstance(bound.get("input"), cls):
+        raise refusal(cls, func, (args, kwargs))
+    ndim, dim = len(bound["input"]._flat.shape), bound.get("dim")
+    dims = (dim,) if isinstance(dim, int) else tuple(dim or ())
+    if dims and {each % max(ndim, 1) for each in dims} != set(range(ndim)):
+        raise refusal(cls, func, (args, kwargs), f"reduces over dim {dim} only")
+    return bound
+
+
+def _add_up(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """``sum``, ``nansum``, ``mean``, ``count_nonzero``."""
+    bound = _bind(cls, func, args, kwargs)
+    flat, local, name = bound["input"]._flat, unwrap(bound["input"]), func.__name__
+    if name == "count_nonzero":
+        return _sum_over(local.count_nonzero(), flat.split_groups)
+    dtype = bound.get("dtype") or local.dtype
+    if not (dtype.is_floating_point or dtype.is_complex):
+        if name == "mean":
+            return func(local, dtype=dtype)  # torch's own error
+        dtype = bound.get("dtype") or torch.int64
+    # Partial sums of bf16 would be rounded before they meet.
+    wide = torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
+    add = torch.nansum if name == "nansum" else torch.sum
+    total = _sum_over(add(local, dtype=wide), flat.split_groups)
+    return (total / math.prod(flat.shape) if name == "mean" else total).to(dtype)
+
+
+def _extreme(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """``max``, ``min``, ``amax``, ``amin``, ``any``, ``all``; of two tensors, elementwise."""
+    if func.__name__ in {"max", "min"} and any(
+        isinstance(value, Tensor) for value in (*args[1:], *kwargs.values())
+    ):
+        return elementwise(cls, func, args, kwargs)
+    tensor = _bind(cls, func, args, kwargs)["input"]
+    flat, local = tensor._flat, tensor._local_tensor
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        raise refusal(cls, func, args, "has no gradient here (use torch.no_grad())")
+    op = "min" if func.__name__ in {"min", "amin", "all"} else "max"
+    if func.__name__ in {"any", "all"}:
+        local = local.bool()
+    elif not math.prod(flat.shape):
+        return func(local)  # torch's own error
+    value = func(local) if local.numel() else _neutral(local, op)
+    return _extreme_over(value, flat.split_groups, op)
+
+
+def _neutral(local: Tensor, op: str) -> Tensor:
+    if local.dtype == torch.bool:
+        value: float = op == "min"
+    elif local.dtype.is_floating_point:
+        value = math.inf if op == "min" else -math.inf
+    else:
+        info = torch.iinfo(local.dtype)
+        value = info.max if op == "min" else info.min
+    return torch.scalar_tensor(value, dtype=local.dtype, device=local.device)
+
+
+def _norm(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """``norm``, ``linalg.vector_norm``, and ``linalg.norm`` where it is a vector norm."""
+    bound = _bind(cls, func, args, kwargs)
+    flat, p = bound["input"]._flat, bound.get("p")
+    if func.__name__ == "linalg_norm" and len(flat.shape) > 1 and p not in (None, "fro"):
+        raise refusal(cls, func, args, f"ord={p} is a norm of matrices")
+    order = _order(cls, func, args, p)
+    local = unwrap(bound["input"])
+    dtype = bound.get("dtype") or local.dtype
+    norm = _slice_norm(local, order)
+    return _norm_over(norm, order, flat.split_groups).to(dtype)
+
+
+def _foreach_norm(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """``_foreach_norm`` and ``_foreach_max``: one all-reduce for the whole list."""
+    tensors = list(args[0])
+    takes_norms = func.__name__ == "_foreach_norm"
+    order = math.inf
+    if takes_norms:
+        p = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+        order = _order(cls, func, args, p)
+    results: list[Any] = [None] * len(tensors)
+    by_groups: dict[Groups, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        groups = tensor._flat.split_groups if isinstance(tensor, cls) else ()
+        by_groups.setdefault(groups, []).append(index)
+    for groups, indices in by_groups.items():
+        chosen = [unwrap(t) if isinstance(t, cls) else t for t in (tensors[i] for i in indices)]
+        if takes_norms:
+            values = torch.stack(_slice_norms(chosen, order))
+            reduced = _norm_over(values, order, groups)
+        else:
+            values = torch.stack([t.max() if t.numel() else _neutral(t, "max") for t in chosen])
+            reduced = _extreme_over(values, groups, "max")
+        for index, local, value in zip(indices, chosen, reduced.unbind(), strict=True):
+            results[index] = value.to(kwargs.get("dtype") or local.dtype)
+    return results
+
+
+def _order(cls: Any, func: Function, args: Args, p: Any) -> float:
+    if p is None or p == "fro":
+        return 2.0
+    if not isinstance(p, int | float) or (p < 0 and p != -math.inf):
+        raise refusal(cls, func, args, f"order {p!r} does not add up over slices")
+    return float(p)
+
+
+def _slice_norms(locals_: list[Tensor], order: float) -> list[Tensor]:
+    plain = torch._foreach_norm if math.isfinite(order) else None
+    if plain is None or any(t.dtype.itemsize < 4 or t.requires_grad for t in locals_):
+        return [_slice_norm(local, order) for local in locals_]
+    return [norm.double() for norm in plain(locals_, order)]
+
+
+def _slice_norm(local: Tensor, order: float) -> Tensor:
+    if not local.numel():
+        value = math.inf if order == -math.inf else 0.0
+        return torch.scalar_tensor(value, dtype=torch.float64, device=local.device)
+    wide = torch.float32 if local.dtype.itemsize < 4 else None
+    return torch.linalg.vector_norm(local, order, dtype=wide).double()
+
+
+def _norm_over(norms: Tensor, order: float, groups: Groups) -> Tensor:
+    """Norms over the ranks, from norms of slices in float64, so that squares do not overflow."""
+    if not groups:
+        return norms
+    if not math.isfinite(order):
+        return _extreme_over(norms, groups, "max" if order > 0 else "min")
+    if order == 0:
+        return _sum_over(norms, groups)
+    total = _sum_over(norms**order, groups)
+    # The root has no gradient at 0; torch's norms have gradient 0 there.
+    zero = total == 0
+    root = total.masked_fill(zero, 1.0) ** (1.0 / order)
+    return root.masked_fill(zero, 0.0)
+
+
+def equal(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> bool:
+    """``equal`` and ``allclose`` of two FlatDTensors of one slice: a bool, alike on every rank."""
+    a, b, *_ = args
+    if not isinstance(a, cls) or not isinstance(b, cls) or a._flat != b._flat:
+        raise refusal(cls, func, args, "compares tensors of different slices")
+    same = func(a._local_tensor, b._local_tensor, *args[2:], **kwargs)
+    value = torch.scalar_tensor(int(same), dtype=torch.int64, device=a._local_tensor.device)
+    return bool(reduce_over(value, a._flat.split_groups, "min").item())
+
+
+def unscale(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> None:
+    """``_amp_foreach_non_finite_check_and_unscale_``: what one rank finds, all must know."""
+    grads, found_inf, inverse_scale = args
+    func([t._local_tensor if isinstance(t, cls) else t for t in grads], found_inf, inverse_scale)
+    for groups in {t._flat.split_groups: None for t in grads if isinstance(t, cls)}:
+        reduce_over(found_inf, groups, "max")
+
+
+HANDLERS: dict[str, Handler] = {
+    **dict.fromkeys(("sum", "nansum", "mean", "count_nonzero"), _add_up),
+    **dict.fromkeys(("max", "min", "amax", "amin", "any", "all"), _extreme),
+    **dict.fromkeys(("norm", "linalg_vector_norm", "linalg_norm"), _norm),
+    **dict.fromkeys(("_foreach_norm", "_foreach_max"), _foreach_norm),
+    **dict.fromkeys(("equal", "allclose"), equal),
+    "_amp_foreach_non_finite_check_and_unscale_": unscale,
+}

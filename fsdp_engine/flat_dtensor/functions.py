@@ -1,0 +1,238 @@
+"""Which torch functions a FlatDTensor knows, and how each is computed from slices.
+
+    =============  ===========================================  ==================================
+    kind           examples                                     how
+    =============  ===========================================  ==================================
+    elementwise    ``add_``, ``lerp``, ``clone``, ``zeros_like``,  run on the slice, wrap the result
+                   ``_foreach_mul_``, ``_fused_adamw_``
+    reductions     ``sum``, ``mean``, ``vector_norm``, ``max``  reduce the slice, then the scalar
+                                                                over the ranks; a plain tensor
+    metadata       ``size``, ``requires_grad_``, ``grad``       asked of the wrapper
+    =============  ===========================================  ==================================
+
+Everything else raises TypeError. Names are listed, since torch's own tag for pointwise functions
+holds ``equal`` and ``rrelu``, and lacks ``subtract`` and every in-place comparison (2.11 to 2.13).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_engine.flat_dtensor import full_reductions
+from fsdp_engine.flat_dtensor.elementwise import convert, copy_, elementwise, foreach, set_masked
+from fsdp_engine.flat_dtensor.slices import (
+    Args,
+    Function,
+    Handler,
+    Kwargs,
+    check_inplace,
+    refusal,
+    refuse,
+    refuse_random,
+    unwrap,
+)
+
+# Each also in its forms `name_`, `special_name`, `_foreach_name`, `_foreach_name_`.
+_ELEMENTWISE = frozenset(
+    """
+    abs absolute acos acosh add addcdiv addcmul arccos arccosh arcsin arcsinh arctan arctan2 arctanh
+    asin asinh atan atan2 atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or
+    bitwise_right_shift bitwise_xor ceil celu clamp clamp_max clamp_min clip copysign cos cosh
+    deg2rad digamma div divide elu eq erf erfc erfinv exp exp2 expit expm1 fill fix float_power
+    floor floor_divide fmax fmin fmod frac gcd ge gelu greater greater_equal gt hardsigmoid hardswish
+    hardtanh heaviside hypot i0 isclose isfinite isinf isnan isneginf isposinf isreal lcm ldexp le
+    leaky_relu lerp less less_equal lgamma log log10 log1p log2 logaddexp logaddexp2 logical_and
+    logical_not logical_or logical_xor logit logsigmoid lt masked_fill maximum minimum mish mul
+    multiply nan_to_num ne neg negative nextafter not_equal polygamma positive pow rad2deg reciprocal
+    relu relu6 remainder round rsqrt rsub selu sgn sigmoid sign signbit silu sin sinc sinh softplus
+    softshrink sqrt square sub subtract tan tanh tanhshrink threshold true_divide trunc where xlogy
+    """.split()
+)
+# Each as `__name__`, `__rname__`, `__iname__`.
+_OPERATORS = frozenset(
+    """
+    add sub mul div truediv floordiv mod pow and or xor lshift rshift eq ne lt le gt ge neg pos abs
+    invert
+    """.split()
+)
+_MAKE_ANOTHER = frozenset(
+    """
+    clone contiguous float half double bfloat16 int long short byte char bool cpu cuda pin_memory
+    zeros_like ones_like empty_like full_like resolve_conj resolve_neg record_stream
+    """.split()
+)
+_FOREACH = frozenset(
+    "_foreach_copy_ _foreach_clone _fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_".split()
+)
+_METADATA = frozenset(
+    """
+    size dim ndimension numel nelement stride is_contiguous is_floating_point is_complex is_signed
+    element_size get_device data_ptr storage_offset untyped_storage requires_grad_ retain_grad
+    register_hook register_post_accumulate_grad_hook is_same_size is_inference is_conj is_neg
+    is_pinned is_shared dim_order _is_view __len__ detach_
+    """.split()
+)
+_RANDOM = frozenset(
+    """
+    normal_ uniform_ random_ bernoulli bernoulli_ exponential_ cauchy_ log_normal_ geometric_
+    rand_like randn_like randint_like dropout alpha_dropout feature_dropout native_dropout rrelu
+    """.split()
+)
+_RESHAPING_PROPERTIES = frozenset("T mT H mH real imag".split())
+
+_call_base = torch._C._disabled_torch_function_impl  # type: ignore[attr-defined]
+_known: dict[Function, Handler] = {}
+
+
+def handler_of(func: Function) -> Handler:
+    """How ``func`` is computed; looked up by name once, then by the function itself."""
+    handler = _known.get(func)
+    if handler is None:
+        handler = _known[func] = _classify(func)
+    return handler
+
+
+def _classify(func: Function) -> Handler:
+    name = getattr(func, "__name__", "")
+    if name in {"__get__", "__set__"}:
+        owner = func.__self__.__name__  # type: ignore[attr-defined]
+        return refuse if owner in _RESHAPING_PROPERTIES else _metadata
+    if name in _SPECIAL:
+        return _SPECIAL[name]
+    if name in _METADATA:
+        return _metadata
+    if name in _RANDOM:
+        return refuse_random
+    if name in _MAKE_ANOTHER or name.removeprefix("special_").removesuffix("_") in _ELEMENTWISE:
+        return elementwise
+    if name in _FOREACH or _foreach_stem(name) in _ELEMENTWISE:
+        return foreach
+    if name.startswith("__") and name.endswith("__"):
+        operator = name[2:-2]
+        if operator in _OPERATORS or (operator[0] in "ri" and operator[1:] in _OPERATORS):
+            return elementwise
+    return refuse
+
+
+def _foreach_stem(name: str) -> str:
+    return name.removeprefix("_foreach_").removesuffix("_") if name.startswith("_foreach_") else ""
+
+
+def _metadata(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
+    return _call_base(func, (cls,), args, kwargs)
+
+
+def _detach(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
+    return cls._wrap(args[0]._local_tensor, args[0]._flat)
+
+
+def _zero_(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
+    check_inplace(func, args[0])
+    args[0]._local_tensor.zero_()
+    args[0].zeroed = True
+    return args[0]
+
+
+def _foreach_zero_(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
+    foreach(cls, func, args, kwargs)
+    for tensor in args[0]:
+        if isinstance(tensor, cls):
+            tensor.zeroed = True
+
+
+def _view(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """``view`` and its kind, where the shape stays the same; ``view(dtype)`` of equal size."""
+    tensor, *target = args
+    shape = tuple(tensor._flat.shape)
+    target = [*target, *kwargs.values()]
+    if target and isinstance(target[0], torch.dtype):
+        if target[0].itemsize != tensor.dtype.itemsize:
+            raise refusal(cls, func, args, "changes the number of elements")
+        return elementwise(cls, func, args, kwargs)
+    if len(target) == 1 and isinstance(target[0], Tensor):
+        target = list(target[0].shape)
+    elif len(target) == 1 and not isinstance(target[0], int):
+        target = list(target[0])
+    if func.__name__ in {"flatten", "ravel"}:
+        target = [-1]
+    if func.__name__ in {"expand", "expand_as"} and len(target) == len(shape):
+        target = [mine if size == -1 else size for size, mine in zip(target, shape, strict=True)]
+    elif -1 in target and math.prod(shape):
+        known = math.prod(size for size in target if size != -1)
+        target = [math.prod(shape) // known if size == -1 else size for size in target]
+    if tuple(target) != shape:
+        raise refusal(cls, func, args, f"changes the shape to {tuple(target)}")
+    return tensor.contiguous() if tensor.requires_grad else _detach(cls, func, args, kwargs)
+
+
+def _new(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """``new_zeros`` and its kind: a FlatDTensor for the same shape, else a plain tensor."""
+    tensor, *rest = args
+    local, flat = tensor._local_tensor, tensor._flat
+    size = kwargs.pop("size", None)
+    if size is None and func.__name__ == "new_full":
+        size, *rest = rest
+    elif size is None:
+        size, rest = (rest, []) if not rest or isinstance(rest[0], int) else (rest[0], rest[1:])
+    if tuple(size) != tuple(flat.shape):
+        return func(local, tuple(size), *rest, **kwargs)
+    return cls._wrap(func(local, (flat.numel,), *rest, **kwargs), flat)
+
+
+def _new_tensor(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
+    return func(args[0]._local_tensor, *args[1:], **kwargs)
+
+
+def _item(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """``item``, ``bool()`` and their kind, of a tensor of one element; every rank must call."""
+    if math.prod(args[0]._flat.shape) != 1:
+        raise refusal(cls, func, args, "asks for one element of several")
+    return func(args[0].full_tensor(), *args[1:], **kwargs)
+
+
+def _backward(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> None:
+    tensor, *rest = args
+    gradient = rest[0] if rest else kwargs.get("gradient")
+    if gradient is None and tensor._flat.shape:
+        raise refusal(cls, func, args, "needs the gradient of a tensor that is no scalar")
+    local = unwrap(tensor)
+    seed = torch.scalar_tensor(1.0, dtype=local.dtype, device=local.device).expand_as(local)
+    rest = [seed if gradient is None else gradient._local_tensor, *rest[1:]]
+    kwargs = {key: value for key, value in kwargs.items() if key != "gradient"}
+    local.backward(*rest, **kwargs)
+
+
+def _grad(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """``torch.autograd.grad``; gradients that the engine has added come back as DTensors."""
+    inputs = args[1] if len(args) > 1 else kwargs["inputs"]
+    inputs = (inputs,) if isinstance(inputs, Tensor) else inputs
+    grads = _call_base(func, (cls,), args, kwargs)
+    return tuple(
+        cls._wrap(grad._local_tensor, wrt._flat)
+        if grad is not None and isinstance(wrt, cls) and not isinstance(grad, cls)
+        else grad
+        for grad, wrt in zip(grads, inputs, strict=True)
+    )
+
+
+_SPECIAL: dict[str, Handler] = {
+    **full_reductions.HANDLERS,
+    **dict.fromkeys(("to", "type", "type_as"), convert),
+    **dict.fromkeys(("detach", "alias"), _detach),
+    **dict.fromkeys(("view", "view_as", "reshape", "reshape_as"), _view),
+    **dict.fromkeys(("expand", "expand_as", "flatten", "ravel"), _view),
+    **dict.fromkeys(("new_empty", "new_zeros", "new_ones", "new_full"), _new),
+    **dict.fromkeys(("item", "is_nonzero", "__bool__", "__nonzero__", "__float__"), _item),
+    **dict.fromkeys(("__int__", "__long__", "__index__", "__complex__"), _item),
+    "new_tensor": _new_tensor,
+    "copy_": copy_,
+    "zero_": _zero_,
+    "_foreach_zero_": _foreach_zero_,
+    "__setitem__": set_masked,
+    "backward": _backward,
+    "grad": _grad,
+}

@@ -1,0 +1,218 @@
+"""Which elements of a tensor a rank holds, and how that range looks to others.
+
+A flat range ``[start, stop)`` of a row-major tensor is a union of boxes. Worked example, shape
+(4, 5), range [3, 17):
+
+    row 0   . . . 3 4      box 1: offsets (0, 3), sizes (1, 2), elements [3, 5)
+    row 1   5 6 7 8 9      box 2: offsets (1, 0), sizes (2, 5), elements [5, 15)
+    row 2   . . . . .        "
+    row 3   15 16 . . .    box 3: offsets (3, 0), sizes (1, 2), elements [15, 17)
+
+Each dim adds at most one box before and one after, the first dim only one: ``2 * ndim - 1``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement
+
+
+class Box(NamedTuple):
+    """A box of a tensor that is contiguous in row-major order.
+
+    Attributes:
+        offsets: first index in each dim.
+        sizes: extent in each dim; their product is ``stop - start``.
+        start: first row-major element of the tensor in the box.
+        stop: the element after the last.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
+    """The fewest boxes whose union is elements ``[start, stop)`` of a row-major tensor, in order.
+
+    At most ``2 * ndim - 1``; none for an empty range. See the module docstring for an example.
+
+    Raises:
+        ValueError: the range does not lie inside the tensor.
+    """
+    if not 0 <= start <= stop <= math.prod(shape):
+        raise ValueError(
+            f"range: expected 0 <= start <= stop <= {math.prod(shape)} for shape {tuple(shape)}; "
+            f"found [{start}, {stop})"
+        )
+    return tuple(_boxes(tuple(shape), (), start, stop)) if start < stop else ()
+
+
+def _boxes(shape: tuple[int, ...], prefix: tuple[int, ...], start: int, stop: int) -> list[Box]:
+    """Boxes of ``[start, stop)``, counted from index ``prefix`` of the dims already fixed."""
+    dims = shape[len(prefix) :]
+    base = 0
+    for index, size in zip(prefix, shape, strict=False):
+        base = base * size + index
+    base *= math.prod(dims)
+    if not dims:
+        return [Box(prefix, (1,) * len(prefix), base, base + 1)]
+    row = math.prod(dims[1:])
+    first, last = -(-start // row), stop // row  # whole rows
+    if first > last:  # the range lies inside one row
+        return _boxes(shape, (*prefix, last), start - last * row, stop - last * row)
+    found = []
+    if start < first * row:
+        found += _boxes(shape, (*prefix, first - 1), start - (first - 1) * row, row)
+    if first < last:
+        offsets = (*prefix, first, *(0 for _ in dims[1:]))
+        sizes = (*(1 for _ in prefix), last - first, *dims[1:])
+        found.append(Box(offsets, sizes, base + first * row, base + last * row))
+    if last * row < stop:
+        found += _boxes(shape, (*prefix, last), 0, stop - last * row)
+    return found
+
+
+class FlatShard(Placement):
+    """Along this mesh axis the tensor is cut by flat ranges, not along a dim.
+
+    Not a ``Shard``: code that takes ``Shard(0)`` at its word would read or write the wrong
+    elements, and what does not know this placement fails instead.
+    """
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        """True, but for no dim in particular."""
+        return dim is None
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is FlatShard
+
+    def __hash__(self) -> int:
+        return hash(FlatShard)
+
+    def __repr__(self) -> str:
+        return "FlatShard()"
+
+    def __reduce__(self) -> Any:
+        return FlatShard, ()
+
+
+@dataclass(frozen=True)
+class FlatPlacement:
+    """The slice of a row-major tensor that this rank holds, and with whom it shares the rest.
+
+    Costs O(1) memory: nothing here grows with the number of ranks.
+
+    Attributes:
+        shape: of the whole tensor.
+        start: first element held, counted in row-major order.
+        stop: the element after the last; equal to ``start`` when this rank holds nothing.
+        mesh: (inner,) or (outer, inner).
+        split_groups: groups over which the tensor is cut, innermost first. A group of one rank may
+            be left out.
+        num_cut_axes: how many mesh axes cut the tensor, counted from the innermost; None: one for
+            each of ``split_groups``.
+
+    Raises:
+        ValueError: the range does not lie inside the tensor, or more axes cut it than there are.
+    """
+
+    shape: torch.Size
+    start: int
+    stop: int
+    mesh: DeviceMesh
+    split_groups: tuple[ProcessGroup, ...] = ()
+    num_cut_axes: int | None = None
+    # One for each dtype that this slice is held in; they cost more to make than to keep.
+    _specs: dict[torch.dtype, DTensorSpec] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        numel = math.prod(self.shape)
+        if not 0 <= self.start <= self.stop <= numel:
+            raise ValueError(
+                f"placement: expected 0 <= start <= stop <= {numel} for shape "
+                f"{tuple(self.shape)}; found [{self.start}, {self.stop})"
+            )
+        if self.num_cut_axes is None:
+            object.__setattr__(self, "num_cut_axes", len(self.split_groups))
+        if not len(self.split_groups) <= self._num_cut <= self.mesh.ndim:
+            raise ValueError(
+                f"placement: expected {len(self.split_groups)} to {self.mesh.ndim} cut axes; "
+                f"found {self.num_cut_axes}"
+            )
+
+    @classmethod
+    def on_mesh(
+        cls, shape: Sequence[int], start: int, stop: int, mesh: DeviceMesh, num_cut_axes: int
+    ) -> FlatPlacement:
+        """A placement with the mesh's own groups, for the ``num_cut_axes`` innermost axes."""
+        axes = range(mesh.ndim - 1, mesh.ndim - 1 - num_cut_axes, -1)
+        groups = tuple(mesh.get_group(axis) for axis in axes)
+        return cls(torch.Size(shape), start, stop, mesh, groups, num_cut_axes)
+
+    @property
+    def _num_cut(self) -> int:
+        assert self.num_cut_axes is not None
+        return self.num_cut_axes
+
+    @property
+    def numel(self) -> int:
+        """Elements held by this rank."""
+        return self.stop - self.start
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """For each mesh axis ``FlatShard()`` or ``Replicate()``."""
+        num_whole = self.mesh.ndim - self._num_cut
+        return (Replicate(),) * num_whole + (FlatShard(),) * self._num_cut
+
+    @property
+    def boxes(self) -> tuple[Box, ...]:
+        """The slice as boxes; see :func:`flat_range_boxes`."""
+        return flat_range_boxes(self.shape, self.start, self.stop)
+
+    def spec(self, dtype: torch.dtype) -> DTensorSpec:
+        """What DTensor's own dispatch is told, shared by all tensors of this slice and dtype.
+
+        Only the autograd engine gets there, when it adds gradients. ``Shard(0)`` makes it add
+        slices; a 0-d tensor has no dim to name, there ``Replicate()`` does the same.
+        """
+        spec = self._specs.get(dtype)
+        if spec is None:
+            cut: Placement = Shard(0) if self.shape else Replicate()
+            placements = tuple(
+                cut if isinstance(placement, FlatShard) else placement
+                for placement in self.placements
+            )
+            stride = tuple(math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
+            meta = TensorMeta(self.shape, stride, dtype)
+            spec = self._specs[dtype] = DTensorSpec(self.mesh, placements, tensor_meta=meta)
+        return spec
+
+    def __copy__(self) -> FlatPlacement:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FlatPlacement:
+        # Groups and meshes are not values, and the rest is frozen.
+        return self
+
+    def __reduce__(self) -> Any:
+        # Groups do not pickle; those of the mesh reach the same ranks.
+        args = (tuple(self.shape), self.start, self.stop, self.mesh, self._num_cut)
+        return _on_mesh, args
+
+
+def _on_mesh(*args: Any) -> FlatPlacement:
+    return FlatPlacement.on_mesh(*args)

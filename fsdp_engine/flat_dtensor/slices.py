@@ -1,0 +1,143 @@
+"""Between a FlatDTensor and its slice: refusals, and the two functions that autograd sees.
+
+[Note: Not through DTensor's dispatch]
+DTensor would propagate ``Shard(0)``, which a flat slice is not: it is wrong for ``mean`` and for
+anything that looks at a dim, it refuses 0-d tensors, and it costs several times the host time of
+the arithmetic of a small parameter. So torch functions run on the slices themselves. Autograd sees
+``_Unwrap`` and ``_Wrap`` around plain operations; only what the autograd engine does on its own
+(adding two gradients of one tensor) reaches DTensor's dispatch.
+
+The tensor class is passed in as ``cls``. Its instances have ``_local_tensor`` (the slice, 1-D) and
+``_flat`` (a :class:`~fsdp_engine.flat_dtensor.placement.FlatPlacement`), and ``cls._wrap(local,
+flat)`` makes one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_engine.flat_dtensor.placement import FlatPlacement
+
+Function = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+# (tensor class, torch function, its arguments) -> its result
+Handler = Callable[[Any, Function, Args, Kwargs], Any]
+
+_INPLACE_OPERATORS = frozenset(
+    f"__i{name}__"
+    for name in "add sub mul div truediv floordiv mod pow and or xor lshift rshift".split()
+)
+
+
+class _Unwrap(torch.autograd.Function):
+    """The slice of a FlatDTensor, as a plain tensor that autograd follows."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any) -> Tensor:
+        ctx.cls, ctx.flat = type(tensor), tensor._flat
+        ctx.set_materialize_grads(False)
+        local: Tensor = tensor._local_tensor
+        return local.view_as(local)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        return None if grad is None else ctx.cls._wrap(grad.contiguous(), ctx.flat)
+
+
+class _Wrap(torch.autograd.Function):
+    """The FlatDTensor of a slice that autograd follows."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, cls: Any, flat: FlatPlacement) -> Any:
+        ctx.set_materialize_grads(False)
+        return cls._wrap(local.detach(), flat)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Any) -> Any:
+        return None if grad is None else grad._local_tensor, None, None
+
+
+def unwrap(tensor: Any) -> Tensor:
+    """The slice; differentiable where autograd would follow ``tensor``."""
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        followed: Tensor = _Unwrap.apply(tensor)
+        return followed
+    local: Tensor = tensor._local_tensor
+    return local
+
+
+def rewrap(cls: Any, result: Any, flat: FlatPlacement) -> Any:
+    """The FlatDTensor of a slice, or of each slice in a list or tuple."""
+    if isinstance(result, Tensor):
+        return _Wrap.apply(result, cls, flat) if result.requires_grad else cls._wrap(result, flat)
+    if isinstance(result, list | tuple):
+        return type(result)(rewrap(cls, value, flat) for value in result)
+    return result
+
+
+def name_of(func: Function) -> str:
+    """The name that a user knows a torch function, or a tensor's property, by."""
+    name = getattr(func, "__name__", str(func))
+    return func.__self__.__name__ if name in {"__get__", "__set__"} else name  # type: ignore[attr-defined]
+
+
+def refusal(
+    cls: Any, func: Function, found: Any, why: str = "not defined for a slice"
+) -> TypeError:
+    """The error for a function that would be wrong on slices; ``found`` holds its arguments."""
+    flat = _first_flat(cls, found)
+    whose = "" if flat is None else f" of shape {tuple(flat.shape)}, elements {_range(flat)} here"
+    return TypeError(
+        f"{name_of(func)}: {why}; expected an elementwise function of FlatDTensors of one slice "
+        f"and of scalars, or a full reduction; found a FlatDTensor{whose}. Call .full_tensor() for "
+        f"the whole tensor, .to_local() for the slice"
+    )
+
+
+def refuse(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Raises the TypeError of a function that is not defined for slices."""
+    raise refusal(cls, func, (args, kwargs))
+
+
+def refuse_random(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Raises the TypeError of a function that draws random numbers."""
+    why = "random values would depend on how the tensor is cut (initialise full parameters instead)"
+    raise refusal(cls, func, (args, kwargs), why)
+
+
+def check_inplace(func: Function, tensor: Any) -> None:
+    """Autograd's rule for in-place functions, which would not see the change of a slice.
+
+    Raises:
+        RuntimeError: ``func`` changes its argument and autograd follows ``tensor``.
+    """
+    name = func.__name__
+    inplace = (name[-1] == "_" and name[-2] != "_") or name in _INPLACE_OPERATORS
+    if inplace and torch.is_grad_enabled() and tensor.requires_grad:
+        raise RuntimeError(
+            f"{name}: expected torch.no_grad() around an in-place change; found a FlatDTensor of "
+            f"shape {tuple(tensor._flat.shape)} that requires grad"
+        )
+
+
+def _range(flat: FlatPlacement) -> str:
+    return f"[{flat.start}, {flat.stop})"
+
+
+def _first_flat(cls: Any, found: Any) -> FlatPlacement | None:
+    if isinstance(found, cls):
+        flat: FlatPlacement = found._flat
+        return flat
+    if isinstance(found, dict):
+        found = tuple(found.values())
+    for value in found if isinstance(found, list | tuple) else ():
+        if (first := _first_flat(cls, value)) is not None:
+            return first
+    return None

@@ -1,0 +1,322 @@
+"""Lanes: ordered queues of work that run beside each other; the engine's only streams and events.
+
+[Note: Lanes]
+There are five: compute (what the user's model does), a gather and a reduce lane for the inner
+axis, and a pair for the outer axis. Work on one lane runs in the order in which it was submitted;
+between lanes only tickets order it. On CUDA a lane is a stream and a ticket an event; the host
+never waits. On CPU compute is the host itself, a lane is a FIFO of asynchronous works, and waiting
+for a ticket drives its operation to the end.
+
+An operation is a generator (``collectives.py``) that yields the works it needs done before it goes
+on. On CUDA it runs through at submission, because its stream does the waiting. On CPU it starts at
+submission if what it comes after is done, else with the next submission or wait on its lane.
+
+Submissions name the tensors they read and write. These lanes ignore that; the lanes that tests put
+in their place record it and prove that every two conflicting accesses are ordered.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fsdp_engine.strategies import Axis
+
+Steps = Iterator[Sequence[Any]]
+Operation = Callable[[], Steps]
+
+
+class Ticket(Protocol):
+    """A point in a lane's work that other lanes can wait for."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the host knows it to be reached."""
+        ...
+
+
+class Lane(Protocol):
+    """An ordered queue of work. See [Note: Lanes]."""
+
+    def submit(
+        self,
+        label: str,
+        operation: Operation,
+        *,
+        after: Sequence[Ticket] = (),
+        reads: Sequence[Tensor] = (),
+        writes: Sequence[Tensor] = (),
+    ) -> Ticket:
+        """Queue ``operation`` behind this lane's work and behind the tickets in ``after``."""
+        ...
+
+    def record(self) -> Ticket:
+        """A ticket for everything submitted so far."""
+        ...
+
+    def wait(self, ticket: Ticket) -> None:
+        """Whatever this lane does later comes after ``ticket``."""
+        ...
+
+    def access(self, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
+        """Work outside the engine's view (the model's) touches these from here on."""
+        ...
+
+    def manage(self, label: str, action: Callable[[], None], storage: Any) -> None:
+        """Allocate or free ``storage``'s memory at this point of the lane."""
+        ...
+
+    def drain(self) -> list[RuntimeError]:
+        """End everything submitted; what failed is returned, not raised."""
+        ...
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """The five lanes of an engine."""
+
+    compute: Lane
+    inner_gather: Lane
+    inner_reduce: Lane
+    outer_gather: Lane
+    outer_reduce: Lane
+
+    def drain(self) -> list[RuntimeError]:
+        """End everything on every lane; what failed is returned, not raised."""
+        lanes = (self.inner_gather, self.inner_reduce, self.outer_gather, self.outer_reduce)
+        return [error for lane in (*lanes, self.compute) for error in lane.drain()]
+
+    def gather(self, axis: Axis) -> Lane:
+        """The lane for gathers along ``axis``."""
+        return self.inner_gather if axis is Axis.INNER else self.outer_gather
+
+    def reduce(self, axis: Axis) -> Lane:
+        """The lane for reductions along ``axis``."""
+        return self.inner_reduce if axis is Axis.INNER else self.outer_reduce
+
+
+def make_lanes(device: torch.device) -> Lanes:
+    """Lanes for ``device``: streams on CUDA, FIFOs of asynchronous works elsewhere."""
+    if device.type == "cuda":
+        # High priority: a gather that starts late stalls the model, compute that yields does not.
+        streams = [torch.cuda.Stream(device, priority=-1) for _ in range(4)]
+        return Lanes(DeviceLane(device, None), *(DeviceLane(device, s) for s in streams))
+    return Lanes(*(HostLane() for _ in range(5)))
+
+
+def _labelled(label: str) -> Any:
+    """A profiler range while a profiler runs; nothing otherwise, because a range costs time."""
+    if torch.autograd._profiler_enabled():
+        return torch.profiler.record_function(f"fsdp_engine: {label}")
+    return nullcontext()
+
+
+class HostTicket:
+    """An operation on a :class:`HostLane`, and whether it is done."""
+
+    __slots__ = ("_after", "_label", "_lane", "_operation", "_steps", "_works", "done")
+
+    def __init__(
+        self, lane: HostLane, label: str, operation: Operation, after: Sequence[Ticket]
+    ) -> None:
+        self._lane = lane
+        self._label = label
+        self._operation: Operation | None = operation
+        self._after = [ticket for ticket in after if not ticket.done]
+        self._steps: Steps | None = None
+        self._works: Sequence[Any] = ()
+        self.done = False
+
+    @property
+    def ready(self) -> bool:
+        """Whether everything it comes after is done."""
+        return all(ticket.done for ticket in self._after)
+
+    def start(self) -> None:
+        """Issue its communication, once everything it comes after is done."""
+        if self._operation is None:
+            return
+        for ticket in self._after:
+            assert isinstance(ticket, HostTicket)
+            ticket.finish()
+        operation, self._operation = self._operation, None
+        self._after = []
+        self._steps = operation()
+        self._step()
+
+    def finish(self) -> None:
+        """Drive the operation to its end."""
+        if self.done:
+            return
+        self._lane.start_through(self)
+        while not self.done:
+            try:
+                for work in self._works:
+                    work.wait()
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"{self._label} did not complete: another rank failed, or never came to it. "
+                    f"({error})"
+                ) from error
+            self._step()
+
+    def _step(self) -> None:
+        assert self._steps is not None
+        with _labelled(self._label):
+            works = next(self._steps, None)
+        if works is None:
+            self.done = True
+            self._steps = None
+            self._works = ()
+        else:
+            self._works = works
+
+
+class _Done:
+    """The ticket of work that the host has already done."""
+
+    done = True
+
+
+_DONE = _Done()
+
+
+class HostLane:
+    """A lane on CPU: a FIFO of operations. See [Note: Lanes]."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[HostTicket] = deque()
+        self._unfinished: deque[HostTicket] = deque()
+
+    def submit(
+        self,
+        label: str,
+        operation: Operation,
+        *,
+        after: Sequence[Ticket] = (),
+        reads: Sequence[Tensor] = (),
+        writes: Sequence[Tensor] = (),
+    ) -> HostTicket:
+        """See :class:`Lane`."""
+        del reads, writes
+        # What still waits here was held up by another lane. Blocking for it now, one submission
+        # later, keeps the lane moving without a thread that polls.
+        while self._waiting:
+            self._waiting.popleft().start()
+        while self._unfinished and self._unfinished[0].done:
+            self._unfinished.popleft()
+        ticket = HostTicket(self, label, operation, after)
+        self._unfinished.append(ticket)
+        if ticket.ready:
+            ticket.start()
+        else:
+            self._waiting.append(ticket)
+        return ticket
+
+    def start_through(self, ticket: HostTicket) -> None:
+        """Start everything up to and including ``ticket``."""
+        while self._waiting and ticket._operation is not None:
+            self._waiting.popleft().start()
+        ticket.start()
+
+    def record(self) -> Ticket:
+        """See :class:`Lane`; what the host has submitted, the host waits for by itself."""
+        return _DONE
+
+    def wait(self, ticket: Ticket) -> None:
+        """See :class:`Lane`; the host blocks."""
+        if not ticket.done:
+            assert isinstance(ticket, HostTicket)
+            ticket.finish()
+
+    def access(self, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
+        """See :class:`Lane`."""
+
+    def manage(self, label: str, action: Callable[[], None], storage: Any) -> None:
+        """See :class:`Lane`."""
+        action()
+
+    def drain(self) -> list[RuntimeError]:
+        """See :class:`Lane`."""
+        errors = []
+        while self._unfinished:
+            try:
+                self._unfinished.popleft().finish()
+            except RuntimeError as error:
+                errors.append(error)
+        self._waiting.clear()
+        return errors
+
+
+class DeviceTicket:
+    """An event on a stream."""
+
+    __slots__ = ("event",)
+    done = False
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+
+class DeviceLane:
+    """A lane on CUDA: a stream. ``stream`` None means the stream that is current at each call."""
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None) -> None:
+        self._device = device
+        self._stream = stream
+
+    def _target(self) -> torch.cuda.Stream:
+        return self._stream or torch.cuda.current_stream(self._device)
+
+    def submit(
+        self,
+        label: str,
+        operation: Operation,
+        *,
+        after: Sequence[Ticket] = (),
+        reads: Sequence[Tensor] = (),
+        writes: Sequence[Tensor] = (),
+    ) -> Ticket:
+        """See :class:`Lane`; the host does not wait."""
+        del reads, writes
+        stream = self._target()
+        for ticket in after:
+            self.wait(ticket)
+        with torch.cuda.stream(stream), _labelled(label):
+            for works in operation():
+                for work in works:
+                    work.wait()  # makes the current stream wait, not the host
+        return self.record()
+
+    def record(self) -> Ticket:
+        """See :class:`Lane`."""
+        event = torch.cuda.Event()
+        event.record(self._target())
+        return DeviceTicket(event)
+
+    def wait(self, ticket: Ticket) -> None:
+        """See :class:`Lane`; the stream waits, not the host."""
+        if isinstance(ticket, DeviceTicket):
+            self._target().wait_event(ticket.event)
+
+    def access(self, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
+        """See :class:`Lane`."""
+
+    def manage(self, label: str, action: Callable[[], None], storage: Any) -> None:
+        """See :class:`Lane`; the caching allocator ties the memory to this lane's stream."""
+        with torch.cuda.stream(self._target()):
+            action()
+
+    def drain(self) -> list[RuntimeError]:
+        """See :class:`Lane`."""
+        try:
+            self._target().synchronize()
+        except RuntimeError as error:
+            return [error]
+        return []

@@ -1,0 +1,177 @@
+"""Where each tensor sits in a flat buffer, and which part of it a rank holds. Pure integers.
+
+A :class:`Layout` is a row of tensors on a line of ``numel`` elements, cut into
+``inner_size * outer_size`` equal shards:
+
+    |  a  |g|    b    |   c   | tail |        g: a gap, because starts are aligned
+    |     inner 0     |     inner 1     |     depth 1: one part for each inner rank
+    | out 0  | out 1  | out 0  | out 1  |     depth 2: each inner part cut for the outer ranks
+
+Ranges nest ([Note: Depth] in ``strategies/pair.py``), so a tensor that reaches over a boundary is
+simply held in pieces by neighbouring ranks. Nothing here needs a device or a process group, so a
+layout for 4,096 ranks is checked in one process.
+
+Worked example: two tensors of shape (10, 7) and (50,), two inner ranks, one outer rank. Starts are
+multiples of 64: the first lies at 0..70, the second at 128..178. Shards are equal and a multiple
+of 64: 178 elements need 2 x 128 = 256. Rank 0 holds [0, 128): all of the first tensor; rank 1
+holds the second. Gaps: 70..128 and 178..256.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+# Tensors start, and shards end, on multiples of this many elements: 64 one-byte elements are a
+# cache line, and every rank's part is 16-byte aligned for any dtype and any world size.
+ALIGNMENT = 64
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of ``multiple`` that is at least ``value``."""
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class TensorSlot:
+    """A tensor's place in a flat buffer.
+
+    ``granule`` elements of it stay together: no shard boundary cuts a granule, counted from the
+    tensor's own start.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    granule: int = 1
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True)
+class Coordinate:
+    """A rank's place on the two axes."""
+
+    outer: int
+    inner: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Tensors on a line of ``numel`` elements, cut for ``inner_size`` x ``outer_size`` ranks.
+
+    The sizes are those of the axes that cut something; an axis on which nothing is cut has size 1
+    here, whatever the mesh says.
+
+    Raises:
+        ValueError: tensors overlap, are out of order, unaligned or out of bounds; ``numel`` is not
+            divisible into aligned shards; or a shard boundary cuts a granule.
+    """
+
+    slots: tuple[TensorSlot, ...]
+    numel: int
+    inner_size: int = 1
+    outer_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.inner_size < 1 or self.outer_size < 1:
+            raise ValueError(
+                f"axis sizes: expected at least 1; found {self.inner_size} (inner), "
+                f"{self.outer_size} (outer)"
+            )
+        if self.numel % (self.num_shards * ALIGNMENT):
+            raise ValueError(
+                f"numel: expected a multiple of {self.num_shards} shards x {ALIGNMENT}; "
+                f"found {self.numel}"
+            )
+        end = 0
+        for slot in self.slots:
+            if slot.offset % ALIGNMENT:
+                raise ValueError(
+                    f"{slot.name}: expected an offset on a multiple of {ALIGNMENT}; "
+                    f"found {slot.offset}"
+                )
+            if slot.offset < end:
+                raise ValueError(
+                    f"{slot.name}: expected to start at {end} or later; found {slot.offset}"
+                )
+            if slot.granule > 1 and slot.numel:
+                self._check_granule(slot)
+            end = slot.stop
+        if end > self.numel:
+            raise ValueError(f"numel: expected at least {end}; found {self.numel}")
+
+    def _check_granule(self, slot: TensorSlot) -> None:
+        size = self.shard_numel
+        first = slot.offset // size + 1
+        last = (slot.stop - 1) // size
+        # Cuts lie at first * size, (first + 1) * size, ..., so the first and the step decide.
+        broken = first <= last and (
+            (first * size - slot.offset) % slot.granule or (last > first and size % slot.granule)
+        )
+        if broken:
+            raise ValueError(
+                f"{slot.name}: expected shard boundaries (every {size}) on multiples of its "
+                f"granule {slot.granule} from {slot.offset}"
+            )
+
+    @property
+    def num_shards(self) -> int:
+        return self.inner_size * self.outer_size
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements in the smallest shard, the one at depth 2."""
+        return self.numel // self.num_shards
+
+    @property
+    def num_tensor_elements(self) -> int:
+        """Elements that belong to a tensor."""
+        return sum(slot.numel for slot in self.slots)
+
+    @property
+    def padding(self) -> int:
+        """Elements that belong to no tensor: gaps and tail."""
+        return self.numel - self.num_tensor_elements
+
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """Ranges ``[start, stop)`` that belong to no tensor, the tail included."""
+        found, end = [], 0
+        for slot in self.slots:
+            if slot.offset > end:
+                found.append((end, slot.offset))
+            end = slot.stop
+        if self.numel > end:
+            found.append((end, self.numel))
+        return tuple(found)
+
+    def range(self, depth: int, at: Coordinate) -> tuple[int, int]:
+        """The range ``[start, stop)`` that the rank ``at`` holds at ``depth`` (0, 1 or 2)."""
+        if depth == 0:
+            return 0, self.numel
+        inner = self.numel // self.inner_size
+        start = (at.inner % self.inner_size) * inner
+        if depth == 1:
+            return start, start + inner
+        size = inner // self.outer_size
+        start += (at.outer % self.outer_size) * size
+        return start, start + size
+
+    def tensor_range(self, index: int, depth: int, at: Coordinate) -> tuple[int, int]:
+        """The part ``[start, stop)`` of tensor ``index`` that lies in ``range(depth, at)``.
+
+        Counted in the tensor's own row-major elements; ``(k, k)`` when empty.
+        """
+        slot = self.slots[index]
+        start, stop = self.range(depth, at)
+        low = min(max(start - slot.offset, 0), slot.numel)
+        high = min(max(stop - slot.offset, 0), slot.numel)
+        return low, max(low, high)

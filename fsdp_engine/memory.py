@@ -1,0 +1,161 @@
+"""The engine's only allocations: persistent tensors, transient storages, and a ledger of both.
+
+[Note: Transient storage]
+Autograd saves views of a unit's full parameters between forward and backward, while the memory
+behind them must go. So a storage *object* lives as long as its unit and only its memory comes and
+goes. Tensors over it are made with ``set_``, which gives each its own version counter: refilling
+the memory by a collective is then no in-place change that autograd would complain about.
+
+On CUDA memory comes from the caching allocator by ``resize_``. On CPU fresh pages are costly (the
+kernel zeroes each), so there memory is passed between storages of one size by swapping their data
+pointers, where torch can do so (``UntypedStorage._swap_data_ptr_``, there since 2.12), and idle
+memory is kept until the engine is at rest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import torch
+
+_CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+
+
+class Ledger:
+    """Bytes held now, and at most so far, by role."""
+
+    def __init__(self) -> None:
+        self.held: Counter[str] = Counter()
+        self.peak: Counter[str] = Counter()
+        self.peak_total = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes held now over all roles."""
+        return sum(self.held.values())
+
+    def add(self, role: str, num_bytes: int) -> None:
+        """Book ``num_bytes`` (negative when given back) on ``role``."""
+        self.held[role] += num_bytes
+        if num_bytes > 0:
+            self.peak[role] = max(self.peak[role], self.held[role])
+            self.peak_total = max(self.peak_total, self.total)
+
+    def reset_peak(self) -> None:
+        """Start a new peak from what is held now."""
+        self.peak = Counter(self.held)
+        self.peak_total = self.total
+
+
+def empty(
+    shape: int | tuple[int, ...], dtype: torch.dtype, device: torch.device | str
+) -> torch.Tensor:
+    """An uninitialised tensor that is not booked: scratch, results handed to the user."""
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def zeros(
+    shape: int | tuple[int, ...], dtype: torch.dtype, device: torch.device | str
+) -> torch.Tensor:
+    """A zeroed tensor that is not booked."""
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+class Memory:
+    """What one engine allocates on one device.
+
+    Attributes:
+        ledger: bytes by role: "main", "model", "grad" (persistent); "full", "staging" (transient).
+        keep: hold on to idle transient memory while the engine is at rest.
+    """
+
+    def __init__(self, device: torch.device, keep: bool = False) -> None:
+        self.device = device
+        self.keep = keep
+        self.ledger = Ledger()
+        self._swaps = _CAN_SWAP and device.type == "cpu"
+        self._idle: dict[int, list[torch.UntypedStorage]] = {}
+
+    def persistent(self, numel: int, dtype: torch.dtype, role: str) -> torch.Tensor:
+        """A zeroed 1-D tensor that lives as long as the engine."""
+        self.ledger.add(role, numel * dtype.itemsize)
+        return zeros(numel, dtype, self.device)
+
+    def transient(self, numel: int, dtype: torch.dtype, role: str) -> TransientStorage:
+        """A storage whose memory comes and goes; it starts without."""
+        return TransientStorage(self, numel, dtype, role)
+
+    def rest(self) -> None:
+        """Nothing is in use for now: hand idle memory back, unless told to keep it."""
+        if not self.keep:
+            self._idle.clear()
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes of transient memory that no storage uses."""
+        return sum(size * len(blocks) for size, blocks in self._idle.items())
+
+    def _fill(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        if self._swaps:
+            blocks = self._idle.get(num_bytes)
+            if blocks:
+                storage._swap_data_ptr_(blocks.pop())  # type: ignore[attr-defined]
+                return
+            if not self.keep:
+                # No hoarding: memory of other sizes must not add to the peak.
+                self._idle.clear()
+        storage.resize_(num_bytes)
+
+    def _drain(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        if self._swaps:
+            block = torch.UntypedStorage(0)
+            storage._swap_data_ptr_(block)  # type: ignore[attr-defined]
+            self._idle.setdefault(num_bytes, []).append(block)
+        else:
+            storage.resize_(0)
+
+
+class TransientStorage:
+    """A storage object of ``numel`` elements whose memory comes and goes.
+
+    See [Note: Transient storage]. On CUDA, :meth:`fill` and :meth:`drain` must run on one stream.
+    """
+
+    def __init__(self, memory: Memory, numel: int, dtype: torch.dtype, role: str) -> None:
+        self._memory = memory
+        self._role = role
+        self.numel = numel
+        self.dtype = dtype
+        self.num_bytes = numel * dtype.itemsize
+        self.filled = False
+        # Views can only be made over memory that is there: `view` fills and drains once.
+        self._storage = torch.UntypedStorage(0, device=memory.device)
+
+    def fill(self) -> None:
+        """Give the storage memory (uninitialised). Nothing happens if it has some."""
+        if not self.filled:
+            self._memory._fill(self._storage, self.num_bytes)
+            self._memory.ledger.add(self._role, self.num_bytes)
+            self.filled = True
+
+    def drain(self) -> None:
+        """Take the memory away. Nothing happens if there is none."""
+        if self.filled:
+            self._memory._drain(self._storage, self.num_bytes)
+            self._memory.ledger.add(self._role, -self.num_bytes)
+            self.filled = False
+
+    def view(self, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
+        """A contiguous tensor over elements from ``offset``, with a version counter of its own.
+
+        The storage must have memory at this moment; the tensor outlives it.
+        """
+        assert self.filled, "a view needs memory behind it when it is made"
+        strides, step = [], 1
+        for size in reversed(shape):
+            strides.append(step)
+            step *= max(size, 1)
+        assert offset + math.prod(shape) <= self.numel
+        tensor = torch.empty(0, dtype=self.dtype, device=self._memory.device)
+        return tensor.set_(self._storage, offset, shape, tuple(reversed(strides)))

@@ -1,0 +1,170 @@
+"""The data-parallel mesh: two axes, outer and inner, and the process groups along each.
+
+Gathers and reductions get groups of their own on every axis, because one communicator serialises
+everything that is issued on it. An axis of one rank has no groups, and nothing is sent along it.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fsdp_engine.layout import Coordinate
+from fsdp_engine.strategies import Axis
+
+
+@dataclass(frozen=True)
+class MeshAxis:
+    """One axis: its size, this rank's place, and a group for each lane (None when size is 1)."""
+
+    axis: Axis
+    size: int
+    rank: int
+    gather_group: dist.ProcessGroup | None
+    reduce_group: dist.ProcessGroup | None
+
+
+@dataclass(frozen=True)
+class DataMesh:
+    """The (outer, inner) axes of the data-parallel ranks, always both.
+
+    Attributes:
+        device_mesh: what the user gave: (inner,) or (outer, inner).
+        device: where this rank's tensors live.
+        control_group: all data-parallel ranks; small messages. None for a single rank.
+    """
+
+    device_mesh: DeviceMesh
+    device: torch.device
+    outer: MeshAxis
+    inner: MeshAxis
+    control_group: dist.ProcessGroup | None
+
+    @classmethod
+    def create(cls, device_mesh: DeviceMesh | None) -> DataMesh:
+        """Build the axes' groups; every rank of the mesh must call it.
+
+        Args:
+            device_mesh: one axis (inner) or two (outer, inner). None: all ranks on one axis.
+
+        Raises:
+            TypeError: not a DeviceMesh.
+            ValueError: it has more than two axes, or does not cover this rank.
+        """
+        if device_mesh is None:
+            device_mesh = _mesh_of_all_ranks()
+        coordinate = check_device_mesh(device_mesh)
+        shape, place = tuple(device_mesh.mesh.shape), tuple(coordinate)
+        if len(shape) == 1:
+            shape, place = (1, *shape), (0, *place)
+        ranks = device_mesh.mesh.reshape(shape)
+        timeout = _timeout_of(device_mesh)
+        outer_ranks = ranks[:, place[1]].tolist()
+        inner_ranks = ranks[place[0], :].tolist()
+        # The same sequence on every rank, so that groups are formed in one order.
+        inner = _make_axis(Axis.INNER, inner_ranks, place[1], timeout)
+        outer = _make_axis(Axis.OUTER, outer_ranks, place[0], timeout)
+        control = outer.reduce_group if inner.size == 1 else inner.reduce_group
+        if outer.size > 1 and inner.size > 1:
+            control = _new_group(ranks.flatten().tolist(), timeout)
+        return cls(device_mesh, _local_device(device_mesh.device_type), outer, inner, control)
+
+    @property
+    def size(self) -> int:
+        """Number of data-parallel ranks."""
+        return self.outer.size * self.inner.size
+
+    @property
+    def coordinate(self) -> Coordinate:
+        """This rank's place."""
+        return Coordinate(self.outer.rank, self.inner.rank)
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among the data-parallel ranks, row by row."""
+        return self.outer.rank * self.inner.size + self.inner.rank
+
+    def axis(self, axis: Axis) -> MeshAxis:
+        """The mesh axis called ``axis``."""
+        return self.inner if axis is Axis.INNER else self.outer
+
+
+def check_device_mesh(device_mesh: DeviceMesh) -> list[int]:
+    """This rank's coordinate on a mesh of one or two axes.
+
+    Raises:
+        TypeError, ValueError: see :meth:`DataMesh.create`.
+    """
+    if not isinstance(device_mesh, DeviceMesh):
+        raise TypeError(f"mesh: expected a DeviceMesh or None; found {type(device_mesh).__name__}")
+    if device_mesh.ndim not in (1, 2):
+        raise ValueError(
+            "mesh: expected one axis (inner) or two (outer, inner); "
+            f"found {device_mesh.ndim} axes of sizes {tuple(device_mesh.mesh.shape)}"
+        )
+    coordinate = device_mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError(
+            f"mesh: expected a mesh that covers this rank, {dist.get_rank()}; "
+            f"found ranks {device_mesh.mesh.flatten().tolist()[:16]}"
+        )
+    return list(coordinate)
+
+
+def init_from_environment() -> None:
+    """Initialise torch.distributed if nobody has: from torchrun's environment, else for one rank."""
+    if dist.is_initialized():
+        return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group()
+    else:
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _mesh_of_all_ranks() -> DeviceMesh:
+    init_from_environment()
+    on_cuda = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())
+    device_type = "cuda" if on_cuda else "cpu"
+    return init_device_mesh(device_type, (dist.get_world_size(),))
+
+
+def _local_device(device_type: str) -> torch.device:
+    if device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(device_type)
+
+
+def _make_axis(axis: Axis, ranks: list[int], place: int, timeout: timedelta | None) -> MeshAxis:
+    if len(ranks) == 1:
+        return MeshAxis(axis, 1, 0, None, None)
+    gather = _new_group(ranks, timeout)
+    return MeshAxis(axis, len(ranks), place, gather, _new_group(ranks, timeout))
+
+
+def _new_group(ranks: list[int], timeout: timedelta | None) -> dist.ProcessGroup:
+    # Only members need to call: an axis of 1,024 rows costs a rank one group, not 1,024.
+    group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _timeout_of(device_mesh: DeviceMesh) -> timedelta | None:
+    """The timeout that the user chose for the mesh's own groups, which ours inherit."""
+    backend = backend_of(device_mesh.get_group(0), torch.device(device_mesh.device_type))
+    return getattr(getattr(backend, "options", None), "_timeout", None)
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> object | None:
+    """The backend object that serves ``device`` in ``group``; None if there is none."""
+    try:
+        return group._get_backend(torch.device(device.type))
+    except RuntimeError:
+        return None

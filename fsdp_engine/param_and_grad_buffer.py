@@ -1,0 +1,298 @@
+"""Both towers of one homogeneous set of parameters, and the tensors that modules and users see.
+
+*Homogeneous* means: one codec, the same dtypes, all trainable or all frozen, one gradient
+divisor. Three kinds of tensor stand for one parameter:
+
+- the **full** parameter, which modules compute with; plain, in the compute dtype;
+- the **sharded** parameter, which users, optimizers and checkpoints see outside forward and
+  backward: a ``FlatDTensor`` over this rank's slice of the main weights;
+- the **gradient** of the sharded parameter, over this rank's slice of the reduced gradients.
+
+Where nothing is cut and main weights are compute weights, full and sharded are one plain tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from fsdp_engine import memory as mem
+from fsdp_engine.buffer import Ladder, ShardedBuffer, flat_source
+from fsdp_engine.codecs import ParamCodec
+from fsdp_engine.config import DistributedDataParallelConfig
+from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement
+from fsdp_engine.grad_tower import GradTower
+from fsdp_engine.lanes import Lanes, Ticket
+from fsdp_engine.layout import Layout
+from fsdp_engine.memory import Memory
+from fsdp_engine.precision import ParamDtypes
+from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis, Role, Strategy
+from fsdp_engine.weight_tower import WeightTower
+
+# Messages of gathers outside the schedule; buffers' own tags start above it.
+MAIN_TAG = 1
+FIRST_TAG = 16
+
+
+@dataclass
+class ParamRecord:
+    """One parameter before it is sharded, with every place that refers to it.
+
+    Attributes:
+        name: its first fully qualified name.
+        param: the user's parameter.
+        sites: (module, attribute) pairs; several for a tied parameter.
+        aliases: all its names, the first included.
+    """
+
+    name: str
+    param: nn.Parameter
+    sites: list[tuple[nn.Module, str]] = field(default_factory=list)
+    aliases: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class BufferKind:
+    """What the parameters of one buffer have in common.
+
+    ``codec`` names the encoding; ``extra_divisor`` divides gradients once more than the mean over
+    all ranks does (a parameter's attribute ``gradient_divisor``).
+    """
+
+    codec: str
+    dtypes: ParamDtypes
+    requires_grad: bool
+    extra_divisor: float = 1.0
+
+
+class ParamAndGradBuffer:
+    """See the module docstring.
+
+    Attributes:
+        records: the parameters, in the layout's order.
+        weights: the weight tower.
+        grads: the gradient tower; None for frozen parameters.
+        full_params: what modules compute with.
+        sharded_params: what users see.
+        used: per parameter: a gradient came on this rank since gradients were last cleared.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        records: Sequence[ParamRecord],
+        layout: Layout,
+        kind: BufferKind,
+        codec: ParamCodec,
+        strategy: Strategy,
+        ladder: Ladder,
+        memory: Memory,
+        config: DistributedDataParallelConfig,
+        tag: int,
+    ) -> None:
+        by_name = {record.name: record for record in records}
+        self.label = label
+        self.layout = layout
+        self.kind = kind
+        self.strategy = strategy
+        self.records = [by_name[slot.name] for slot in layout.slots]
+        self._ladder = ladder
+        self._optim_depth = strategy.depth(Role.OPTIM)
+        self.weights = WeightTower(
+            label,
+            layout,
+            ladder,
+            memory,
+            codec,
+            kind.dtypes.main,
+            kind.dtypes.compute,
+            self._optim_depth,
+            strategy.depth(Role.PARAM),
+            tag,
+        )
+        self.grads: GradTower | None = None
+        if kind.requires_grad:
+            self.grads = GradTower(
+                label,
+                layout,
+                ladder,
+                memory,
+                kind.dtypes,
+                self._optim_depth,
+                strategy.depth(Role.GRAD),
+                config.average_in_collective,
+                kind.extra_divisor,
+                tag,
+            )
+        self.is_plain = codec.is_identity and self._optim_depth == 0
+        self.used = [False] * len(self.records)
+        self._grad_views: list[Tensor] = []
+        self._load_initial_values()
+        self.full_params = [
+            nn.Parameter(tensor, requires_grad=kind.requires_grad)
+            for tensor in self.weights.params
+        ]
+        self.sharded_params = (
+            self.full_params if self.is_plain else [self._sharded(i) for i in range(len(by_name))]
+        )
+        for record, full, sharded in zip(
+            self.records, self.full_params, self.sharded_params, strict=True
+        ):
+            # Marks that users put on their parameters (tensor parallel, experts, ...) stay.
+            full.__dict__.update(record.param.__dict__)
+            sharded.__dict__.update(record.param.__dict__)
+
+    def placement(self, index: int) -> FlatPlacement:
+        """Which part of parameter ``index`` this rank's sharded tensor holds."""
+        start, stop = self.layout.tensor_range(
+            index, self._optim_depth, self._ladder.mesh.coordinate
+        )
+        return FlatPlacement(
+            shape=torch.Size(self.layout.slots[index].shape),
+            start=start,
+            stop=stop,
+            mesh=self._ladder.mesh.device_mesh,
+            split_groups=self.split_groups,
+            num_cut_axes=self._num_cut_mesh_axes,
+        )
+
+    @property
+    def split_groups(self) -> tuple[ProcessGroup, ...]:
+        """Groups over which main weights are cut, innermost first."""
+        axes = (Axis.INNER, Axis.OUTER)[: self._optim_depth]
+        comms = [self._ladder.comms[axis].gather for axis in axes]
+        return tuple(comm.group for comm in comms if comm is not None)
+
+    @property
+    def _num_cut_mesh_axes(self) -> int:
+        return min(self._optim_depth, self._ladder.mesh.device_mesh.ndim)
+
+    def hook_gradients(self, on_grad: Callable[[int, Tensor], None]) -> None:
+        """Call ``on_grad(index, parameter)`` whenever autograd has accumulated a gradient."""
+        for index, param in enumerate(self.full_params):
+            param.register_post_accumulate_grad_hook(
+                lambda p, i=index: on_grad(i, p)  # type: ignore[misc]
+            )
+
+    def stale_gradient(self) -> str | None:
+        """Name of a parameter that still holds a reduced gradient; None if all are cleared."""
+        for index, param in enumerate(self.sharded_params):
+            if param.grad is not None and not self._is_zeroed(index, param.grad):
+                return self.records[index].name
+        return None
+
+    def begin_backward(self) -> None:
+        """Find out which gradients the user has cleared: those are overwritten, not added to."""
+        assert self.grads is not None
+        fresh, used = self.grads.fresh, self.used
+        for index, param in enumerate(self.sharded_params):
+            grad = param.grad
+            if grad is None:
+                fresh[index], used[index] = True, False
+            elif self._is_zeroed(index, grad):
+                fresh[index], used[index] = True, False
+                if isinstance(grad, FlatDTensor):
+                    grad.zeroed = False
+            if self.is_plain:
+                # Autograd would add to it in place, unscaled.
+                param.grad = None
+
+    def note_used(self) -> None:
+        """Before a reduction: which parameters got a gradient in this backward."""
+        assert self.grads is not None
+        if self.grads.num_touched == len(self.used):
+            self.used = [True] * len(self.used)
+        else:
+            self.used = [a or b for a, b in zip(self.used, self.grads.touched, strict=True)]
+
+    def publish_gradients(self, used: Sequence[bool]) -> None:
+        """Make ``.grad`` of the sharded parameters what was accumulated, or None."""
+        views = self._make_grad_views()
+        for param, view, has_grad in zip(self.sharded_params, views, used, strict=True):
+            if has_grad:
+                if param.grad is not view:
+                    param.grad = view
+            elif param.grad is not None:
+                param.grad = None
+
+    def publish_nothing(self) -> None:
+        """No parameter got a gradient anywhere."""
+        for param in self.sharded_params:
+            param.grad = None
+
+    def discard_gradients(self) -> None:
+        """Forget what was accumulated; ``.grad`` becomes None."""
+        if self.grads is not None:
+            self.grads.discard()
+            self.used = [False] * len(self.used)
+            for param in (*self.sharded_params, *self.full_params):
+                param.grad = None
+
+    def gather_main(self, lanes: Lanes) -> ShardedBuffer:
+        """Full main weights in memory of their own (main's own where nothing is cut); waits.
+
+        Collective: every rank of the mesh must call it.
+        """
+        main = self.weights.main
+        if main.depth == 0:
+            return main
+        flat = mem.empty(self.layout.numel, main.tensor.dtype, main.tensor.device)
+        target = ShardedBuffer(self.layout, main.at, 0, flat)
+        ticket: Ticket | None = None
+        for depth in range(main.depth - 1, -1, -1):
+            source = main.tensor if depth == main.depth - 1 else None
+            axis = AXIS_BELOW_DEPTH[depth]
+            ticket = lanes.gather(axis).submit(
+                f"all-gather of main weights of {self.label} over the {axis.value} axis",
+                lambda depth=depth, source=source: self._ladder.climb(  # type: ignore[misc]
+                    target, depth, source, MAIN_TAG
+                ),
+                after=[ticket] if ticket else [lanes.compute.record()],
+                reads=[source if source is not None else target.narrow(depth + 1)],
+                writes=[target.narrow(depth)],
+            )
+        assert ticket is not None
+        lanes.compute.wait(ticket)
+        return target
+
+    def write_main(self, full: ShardedBuffer) -> None:
+        """Take this rank's part of full main weights, as :meth:`gather_main` returned them."""
+        if full is not self.weights.main:
+            self.weights.main.tensor.copy_(full.narrow(self._optim_depth))
+
+    def _is_zeroed(self, index: int, grad: Tensor) -> bool:
+        if isinstance(grad, FlatDTensor):
+            return grad.zeroed
+        return not bool(grad.any())
+
+    def _make_grad_views(self) -> list[Tensor]:
+        if not self._grad_views:
+            assert self.grads is not None
+            main = self.grads.main_grads()
+            if self.is_plain:
+                self._grad_views = [main.full(i) for i in range(len(self.records))]
+            else:
+                self._grad_views = [
+                    FlatDTensor.from_flat_local(main.local(i, self._optim_depth), self.placement(i))
+                    for i in range(len(self.records))
+                ]
+        return self._grad_views
+
+    def _load_initial_values(self) -> None:
+        at = self._ladder.mesh.coordinate
+        for index, record in enumerate(self.records):
+            start, stop = self.layout.tensor_range(index, self._optim_depth, at)
+            local = self.weights.main.local(index, self._optim_depth)
+            local.copy_(flat_source(record.param)[start:stop])
+
+    def _sharded(self, index: int) -> nn.Parameter:
+        local = self.weights.main.local(index, self._optim_depth)
+        tensor = FlatDTensor.from_flat_local(local, self.placement(index))
+        param = nn.Parameter(tensor, requires_grad=self.kind.requires_grad)
+        if self.kind.requires_grad and self.kind.dtypes.main_grad != self.kind.dtypes.main:
+            param.grad_dtype = self.kind.dtypes.main_grad
+        return param

@@ -1,0 +1,295 @@
+"""When: what is gathered ahead of use, and what is released.
+
+Forward records the order in which units are entered; the next forward and backward gather ahead
+along it (``order.py``). Where execution leaves the recorded order, units gathered in vain are
+dropped, the unit is gathered on demand, and the new order is recorded. Reductions are the
+business of ``reductions.py``.
+
+[Note: One order on all ranks]
+Collectives of one group must be issued in one order on all ranks. Units whose parameters are cut
+gather when they are entered: all ranks must enter the same units, as everywhere. Units that are
+always full only *refresh* after the weights changed, and there ranks may differ in what they
+enter: so refreshes are always issued in the canonical order of units, whoever asks first, and what
+is left is refreshed when forward ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fsdp_engine.lanes import Lanes
+from fsdp_engine.memory import Memory
+from fsdp_engine.order import first_use_order, prefetch_windows
+from fsdp_engine.reductions import Reductions
+from fsdp_engine.unit import Call, Unit, UnitState
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class Scheduler:
+    """Moves units through their lives as forward and backward come along.
+
+    Attributes:
+        order: units as the last forward of the root entered them.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        root: Unit,
+        lanes: Lanes,
+        memory: Memory,
+        budget: int,
+        reductions: Reductions,
+    ) -> None:
+        self.units = tuple(units)
+        self._root = root
+        self._lanes = lanes
+        self._memory = memory
+        self._budget = budget
+        self.reductions = reductions
+        self._open: list[Unit] = []
+        self._recording: list[int] = []
+        self._left: list[int] = []
+        self._ahead: set[int] = set()
+        self._backward_is_open = False
+        self._touched: dict[int, Unit] = {}
+        self._opened_calls: list[Call] = []
+        self._any_refresh = any(u.needs_refresh and not u.reshards for u in units)
+        # The unit that forward leaves last, beside the root, is the first that backward needs.
+        self._last_left = max((u.index for u in units if u is not root), default=root.index)
+        self.order: list[int] = []
+        self._adopt_order([unit.index for unit in units])
+
+    # Forward.
+
+    def enter_forward(self, unit: Unit) -> None:
+        """The unit's module is called."""
+        if not self._open:
+            self._begin_forward()
+        self._open.append(unit)
+        self._recording.append(unit.index)
+        self._make_full(unit, self._forward_windows)
+        unit.install()
+
+    def leave_forward(self, unit: Unit, has_backward: bool) -> None:
+        """The unit's module has returned.
+
+        Args:
+            unit: which.
+            has_backward: autograd will come back to it.
+        """
+        assert self._open and self._open[-1] is unit, f"{unit.label} is not the innermost forward"
+        self._open.pop()
+        self._left.append(unit.index)
+        unit.leave()
+        if unit.uses == 0:
+            unit.uninstall()
+            needed_first = unit is self._root or unit.index == self._last_left
+            if not (has_backward and needed_first):
+                unit.release(self._lanes)
+        if not self._open:
+            self._end_forward(unit)
+
+    def _begin_forward(self) -> None:
+        if self._backward_is_open:
+            raise RuntimeError(
+                "the last backward did not finish, perhaps because of an exception: "
+                "call engine.reset() before the next forward"
+            )
+        self._position = -1
+        self._recording = []
+        self._left = []
+
+    def _end_forward(self, outermost: Unit) -> None:
+        self._drop_ahead()
+        if self._any_refresh:
+            self._refresh_through(None)
+        if outermost is self._root:
+            others = [index for index in self._left if index != self._root.index]
+            if others:
+                self._last_left = others[-1]
+            if self._recording != self.order:
+                self._adopt_order(self._recording)
+            self.reductions.order_seen(first_use_order(self.order, len(self.units)))
+        self._position = len(self.order)
+        if not torch.is_grad_enabled():
+            self._memory.rest()
+
+    # Backward.
+
+    def recompute(self, unit: Unit) -> None:
+        """The unit's module is called within backward: activation checkpointing.
+
+        Nothing is gathered ahead, and nothing is released before the unit's own backward is over.
+        """
+        self._begin_backward()
+        self._touched[unit.index] = unit
+        if unit.needs_gather:
+            unit.gather(self._lanes)
+        self._ahead.discard(unit.index)
+        unit.settle(self._lanes)
+        unit.touch(self._lanes)
+        unit.install()
+
+    def enter_backward(self, call: Call) -> None:
+        """The gradient of a call's output has come: its backward begins."""
+        if call.opened:
+            return
+        call.opened = True
+        self._begin_backward()
+        self._opened_calls.append(call)
+        self._touched[call.unit.index] = call.unit
+        self._make_full(call.unit, self._backward_windows)
+
+    def leave_backward(self, call: Call) -> None:
+        """The gradients of a call's inputs have come: its backward is over."""
+        if call.closed or not call.opened:
+            return
+        call.closed = True
+        unit = call.unit
+        unit.calls.discard(call)
+        unit.leave()
+        if unit.uses == 0:
+            unit.release(self._lanes)
+        if not unit.calls:
+            self.reductions.unit_is_ready(unit)
+
+    def gradient_came(self, unit: Unit) -> None:
+        """A parameter of ``unit`` got its gradient."""
+        if unit.num_missing_grads or unit is self._root:
+            return
+        calls = [call for call in unit.calls if call.opened]
+        if any(call.has_boundary for call in calls):
+            return  # the end of that call's backward will be seen
+        for call in calls:
+            self.leave_backward(call)
+        if not unit.calls:
+            self.reductions.unit_is_ready(unit)
+
+    def begin_gradient(self, unit: Unit) -> None:
+        """A parameter of ``unit`` is about to get the first gradient of this backward."""
+        self._begin_backward()
+        self.reductions.open_unit(unit)
+
+    def _begin_backward(self) -> None:
+        if self._backward_is_open:
+            return
+        self.reductions.begin_backward()
+        self._backward_is_open = True
+        self._position = len(self.order)
+        # Closes whatever autograd leaves open: parameters without a gradient, inputs without one.
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self.reductions.end_backward()
+        for call in self._opened_calls:
+            # The graph may be kept and run once more.
+            if not call.closed:
+                call.unit.uses -= 1
+                call.unit.calls.discard(call)
+            call.opened = call.closed = False
+        self._opened_calls.clear()
+        self._drop_ahead()
+        for unit in self._touched.values():
+            if unit.uses == 0:
+                if unit.state is UnitState.IN_USE:
+                    unit.rest()
+                unit.release(self._lanes)
+        self._touched.clear()
+        self._backward_is_open = False
+        self._memory.rest()
+
+    # Both.
+
+    def _make_full(self, unit: Unit, windows: Sequence[tuple[int, ...]]) -> None:
+        window = self._advance(unit, windows)
+        self._gather(unit)
+        self._ahead.discard(unit.index)
+        for index in window:
+            ahead = self.units[index]
+            if ahead.state is UnitState.SHARDED or (
+                ahead.state is UnitState.IDLE and ahead.needs_gather
+            ):
+                self._gather(ahead)
+                self._ahead.add(index)
+        unit.settle(self._lanes)
+        unit.enter()
+        unit.touch(self._lanes)
+
+    def _gather(self, unit: Unit) -> None:
+        if not unit.needs_gather:
+            return
+        if unit.reshards:
+            unit.gather(self._lanes)
+        else:
+            self._refresh_through(unit)
+
+    def _refresh_through(self, last: Unit | None) -> None:
+        """Refresh what is stale, in canonical order, up to ``last`` (None: all)."""
+        for index in self.reductions.canonical_order:
+            unit = self.units[index]
+            if not unit.reshards and unit.needs_gather:
+                unit.gather(self._lanes)
+            if unit is last:
+                return
+
+    def _advance(self, unit: Unit, windows: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        """Move to the unit's place in the order; returns what to gather ahead there."""
+        step = 1 if windows is self._forward_windows else -1
+        place = self._position + step
+        if 0 <= place < len(self.order) and self.order[place] == unit.index:
+            self._position = place
+            return windows[place]
+        places = self._places.get(unit.index)
+        if not places:
+            self._drop_ahead(keep=(unit.index,))
+            return ()
+        ahead = [p for p in places if (p - place) * step >= 0]
+        self._position = (ahead or places)[0 if step > 0 else -1]
+        window = windows[self._position]
+        self._drop_ahead(keep=(unit.index, *window))
+        return window
+
+    def _drop_ahead(self, keep: Sequence[int] = ()) -> None:
+        """Let go of units that were gathered ahead in vain."""
+        for index in [i for i in self._ahead if i not in keep]:
+            self._ahead.discard(index)
+            unit = self.units[index]
+            if unit.uses == 0 and unit.reshards:
+                unit.release(self._lanes)
+
+    def _adopt_order(self, order: Sequence[int]) -> None:
+        self.order = list(order)
+        sizes = [
+            unit.num_elements if unit.reshards or unit.needs_refresh else 0 for unit in self.units
+        ]
+        self._forward_windows = prefetch_windows(self.order, sizes, self._budget, +1)
+        self._backward_windows = prefetch_windows(self.order, sizes, self._budget, -1)
+        self._places: dict[int, list[int]] = {}
+        for place, index in enumerate(self.order):
+            self._places.setdefault(index, []).append(place)
+        self._position = -1
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether neither a forward nor a backward is under way."""
+        return not self._open and not self._backward_is_open
+
+    def reset(self) -> None:
+        """Forget what was under way; communication must be over."""
+        self._open.clear()
+        self._ahead.clear()
+        self._touched.clear()
+        self._opened_calls.clear()
+        self._backward_is_open = False
+        self._position = -1
+        self.reductions.reset()
+        for unit in self.units:
+            unit.abandon(self._lanes)
+        self._memory.rest()

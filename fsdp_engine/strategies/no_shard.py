@@ -1,0 +1,22 @@
+"""Level 0, ``no_shard``: nothing is cut. Plain data parallelism (DDP).
+
+A rank holds every parameter, gradient and optimizer state: for ``P`` elements with optimizer
+state of ``s`` bytes, main weights of ``m`` and gradients of ``g`` bytes an element, ``P(m+g+s)``.
+
+Once per step gradients are all-reduced, as a reduce-scatter and an all-gather: a rank of ``n``
+sends ``2 P (n-1)/n`` elements. Parameters never travel.
+"""
+
+from __future__ import annotations
+
+from fsdp_engine.strategies.level import Level, Traffic
+
+
+class NoShard(Level):
+    """See the module docstring."""
+
+    def traffic(self, size: int) -> Traffic:
+        return Traffic(0.0, 0.0, 2 * (size - 1) / size, 0.0)
+
+
+NO_SHARD = NoShard("no_shard", 0)

@@ -1,0 +1,95 @@
+"""A strategy: one level for the inner axis and one, at most as high, for the outer axis.
+
+[Note: Depth]
+Because the outer level never exceeds the inner one, a role that is cut along the outer axis is
+cut along the inner axis too. So a flat buffer knows only three ranges, by *depth*:
+
+    depth 0   the whole buffer
+    depth 1   this rank's inner part
+    depth 2   this rank's outer part of its inner part
+
+and each lies inside the one before. A strategy is then three integers, the depth of each role,
+with ``depth(PARAM) <= depth(GRAD) <= depth(OPTIM)``. Going one depth down means cutting, or
+reducing, along one axis (0 -> 1 inner, 1 -> 2 outer); going up means gathering along it. Nothing
+else in the engine needs to know which strategy runs.
+
+Worked example, a buffer of 1024 elements on 2 (outer) x 4 (inner) ranks, HFSDP = (3, 1): the rank
+at outer 1, inner 2 keeps parameters and gradients at depth 1, elements [512, 768), and optimizer
+state at depth 2, elements [640, 768).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fsdp_engine.strategies.level import Axis, Level, Role
+from fsdp_engine.strategies.no_shard import NO_SHARD
+from fsdp_engine.strategies.optim import OPTIM
+from fsdp_engine.strategies.optim_grads import OPTIM_GRADS
+from fsdp_engine.strategies.optim_grads_params import OPTIM_GRADS_PARAMS
+
+LEVELS: dict[str, Level] = {
+    level.name: level for level in (NO_SHARD, OPTIM, OPTIM_GRADS, OPTIM_GRADS_PARAMS)
+}
+
+# The axis crossed between depth d and depth d + 1.
+AXIS_BELOW_DEPTH = (Axis.INNER, Axis.OUTER)
+
+
+def level_from_name(name: str, field: str) -> Level:
+    """The level called ``name``.
+
+    Raises:
+        ValueError: there is no such level; names ``field`` and the legal names.
+    """
+    try:
+        return LEVELS[name]
+    except (KeyError, TypeError):
+        raise ValueError(f"{field}: expected one of {', '.join(LEVELS)}; found {name!r}") from None
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """The pair (inner level, outer level).
+
+    Raises:
+        ValueError: the outer level is above the inner one.
+    """
+
+    inner: Level
+    outer: Level
+
+    def __post_init__(self) -> None:
+        if self.outer.value > self.inner.value:
+            raise ValueError(
+                f"outer_strategy: expected a level at most that of strategy={self.inner.name!r}; "
+                f"found {self.outer.name!r}"
+            )
+
+    @classmethod
+    def from_names(cls, inner: str, outer: str = "no_shard") -> Strategy:
+        """The strategy of two level names, as users give them."""
+        return cls(level_from_name(inner, "strategy"), level_from_name(outer, "outer_strategy"))
+
+    def level(self, axis: Axis) -> Level:
+        """The level on ``axis``."""
+        return self.inner if axis is Axis.INNER else self.outer
+
+    def cuts(self, role: Role, axis: Axis) -> bool:
+        """Whether ``role`` is cut along ``axis``."""
+        return self.level(axis).cuts(role)
+
+    def depth(self, role: Role) -> int:
+        """How many axes cut ``role``: 0, 1 or 2. See [Note: Depth]."""
+        return int(self.inner.cuts(role)) + int(self.outer.cuts(role))
+
+    def __str__(self) -> str:
+        return f"({self.inner.name}, {self.outer.name})"
+
+
+ALL_STRATEGIES: tuple[Strategy, ...] = tuple(
+    Strategy(inner, outer)
+    for inner in LEVELS.values()
+    for outer in LEVELS.values()
+    if outer.value <= inner.value
+)

@@ -1,0 +1,256 @@
+"""A unit: one module with its buffers, the granule of gather, reduce and release.
+
+The life of a unit's full parameters, as data; anything else is a bug and raises:
+
+    SHARDED --gather--> GATHERING --wait--> IN_USE --leave--> IDLE --release--> SHARDED
+                            |                  ^                |
+                            +--drop--> SHARDED +-----enter------+--gather (stale)--> GATHERING
+
+A unit whose parameters are never cut starts out IDLE and is never released.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from fsdp_engine.lanes import Lanes, Ticket
+from fsdp_engine.param_and_grad_buffer import ParamAndGradBuffer
+
+
+class UnitState(enum.Enum):
+    """Where a unit's full parameters are."""
+
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    IN_USE = "in use"
+    IDLE = "idle"
+
+
+TRANSITIONS = {
+    (UnitState.SHARDED, UnitState.GATHERING),
+    (UnitState.GATHERING, UnitState.IN_USE),
+    (UnitState.GATHERING, UnitState.IDLE),
+    (UnitState.GATHERING, UnitState.SHARDED),
+    (UnitState.IN_USE, UnitState.IDLE),
+    (UnitState.IDLE, UnitState.IN_USE),
+    (UnitState.IDLE, UnitState.SHARDED),
+    (UnitState.IDLE, UnitState.GATHERING),
+}
+
+
+class Call:
+    """One forward of a unit whose output takes part in autograd.
+
+    Attributes:
+        has_boundary: an input needs a gradient, so the end of this call's backward will be seen.
+        opened: its backward has begun.
+        closed: its backward is over.
+    """
+
+    __slots__ = ("__weakref__", "closed", "has_boundary", "opened", "unit")
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self.has_boundary = False
+        self.opened = False
+        self.closed = False
+
+
+class Unit:
+    """See the module docstring.
+
+    Attributes:
+        index: its number among the engine's units, in module order.
+        name: fully qualified name of its module; "" for the root.
+        buffers: its parameters, by kind.
+        uses: how many forwards and backwards of it are under way.
+        calls: forwards whose backward is to come. Weak: a graph that is dropped takes its calls
+            along, because only its hooks keep them.
+    """
+
+    def __init__(
+        self, index: int, name: str, module: nn.Module, buffers: Sequence[ParamAndGradBuffer]
+    ) -> None:
+        self.index = index
+        self.name = name
+        self.module = module
+        self.buffers = tuple(buffers)
+        self.trainable = tuple(buffer for buffer in buffers if buffer.grads is not None)
+        self.num_elements = sum(buffer.layout.numel for buffer in buffers)
+        self.reshards = any(buffer.weights.reshards for buffer in buffers)
+        self.needs_refresh = any(buffer.weights.needs_refresh for buffer in buffers)
+        self.num_trainable = sum(len(buffer.records) for buffer in self.trainable)
+        self.num_staged = sum(b.grads.num_staged_elements for b in self.trainable if b.grads)
+        self.state = UnitState.SHARDED if self.reshards else UnitState.IDLE
+        self.uses = 0
+        self.calls: weakref.WeakSet[Call] = weakref.WeakSet()
+        self.has_open_grads = False
+        self.is_reduced = False
+        self._tickets: list[Ticket] = []
+        self._installed = False
+        self._table = _install_entries(self.buffers)
+
+    @property
+    def label(self) -> str:
+        """Its name for people."""
+        return self.name or "the root module"
+
+    @property
+    def is_current(self) -> bool:
+        """Whether full parameters, if they are there, equal the main weights."""
+        return all(buffer.weights.is_current for buffer in self.buffers)
+
+    @property
+    def needs_gather(self) -> bool:
+        """Whether something must travel or be cast before the module can compute."""
+        if self.state is UnitState.SHARDED:
+            return True
+        if self.state is UnitState.GATHERING:
+            return False
+        return (self.reshards or self.needs_refresh) and not self.is_current
+
+    def gather(self, lanes: Lanes) -> None:
+        """Issue what brings the full parameters up to date."""
+        self._move_to(UnitState.GATHERING)
+        after = [lanes.compute.record()]
+        for buffer in self.buffers:
+            ticket = buffer.weights.gather(lanes, after)
+            if ticket is not None:
+                self._tickets.append(ticket)
+
+    def settle(self, lanes: Lanes) -> None:
+        """Compute waits for the gather, if one is under way."""
+        if self.state is UnitState.GATHERING:
+            for ticket in self._tickets:
+                lanes.compute.wait(ticket)
+            self._tickets.clear()
+            for buffer in self.buffers:
+                buffer.weights.gathered()
+            self._move_to(UnitState.IDLE)
+
+    def enter(self) -> None:
+        """The module starts to compute with the full parameters."""
+        if self.state is not UnitState.IN_USE:
+            self._move_to(UnitState.IN_USE)
+        self.uses += 1
+
+    def leave(self) -> None:
+        """One forward or backward is over."""
+        assert self.uses > 0, f"{self.label} is left more often than entered"
+        self.uses -= 1
+        if self.uses == 0:
+            self._move_to(UnitState.IDLE)
+
+    def rest(self) -> None:
+        """Nothing uses it, whatever was not seen to end."""
+        self.uses = 0
+        self._move_to(UnitState.IDLE)
+
+    def release(self, lanes: Lanes) -> None:
+        """Hand back the full parameters' memory, unless they are never cut."""
+        self.uninstall()
+        if not self.reshards or self.state is UnitState.SHARDED:
+            return
+        self.settle(lanes)
+        self._move_to(UnitState.SHARDED)
+        for buffer in self.buffers:
+            buffer.weights.release(lanes)
+
+    def install(self) -> None:
+        """Put the full parameters into the modules."""
+        if not self._installed:
+            self._installed = True
+            for parameters, name, full, _ in self._table:
+                parameters[name] = full
+
+    def uninstall(self) -> None:
+        """Put the sharded parameters back."""
+        if self._installed:
+            self._installed = False
+            for parameters, name, _, sharded in self._table:
+                parameters[name] = sharded
+
+    def touch(self, lanes: Lanes) -> None:
+        """Tell the compute lane that the model reads the full parameters from here on."""
+        for buffer in self.buffers:
+            buffer.weights.touch(lanes)
+
+    @property
+    def num_missing_grads(self) -> int:
+        """Trainable parameters whose gradient has not come in this backward."""
+        return self.num_trainable - sum(
+            buffer.grads.num_touched for buffer in self.trainable if buffer.grads
+        )
+
+    def abandon(self, lanes: Lanes) -> None:
+        """Back to rest from any state; communication must be over."""
+        self.uses = 0
+        self._tickets.clear()
+        self.calls.clear()
+        self.has_open_grads = False
+        self.is_reduced = False
+        self.uninstall()
+        if self.reshards:
+            self.state = UnitState.SHARDED
+        else:
+            self.state = UnitState.IDLE
+        for buffer in self.buffers:
+            buffer.weights.mark_stale()
+            buffer.weights.release(lanes)
+            if buffer.grads is not None:
+                buffer.grads.release(lanes)
+
+    def _move_to(self, state: UnitState) -> None:
+        assert (self.state, state) in TRANSITIONS, (
+            f"{self.label}: {self.state.value} -> {state.value} is not a legal transition"
+        )
+        self.state = state
+
+
+def install_into(buffers: Sequence[ParamAndGradBuffer], tensors: Sequence[Sequence[Tensor]]) -> None:
+    """Put ``tensors``, a row for each buffer, into the modules in place of the parameters."""
+    for buffer, row in zip(buffers, tensors, strict=True):
+        for record, tensor in zip(buffer.records, row, strict=True):
+            for module, attribute in record.sites:
+                module._parameters[attribute] = tensor  # type: ignore[assignment]
+    for module in _modules_with_flat_weights(buffers):
+        module.__dict__["_flat_weights"] = _flat_weights(module)
+
+
+def _install_entries(
+    buffers: Sequence[ParamAndGradBuffer],
+) -> list[tuple[dict[str, Any], str, Any, Any]]:
+    """(dictionary, key, full, sharded) for every place that refers to a parameter."""
+    install_into(buffers, [buffer.sharded_params for buffer in buffers])
+    entries: list[tuple[dict[str, Any], str, Any, Any]] = []
+    full_of: dict[int, Tensor] = {}
+    for buffer in buffers:
+        if buffer.is_plain:
+            continue
+        for record, full, sharded in zip(
+            buffer.records, buffer.full_params, buffer.sharded_params, strict=True
+        ):
+            full_of[id(sharded)] = full
+            for module, attribute in record.sites:
+                entries.append((module._parameters, attribute, full, sharded))
+    for module in _modules_with_flat_weights(buffers):
+        weights = _flat_weights(module)
+        full_weights = [full_of.get(id(weight), weight) for weight in weights]
+        entries.append((module.__dict__, "_flat_weights", full_weights, weights))
+    return entries
+
+
+def _modules_with_flat_weights(buffers: Sequence[ParamAndGradBuffer]) -> list[nn.RNNBase]:
+    """Recurrent modules, which compute with a list of weights of their own."""
+    sites = (site for b in buffers for record in b.records for site in record.sites)
+    modules = {id(module): module for module, _ in sites}
+    return [module for module in modules.values() if isinstance(module, nn.RNNBase)]
+
+
+def _flat_weights(module: nn.RNNBase) -> list[Any]:
+    return [getattr(module, name, None) for name in module._flat_weights_names]

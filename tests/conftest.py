@@ -1,0 +1,23 @@
+"""Fixtures that every test may use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.pool import Ranks
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """The session's pool of four gloo ranks: ``ranks.run(fn, *args, world_size=4)``."""
+    pool = Ranks()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(autouse=True)
+def _one_seed() -> None:
+    torch.manual_seed(0)

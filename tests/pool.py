@@ -1,0 +1,308 @@
+"""One pool of gloo ranks for the whole test session.
+
+Four processes are started once. A call sends a module-level function to the first ``world_size``
+of them; each joins a fresh process group, runs the function, sends back what it returned, and
+destroys every process group. A call costs some tens of milliseconds, where starting processes
+would cost seconds.
+
+What may go wrong, and what a test then sees:
+
+    a rank raises        RankError with the rank and its traceback. Its groups are destroyed at
+                         once, so that peers inside a collective fail too instead of waiting
+    a rank hangs         RankError after ``timeout`` seconds, with the stacks of every rank that
+                         did not answer
+    a rank dies          RankError with its exit code
+
+After the second and third, and after the first if peers stay blocked, all processes are killed
+and new ones started, so that later tests still run.
+
+A test whose body runs on the ranks is written with :func:`on_ranks`.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import gc
+import importlib
+import inspect
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+NUM_RANKS = 4
+GROUP_TIMEOUT_SECONDS = 60.0
+# How long the peers of a rank that failed may take to fail as well.
+GRACE_SECONDS = 5.0
+START_TIMEOUT_SECONDS = 120.0
+
+
+class RankError(RuntimeError):
+    """A call failed on some rank.
+
+    Attributes:
+        failures: what went wrong by rank: a traceback, an exit code, or stacks.
+        rank: the rank that failed first.
+    """
+
+    def __init__(self, title: str, failures: dict[int, str], rank: int) -> None:
+        parts = [f"--- rank {r} ---\n{text.rstrip()}" for r, text in sorted(failures.items())]
+        super().__init__("\n".join([title, *parts]))
+        self.failures = failures
+        self.rank = rank
+
+
+class Ranks:
+    """The pool. Tests get it as the fixture ``ranks``."""
+
+    def __init__(self, num_ranks: int = NUM_RANKS) -> None:
+        self.num_ranks = num_ranks
+        self.num_starts = 0
+        self._num_calls = 0
+        # The store lives here, so that it survives the ranks; each call has its own prefix.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._stacks = Path(tempfile.mkdtemp(prefix="ranks-"))
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        world_size: int = NUM_RANKS,
+        timeout: float = GROUP_TIMEOUT_SECONDS,
+    ) -> list[Any]:
+        """Runs ``fn(*args)`` on ranks 0 to ``world_size - 1``; what each returned, by rank.
+
+        ``fn`` must be a function of a module, and all that travels must pickle. Inside, the
+        default process group is there, and ``torch.manual_seed(0)`` was called.
+
+        Raises:
+            RankError: ``fn`` raised, hung for more than ``timeout`` seconds, or died on a rank.
+        """
+        assert 1 <= world_size <= self.num_ranks, world_size
+        if not self._processes:
+            self._start()
+        self._num_calls += 1
+        call = pickle.dumps((fn, args, world_size, f"call{self._num_calls}"))
+        for pipe in self._pipes[:world_size]:
+            pipe.send_bytes(call)
+        answers, first_failure = self._collect(world_size, timeout)
+        if len(answers) < world_size or any(kind == "died" for kind, _ in answers.values()):
+            error = self._describe_hang(fn, answers, first_failure, world_size, timeout)
+            self.stop()
+            raise error
+        if not self._release(world_size):
+            self.stop()
+        failures = {rank: text for rank, (kind, text) in answers.items() if kind == "error"}
+        if first_failure is not None:
+            raise RankError(
+                f"{fn.__name__} failed on rank {first_failure}", failures, first_failure
+            )
+        return [pickle.loads(answers[rank][1]) for rank in range(world_size)]
+
+    def stop(self) -> None:
+        """Kills every rank. The next call starts new ones."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+
+    def close(self) -> None:
+        """Ends the pool for good."""
+        self.stop()
+        shutil.rmtree(self._stacks, ignore_errors=True)
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.num_starts += 1
+        for rank in range(self.num_ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve,
+                args=(rank, theirs, self._store.port, str(self._stacks / str(rank))),
+                name=f"rank{rank}",
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(START_TIMEOUT_SECONDS):
+                self.stop()
+                raise RuntimeError(f"rank {rank} did not start in {START_TIMEOUT_SECONDS} s")
+            assert pipe.recv_bytes() == b"ready"
+
+    def _collect(
+        self, world_size: int, timeout: float
+    ) -> tuple[dict[int, tuple[str, Any]], int | None]:
+        """Answers by rank, as (kind, content), and the rank that failed first."""
+        answers: dict[int, tuple[str, Any]] = {}
+        first_failure = None
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes[:world_size])}
+        deadline = time.monotonic() + timeout
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for pipe in multiprocessing.connection.wait(list(waiting), left):
+                assert isinstance(pipe, Connection)
+                rank = waiting.pop(pipe)
+                answers[rank] = self._receive(rank, pipe)
+                if answers[rank][0] != "value" and first_failure is None:
+                    first_failure = rank
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        return answers, first_failure
+
+    def _receive(self, rank: int, pipe: Connection) -> tuple[str, Any]:
+        try:
+            return pickle.loads(pipe.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            self._processes[rank].join(GRACE_SECONDS)
+            return "died", f"died with exit code {self._processes[rank].exitcode}"
+
+    def _release(self, world_size: int) -> bool:
+        """Lets the ranks destroy their groups; whether all did."""
+        for pipe in self._pipes[:world_size]:
+            pipe.send_bytes(b"release")
+        deadline = time.monotonic() + GRACE_SECONDS
+        for pipe in self._pipes[:world_size]:
+            try:
+                if not pipe.poll(max(deadline - time.monotonic(), 0)):
+                    return False
+                if pipe.recv_bytes() != b"ready":
+                    return False
+            except (EOFError, ConnectionResetError):
+                return False
+        return True
+
+    def _describe_hang(
+        self,
+        fn: Callable[..., Any],
+        answers: dict[int, tuple[str, Any]],
+        first_failure: int | None,
+        world_size: int,
+        timeout: float,
+    ) -> RankError:
+        silent = [rank for rank in range(world_size) if rank not in answers]
+        for rank in silent:
+            # faulthandler writes the stacks from the signal handler, also below a blocked call.
+            os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        time.sleep(0.3 if silent else 0.0)
+        failures = {}
+        for rank in range(world_size):
+            if rank in silent:
+                stacks = (self._stacks / str(rank)).read_text()
+                failures[rank] = f"did not answer; its threads:\n{stacks}"
+            elif answers[rank][0] == "value":
+                failures[rank] = "returned"
+            else:
+                failures[rank] = answers[rank][1]
+        if first_failure is not None:
+            return RankError(
+                f"{fn.__name__} failed on rank {first_failure}; no answer from {silent}",
+                failures,
+                first_failure,
+            )
+        return RankError(
+            f"{fn.__name__}: no answer from ranks {silent} in {timeout} s", failures, silent[0]
+        )
+
+
+def on_ranks(
+    world_size: int = NUM_RANKS, timeout: float = GROUP_TIMEOUT_SECONDS
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a test of a function that every rank of a fresh world shall run.
+
+    The function's arguments come from ``parametrize``; it cannot have fixtures.
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(ranks: Ranks, **arguments: Any) -> None:
+            call = (body.__module__, body.__qualname__, arguments)
+            ranks.run(_run_body, *call, world_size=world_size, timeout=timeout)
+
+        own = inspect.signature(body).parameters.values()
+        fixture = inspect.Parameter("ranks", inspect.Parameter.KEYWORD_ONLY)
+        test.__signature__ = inspect.Signature([*own, fixture])  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+def _run_body(module: str, name: str, arguments: dict[str, Any]) -> None:
+    # The module's attribute is the test; functools.wraps left the body on it.
+    getattr(importlib.import_module(module), name).__wrapped__(**arguments)
+
+
+def _serve(rank: int, pipe: Connection, store_port: int, stacks: str) -> None:
+    """A rank's life: wait for a call, run it, answer, destroy the groups."""
+    stacks_file = open(stacks, "w")  # noqa: SIM115 - faulthandler needs it as long as we live
+    faulthandler.register(signal.SIGUSR1, file=stacks_file, all_threads=True)
+    if sys.platform == "linux":
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
+    num_modules = 0
+    pipe.send_bytes(b"ready")
+    while True:
+        try:
+            call = pipe.recv_bytes()
+        except EOFError:
+            return
+        pipe.send_bytes(pickle.dumps(_answer(rank, call, store)))
+        # Nobody closes connections while a peer still reads from them: the pool knows when all
+        # have answered, or that one has failed.
+        assert pipe.recv_bytes() == b"release"
+        _leave_group()
+        if len(sys.modules) > num_modules:
+            num_modules = len(sys.modules)
+            # A collection that looks at all of torch takes 0.15 s; now it looks at news only.
+            gc.freeze()
+        pipe.send_bytes(b"ready")
+
+
+def _answer(rank: int, call: bytes, store: dist.Store) -> tuple[str, Any]:
+    try:
+        fn, args, world_size, prefix = pickle.loads(call)
+        torch.manual_seed(0)
+        random.seed(0)
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore(prefix, store),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=GROUP_TIMEOUT_SECONDS),
+        )
+        return "value", pickle.dumps(fn(*args))
+    except BaseException:
+        text = traceback.format_exc()
+    # Outside the handler no traceback keeps the groups alive any more.
+    _leave_group()
+    return "error", text
+
+
+def _leave_group() -> None:
+    gc.collect()  # what still holds a group
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)

@@ -1,0 +1,305 @@
+"""What training must give: one process, plain torch, the batches of all ranks together.
+
+``train`` is that process; ``train_sharded`` does the same with the engine on this rank's part.
+Both record every step, and ``differences`` compares two records.
+
+The loss of a step is the mean over microbatches, and each microbatch's loss is divided by their
+number, as users do. For low precision there are fp32 main weights, a compute copy made from them
+before every step, and gradients that are summed in fp32. The compute copy sees each rank's part
+by itself (``split``), because rounding to bf16 differs between one batch and its parts; then one
+process and many differ by the order of an fp32 sum only, and the comparison can be sharp.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import fsdp_engine as fe
+
+Batch = tuple[Tensor, ...]
+# data[step][microbatch][rank]
+Data = list[list[list[Batch]]]
+OptimizerMaker = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+
+
+@dataclass
+class Step:
+    """One step: mean loss, gradients before clipping, their norm, weights after the update."""
+
+    loss: float
+    gradients: dict[str, Tensor | None]
+    norm: float
+    weights: dict[str, Tensor]
+
+
+def sgd(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def adamw(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, eps=1e-6)
+
+
+def make_data(
+    make_batch: Callable[[int, int], Batch],
+    num_steps: int,
+    num_microbatches: int,
+    num_ranks: int,
+    rows: int = 2,
+) -> Data:
+    """Different data in every step, microbatch and rank; ``make_batch(rows, seed)``."""
+    return [
+        [
+            [make_batch(rows, 10_000 * step + 100 * micro + rank + 1) for rank in range(num_ranks)]
+            for micro in range(num_microbatches)
+        ]
+        for step in range(num_steps)
+    ]
+
+
+def train(
+    model: nn.Module,
+    data: Data,
+    make_optimizer: OptimizerMaker = sgd,
+    *,
+    compute_dtype: torch.dtype | dict[str, torch.dtype] | None = None,
+    max_norm: float = float("inf"),
+    split: bool | None = None,
+) -> list[Step]:
+    """Trains ``model`` in place and alone.
+
+    Args:
+        model: fp32 (or the dtype that the main weights shall have).
+        data: batches by step, microbatch and rank.
+        make_optimizer: gets the main weights.
+        compute_dtype: forward and backward run on a copy in this dtype, or with these dtypes by
+            parameter name. None: on the model.
+        max_norm: gradients are clipped to it.
+        split: ranks' batches one after another instead of concatenated. None: with a
+            ``compute_dtype``.
+    """
+    split = compute_dtype is not None if split is None else split
+    optimizer = make_optimizer(model.parameters())
+    steps = []
+    for microbatches in data:
+        loss = 0.0
+        computing = model if compute_dtype is None else _cast_copy(model, compute_dtype)
+        for parts in microbatches:
+            batches = (
+                parts if split else [tuple(torch.cat(each) for each in zip(*parts, strict=True))]
+            )
+            scale = 1 / len(batches)
+            for batch in batches:
+                part_loss = computing(*_cast_first(batch, compute_dtype)) / len(microbatches)
+                part_loss.backward()
+                loss += part_loss.item() * scale
+                _collect(model, computing, scale)
+        for parameter in model.parameters():
+            parameter.grad = getattr(parameter, "total", None)
+            parameter.total = None  # type: ignore[attr-defined]
+        gradients = {name: _copy(p.grad) for name, p in model.named_parameters()}
+        norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.append(Step(loss, gradients, norm.item(), _copies(model)))
+    return steps
+
+
+def _cast_copy(model: nn.Module, dtype: torch.dtype | dict[str, torch.dtype]) -> nn.Module:
+    computing = copy.deepcopy(model)
+    for name, parameter in computing.named_parameters():
+        parameter.data = parameter.data.to(dtype[name] if isinstance(dtype, dict) else dtype)
+    return computing
+
+
+def _cast_first(batch: Batch, dtype: torch.dtype | dict[str, torch.dtype] | None) -> Batch:
+    """The batch as a model in ``dtype`` wants it: inputs are cast, targets are not."""
+    if not isinstance(dtype, torch.dtype) or not batch[0].is_floating_point():
+        return batch
+    return (batch[0].to(dtype), *batch[1:])
+
+
+def _collect(model: nn.Module, computing: nn.Module, scale: float) -> None:
+    """Adds the gradients of ``computing`` to those of ``model``, in the dtype of ``model``."""
+    for main, computed in zip(model.parameters(), computing.parameters(), strict=True):
+        if computed.grad is None:
+            continue
+        gradient = computed.grad.to(main.dtype) * scale
+        computed.grad = None
+        total = getattr(main, "total", None)
+        main.total = gradient if total is None else total + gradient  # type: ignore[attr-defined]
+
+
+def _copy(gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else gradient.detach().clone()
+
+
+def _copies(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def full(tensor: Tensor) -> Tensor:
+    """A whole tensor, from whatever part of it this rank holds. A collective."""
+    tensor = tensor.detach()
+    return tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+def full_gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    """Whole gradients by name; None where there is none. A collective."""
+    return {name: None if p.grad is None else full(p.grad) for name, p in model.named_parameters()}
+
+
+def full_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Whole parameters by name. A collective."""
+    return {name: full(p) for name, p in model.named_parameters()}
+
+
+def mean_over_ranks(value: Tensor | float) -> float:
+    """The mean of one number per rank. A collective."""
+    total = torch.as_tensor(value, dtype=torch.float64).detach().clone()
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
+
+
+def train_sharded(
+    model: nn.Module,
+    engine: Any,
+    data: Data,
+    make_optimizer: OptimizerMaker = sgd,
+    *,
+    max_norm: float = float("inf"),
+    wrap_optimizer: Callable[[torch.optim.Optimizer], Any] = lambda optimizer: None,
+) -> list[Step]:
+    """Trains ``model``, already sharded by ``engine``, on this rank's part of ``data``."""
+    optimizer = make_optimizer(model.parameters())
+    wrap_optimizer(optimizer)
+    rank = dist.get_rank()
+    steps = []
+    for microbatches in data:
+        loss = torch.zeros(())
+        for index, parts in enumerate(microbatches):
+            if index == len(microbatches) - 1:
+                part_loss = model(*parts[rank]) / len(microbatches)
+                part_loss.backward()
+            else:
+                with engine.no_sync():
+                    part_loss = model(*parts[rank]) / len(microbatches)
+                    part_loss.backward()
+            loss = loss + part_loss.detach()
+        gradients = full_gradients(model)
+        norm = engine.clip_grad_norm_(max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.append(Step(mean_over_ranks(loss), gradients, norm.item(), full_weights(model)))
+    return steps
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """The largest difference, over the largest element expected."""
+    if found.numel() == 0:
+        return 0.0
+    scale = expected.abs().max().item()
+    error = (found.double() - expected.double()).abs().max().item()
+    return error / scale if scale else error
+
+
+def differences(
+    found: list[Step], expected: list[Step], tolerance: float, first: float | None = None
+) -> list[str]:
+    """Every figure that is off by more than ``tolerance`` (``first`` in the first step).
+
+    Errors are relative to the largest element of the tensor expected.
+    """
+    if len(found) != len(expected):
+        return [f"{len(found)} steps, expected {len(expected)}"]
+    lines = []
+    for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        limit = tolerance if number or first is None else first
+        pairs: list[tuple[str, Tensor | None, Tensor | None]] = [
+            ("loss", torch.tensor(ours.loss), torch.tensor(theirs.loss)),
+            ("norm", torch.tensor(ours.norm), torch.tensor(theirs.norm)),
+        ]
+        for what in ("gradients", "weights"):
+            mine, others = getattr(ours, what), getattr(theirs, what)
+            if mine.keys() != others.keys():
+                lines.append(f"step {number}: {what} of {sorted(mine.keys() ^ others.keys())}")
+                continue
+            pairs += [(f"{what} {name}", mine[name], others[name]) for name in others]
+        for label, mine, other in pairs:
+            if mine is None or other is None:
+                if mine is not other:
+                    lines.append(f"step {number}: {label}: {mine}, expected {other}")
+            elif mine.shape != other.shape or mine.dtype != other.dtype:
+                lines.append(
+                    f"step {number}: {label}: {mine.dtype} {tuple(mine.shape)}, "
+                    f"expected {other.dtype} {tuple(other.shape)}"
+                )
+            elif not (error := relative_error(mine, other)) <= limit:
+                lines.append(f"step {number}: {label}: off by {error:.2e}, limit {limit:.0e}")
+    return lines
+
+
+def assert_trains_alike(
+    model: nn.Module,
+    make_batch: Callable[[int, int], Batch],
+    strategy: str = "optim_grads_params",
+    outer: str = "no_shard",
+    *,
+    num_steps: int = 2,
+    num_microbatches: int = 2,
+    make_optimizer: OptimizerMaker = sgd,
+    max_norm: float = 1.0,
+    tolerance: float = 2e-5,
+    later: float | None = None,
+    compute_dtype: torch.dtype | dict[str, torch.dtype] | None = None,
+    before_step: Callable[[nn.Module, int], None] = lambda model, step: None,
+    **options: Any,
+) -> Any:
+    """Shards ``model``, trains it, and compares with one process that trains a copy.
+
+    Args:
+        tolerance: of the first step, and of the others unless ``later`` is given.
+        before_step: does something to either model before each step.
+        options: for ``shard``.
+
+    Returns:
+        The engine.
+    """
+    alone = copy.deepcopy(model)
+    if isinstance(compute_dtype, dict):
+        alone = alone.float()
+    data = make_data(make_batch, num_steps, num_microbatches, dist.get_world_size())
+    expected, found = [], []
+    engine = fe.shard(model, strategy=strategy, outer_strategy=outer, **options)
+    alone_optimizer, optimizer = once(make_optimizer), once(make_optimizer)
+    for number, step in enumerate(data):
+        before_step(alone, number)
+        before_step(model, number)
+        expected += train(
+            alone, [step], alone_optimizer, compute_dtype=compute_dtype, max_norm=max_norm
+        )
+        found += train_sharded(model, engine, [step], optimizer, max_norm=max_norm)
+    later = tolerance if later is None else later
+    lines = differences(found, expected, later, first=tolerance)
+    assert not lines, "\n".join([f"({strategy}, {outer}):", *lines[:12]])
+    return engine
+
+
+def once(make_optimizer: OptimizerMaker) -> OptimizerMaker:
+    """Makes an optimizer at the first call, and returns the same one at every later call."""
+    made: list[torch.optim.Optimizer] = []
+
+    def make(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+        if not made:
+            made.append(make_optimizer(parameters))
+        return made[0]
+
+    return make

@@ -1,0 +1,321 @@
+"""The example's parts, in one process: text, data order, model, curves, arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import corpus
+from corpus import BatchPlan
+from curve import Curve, HeldOutRecord, StepRecord, memory_in_use
+from gpt import GPT, GPTConfig
+from plots import draw_curves, smooth
+from settings import Settings, parse_settings
+
+TINY = GPTConfig(vocab_size=256, sequence_length=16, num_layers=2, width=24, num_heads=3)
+TEXT = torch.arange(1000).remainder(251).to(torch.uint8)
+
+
+def tiny_gpt(config: GPTConfig = TINY) -> GPT:
+    torch.manual_seed(0)
+    return GPT(config)
+
+
+def global_batch(plan: BatchPlan, step: int) -> list[list[int]]:
+    """All sequences of a step, in order of microbatch and rank."""
+    return [
+        row
+        for microbatch in range(plan.num_microbatches)
+        for rank in range(plan.num_ranks)
+        for row in plan.train_batch(TEXT, step, microbatch, rank).tokens.tolist()
+    ]
+
+
+class TestOrderOfData:
+    # No deadline: on a busy machine the time of one example says nothing.
+    @settings(deadline=None, max_examples=50)
+    @given(
+        step=st.integers(0, 10**6),
+        num_ranks=st.sampled_from([1, 2, 3, 4, 6, 12]),
+        num_microbatches=st.sampled_from([1, 2, 3]),
+        seed=st.integers(0, 100),
+    )
+    def test_any_number_of_ranks_and_microbatches_sees_the_same_global_batch(
+        self, step: int, num_ranks: int, num_microbatches: int, seed: int
+    ) -> None:
+        whole = BatchPlan(72, 1, 1, 8, seed)
+        cut = BatchPlan(72 // num_microbatches, num_microbatches, num_ranks, 8, seed)
+        assert global_batch(cut, step) == global_batch(whole, step)
+
+    def test_a_step_gives_the_same_sequences_whatever_came_before_it(self) -> None:
+        plan = BatchPlan(4, 1, 2, 8)
+        fresh = plan.train_batch(TEXT, 7, 0, 1)
+        torch.manual_seed(99)
+        torch.rand(5)
+        plan.train_batch(TEXT, 3, 0, 0)
+        assert torch.equal(plan.train_batch(TEXT, 7, 0, 1).tokens, fresh.tokens)
+
+    def test_steps_and_seeds_differ(self) -> None:
+        plan, other_seed = BatchPlan(4, 1, 1, 8), BatchPlan(4, 1, 1, 8, seed=1)
+        assert global_batch(plan, 0) != global_batch(plan, 1)
+        assert global_batch(plan, 0) != global_batch(other_seed, 0)
+
+    def test_targets_are_the_next_bytes(self) -> None:
+        batch = corpus.gather_sequences(TEXT, [3, 100], sequence_length=4)
+        assert batch.tokens.tolist() == [[3, 4, 5, 6], [100, 101, 102, 103]]
+        assert batch.targets.tolist() == [[4, 5, 6, 7], [101, 102, 103, 104]]
+
+    def test_the_last_possible_start_still_has_a_last_target(self) -> None:
+        starts = corpus.batch_starts(num_bytes=10, sequence_length=9, count=50, step=0, seed=0)
+        assert set(starts) == {0}
+        assert corpus.gather_sequences(TEXT[:10], starts, 9).targets[0, -1] == TEXT[9]
+
+    def test_held_out_sequences_are_spread_and_shared_by_ranks_without_overlap(self) -> None:
+        plan = BatchPlan(4, 1, 2, 8)
+        starts = plan.held_out_starts(TEXT, num_batches=3)
+        assert len(set(starts)) == 12
+        assert starts[0] == 0
+        assert starts[-1] > 0.9 * (TEXT.numel() - 8) - 1
+        parts = [plan.held_out_batch(TEXT, 3, i, rank).tokens for i in range(3) for rank in (0, 1)]
+        whole = corpus.gather_sequences(TEXT, starts, 8).tokens
+        assert torch.equal(torch.cat(parts), whole)
+
+    def test_a_batch_that_ranks_cannot_share_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="batch_size: expected a multiple of the 3 ranks"):
+            BatchPlan(16, 1, 3, 8)
+
+    def test_a_text_shorter_than_a_sequence_is_refused(self) -> None:
+        plan = BatchPlan(1, 1, 1, 8)
+        with pytest.raises(ValueError, match="sequence_length: expected less than"):
+            plan.train_batch(TEXT[:8], 0, 0, 0)
+        with pytest.raises(ValueError, match="sequence_length: expected less than"):
+            plan.held_out_starts(TEXT[:8], 1)
+
+
+class TestSplitByFile:
+    def test_the_side_of_a_file_does_not_depend_on_the_others(self) -> None:
+        names = [f"package/module_{i}.py" for i in range(300)]
+        held_out = corpus.split_by_file(names)
+        assert 10 < len(held_out) < 60
+        assert corpus.split_by_file(names[100:]) == held_out & set(names[100:])
+        assert corpus.split_by_file(names[::-1]) == held_out
+
+    def test_the_hash_is_the_same_on_every_machine(self) -> None:
+        # blake2b of 7 bytes over b"os.py", as a fraction of 2**56.
+        assert corpus.hash_fraction("os.py") == pytest.approx(0.12486373838868839, abs=1e-12)
+
+    @settings(deadline=None, max_examples=50)
+    @given(st.sets(st.text(min_size=1, max_size=5), min_size=2, max_size=8), st.floats(0, 1))
+    def test_neither_side_is_ever_empty(self, names: set[str], fraction: float) -> None:
+        assert 0 < len(corpus.split_by_file(sorted(names), fraction)) < len(names)
+
+    def test_one_file_cannot_be_split(self) -> None:
+        with pytest.raises(ValueError, match="at least 2 text files; found 1"):
+            corpus.split_by_file(["only.txt"])
+
+    def test_a_folder_gives_each_whole_file_to_one_side(self, tmp_path: Path) -> None:
+        letters = "abcdefghijklmnopqrstuvwxyz"
+        (tmp_path / "sub").mkdir()
+        for letter in letters:
+            (tmp_path / "sub" / f"{letter}.txt").write_text(letter * 10)
+        text = corpus.read_corpus(tmp_path)
+        train, held_out = bytes(text.train.tolist()), bytes(text.held_out.tolist())
+        for byte in letters.encode():
+            counts = (train.count(byte), held_out.count(byte))
+            assert counts in ((10, 0), (0, 10))
+        assert text.num_train_files + text.num_held_out_files == len(letters)
+        assert text.num_held_out_files >= 1
+
+    def test_binary_files_tests_and_installed_packages_are_left_out(self, tmp_path: Path) -> None:
+        for name in ("a.txt", "b.txt", "tests/c.txt", "site-packages/d.txt", "deep/test/e.txt"):
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(name)
+        (tmp_path / "image.bin").write_bytes(b"\x89PNG\0\1")
+        text = corpus.read_corpus(tmp_path)
+        assert sorted([bytes(text.train.tolist()), bytes(text.held_out.tolist())]) == [
+            b"a.txt",
+            b"b.txt",
+        ]
+
+    def test_a_missing_folder_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match="data: expected a folder"):
+            corpus.read_corpus(tmp_path / "nowhere")
+
+    def test_the_default_is_the_source_of_the_standard_library(self) -> None:
+        folder = corpus.standard_library()
+        names = [path.name for path in corpus.text_files(folder, "*.py")]
+        assert "os.py" in names
+        assert "argparse.py" in names
+
+
+class TestBigram:
+    def test_a_tiny_text_gives_the_value_computed_by_hand(self) -> None:
+        # "abaab" has the pairs ab, ba, aa, ab: after "a" two b and one a, after "b" one a.
+        train = torch.tensor(list(b"abaab"), dtype=torch.uint8)
+        tokens, targets = torch.tensor([list(b"aab")]), torch.tensor([list(b"baa")])
+        expected = -(
+            math.log((2 + 1) / (3 + 256))  # b after a
+            + math.log((1 + 1) / (3 + 256))  # a after a
+            + math.log((1 + 1) / (1 + 256))  # a after b
+        )
+        found = corpus.bigram_cross_entropy(train, tokens, targets)
+        assert found == pytest.approx(expected / 3, rel=1e-12)
+
+    def test_bytes_never_seen_cost_as_much_as_a_uniform_guess(self) -> None:
+        train = torch.tensor(list(b"abab"), dtype=torch.uint8)
+        unseen = torch.tensor([[0, 1, 2]])
+        found = corpus.bigram_cross_entropy(train, unseen, unseen + 7)
+        assert found == pytest.approx(math.log(256))
+
+
+class TestModel:
+    def test_logits_and_loss_have_the_documented_shapes(self) -> None:
+        tokens = torch.randint(256, (3, 11))
+        out = tiny_gpt()(tokens, tokens)
+        assert out.logits.shape == (3, 11, 256)
+        assert out.loss.shape == ()
+        assert tiny_gpt()(tokens).loss is None
+
+    def test_an_untrained_model_guesses_about_uniformly(self) -> None:
+        tokens = torch.randint(256, (8, 16))
+        loss = tiny_gpt()(tokens, torch.randint(256, (8, 16))).loss
+        assert float(loss.detach()) == pytest.approx(math.log(256), abs=0.2)
+
+    def test_a_position_does_not_see_later_ones(self) -> None:
+        model = tiny_gpt()
+        tokens = torch.randint(256, (1, 16))
+        changed = tokens.clone()
+        changed[0, 9] = (changed[0, 9] + 1) % 256
+        before, after = model(tokens).logits, model(changed).logits
+        torch.testing.assert_close(before[:, :9], after[:, :9])
+        assert not torch.allclose(before[:, 9:], after[:, 9:])
+
+    @pytest.mark.parametrize("kind", ["non-reentrant", "reentrant"])
+    def test_activation_checkpointing_changes_no_gradient(self, kind: str) -> None:
+        tokens = torch.randint(256, (2, 16))
+        plain = tiny_gpt()
+        recomputing = tiny_gpt(dataclasses.replace(TINY, checkpointing=kind))
+        plain(tokens, tokens).loss.backward()
+        recomputing(tokens, tokens).loss.backward()
+        for (name, p), q in zip(plain.named_parameters(), recomputing.parameters(), strict=True):
+            assert p.grad is not None
+            assert q.grad is not None, name
+            torch.testing.assert_close(p.grad, q.grad, msg=name)
+
+    def test_a_model_on_the_meta_device_can_be_given_its_values_module_by_module(self) -> None:
+        with torch.device("meta"):
+            model = GPT(TINY)
+        assert all(p.is_meta for p in model.parameters())
+        assert not list(model.buffers())
+        torch.manual_seed(0)
+        for module in model.modules():
+            if any(True for _ in module.parameters(recurse=False)):
+                module.to_empty(device="cpu", recurse=False)
+                for p in module.parameters(recurse=False):
+                    torch.nn.init.constant_(p, math.nan)
+                reset: Callable[[], None] = module.reset_parameters  # type: ignore[assignment]
+                reset()
+        for (name, p), q in zip(model.named_parameters(), tiny_gpt().parameters(), strict=True):
+            assert torch.isfinite(p).all(), name
+            assert float(p.detach().std()) == pytest.approx(
+                float(q.detach().std()), rel=0.25, abs=1e-6
+            ), name
+
+    def test_generation_adds_the_tokens_asked_for_and_repeats_with_its_seed(self) -> None:
+        model = tiny_gpt()
+        prompt = torch.randint(256, (5,))
+
+        def generate(seed: int) -> torch.Tensor:
+            generator = torch.Generator().manual_seed(seed)
+            return model.generate(prompt, num_tokens=20, generator=generator)
+
+        text = generate(1)
+        assert text.shape == (25,)
+        assert torch.equal(text[:5], prompt)
+        assert torch.equal(generate(1), text)
+        assert not torch.equal(generate(2), text)
+
+    def test_cold_generation_follows_the_largest_logit_inside_and_beyond_the_window(self) -> None:
+        model = tiny_gpt()
+        text = model.generate(torch.randint(256, (10,)), num_tokens=12, temperature=1e-6)
+        for end in range(10, 22):
+            window = text[max(0, end - TINY.sequence_length) : end]
+            assert int(model(window[None]).logits[0, -1].argmax()) == int(text[end])
+
+    def test_a_sequence_longer_than_the_positions_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="tokens: expected at most 16 a sequence; found 17"):
+            tiny_gpt()(torch.zeros(1, 17, dtype=torch.int64))
+
+    def test_a_width_that_heads_do_not_divide_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="width: expected a multiple of num_heads=3"):
+            dataclasses.replace(TINY, width=25)
+
+
+def a_curve() -> Curve:
+    steps = [StepRecord(i + 1, 5.0 / (i + 1), 1.0, 1e-3, 1e4, (100 + i) * 2**20) for i in range(20)]
+    return Curve(steps, [HeldOutRecord(0, 5.5), HeldOutRecord(20, 1.0)])
+
+
+class TestCurves:
+    def test_the_drawing_is_a_png_file(self, tmp_path: Path) -> None:
+        path = tmp_path / "new" / "curves.png"
+        draw_curves(path, a_curve(), bigram=2.4, title="a run")
+        content = path.read_bytes()
+        assert content.startswith(b"\x89PNG\r\n\x1a\n")
+        assert len(content) > 10_000
+
+    def test_a_curve_survives_its_dictionary(self) -> None:
+        assert Curve.from_dict(a_curve().as_dict()) == a_curve()
+
+    def test_smoothing_keeps_a_constant_and_lags_a_step(self) -> None:
+        assert smooth([3.0] * 5) == pytest.approx([3.0] * 5)
+        values = smooth([0.0, 1.0], weight=0.5)
+        assert values == pytest.approx([0.0, 0.5 / 0.75])
+
+    def test_memory_in_use_counts_a_large_tensor(self) -> None:
+        before = memory_in_use(torch.device("cpu"))
+        big = torch.ones(2**26, dtype=torch.uint8)
+        assert memory_in_use(torch.device("cpu")) - before > big.numel() // 2
+
+
+class TestSettings:
+    def test_the_command_line_reads_every_kind_of_field(self) -> None:
+        arguments = "--mesh 2x3 --lr 0.5 --steps 7 --no-sample --meta-init --data texts"
+        found = parse_settings([*arguments.split(), "--outer-strategy", "optim"])
+        assert found == Settings(
+            mesh="2x3",
+            lr=0.5,
+            steps=7,
+            sample=False,
+            meta_init=True,
+            data=Path("texts"),
+            outer_strategy="optim",
+        )
+        assert found.mesh_shape == (2, 3)
+
+    def test_without_arguments_they_are_the_defaults(self) -> None:
+        assert parse_settings([]) == Settings()
+
+    @pytest.mark.parametrize("mesh", ["0", "2x", "2x2x2", "two", "-1"])
+    def test_a_mesh_that_is_none_is_refused(self, mesh: str) -> None:
+        with pytest.raises(ValueError, match="mesh: expected like"):
+            Settings(mesh=mesh)
+
+    def test_a_senseless_argument_ends_with_a_message(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with pytest.raises(SystemExit):
+            parse_settings(["--steps", "0"])
+        assert "steps: expected at least 1; found 0" in capsys.readouterr().err
+
+    def test_an_interrupted_run_keeps_the_schedule_of_the_whole_one(self) -> None:
+        assert Settings(steps=100, stop_at=40).last_step == 40
+        assert Settings(steps=100, stop_at=400).last_step == 100

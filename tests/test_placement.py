@@ -1,0 +1,340 @@
+"""The planner: whatever is asked for, nothing is cut that must stay whole, and little is padded."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import re
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdp_engine.layout import ALIGNMENT, Layout, TensorSlot, round_up
+from fsdp_engine.placement import PERCENT_PER_BUFFER, TensorRequest, plan_layouts
+
+ROWS = st.sampled_from([1, 2, 3, 4, 6, 27, 48, 64, 96, 100, 128, 192, 320])
+WORLDS = st.tuples(st.integers(1, 40), st.integers(1, 5))
+
+
+@st.composite
+def requests_with_granules(draw: st.DrawFn) -> list[TensorRequest]:
+    """Matrices, vectors, scalars and empty tensors with rows, blocks of rows, or all as granule."""
+    found = []
+    for index in range(draw(st.integers(1, 12))):
+        shape: tuple[int, ...] = draw(
+            st.one_of(
+                st.just(()),
+                st.tuples(st.integers(0, 300)),
+                st.tuples(st.integers(0, 40), ROWS),
+                st.tuples(st.integers(1, 4), st.integers(1, 10), ROWS),
+            )
+        )
+        rows, row = math.prod(shape[:-1]), math.prod(shape[-1:])
+        blocks = [row * block for block in (1, 4) if rows % block == 0]
+        granules = [1, max(1, rows * row), *(block for block in blocks if block)]
+        found.append(TensorRequest(f"tensor{index}", shape, draw(st.sampled_from(granules))))
+    return found
+
+
+def padding_of_the_lcm_rule(requests: Sequence[TensorRequest], num_shards: int) -> int:
+    """One buffer, shards a multiple of all granules, tensors in order on their own granule."""
+    steps = [math.lcm(ALIGNMENT, request.granule) for request in requests if request.numel]
+    end = 0
+    for request in requests:
+        if request.numel:
+            end = round_up(end, math.lcm(ALIGNMENT, request.granule)) + request.numel
+    shard = round_up(-(-end // num_shards), math.lcm(ALIGNMENT, *steps))
+    return shard * num_shards - sum(request.numel for request in requests)
+
+
+def padding(layouts: Sequence[Layout]) -> int:
+    return sum(layout.padding for layout in layouts)
+
+
+def assert_no_boundary_cuts_a_granule(layout: Layout) -> None:
+    """Independent of what ``Layout`` checks itself: every boundary inside every tensor."""
+    for slot in layout.slots:
+        if slot.numel:
+            first = round_up(slot.offset + 1, layout.shard_numel)
+            cuts = range(first, slot.stop, layout.shard_numel)
+            assert all((cut - slot.offset) % slot.granule == 0 for cut in cuts)
+
+
+@given(requests_with_granules(), WORLDS)
+@settings(max_examples=300, deadline=None)
+def test_every_request_is_placed_once_and_no_granule_is_cut(
+    requests: list[TensorRequest], world: tuple[int, int]
+) -> None:
+    layouts = plan_layouts(requests, inner_size=world[0], outer_size=world[1])
+    slots = [slot for layout in layouts for slot in layout.slots]
+    placed = {slot.name: TensorRequest(slot.name, slot.shape, slot.granule) for slot in slots}
+    assert len(slots) == len(requests)
+    assert placed == {request.name: request for request in requests}
+    for layout in layouts:
+        assert (layout.inner_size, layout.outer_size) == world
+        assert_no_boundary_cuts_a_granule(layout)
+
+
+@given(requests_with_granules(), WORLDS)
+@settings(max_examples=300, deadline=None)
+def test_padding_is_never_above_that_of_the_lcm_rule(
+    requests: list[TensorRequest], world: tuple[int, int]
+) -> None:
+    layouts = plan_layouts(requests, inner_size=world[0], outer_size=world[1])
+    assert padding(layouts) <= padding_of_the_lcm_rule(requests, math.prod(world))
+
+
+@given(requests_with_granules(), WORLDS)
+@settings(max_examples=300, deadline=None)
+def test_there_are_never_more_layouts_than_granules(
+    requests: list[TensorRequest], world: tuple[int, int]
+) -> None:
+    layouts = plan_layouts(requests, inner_size=world[0], outer_size=world[1])
+    classes = {request.granule for request in requests if request.numel}
+    assert 1 <= len(layouts) <= max(1, len(classes))
+    # A granule is never spread over two buffers: that would only pad more.
+    for granule in classes:
+        holders = [
+            layout
+            for layout in layouts
+            if any(slot.granule == granule and slot.numel for slot in layout.slots)
+        ]
+        assert len(holders) == 1
+
+
+@given(requests_with_granules(), WORLDS)
+@settings(max_examples=100, deadline=None)
+def test_planning_twice_gives_the_same(
+    requests: list[TensorRequest], world: tuple[int, int]
+) -> None:
+    plans = [plan_layouts(list(requests), inner_size=world[0], outer_size=world[1]) for _ in "12"]
+    assert plans[0] == plans[1]
+
+
+@given(requests_with_granules(), WORLDS)
+@settings(max_examples=200, deadline=None)
+def test_without_granules_order_is_kept_in_the_shortest_aligned_buffer(
+    requests: list[TensorRequest], world: tuple[int, int]
+) -> None:
+    free = [TensorRequest(request.name, request.shape) for request in requests]
+    (layout,) = plan_layouts(free, inner_size=world[0], outer_size=world[1])
+    assert [slot.name for slot in layout.slots] == [request.name for request in requests]
+    end = 0
+    for slot in layout.slots:
+        assert slot.offset == round_up(end, ALIGNMENT)
+        end = slot.stop
+    assert layout.numel == round_up(end, math.prod(world) * ALIGNMENT)
+
+
+@given(requests_with_granules(), WORLDS)
+@settings(max_examples=200, deadline=None)
+def test_the_axes_share_one_plan(requests: list[TensorRequest], world: tuple[int, int]) -> None:
+    def places(inner: int, outer: int) -> list[tuple[int, tuple[TensorSlot, ...]]]:
+        layouts = plan_layouts(requests, inner_size=inner, outer_size=outer)
+        return [(layout.numel, layout.slots) for layout in layouts]
+
+    assert places(*world) == places(math.prod(world), 1) == places(1, math.prod(world))
+
+
+def shortest_shard(requests: Sequence[TensorRequest], num_shards: int, limit: int) -> int:
+    """The shortest shard below ``limit`` that takes all requests in some order, else ``limit``."""
+
+    def first_start(request: TensorRequest, start: int, size: int) -> int | None:
+        for offset in range(start, start + 2 * size, ALIGNMENT):
+            cuts = range(round_up(offset + 1, size), offset + request.numel, size)
+            if all((cut - offset) % request.granule == 0 for cut in cuts):
+                return offset
+        return None
+
+    def fits(order: Sequence[TensorRequest], size: int) -> bool:
+        end = 0
+        for request in order:
+            # The first start that is legal leaves most room for those that follow.
+            start = first_start(request, round_up(end, ALIGNMENT), size)
+            if start is None or start + request.numel > size * num_shards:
+                return False
+            end = start + request.numel
+        return True
+
+    least = round_up(-(-sum(request.numel for request in requests) // num_shards), ALIGNMENT)
+    orders = list(itertools.permutations(requests))
+    for size in range(least, limit, ALIGNMENT):
+        if any(fits(order, size) for order in orders):
+            return size
+    return limit
+
+
+def test_one_buffer_is_mostly_as_short_as_an_exhaustive_search_over_orders_finds() -> None:
+    generator = random.Random(0)
+    longer, num_compared = 0.0, 0
+    while num_compared < 60:
+        requests = []
+        for index in range(4):
+            row, rows = generator.choice([64, 96, 128, 192, 256, 320]), generator.randint(1, 12)
+            granule = generator.choice([1, row, row, row * rows])
+            requests.append(TensorRequest(f"tensor{index}", (rows, row), granule))
+        num_shards = generator.choice([2, 3, 4, 8])
+        layouts = plan_layouts(requests, inner_size=num_shards, outer_size=1)
+        if len(layouts) > 1:
+            continue
+        found = layouts[0].shard_numel
+        longer += found / shortest_shard(requests, num_shards, found) - 1
+        num_compared += 1
+    assert longer / num_compared < 0.02
+
+
+def test_the_worked_example_of_the_module_holds() -> None:
+    requests = [
+        TensorRequest("a", (10, 320), 320),
+        TensorRequest("b", (11, 256), 256),
+        TensorRequest("c", (128,)),
+    ]
+    (layout,) = plan_layouts(requests, inner_size=4, outer_size=1)
+    assert [(slot.name, slot.offset) for slot in layout.slots] == [
+        ("a", 0),
+        ("b", 3264),
+        ("c", 6080),
+    ]
+    assert layout.shard_numel == 1600
+    assert layout.padding / layout.num_tensor_elements == pytest.approx(0.042, abs=5e-4)
+    assert padding_of_the_lcm_rule(requests, 4) == 4 * 2560 - 6144
+
+
+def llama_3_8b_block() -> list[TensorRequest]:
+    matrices = {"q": (4096, 4096), "k": (1024, 4096), "v": (1024, 4096), "o": (4096, 4096)}
+    matrices |= {"gate": (14336, 4096), "up": (14336, 4096), "down": (4096, 14336)}
+    rows = [TensorRequest(name, shape, shape[1]) for name, shape in matrices.items()]
+    return [TensorRequest("norm1", (4096,)), *rows, TensorRequest("norm2", (4096,))]
+
+
+def test_a_llama_block_on_1024_ranks_is_split_by_rows_as_the_module_says() -> None:
+    requests = llama_3_8b_block()
+    num_elements = sum(request.numel for request in requests)
+    layouts = plan_layouts(requests, inner_size=1024, outer_size=1)
+    by_granule = {slot.granule: layout for layout in layouts for slot in layout.slots}
+    assert len(layouts) == 3
+    assert by_granule[4096].shard_numel == 38 * 4096
+    assert by_granule[14336].shard_numel == 4 * 14336
+    assert by_granule[1].shard_numel == ALIGNMENT
+    assert padding(layouts) / num_elements == pytest.approx(0.0003, abs=5e-5)
+    assert padding_of_the_lcm_rule(requests, 1024) / num_elements == pytest.approx(0.077, abs=5e-4)
+
+
+@pytest.mark.parametrize("num_shards", [8, 64, 512, 1024, 2048, 4096])
+def test_an_extra_buffer_saves_at_least_its_price(num_shards: int) -> None:
+    requests = llama_3_8b_block()
+    layouts = plan_layouts(requests, inner_size=num_shards, outer_size=1)
+    price = PERCENT_PER_BUFFER / 100 * sum(request.numel for request in requests)
+    saved = padding_of_the_lcm_rule(requests, num_shards) - padding(layouts)
+    assert saved >= price * (len(layouts) - 1)
+
+
+def test_dearer_buffers_are_fewer_and_free_ones_pad_least() -> None:
+    def plan(percent: float) -> tuple[Layout, ...]:
+        requests = llama_3_8b_block()
+        return plan_layouts(requests, inner_size=512, outer_size=1, percent_per_buffer=percent)
+
+    plans = [plan(percent) for percent in (0, 0.25, 1, 100)]
+    assert [len(layouts) for layouts in plans] == [3, 3, 1, 1]
+    assert padding(plans[0]) <= padding(plans[1]) < padding(plans[2]) == padding(plans[3])
+
+
+def test_granule_one_fills_the_space_that_rows_leave() -> None:
+    requests = [TensorRequest("weight", (5, 128), 128), TensorRequest("bias", (100,))]
+    (layout,) = plan_layouts(requests, inner_size=2, outer_size=1)
+    assert layout.numel == 2 * 3 * 128
+    assert {slot.name for slot in layout.slots} == {"weight", "bias"}
+
+
+def test_a_granule_of_the_whole_tensor_keeps_it_in_one_shard() -> None:
+    requests = [
+        TensorRequest(f"weight{index}", (rows, 64), rows * 64)
+        for index, rows in enumerate((5, 4, 3, 3, 3))
+    ]
+    (layout,) = plan_layouts(requests, inner_size=2, outer_size=1)
+    assert layout.shard_numel == 9 * 64
+    for slot in layout.slots:
+        assert slot.offset // layout.shard_numel == (slot.stop - 1) // layout.shard_numel
+
+
+def test_a_granule_longer_than_an_even_share_lengthens_the_shards() -> None:
+    (layout,) = plan_layouts([TensorRequest("weight", (10, 10), 100)], inner_size=8, outer_size=1)
+    assert layout.shard_numel == 128
+
+
+def test_scalars_and_empty_tensors_are_placed_beside_granules() -> None:
+    requests = [
+        TensorRequest("none", (0, 7), 7),
+        TensorRequest("scale", ()),
+        TensorRequest("weight", (6, 100), 100),
+        TensorRequest("nothing", (0,)),
+    ]
+    (layout,) = plan_layouts(requests, inner_size=2, outer_size=2)
+    assert {slot.name for slot in layout.slots} == {"none", "scale", "weight", "nothing"}
+
+
+def test_only_empty_tensors_need_no_elements() -> None:
+    (layout,) = plan_layouts([TensorRequest("none", (0, 7), 7)], inner_size=4, outer_size=1)
+    assert layout.numel == 0
+
+
+def test_no_requests_need_no_layout() -> None:
+    assert plan_layouts([], inner_size=4, outer_size=2) == ()
+
+
+def test_one_rank_needs_no_padding_for_granules() -> None:
+    (layout,) = plan_layouts(llama_3_8b_block(), inner_size=1, outer_size=1)
+    assert layout.padding == 0
+
+
+def test_more_row_sizes_than_are_searched_exhaustively_still_make_a_plan() -> None:
+    rows = [64 * prime for prime in (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31)]
+    requests = [TensorRequest(f"weight{row}", (2048, row), row) for row in rows]
+    layouts = plan_layouts(requests, inner_size=256, outer_size=1)
+    assert 1 < len(layouts) <= len(rows)
+    assert padding(layouts) < padding_of_the_lcm_rule(requests, 256) / 100
+    for layout in layouts:
+        assert_no_boundary_cuts_a_granule(layout)
+
+
+@pytest.mark.parametrize(
+    ("shape", "granule", "error", "message"),
+    [
+        ((4, 6), 0, ValueError, "granule of layer.weight: expected at least 1; found 0"),
+        ((4, 6), -6, ValueError, "granule of layer.weight: expected at least 1; found -6"),
+        (
+            (4, 6),
+            5,
+            ValueError,
+            "layer.weight: expected a divisor of its 24 elements (shape (4, 6)); found 5",
+        ),
+        ((), 2, ValueError, "expected a divisor of its 1 elements (shape ()); found 2"),
+        ((4, 6), 6.0, TypeError, "granule of layer.weight: expected an integer; found 6.0"),
+        ((4, 6), None, TypeError, "granule of layer.weight: expected an integer; found None"),
+    ],
+)
+def test_a_bad_granule_names_the_parameter_what_was_expected_and_what_was_found(
+    shape: tuple[int, ...], granule: object, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        TensorRequest("layer.weight", shape, granule)  # type: ignore[arg-type]
+
+
+def test_two_requests_of_one_name_are_refused() -> None:
+    with pytest.raises(ValueError, match="weight: expected one request of this name"):
+        plan_layouts([TensorRequest("weight", (4,))] * 2, inner_size=1, outer_size=1)
+
+
+@pytest.mark.parametrize(("inner", "outer", "field"), [(0, 1, "inner_size"), (1, 0, "outer_size")])
+def test_an_axis_without_ranks_is_refused(inner: int, outer: int, field: str) -> None:
+    with pytest.raises(ValueError, match=f"{field}: expected at least 1; found 0"):
+        plan_layouts([TensorRequest("weight", (4,))], inner_size=inner, outer_size=outer)
+
+
+@pytest.mark.parametrize("percent", [-1, float("nan")])
+def test_a_negative_price_of_buffers_is_refused(percent: float) -> None:
+    with pytest.raises(ValueError, match="percent_per_buffer: expected at least 0; found"):
+        plan_layouts([], inner_size=1, outer_size=1, percent_per_buffer=percent)
