@@ -37,7 +37,6 @@ from fsdp_engine.placement import PERCENT_PER_BUFFER, TensorRequest, plan_layout
 WORLDS = tuple(8 * 2**power for power in range(10))
 BLOCK_ROWS = 128
 RESULTS = Path(__file__).parent / "results" / "padding.json"
-
 DEFAULT_TARGET_PERCENT = 0.1
 DEFAULT_TARGET_SHARD = 64 * 1024  # elements of a unit's shard from which the target holds
 
@@ -222,8 +221,8 @@ def below_target(rows: Sequence[Row], column: str, peer: str) -> Target:
         for row in tested
         if row.padding(column) >= row.padding(peer)
     )
-    text = f"{LABELS[column]} below {LABELS[peer]} where that pads"
     note = f"in the other {len(others)}: at most {show(max(others))} %" if others else ""
+    text = f"{LABELS[column]} below {LABELS[peer]} where that pads"
     return Target(text, len(tested), misses, note)
 
 
@@ -344,8 +343,7 @@ def padding_table(rows: Sequence[Row]) -> Table:
 def print_report(
     rows: Sequence[Row], found: Sequence[Target], prices: Prices, times: Times
 ) -> None:
-    console = Console()
-    console = Console(width=max(console.width, 120))
+    console = Console(width=max(Console().width, 120))
     console.print(padding_table(rows))
     for target in found:
         verdict = "[red]NOT MET[/]" if target.misses else "[green]MET[/]"

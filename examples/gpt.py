@@ -30,8 +30,8 @@ class GPTConfig:
     vocab_size: int = 256
     sequence_length: int = 128
     num_layers: int = 4
-    width: int = 192
-    num_heads: int = 6
+    width: int = 128
+    num_heads: int = 4
     mlp_ratio: int = 4
     checkpointing: str = "none"
 

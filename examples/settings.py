@@ -29,7 +29,7 @@ class Settings:
 
     # What to train on, and how long.
     data: Path | None = option(None, "folder of text (default: source of the standard library)")
-    steps: int = option(900, "optimizer steps of the whole schedule")
+    steps: int = option(1800, "optimizer steps of the whole schedule")
     stop_at: int | None = option(None, "end after this step, as an interrupted run would")
     batch_size: int = option(16, "sequences of a microbatch, over all ranks")
     grad_accumulation: int = option(1, "microbatches of a step")
@@ -38,8 +38,8 @@ class Settings:
 
     # The model.
     layers: int = option(4, "number of blocks")
-    width: int = option(192, "of the residual stream")
-    heads: int = option(6, "attention heads")
+    width: int = option(128, "of the residual stream")
+    heads: int = option(4, "attention heads")
 
     # The optimizer.
     lr: float = option(2e-3, "peak learning rate")
@@ -64,7 +64,7 @@ class Settings:
     out: Path = option(Path("runs/train_gpt"), "folder for metrics.json, curves.png, checkpoint")
     save: Path | None = option(None, "folder of the checkpoint (default: OUT/checkpoint)")
     resume: Path | None = option(None, "checkpoint to continue from, on any ranks and strategy")
-    eval_every: int = option(100, "steps between evaluations on held-out text")
+    eval_every: int = option(200, "steps between evaluations on held-out text")
     eval_sequences: int = option(256, "sequences of an evaluation, in whole batches")
     sample: bool = option(True, "end with a sample of generated text")
     sample_bytes: int = option(400, "length of the sample")

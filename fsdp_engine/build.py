@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from fsdp_engine.buffer import Ladder
 from fsdp_engine.codecs import CastCodec, CodecRule, ParamCodec
 from fsdp_engine.collectives import broadcast_, gather_objects
 from fsdp_engine.config import DistributedDataParallelConfig
+from fsdp_engine.lanes import Lanes
 from fsdp_engine.layout import Layout
 from fsdp_engine.materialize import check_meta, materialize, materialize_buffers
 from fsdp_engine.memory import Memory
@@ -74,7 +76,7 @@ class Plan:
             for unit in self.units
             for buffer in unit.buffers
             for record, slot in zip(
-                _in_layout_order(buffer), buffer.layout.slots, strict=True
+                buffer.records, buffer.layout.slots, strict=True
             )
         ]
 
@@ -143,6 +145,7 @@ def build_units(
     plan: Plan,
     strategy: Strategy,
     ladder: Ladder,
+    lanes: Lanes,
     memory: Memory,
     config: DistributedDataParallelConfig,
     seed: int,
@@ -169,6 +172,7 @@ def build_units(
                     buffer.make_codec(),
                     strategy,
                     ladder,
+                    lanes,
                     memory,
                     config,
                     tag,
@@ -176,7 +180,7 @@ def build_units(
             )
             _same_on_replicas(buffers[-1], strategy, mesh)
             tag += 2  # a reduction may take two messages
-        units.append(Unit(index, planned.name, planned.module, buffers))
+        units.append(Unit(index, planned.name, planned.module, buffers, lanes))
         for buffer in buffers:
             for record in buffer.records:
                 # The user's own tensor goes now, so that one unit at a time is held twice.
@@ -207,7 +211,7 @@ def _plan_buffers(
             TensorRequest(
                 record.name,
                 tuple(record.param.shape),
-                max(
+                math.lcm(
                     granule(record.name, record.param) if granule is not None else 1,
                     codec.granule(tuple(record.param.shape)),
                 ),
@@ -240,10 +244,6 @@ def _kind_of(
         BufferKind("cast", dtypes, param.requires_grad, divisor),
         lambda: CastCodec(dtypes.main, dtypes.compute),
     )
-
-
-def _in_layout_order(buffer: PlannedBuffer) -> list[ParamRecord]:
-    return buffer.records
 
 
 def _check_no_optimizer(records: Sequence[ParamRecord]) -> None:

@@ -122,15 +122,15 @@ class Engine:
         self._memory = Memory(mesh.device, keep=config.fsdp_double_buffer)
         self._lanes = lanes_module.make_lanes(mesh.device)
         ladder = Ladder(mesh)
-        self.units = build_units(plan, strategy, ladder, self._memory, config, seed)
+        self.units = build_units(
+            plan, strategy, ladder, self._lanes, self._memory, config, seed
+        )
         self.budget = _budget(self.units, config)
         root = self.units[0]
         reductions = Reductions(
             self.units, root, self._lanes, mesh.control_group, mesh.device, self.budget
         )
-        self._scheduler = Scheduler(
-            self.units, root, self._lanes, self._memory, self.budget, reductions
-        )
+        self._scheduler = Scheduler(self.units, root, self._memory, self.budget, reductions)
         self._hooks: dict[int, UnitHooks] = {}
         for unit in self.units:
             self._hook(unit, is_root=unit is root)
@@ -208,8 +208,8 @@ class Engine:
         units = self._units_of(modules)
         full = {}
         for unit in units:
-            unit.release(self._lanes)
-            full[unit.index] = [buffer.gather_main(self._lanes) for buffer in unit.buffers]
+            unit.release()
+            full[unit.index] = [buffer.gather_main() for buffer in unit.buffers]
             tensors = [
                 [
                     nn.Parameter(flat.full(i), requires_grad=buffer.kind.requires_grad)
@@ -254,7 +254,7 @@ class Engine:
         keeps = not rank0_only or self.mesh.rank == 0
         gathered: dict[str, Tensor] = {}
         for buffer in self.buffers:
-            flat = buffer.gather_main(self._lanes)
+            flat = buffer.gather_main()
             if keeps:
                 for index, record in enumerate(buffer.records):
                     value = flat.full(index).detach().cpu().clone()

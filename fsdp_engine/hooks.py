@@ -144,7 +144,7 @@ class UnitHooks:
             self._scheduler.recompute(unit)
             # Calls of the first forward still wait for their backward, unless it ran without
             # autograd, as the first forward of a re-entrant checkpoint does.
-            wants_call = wants_call and not unit.calls
+            wants_call = wants_call and not unit.num_calls
             if not wants_call:
                 return self._cast_inputs(args, kwargs)
         else:
@@ -175,7 +175,7 @@ class UnitHooks:
                     tensor.register_hook(begin)
                     has_backward = True
             if has_backward:
-                self._unit.calls.add(call)
+                call.count()
         if not recomputes:
             self._scheduler.leave_forward(self._unit, has_backward)
         if self._output_dtype is not None:

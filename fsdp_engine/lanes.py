@@ -101,6 +101,37 @@ class Lanes:
         return self.inner_reduce if axis is Axis.INNER else self.outer_reduce
 
 
+class Chain:
+    """Submissions in a row, each after the one before: put together once, run often."""
+
+    def __init__(self) -> None:
+        self._links: list[tuple[Lane, str, Operation, Sequence[Tensor], Sequence[Tensor]]] = []
+
+    def add(
+        self,
+        lane: Lane,
+        label: str,
+        operation: Operation,
+        *,
+        reads: Sequence[Tensor] = (),
+        writes: Sequence[Tensor] = (),
+    ) -> None:
+        """A further link; see :meth:`Lane.submit`."""
+        self._links.append((lane, label, operation, reads, writes))
+
+    def run(self, after: Sequence[Ticket]) -> Ticket:
+        """Submit all links, the first behind ``after``; returns the last one's ticket."""
+        ticket: Ticket | None = None
+        for lane, label, operation, reads, writes in self._links:
+            ticket = lane.submit(label, operation, after=after, reads=reads, writes=writes)
+            after = (ticket,)
+        assert ticket is not None, "an empty chain"
+        return ticket
+
+    def __bool__(self) -> bool:
+        return bool(self._links)
+
+
 def make_lanes(device: torch.device) -> Lanes:
     """Lanes for ``device``: streams on CUDA, FIFOs of asynchronous works elsewhere."""
     if device.type == "cuda":

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -23,21 +25,18 @@ _CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
 
 class Ledger:
-    """Bytes held now, and at most so far, by role."""
+    """Bytes held now, and at most so far, by role and in total."""
 
     def __init__(self) -> None:
         self.held: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
+        self.total = 0
         self.peak_total = 0
-
-    @property
-    def total(self) -> int:
-        """Bytes held now over all roles."""
-        return sum(self.held.values())
 
     def add(self, role: str, num_bytes: int) -> None:
         """Book ``num_bytes`` (negative when given back) on ``role``."""
         self.held[role] += num_bytes
+        self.total += num_bytes
         if num_bytes > 0:
             self.peak[role] = max(self.peak[role], self.held[role])
             self.peak_total = max(self.peak_total, self.total)
@@ -60,6 +59,14 @@ def zeros(
 ) -> torch.Tensor:
     """A zeroed tensor that is not booked."""
     return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor over the same memory with a version counter of its own."""
+    other = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return other.set_(
+        tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
+    )
 
 
 class Memory:
@@ -145,6 +152,13 @@ class TransientStorage:
             self._memory._drain(self._storage, self.num_bytes)
             self._memory.ledger.add(self._role, -self.num_bytes)
             self.filled = False
+
+    @contextmanager
+    def while_filled(self) -> Iterator[TransientStorage]:
+        """Have memory for a moment, to make views over it."""
+        self.fill()
+        yield self
+        self.drain()
 
     def view(self, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
         """A contiguous tensor over elements from ``offset``, with a version counter of its own.

@@ -90,6 +90,7 @@ class ParamAndGradBuffer:
         codec: ParamCodec,
         strategy: Strategy,
         ladder: Ladder,
+        lanes: Lanes,
         memory: Memory,
         config: DistributedDataParallelConfig,
         tag: int,
@@ -101,11 +102,13 @@ class ParamAndGradBuffer:
         self.strategy = strategy
         self.records = [by_name[slot.name] for slot in layout.slots]
         self._ladder = ladder
+        self._lanes = lanes
         self._optim_depth = strategy.depth(Role.OPTIM)
         self.weights = WeightTower(
             label,
             layout,
             ladder,
+            lanes,
             memory,
             codec,
             kind.dtypes.main,
@@ -120,6 +123,7 @@ class ParamAndGradBuffer:
                 label,
                 layout,
                 ladder,
+                lanes,
                 memory,
                 kind.dtypes,
                 self._optim_depth,
@@ -232,7 +236,7 @@ class ParamAndGradBuffer:
             for param in (*self.sharded_params, *self.full_params):
                 param.grad = None
 
-    def gather_main(self, lanes: Lanes) -> ShardedBuffer:
+    def gather_main(self) -> ShardedBuffer:
         """Full main weights in memory of their own (main's own where nothing is cut); waits.
 
         Collective: every rank of the mesh must call it.
@@ -246,17 +250,17 @@ class ParamAndGradBuffer:
         for depth in range(main.depth - 1, -1, -1):
             source = main.tensor if depth == main.depth - 1 else None
             axis = AXIS_BELOW_DEPTH[depth]
-            ticket = lanes.gather(axis).submit(
+            ticket = self._lanes.gather(axis).submit(
                 f"all-gather of main weights of {self.label} over the {axis.value} axis",
                 lambda depth=depth, source=source: self._ladder.climb(  # type: ignore[misc]
                     target, depth, source, MAIN_TAG
                 ),
-                after=[ticket] if ticket else [lanes.compute.record()],
+                after=[ticket] if ticket else [self._lanes.compute.record()],
                 reads=[source if source is not None else target.narrow(depth + 1)],
                 writes=[target.narrow(depth)],
             )
         assert ticket is not None
-        lanes.compute.wait(ticket)
+        self._lanes.compute.wait(ticket)
         return target
 
     def write_main(self, full: ShardedBuffer) -> None:

@@ -114,7 +114,7 @@ class Reductions:
         unit.has_open_grads = True
         for buffer in unit.trainable:
             assert buffer.grads is not None
-            buffer.grads.begin(self._lanes)
+            buffer.grads.begin()
 
     def unit_is_ready(self, unit: Unit) -> None:
         """All gradients of the unit that this backward brings have come."""
@@ -172,7 +172,7 @@ class Reductions:
             assert buffer.grads is not None
             buffer.note_used()
             buffer.grads.finish_writing()
-            ticket = buffer.grads.reduce(self._lanes, last=self.sync)
+            ticket = buffer.grads.reduce(last=self.sync)
             if ticket is not None:
                 tickets.append(ticket)
         unit.has_open_grads = False
@@ -186,7 +186,7 @@ class Reductions:
         self._num_staged -= unit.num_staged
         for buffer in unit.trainable:
             assert buffer.grads is not None
-            buffer.grads.release(self._lanes)
+            buffer.grads.release()
 
     def _start_exchange(self) -> torch.Tensor:
         """[Note: Who got a gradient]: start the message; returns what will hold the result."""

@@ -19,7 +19,6 @@ from collections.abc import Sequence
 
 import torch
 
-from fsdp_engine.lanes import Lanes
 from fsdp_engine.memory import Memory
 from fsdp_engine.order import first_use_order, prefetch_windows
 from fsdp_engine.reductions import Reductions
@@ -42,14 +41,12 @@ class Scheduler:
         self,
         units: Sequence[Unit],
         root: Unit,
-        lanes: Lanes,
         memory: Memory,
         budget: int,
         reductions: Reductions,
     ) -> None:
         self.units = tuple(units)
         self._root = root
-        self._lanes = lanes
         self._memory = memory
         self._budget = budget
         self.reductions = reductions
@@ -92,7 +89,7 @@ class Scheduler:
             unit.uninstall()
             needed_first = unit is self._root or unit.index == self._last_left
             if not (has_backward and needed_first):
-                unit.release(self._lanes)
+                unit.release()
         if not self._open:
             self._end_forward(unit)
 
@@ -131,19 +128,20 @@ class Scheduler:
         self._begin_backward()
         self._touched[unit.index] = unit
         if unit.needs_gather:
-            unit.gather(self._lanes)
+            unit.gather()
         self._ahead.discard(unit.index)
-        unit.settle(self._lanes)
-        unit.touch(self._lanes)
+        unit.settle()
+        unit.touch()
         unit.install()
 
     def enter_backward(self, call: Call) -> None:
         """The gradient of a call's output has come: its backward begins."""
         if call.opened:
             return
-        call.opened = True
         self._begin_backward()
+        call.opened = True
         self._opened_calls.append(call)
+        call.unit.open_calls.append(call)
         self._touched[call.unit.index] = call.unit
         self._make_full(call.unit, self._backward_windows)
 
@@ -153,23 +151,23 @@ class Scheduler:
             return
         call.closed = True
         unit = call.unit
-        unit.calls.discard(call)
+        unit.open_calls.remove(call)
+        call.uncount()
         unit.leave()
         if unit.uses == 0:
-            unit.release(self._lanes)
-        if not unit.calls:
+            unit.release()
+        if not unit.num_calls:
             self.reductions.unit_is_ready(unit)
 
     def gradient_came(self, unit: Unit) -> None:
         """A parameter of ``unit`` got its gradient."""
         if unit.num_missing_grads or unit is self._root:
             return
-        calls = [call for call in unit.calls if call.opened]
-        if any(call.has_boundary for call in calls):
+        if any(call.has_boundary for call in unit.open_calls):
             return  # the end of that call's backward will be seen
-        for call in calls:
+        for call in tuple(unit.open_calls):
             self.leave_backward(call)
-        if not unit.calls:
+        if not unit.num_calls:
             self.reductions.unit_is_ready(unit)
 
     def begin_gradient(self, unit: Unit) -> None:
@@ -192,7 +190,8 @@ class Scheduler:
             # The graph may be kept and run once more.
             if not call.closed:
                 call.unit.uses -= 1
-                call.unit.calls.discard(call)
+                call.unit.open_calls.remove(call)
+                call.uncount()
             call.opened = call.closed = False
         self._opened_calls.clear()
         self._drop_ahead()
@@ -200,7 +199,7 @@ class Scheduler:
             if unit.uses == 0:
                 if unit.state is UnitState.IN_USE:
                     unit.rest()
-                unit.release(self._lanes)
+                unit.release()
         self._touched.clear()
         self._backward_is_open = False
         self._memory.rest()
@@ -218,15 +217,15 @@ class Scheduler:
             ):
                 self._gather(ahead)
                 self._ahead.add(index)
-        unit.settle(self._lanes)
+        unit.settle()
         unit.enter()
-        unit.touch(self._lanes)
+        unit.touch()
 
     def _gather(self, unit: Unit) -> None:
         if not unit.needs_gather:
             return
         if unit.reshards:
-            unit.gather(self._lanes)
+            unit.gather()
         else:
             self._refresh_through(unit)
 
@@ -235,7 +234,7 @@ class Scheduler:
         for index in self.reductions.canonical_order:
             unit = self.units[index]
             if not unit.reshards and unit.needs_gather:
-                unit.gather(self._lanes)
+                unit.gather()
             if unit is last:
                 return
 
@@ -262,7 +261,7 @@ class Scheduler:
             self._ahead.discard(index)
             unit = self.units[index]
             if unit.uses == 0 and unit.reshards:
-                unit.release(self._lanes)
+                unit.release()
 
     def _adopt_order(self, order: Sequence[int]) -> None:
         self.order = list(order)
@@ -291,5 +290,5 @@ class Scheduler:
         self._position = -1
         self.reductions.reset()
         for unit in self.units:
-            unit.abandon(self._lanes)
+            unit.abandon()
         self._memory.rest()

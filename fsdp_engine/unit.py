@@ -12,7 +12,6 @@ A unit whose parameters are never cut starts out IDLE and is never released.
 from __future__ import annotations
 
 import enum
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,19 +45,36 @@ TRANSITIONS = {
 class Call:
     """One forward of a unit whose output takes part in autograd.
 
+    Only autograd's hooks hold on to it: with its graph it goes, and no longer counts.
+
     Attributes:
         has_boundary: an input needs a gradient, so the end of this call's backward will be seen.
         opened: its backward has begun.
         closed: its backward is over.
     """
 
-    __slots__ = ("__weakref__", "closed", "has_boundary", "opened", "unit")
+    __slots__ = ("_counts", "closed", "has_boundary", "opened", "unit")
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self.has_boundary = False
         self.opened = False
         self.closed = False
+        self._counts = False
+
+    def count(self) -> None:
+        """Its backward is to come."""
+        self._counts = True
+        self.unit.num_calls += 1
+
+    def uncount(self) -> None:
+        """Its backward is over, or will never be."""
+        if self._counts:
+            self._counts = False
+            self.unit.num_calls -= 1
+
+    def __del__(self) -> None:
+        self.uncount()
 
 
 class Unit:
@@ -69,13 +85,19 @@ class Unit:
         name: fully qualified name of its module; "" for the root.
         buffers: its parameters, by kind.
         uses: how many forwards and backwards of it are under way.
-        calls: forwards whose backward is to come. Weak: a graph that is dropped takes its calls
-            along, because only its hooks keep them.
+        num_calls: forwards whose backward is to come and whose graph still lives.
+        open_calls: those whose backward has begun.
     """
 
     def __init__(
-        self, index: int, name: str, module: nn.Module, buffers: Sequence[ParamAndGradBuffer]
+        self,
+        index: int,
+        name: str,
+        module: nn.Module,
+        buffers: Sequence[ParamAndGradBuffer],
+        lanes: Lanes,
     ) -> None:
+        self._lanes = lanes
         self.index = index
         self.name = name
         self.module = module
@@ -88,7 +110,8 @@ class Unit:
         self.num_staged = sum(b.grads.num_staged_elements for b in self.trainable if b.grads)
         self.state = UnitState.SHARDED if self.reshards else UnitState.IDLE
         self.uses = 0
-        self.calls: weakref.WeakSet[Call] = weakref.WeakSet()
+        self.num_calls = 0
+        self.open_calls: list[Call] = []
         self.has_open_grads = False
         self.is_reduced = False
         self._tickets: list[Ticket] = []
@@ -114,20 +137,20 @@ class Unit:
             return False
         return (self.reshards or self.needs_refresh) and not self.is_current
 
-    def gather(self, lanes: Lanes) -> None:
+    def gather(self) -> None:
         """Issue what brings the full parameters up to date."""
         self._move_to(UnitState.GATHERING)
-        after = [lanes.compute.record()]
+        after = (self._lanes.compute.record(),)
         for buffer in self.buffers:
-            ticket = buffer.weights.gather(lanes, after)
+            ticket = buffer.weights.gather(after)
             if ticket is not None:
                 self._tickets.append(ticket)
 
-    def settle(self, lanes: Lanes) -> None:
+    def settle(self) -> None:
         """Compute waits for the gather, if one is under way."""
         if self.state is UnitState.GATHERING:
             for ticket in self._tickets:
-                lanes.compute.wait(ticket)
+                self._lanes.compute.wait(ticket)
             self._tickets.clear()
             for buffer in self.buffers:
                 buffer.weights.gathered()
@@ -151,15 +174,15 @@ class Unit:
         self.uses = 0
         self._move_to(UnitState.IDLE)
 
-    def release(self, lanes: Lanes) -> None:
+    def release(self) -> None:
         """Hand back the full parameters' memory, unless they are never cut."""
         self.uninstall()
         if not self.reshards or self.state is UnitState.SHARDED:
             return
-        self.settle(lanes)
+        self.settle()
         self._move_to(UnitState.SHARDED)
         for buffer in self.buffers:
-            buffer.weights.release(lanes)
+            buffer.weights.release()
 
     def install(self) -> None:
         """Put the full parameters into the modules."""
@@ -175,10 +198,10 @@ class Unit:
             for parameters, name, _, sharded in self._table:
                 parameters[name] = sharded
 
-    def touch(self, lanes: Lanes) -> None:
+    def touch(self) -> None:
         """Tell the compute lane that the model reads the full parameters from here on."""
         for buffer in self.buffers:
-            buffer.weights.touch(lanes)
+            buffer.weights.touch()
 
     @property
     def num_missing_grads(self) -> int:
@@ -187,11 +210,12 @@ class Unit:
             buffer.grads.num_touched for buffer in self.trainable if buffer.grads
         )
 
-    def abandon(self, lanes: Lanes) -> None:
+    def abandon(self) -> None:
         """Back to rest from any state; communication must be over."""
         self.uses = 0
         self._tickets.clear()
-        self.calls.clear()
+        self.num_calls = 0
+        self.open_calls.clear()
         self.has_open_grads = False
         self.is_reduced = False
         self.uninstall()
@@ -201,9 +225,9 @@ class Unit:
             self.state = UnitState.IDLE
         for buffer in self.buffers:
             buffer.weights.mark_stale()
-            buffer.weights.release(lanes)
+            buffer.weights.release()
             if buffer.grads is not None:
-                buffer.grads.release(lanes)
+                buffer.grads.release()
 
     def _move_to(self, state: UnitState) -> None:
         assert (self.state, state) in TRANSITIONS, (

@@ -16,23 +16,25 @@ What is held depends only on the depths of OPTIM and PARAM and on the codec:
     ======================  ============================  =====================================
 
 *Refreshing* brings wire[PARAM] up to date with main, once after every change of main.
-*Unsharding* fills the full buffer, for every use; both are empty where the rungs coincide.
+*Unsharding* fills the full buffer, for every use; both are empty where the rungs coincide. Either
+is a chain of operations that is put together once, when the tower is built.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from fsdp_engine.buffer import Ladder, ShardedBuffer
 from fsdp_engine.codecs import ParamCodec, Piece
 from fsdp_engine.collectives import Steps
-from fsdp_engine.lanes import Lanes, Ticket
+from fsdp_engine.lanes import Chain, Lanes, Ticket
 from fsdp_engine.layout import Layout
-from fsdp_engine.memory import Memory
-from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis
+from fsdp_engine.memory import Memory, TransientStorage, alias
+from fsdp_engine.strategies import AXIS_BELOW_DEPTH
 
 
 class WeightTower:
@@ -44,6 +46,7 @@ class WeightTower:
         params: full compute parameters, in their own shapes. Their memory comes and goes when
             ``reshards``.
         reshards: whether full parameters are transient.
+        needs_refresh: whether a change of main weights has to travel or be cast before use.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class WeightTower:
         label: str,
         layout: Layout,
         ladder: Ladder,
+        lanes: Lanes,
         memory: Memory,
         codec: ParamCodec,
         main_dtype: torch.dtype,
@@ -59,74 +63,74 @@ class WeightTower:
         param_depth: int,
         tag: int,
     ) -> None:
-        at = ladder.mesh.coordinate
         self._label = label
         self._ladder = ladder
+        self._lanes = lanes
         self._codec = codec
         self._layout = layout
         self._optim_depth = optim_depth
         self._param_depth = param_depth
         self._tag = tag
-        self._offsets = [slot.offset for slot in layout.slots]
+        self._at = ladder.mesh.coordinate
         self.reshards = param_depth > 0
         self._wire: ShardedBuffer | None = None
-        self._wire_full = None
-
-        def held(depth: int) -> int:
-            start, stop = layout.range(depth, at)
-            return stop - start
-
-        keeps_wire = codec.is_identity or optim_depth > param_depth or param_depth == 0
-        if codec.decodes and param_depth == 0:
-            keeps_wire = False  # what persists at depth 0 is the decoded weights
-        if keeps_wire:
-            wire = memory.persistent(held(param_depth), codec.wire_dtype, "model")
-            self._wire = ShardedBuffer(layout, at, param_depth, wire)
+        self._full: TransientStorage | None = None
+        self._wire_full: TransientStorage | None = None
+        # What persists at depth 0 is the decoded weights, not the wire.
+        decodes_at_rest = codec.decodes and param_depth == 0
+        if (codec.is_identity or optim_depth > param_depth or param_depth == 0) and (
+            not decodes_at_rest
+        ):
+            flat = memory.persistent(self._numel(param_depth), codec.wire_dtype, "model")
+            self._wire = ShardedBuffer(layout, self._at, param_depth, flat)
         if codec.is_identity:
             assert self._wire is not None
-            main = _alias(self._wire.narrow(optim_depth))
+            main = alias(self._wire.narrow(optim_depth))
         else:
-            main = memory.persistent(held(optim_depth), main_dtype, "main")
-        self.main = ShardedBuffer(layout, at, optim_depth, main)
-        if codec.decodes:
-            self._wire_full = memory.transient(layout.numel, codec.wire_dtype, "full")
+            main = memory.persistent(self._numel(optim_depth), main_dtype, "main")
+        self.main = ShardedBuffer(layout, self._at, optim_depth, main)
 
-        self._full = None
         if self.reshards:
-            self._full = memory.transient(layout.numel, compute_dtype, "full")
-            self._full.fill()
-            self._full_buffer = ShardedBuffer(
-                layout, at, 0, self._full.view(0, (layout.numel,))
-            )
-            self.params = [self._full.view(s.offset, s.shape) for s in layout.slots]
-            self._full.drain()
+            full = self._full = memory.transient(layout.numel, compute_dtype, "full")
+            full.fill()  # for a moment: views need memory when they are made
+            self._target = ShardedBuffer(layout, self._at, 0, full.view(0, (layout.numel,)))
+            self.params = [full.view(slot.offset, slot.shape) for slot in layout.slots]
         else:
-            if codec.decodes:
+            if decodes_at_rest:
                 compute = memory.persistent(layout.numel, compute_dtype, "model")
-                self._full_buffer = ShardedBuffer(layout, at, 0, compute)
+                self._target = ShardedBuffer(layout, self._at, 0, compute)
             else:
                 assert self._wire is not None
-                self._full_buffer = self._wire
-            full = self._full_buffer
-            self.params = [_alias(full.full(i)) for i in range(len(layout.slots))]
+                self._target = self._wire
+            self.params = [alias(self._target.full(i)) for i in range(len(layout.slots))]
+        if codec.decodes:
+            wire_full = self._wire_full = memory.transient(layout.numel, codec.wire_dtype, "full")
+            wire_full.fill()
+            flat = wire_full.view(0, (layout.numel,))
+            self._decoded_from = ShardedBuffer(layout, self._at, 0, flat)
         codec.bind(
             [slot.shape for slot in layout.slots],
             self._pieces(),
             self._split_groups(),
             ladder.mesh.device,
         )
+        self.needs_refresh = (self._wire is not None or decodes_at_rest) and not (
+            codec.is_identity and optim_depth == param_depth
+        )
+        self._refresh = self._make_refresh() if self.needs_refresh else None
+        self._unshard = self._make_unshard() if self.reshards else None
+        for storage in (self._full, self._wire_full):
+            if storage is not None:
+                storage.drain()
         # Compared with the version of `main` to find out whether the wire is out of date.
         self._seen_version = -1
-        self.needs_refresh = not (codec.is_identity and optim_depth == param_depth) and (
-            self._wire is not None or param_depth == 0
-        )
 
     @property
     def rest_bytes(self) -> int:
         """Bytes held at rest: main weights and whatever persists of the compute weights."""
         persistent = [self.main.tensor, self._wire.tensor if self._wire is not None else None]
         if not self.reshards:
-            persistent.append(self._full_buffer.tensor)
+            persistent.append(self._target.tensor)
         storages = {t.untyped_storage().data_ptr(): t for t in persistent if t is not None}
         return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
 
@@ -144,145 +148,146 @@ class WeightTower:
         """Main weights changed in a way that their version counter does not show."""
         self._seen_version = -1
 
-    def gather(self, lanes: Lanes, after: Sequence[Ticket]) -> Ticket | None:
+    def gather(self, after: Sequence[Ticket]) -> Ticket | None:
         """Bring the full parameters up to date; returns a ticket, None if nothing is to do."""
         ticket: Ticket | None = None
-        if self.needs_refresh and not self.is_current:
-            ticket = self._refresh(lanes, after)
+        if self._refresh is not None and not self.is_current:
+            self._fill(None if self._unshard else self._wire_full)
+            ticket = self._refresh.run(after)
+            after = (*after, ticket)
         self._seen_version = self.main.tensor._version
-        if self._full is not None:
-            ticket = self._unshard(lanes, [*after, ticket] if ticket else after)
+        if self._unshard is not None:
+            self._fill(self._full)
+            self._fill(self._wire_full)
+            if self._param_depth == 2:  # the climb starts on another lane than the memory's
+                after = (*after, self._lanes.inner_gather.record())
+            ticket = self._unshard.run(after)
         return ticket
 
     def gathered(self) -> None:
         """Compute has waited for the gather."""
+        if self._wire_full is not None and self._wire_full.filled:
+            self._drain(self._wire_full)
         self._codec.after_gather(self.params)
 
-    def release(self, lanes: Lanes) -> None:
+    def release(self) -> None:
         """Take the full parameters' memory away, once compute is done with it."""
         if self._full is not None and self._full.filled:
-            lane = lanes.inner_gather
-            lane.wait(lanes.compute.record())
+            self._lanes.inner_gather.wait(self._lanes.compute.record())
             self._codec.before_release(self.params)
-            lane.manage(f"free {self._label}", self._full.drain, self._full_buffer.tensor)
+            self._drain(self._full)
+        if self._wire_full is not None and self._wire_full.filled:
+            self._drain(self._wire_full)
 
-    def touch(self, lanes: Lanes) -> None:
+    def touch(self) -> None:
         """Tell the compute lane that the model reads the full parameters from here on."""
-        lanes.compute.access(reads=(self._full_buffer.tensor,))
+        self._lanes.compute.access(reads=(self._target.tensor,))
 
-    def _refresh(self, lanes: Lanes, after: Sequence[Ticket]) -> Ticket:
+    def _fill(self, storage: TransientStorage | None) -> None:
+        if storage is not None:
+            self._lanes.inner_gather.manage(f"allocate {self._label}", storage.fill, storage)
+
+    def _drain(self, storage: TransientStorage) -> None:
+        self._lanes.inner_gather.manage(f"free {self._label}", storage.drain, storage)
+
+    def _make_refresh(self) -> Chain:
+        """From main shards to what persists of the compute weights."""
         if self._wire is not None:
-            target = self._wire
-            return self._ascend(
-                lanes, after, target, self._optim_depth, self._param_depth, encode=True
-            )
-        assert self._wire_full is not None
-        return self._through_full_wire(lanes, after, source=None, from_depth=self._optim_depth)
+            chain = Chain()
+            self._ascend(chain, self._wire, self._optim_depth, self._param_depth, None)
+            return chain
+        return self._through_full_wire(self._optim_depth, None)
 
-    def _unshard(self, lanes: Lanes, after: Sequence[Ticket]) -> Ticket:
-        assert self._full is not None
+    def _make_unshard(self) -> Chain:
+        """From what persists of the compute weights, else from main shards, to the full ones."""
         source = self._wire.tensor if self._wire is not None else None
-        lane = lanes.gather(AXIS_BELOW_DEPTH[self._param_depth - 1])
-        lanes.inner_gather.manage(
-            f"allocate {self._label}", self._full.fill, self._full_buffer.tensor
-        )
-        if lane is not lanes.inner_gather:
-            after = [*after, lanes.inner_gather.record()]
         if self._codec.decodes:
-            return self._through_full_wire(lanes, after, source, self._param_depth)
-        return self._ascend(
-            lanes, after, self._full_buffer, self._param_depth, 0, source, encode=source is None
-        )
+            return self._through_full_wire(self._param_depth, source)
+        chain = Chain()
+        self._ascend(chain, self._target, self._param_depth, 0, source)
+        return chain
 
-    def _through_full_wire(
-        self, lanes: Lanes, after: Sequence[Ticket], source: Tensor | None, from_depth: int
-    ) -> Ticket:
-        """Gather into a transient full wire, decode it into the full parameters, drop it."""
-        assert self._wire_full is not None
-        lane, wire = lanes.inner_gather, self._wire_full
-        wire.fill()
-        target = ShardedBuffer(
-            self._layout, self.main.at, 0, wire.view(0, (self._layout.numel,))
-        )
-        lane.manage(f"allocate wire of {self._label}", lambda: None, target.tensor)
-        ticket = self._ascend(lanes, after, target, from_depth, 0, source, encode=source is None)
+    def _through_full_wire(self, from_depth: int, source: Tensor | None) -> Chain:
+        """Gather into a transient full wire and decode it into the full parameters."""
+        chain, wire = Chain(), self._decoded_from
+        self._ascend(chain, wire, from_depth, 0, source)
+        offsets = [slot.offset for slot in self._layout.slots]
 
         def decode() -> Steps:
-            self._codec.decode(target.tensor, self._offsets, self.params)
-            wire.drain()
+            self._codec.decode(wire.tensor, offsets, self.params)
             yield from ()
 
-        return lane.submit(
+        chain.add(
+            self._lanes.inner_gather,
             f"decode {self._label}",
             decode,
-            after=[ticket],
-            reads=[target.tensor],
-            writes=[self._full_buffer.tensor],
+            reads=[wire.tensor],
+            writes=[self._target.tensor],
         )
+        return chain
 
     def _ascend(
         self,
-        lanes: Lanes,
-        after: Sequence[Ticket],
+        chain: Chain,
         target: ShardedBuffer,
         from_depth: int,
         to_depth: int,
-        source: Tensor | None = None,
-        encode: bool = False,
-    ) -> Ticket:
+        source: Tensor | None,
+    ) -> None:
         """Climb ``target`` depth by depth, each axis on its lane. The first step brings the bytes:
-        encoded from main, copied from ``source``, or there already (both None and False)."""
+        from ``source``, or (None) encoded from main."""
+        main, begin = self.main.tensor, target.narrow(from_depth)
 
-        def encode_steps() -> Steps:
-            if encode:
-                yield from self._codec.encode(self.main.tensor, target.narrow(from_depth))
+        def encode() -> Steps:
+            yield from self._codec.encode(main, begin)
 
-        ticket: Ticket | None = None
-        reads = [self.main.tensor] if encode else [source] if source is not None else []
+        brought = [main if source is None else source]
         if from_depth == to_depth:
-            return lanes.inner_gather.submit(
-                f"encode {self._label}",
-                encode_steps,
-                after=after,
-                reads=reads,
-                writes=[target.narrow(to_depth)],
-            )
+            lane = self._lanes.inner_gather
+            chain.add(lane, f"encode {self._label}", encode, reads=brought, writes=[begin])
+            return
         for depth in range(from_depth - 1, to_depth - 1, -1):
             first = depth == from_depth - 1
             axis = AXIS_BELOW_DEPTH[depth]
-
-            def climb(depth: int = depth, first: bool = first) -> Steps:
-                if first:
-                    yield from encode_steps()
-                yield from self._ladder.climb(target, depth, source if first else None, self._tag)
-
-            ticket = lanes.gather(axis).submit(
+            chain.add(
+                self._lanes.gather(axis),
                 f"all-gather of {self._label} over the {axis.value} axis",
-                climb,
-                after=after if ticket is None else [ticket],
-                reads=reads if first else [target.narrow(depth + 1)],
+                self._climb(target, depth, source, encode if first and source is None else None)
+                if first
+                else self._climb(target, depth, None, None),
+                reads=brought if first else [target.narrow(depth + 1)],
                 writes=[target.narrow(depth)],
             )
-        assert ticket is not None
-        return ticket
+
+    def _climb(
+        self,
+        target: ShardedBuffer,
+        depth: int,
+        source: Tensor | None,
+        encode: Callable[[], Steps] | None,
+    ) -> Callable[[], Steps]:
+        if encode is None:
+            return lambda: self._ladder.climb(target, depth, source, self._tag)
+
+        def steps() -> Steps:
+            yield from encode()
+            yield from self._ladder.climb(target, depth, source, self._tag)
+
+        return steps
+
+    def _numel(self, depth: int) -> int:
+        start, stop = self._layout.range(depth, self._at)
+        return stop - start
 
     def _pieces(self) -> list[Piece]:
-        base, _ = self._layout.range(self._optim_depth, self.main.at)
+        base, _ = self._layout.range(self._optim_depth, self._at)
         pieces = []
         for index, slot in enumerate(self._layout.slots):
-            low, high = self._layout.tensor_range(index, self._optim_depth, self.main.at)
+            low, high = self._layout.tensor_range(index, self._optim_depth, self._at)
             pieces.append(Piece(index, low, high, max(slot.offset + low - base, 0)))
         return pieces
 
-    def _split_groups(self) -> list[torch.distributed.ProcessGroup]:
-        axes = (Axis.INNER, Axis.OUTER)[: self._optim_depth]
+    def _split_groups(self) -> list[ProcessGroup]:
+        axes = AXIS_BELOW_DEPTH[: self._optim_depth]
         comms = [self._ladder.comms[axis].gather for axis in axes]
         return [comm.group for comm in comms if comm is not None]
-
-
-def _alias(tensor: Tensor) -> Tensor:
-    """A tensor over the same memory with a version counter of its own."""
-    alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return alias.set_(
-        tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
-    )

@@ -62,10 +62,17 @@ class RankError(RuntimeError):
     """
 
     def __init__(self, title: str, failures: dict[int, str], rank: int) -> None:
-        parts = [f"--- rank {r} ---\n{text.rstrip()}" for r, text in sorted(failures.items())]
+        ranks_of: dict[str, list[int]] = {}
+        for each, text in sorted(failures.items()):
+            ranks_of.setdefault(text.rstrip(), []).append(each)
+        parts = [f"--- rank {_listed(ranks)} ---\n{text}" for text, ranks in ranks_of.items()]
         super().__init__("\n".join([title, *parts]))
         self.failures = failures
         self.rank = rank
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))
 
 
 class Ranks:
@@ -96,6 +103,7 @@ class Ranks:
         Raises:
             RankError: ``fn`` raised, hung for more than ``timeout`` seconds, or died on a rank.
         """
+        __tracebackhide__ = True
         assert 1 <= world_size <= self.num_ranks, world_size
         if not self._processes:
             self._start()
@@ -237,6 +245,7 @@ def on_ranks(
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(body)
         def test(ranks: Ranks, **arguments: Any) -> None:
+            __tracebackhide__ = True
             call = (body.__module__, body.__qualname__, arguments)
             ranks.run(_run_body, *call, world_size=world_size, timeout=timeout)
 

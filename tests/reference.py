@@ -198,7 +198,9 @@ def train_sharded(
         norm = engine.clip_grad_norm_(max_norm)
         optimizer.step()
         optimizer.zero_grad()
-        steps.append(Step(mean_over_ranks(loss), gradients, norm.item(), full_weights(model)))
+        state = engine.full_state_dict()
+        weights = {name: state[name] for name in gradients}
+        steps.append(Step(mean_over_ranks(loss), gradients, norm.item(), weights))
     return steps
 
 

@@ -27,6 +27,7 @@ OPTIMIZERS = {"sgd": reference.sgd, "adamw": reference.adamw}
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 
 PAIRS = [(strategy.inner.name, strategy.outer.name) for strategy in ALL_STRATEGIES]
+PAIR_NAMES = ["-".join(pair) for pair in PAIRS]
 
 
 def mesh_of(*shape: int) -> DeviceMesh:
@@ -87,7 +88,7 @@ def report(results: list[list[str]]) -> str:
     )
 
 
-@pytest.mark.parametrize(("strategy", "outer"), PAIRS, ids="-".join)
+@pytest.mark.parametrize(("strategy", "outer"), PAIRS, ids=PAIR_NAMES)
 def test_a_pair_of_levels_on_two_axes_trains_as_one_process(
     ranks: Ranks, strategy: str, outer: str
 ) -> None:
@@ -129,7 +130,7 @@ def compare_uneven_meshes(strategy: str, outer: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(("strategy", "outer"), PAIRS, ids="-".join)
+@pytest.mark.parametrize(("strategy", "outer"), PAIRS, ids=PAIR_NAMES)
 def test_an_axis_of_size_one_changes_nothing(ranks: Ranks, strategy: str, outer: str) -> None:
     results = ranks.run(compare_uneven_meshes, strategy, outer)
     assert not any(results), report(results)

@@ -1,11 +1,16 @@
-"""The example's parts, in one process: text, data order, model, curves, arguments."""
+"""The example: its parts in one process, and a small run of the whole job under torchrun."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +24,7 @@ from gpt import GPT, GPTConfig
 from plots import draw_curves, smooth
 from settings import Settings, parse_settings
 
+ROOT = Path(__file__).parent.parent
 TINY = GPTConfig(vocab_size=256, sequence_length=16, num_layers=2, width=24, num_heads=3)
 TEXT = torch.arange(1000).remainder(251).to(torch.uint8)
 
@@ -319,3 +325,55 @@ class TestSettings:
     def test_an_interrupted_run_keeps_the_schedule_of_the_whole_one(self) -> None:
         assert Settings(steps=100, stop_at=40).last_step == 40
         assert Settings(steps=100, stop_at=400).last_step == 100
+
+
+def train(folder: Path, num_ranks: int, *arguments: str) -> dict[str, Any]:
+    """Runs the job under torchrun on the texts in ``folder``; returns what it measured."""
+    out = folder / "out"
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *("--nproc-per-node", str(num_ranks), str(ROOT / "examples" / "train_gpt.py")),
+        *("--data", str(folder / "texts"), "--out", str(out), "--steps", "6", "--warmup", "2"),
+        *("--layers", "2", "--width", "32", "--sequence-length", "32", "--batch-size", "4"),
+        *("--eval-sequences", "8", "--eval-every", "3", "--sample-bytes", "5", *arguments),
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        printed, _ = process.communicate(timeout=120)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun then ends its ranks
+        process.communicate(timeout=30)
+        raise
+    assert process.returncode == 0, printed
+    assert "bigram" in printed
+    measured: dict[str, Any] = json.loads((out / "metrics.json").read_text())
+    assert (out / "curves.png").exists()
+    return measured
+
+
+class TestWholeJob:
+    def test_a_run_resumed_on_other_ranks_and_strategy_continues_the_same_curve(
+        self, tmp_path: Path
+    ) -> None:
+        (tmp_path / "texts").mkdir()
+        for i in range(4):
+            lines = [f"line {n} of file {i}: {n * n * (i + 1)}\n" for n in range(40)]
+            (tmp_path / "texts" / f"{i}.txt").write_text("".join(lines))
+        whole = train(tmp_path, 2, "--grad-accumulation", "2", "--batch-size", "2")
+        first = train(tmp_path, 2, "--stop-at", "3", "--no-sample")
+        checkpoint = tmp_path / "out" / "checkpoint"
+        second = train(tmp_path, 1, "--resume", str(checkpoint), "--strategy", "no_shard")
+
+        def losses(run: dict[str, Any]) -> list[float]:
+            return [record["loss"] for record in run["steps"]]
+
+        assert [record["step"] for record in second["steps"]] == [1, 2, 3, 4, 5, 6]
+        assert losses(first) == losses(second)[:3]
+        assert losses(second)[0] - losses(second)[-1] > 0.1
+        assert losses(whole) == pytest.approx(losses(second), abs=1e-3)
+        assert whole["bigram"] == second["bigram"]
+        held_out = [record["loss"] for record in whole["held_out"]]
+        assert held_out == pytest.approx([r["loss"] for r in second["held_out"]], abs=1e-3)

@@ -22,6 +22,7 @@ from tests.pool import on_ranks
 from tests.reference import full_gradients, full_weights, relative_error
 
 PAIRS = [(strategy.inner.name, strategy.outer.name) for strategy in ALL_STRATEGIES]
+PAIR_NAMES = ["-".join(pair) for pair in PAIRS]
 
 
 def square_mesh() -> object:
@@ -104,7 +105,7 @@ def test_a_sharded_optimizer_clears_gradients_both_ways() -> None:
             optimizer.zero_grad(set_to_none=to_none)
 
 
-@pytest.mark.parametrize(("strategy", "outer"), PAIRS, ids="-".join)
+@pytest.mark.parametrize(("strategy", "outer"), PAIRS, ids=PAIR_NAMES)
 @on_ranks(4)
 def test_microbatches_add_up_to_one_reduced_gradient(strategy: str, outer: str) -> None:
     model = Transformer(num_blocks=2, tied=True)
@@ -138,7 +139,7 @@ def test_no_sync_nests_and_ends_with_an_exception() -> None:
         assert_gradients(model, expected_gradients(alone, token_batch, [10, 20, 30]), strategy)
 
 
-@pytest.mark.parametrize(("strategy", "outer"), PAIRS, ids="-".join)
+@pytest.mark.parametrize(("strategy", "outer"), PAIRS, ids=PAIR_NAMES)
 @on_ranks(4)
 def test_a_backward_after_the_last_reduction_raises_until_gradients_are_cleared(
     strategy: str, outer: str
@@ -167,7 +168,7 @@ def test_one_rank_alone_must_clear_gradients_too() -> None:
 
 
 @pytest.mark.parametrize("average", [False, True], ids=["scaled_first", "average_in_collective"])
-@pytest.mark.parametrize(("strategy", "outer"), PAIRS, ids="-".join)
+@pytest.mark.parametrize(("strategy", "outer"), PAIRS, ids=PAIR_NAMES)
 @on_ranks(4)
 def test_gradients_are_those_of_the_mean_over_all_ranks(
     strategy: str, outer: str, average: bool
@@ -329,21 +330,37 @@ def test_the_gradient_of_a_full_parameter_is_dropped_as_soon_as_it_is_written() 
     for strategy in LEVELS:
         model = models.Chain(*(models.Mlp() for _ in range(4)))
         fe.shard(model, strategy=strategy)
-        seen: list[Tensor] = []
-        alive: list[int] = []
-        for block in model.blocks:
-            # Hooks of blocks see the parameters that the block computes with.
-            block.register_forward_hook(
-                lambda module, args, out: seen.extend(module.parameters()) or None
-            )
+        full, alive = watch_full_gradients(model)
         x, y = vector_batch(2, dist.get_rank())
         x.requires_grad_()
-        x.register_hook(
-            lambda gradient: alive.append(sum(p.grad is not None for p in seen))  # noqa: B023
-        )
+        # The last event of backward: the gradients of all parameters have come.
+        x.register_hook(lambda gradient, alive=alive: alive())
         model(x, y).backward()
-        assert len(seen) == 16
-        assert alive == [0], strategy
+        assert len(full) == 16
+        assert alive.counts == [0], strategy
+
+
+class CountAlive:
+    """Notes how many of some parameters hold a gradient, whenever it is called."""
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        self.parameters = parameters
+        self.counts: list[int] = []
+
+    def __call__(self) -> None:
+        self.counts.append(sum(p.grad is not None for p in self.parameters))
+
+
+def watch_full_gradients(model: models.Chain) -> tuple[list[Tensor], CountAlive]:
+    """The parameters that blocks compute with, as their own forward hooks see them."""
+    full: list[Tensor] = []
+
+    def collect(module: nn.Module, args: object, output: object) -> None:
+        full.extend(module.parameters())
+
+    for block in model.blocks:
+        block.register_forward_hook(collect, prepend=True)
+    return full, CountAlive(full)
 
 
 @on_ranks(2)
@@ -420,7 +437,7 @@ def test_a_retained_graph_may_be_run_twice() -> None:
         assert_gradients(model, {n: 2 * g for n, g in expected.items()}, strategy)
 
 
-@pytest.mark.parametrize(("strategy", "outer"), PAIRS, ids="-".join)
+@pytest.mark.parametrize(("strategy", "outer"), PAIRS, ids=PAIR_NAMES)
 @on_ranks(4)
 def test_the_gradient_norm_counts_every_element_once(strategy: str, outer: str) -> None:
     model = Transformer(num_blocks=2, tied=True)

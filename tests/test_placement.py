@@ -183,7 +183,7 @@ def test_one_buffer_is_mostly_as_short_as_an_exhaustive_search_over_orders_finds
         found = layouts[0].shard_numel
         longer += found / shortest_shard(requests, num_shards, found) - 1
         num_compared += 1
-    assert longer / num_compared < 0.02
+    assert longer / num_compared < 0.01
 
 
 def test_the_worked_example_of_the_module_holds() -> None:
@@ -249,13 +249,19 @@ def test_granule_one_fills_the_space_that_rows_leave() -> None:
     assert {slot.name for slot in layout.slots} == {"weight", "bias"}
 
 
-def test_a_granule_of_the_whole_tensor_keeps_it_in_one_shard() -> None:
+@pytest.mark.parametrize(
+    ("all_rows", "shard_rows"),
+    [((5, 4, 3, 3, 3), 9), ((5, 5, 5), 10), ((7, 6, 6), 12), ((8,), 8)],
+)
+def test_a_granule_of_the_whole_tensor_keeps_it_in_one_shard_as_short_as_can_be(
+    all_rows: tuple[int, ...], shard_rows: int
+) -> None:
     requests = [
         TensorRequest(f"weight{index}", (rows, 64), rows * 64)
-        for index, rows in enumerate((5, 4, 3, 3, 3))
+        for index, rows in enumerate(all_rows)
     ]
     (layout,) = plan_layouts(requests, inner_size=2, outer_size=1)
-    assert layout.shard_numel == 9 * 64
+    assert layout.shard_numel == shard_rows * 64
     for slot in layout.slots:
         assert slot.offset // layout.shard_numel == (slot.stop - 1) // layout.shard_numel
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -95,7 +96,7 @@ def scalar(cls: Any, func: Function, tensor: Tensor, flat: FlatPlacement) -> Ten
     """A tensor of one element, the same on every rank, made fit to stand beside a slice.
 
     Raises:
-        TypeError: it has more elements, or would add dims to the result.
+        ValueError: it has more elements, or would add dims to the result.
     """
     if tensor.numel() != 1 or tensor.ndim > len(flat.shape):
         found = f"{type(tensor).__name__} of shape {tuple(tensor.shape)}"
@@ -165,7 +166,7 @@ def _remember(owners: dict[int, Any], tensor: Any) -> Tensor:
 def _check_columns(
     cls: Any,
     func: Function,
-    tensors: list[Any],
+    tensors: Sequence[Any],
     found: list[FlatPlacement | None],
     expected: list[FlatPlacement | None],
 ) -> None:

@@ -10,7 +10,7 @@
     metadata       ``size``, ``requires_grad_``, ``grad``       asked of the wrapper
     =============  ===========================================  ==================================
 
-Everything else raises TypeError. Names are listed, since torch's own tag for pointwise functions
+Everything else raises ValueError. Names are listed, since torch's own tag for pointwise functions
 holds ``equal`` and ``rrelu``, and lacks ``subtract`` and every in-place comparison (2.11 to 2.13).
 """
 
@@ -36,53 +36,59 @@ from fsdp_engine.flat_dtensor.slices import (
     unwrap,
 )
 
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 # Each also in its forms `name_`, `special_name`, `_foreach_name`, `_foreach_name_`.
-_ELEMENTWISE = frozenset(
+_ELEMENTWISE = _words(
     """
-    abs absolute acos acosh add addcdiv addcmul arccos arccosh arcsin arcsinh arctan arctan2 arctanh
-    asin asinh atan atan2 atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or
+    abs absolute acos acosh add addcdiv addcmul arccos arccosh arcsin arcsinh arctan arctan2
+    arctanh asin asinh atan atan2 atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or
     bitwise_right_shift bitwise_xor ceil celu clamp clamp_max clamp_min clip copysign cos cosh
     deg2rad digamma div divide elu eq erf erfc erfinv exp exp2 expit expm1 fill fix float_power
-    floor floor_divide fmax fmin fmod frac gcd ge gelu greater greater_equal gt hardsigmoid hardswish
-    hardtanh heaviside hypot i0 isclose isfinite isinf isnan isneginf isposinf isreal lcm ldexp le
-    leaky_relu lerp less less_equal lgamma log log10 log1p log2 logaddexp logaddexp2 logical_and
-    logical_not logical_or logical_xor logit logsigmoid lt masked_fill maximum minimum mish mul
-    multiply nan_to_num ne neg negative nextafter not_equal polygamma positive pow rad2deg reciprocal
-    relu relu6 remainder round rsqrt rsub selu sgn sigmoid sign signbit silu sin sinc sinh softplus
-    softshrink sqrt square sub subtract tan tanh tanhshrink threshold true_divide trunc where xlogy
-    """.split()
+    floor floor_divide fmax fmin fmod frac gcd ge gelu greater greater_equal gt hardsigmoid
+    hardswish hardtanh heaviside hypot i0 isclose isfinite isinf isnan isneginf isposinf isreal
+    lcm ldexp le leaky_relu lerp less less_equal lgamma log log10 log1p log2 logaddexp logaddexp2
+    logical_and logical_not logical_or logical_xor logit logsigmoid lt masked_fill maximum minimum
+    mish mul multiply nan_to_num ne neg negative nextafter not_equal polygamma positive pow
+    rad2deg reciprocal relu relu6 remainder round rsqrt rsub selu sgn sigmoid sign signbit silu
+    sin sinc sinh softplus softshrink sqrt square sub subtract tan tanh tanhshrink threshold
+    true_divide trunc where xlogy
+    """
 )
 # Each as `__name__`, `__rname__`, `__iname__`.
-_OPERATORS = frozenset(
+_OPERATORS = _words(
     """
     add sub mul div truediv floordiv mod pow and or xor lshift rshift eq ne lt le gt ge neg pos abs
     invert
-    """.split()
+    """
 )
-_MAKE_ANOTHER = frozenset(
+_MAKE_ANOTHER = _words(
     """
     clone contiguous float half double bfloat16 int long short byte char bool cpu cuda pin_memory
     zeros_like ones_like empty_like full_like resolve_conj resolve_neg record_stream
-    """.split()
+    """
 )
-_FOREACH = frozenset(
-    "_foreach_copy_ _foreach_clone _fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_".split()
+_FOREACH = _words(
+    "_foreach_copy_ _foreach_clone _fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_"
 )
-_METADATA = frozenset(
+_METADATA = _words(
     """
     size dim ndimension numel nelement stride is_contiguous is_floating_point is_complex is_signed
     element_size get_device data_ptr storage_offset untyped_storage requires_grad_ retain_grad
     register_hook register_post_accumulate_grad_hook is_same_size is_inference is_conj is_neg
     is_pinned is_shared dim_order _is_view __len__ detach_
-    """.split()
+    """
 )
-_RANDOM = frozenset(
+_RANDOM = _words(
     """
     normal_ uniform_ random_ bernoulli bernoulli_ exponential_ cauchy_ log_normal_ geometric_
     rand_like randn_like randint_like dropout alpha_dropout feature_dropout native_dropout rrelu
-    """.split()
+    """
 )
-_RESHAPING_PROPERTIES = frozenset("T mT H mH real imag".split())
+_RESHAPING_PROPERTIES = _words("T mT H mH real imag")
 
 _call_base = torch._C._disabled_torch_function_impl  # type: ignore[attr-defined]
 _known: dict[Function, Handler] = {}

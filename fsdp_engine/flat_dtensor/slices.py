@@ -28,10 +28,9 @@ Kwargs = dict[str, Any]
 # (tensor class, torch function, its arguments) -> its result
 Handler = Callable[[Any, Function, Args, Kwargs], Any]
 
-_INPLACE_OPERATORS = frozenset(
-    f"__i{name}__"
-    for name in "add sub mul div truediv floordiv mod pow and or xor lshift rshift".split()
-)
+_INPLACE_OPERATORS = {"__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__imod__"}
+_INPLACE_OPERATORS |= {"__ifloordiv__", "__ipow__", "__ilshift__", "__irshift__"}
+_INPLACE_OPERATORS |= {"__iand__", "__ior__", "__ixor__"}
 
 
 class _Unwrap(torch.autograd.Function):
@@ -90,11 +89,14 @@ def name_of(func: Function) -> str:
 
 def refusal(
     cls: Any, func: Function, found: Any, why: str = "not defined for a slice"
-) -> TypeError:
-    """The error for a function that would be wrong on slices; ``found`` holds its arguments."""
+) -> ValueError:
+    """The error for a function that would be wrong on slices; ``found`` holds its arguments.
+
+    No TypeError: operators turn that into "unsupported operand", without a word of why.
+    """
     flat = _first_flat(cls, found)
     whose = "" if flat is None else f" of shape {tuple(flat.shape)}, elements {_range(flat)} here"
-    return TypeError(
+    return ValueError(
         f"{name_of(func)}: {why}; expected an elementwise function of FlatDTensors of one slice "
         f"and of scalars, or a full reduction; found a FlatDTensor{whose}. Call .full_tensor() for "
         f"the whole tensor, .to_local() for the slice"
@@ -102,12 +104,12 @@ def refusal(
 
 
 def refuse(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Raises the TypeError of a function that is not defined for slices."""
+    """Raises the ValueError of a function that is not defined for slices."""
     raise refusal(cls, func, (args, kwargs))
 
 
 def refuse_random(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Raises the TypeError of a function that draws random numbers."""
+    """Raises the ValueError of a function that draws random numbers."""
     why = "random values would depend on how the tensor is cut (initialise full parameters instead)"
     raise refusal(cls, func, (args, kwargs), why)
 

@@ -6,7 +6,7 @@ parameter of shape (4, 5) over two ranks with shards of 64 elements, starting at
 buffer: rank 0 holds elements [0, 14), rank 1 holds [14, 20).
 
 Optimizers, ``clip_grad_norm_``, ``state_dict``, EMA and ``torch.distributed.checkpoint`` work as on
-any tensor. Which functions do, and how, is told in ``functions.py``; all others raise TypeError.
+any tensor. Which functions do, and how, is told in ``functions.py``; all others raise ValueError.
 """
 
 from __future__ import annotations
@@ -73,15 +73,15 @@ class FlatDTensor(DTensor):
             )
         if local.requires_grad:
             raise ValueError("local: expected a tensor that does not require grad; found one")
-        tensor = cls._wrap(local, placement)
-        return tensor.requires_grad_() if requires_grad else tensor
+        return _following(cls._wrap(local, placement), requires_grad)
 
     @classmethod
     def _wrap(cls, local: Tensor, flat: FlatPlacement) -> FlatDTensor:
         # DTensor.__init__ does nothing and costs twice as much as this.
-        tensor: FlatDTensor = cls.__new__(cls, local, flat.spec(local.dtype), requires_grad=False)
+        tensor: Any = cls.__new__(cls, local, flat.spec(local.dtype), requires_grad=False)
         tensor._flat = flat
-        return tensor
+        made: FlatDTensor = tensor
+        return made
 
     @classmethod
     def __torch_function__(  # type: ignore[override]
@@ -187,25 +187,25 @@ class FlatDTensor(DTensor):
     def requires_grad(self) -> bool:  # type: ignore[override]
         """Whether autograd follows this tensor."""
         with _NoTorchFunction():
-            return _get_requires_grad(self)
+            return bool(_get_requires_grad(self))
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
         self.requires_grad_(value)
 
     @property
-    def grad(self) -> FlatDTensor | None:  # type: ignore[override]
+    def grad(self) -> Tensor | None:
         """The gradient, a FlatDTensor of the same slice, or None."""
         with _NoTorchFunction():
-            grad = _get_grad(self)
-            if grad is None or type(grad) is not DTensor:
-                return grad
-            # The autograd engine has added two gradients.
-            _set_grad(self, self._wrap(grad._local_tensor, self._flat))
-            return _get_grad(self)
+            grad: Tensor | None = _get_grad(self)
+            if type(grad) is DTensor:
+                # The autograd engine has added two gradients.
+                grad = self._wrap(grad._local_tensor, self._flat)
+                _set_grad(self, grad)
+            return grad
 
     @grad.setter
-    def grad(self, value: FlatDTensor | None) -> None:
+    def grad(self, value: Tensor | None) -> None:
         if value is not None and (not isinstance(value, FlatDTensor) or value._flat != self._flat):
             raise TypeError(f"grad: expected None or a FlatDTensor of the slice of {self}")
         with _NoTorchFunction():
@@ -242,9 +242,8 @@ class FlatDTensor(DTensor):
             return result
         if not self.is_leaf:
             raise RuntimeError("deepcopy: expected a leaf; found a FlatDTensor with a graph")
-        new = memo[id(self)] = self._wrap(self._local_tensor.clone(), self._flat)
-        if self.requires_grad:
-            new.requires_grad_()
+        new = self._wrap(self._local_tensor.clone(), self._flat)
+        memo[id(self)] = _following(new, self.requires_grad)
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         new.grad = copy.deepcopy(self.grad, memo)
         return new
@@ -261,8 +260,7 @@ class FlatDTensor(DTensor):
         inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any
     ) -> FlatDTensor:
         flat, requires_grad = flatten_spec
-        tensor = FlatDTensor._wrap(inner_tensors["_local_tensor"], flat)
-        return tensor.requires_grad_() if requires_grad else tensor
+        return _following(FlatDTensor._wrap(inner_tensors["_local_tensor"], flat), requires_grad)
 
     # --- torch.distributed.checkpoint ---
 
@@ -299,8 +297,15 @@ class FlatDTensor(DTensor):
         raise ValueError(f"{index.fqn}: expected a chunk of {self}; found offset {index.offset}")
 
 
-_get_grad, _set_grad = Tensor.grad.__get__, Tensor.grad.__set__  # type: ignore[attr-defined]
-_get_requires_grad = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_tensor_class: Any = Tensor
+_get_grad, _set_grad = _tensor_class.grad.__get__, _tensor_class.grad.__set__
+_get_requires_grad = _tensor_class.requires_grad.__get__
+
+
+def _following(tensor: FlatDTensor, requires_grad: bool) -> FlatDTensor:
+    if requires_grad:
+        tensor.requires_grad_()
+    return tensor
 
 
 class _FullTensor(torch.autograd.Function):
@@ -342,9 +347,7 @@ def _rebuild(
     requires_grad: bool,
     state: dict[str, Any],
 ) -> FlatDTensor:
-    tensor = cls._wrap(local, flat)
-    if requires_grad:
-        tensor.requires_grad_()
+    tensor = _following(cls._wrap(local, flat), requires_grad)
     tensor.__dict__.update(state)
     return tensor
 

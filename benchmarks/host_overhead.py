@@ -1,0 +1,95 @@
+"""Host time that sharding adds to a forward and backward, for this engine and FSDP2.
+
+    python benchmarks/host_overhead.py [--units 200] [--rounds 30]
+
+One process of a fake process group of 64 ranks: collectives return at once and send nothing, so
+what is left is hooks, bookkeeping and dispatch. Units are tiny (two linears of 16 features), so
+the model's own time is small; it is measured bare and subtracted. Processor time of this process
+is counted, not the clock, so that other programs on the machine matter little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+
+import harness
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import fsdp_engine as fe
+
+LIMIT = 0.35
+LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+FEATURES = 16
+
+
+def make_model(num_units: int) -> nn.Sequential:
+    """Units of two small linears, four parameters each."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(
+            nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES))
+            for _ in range(num_units)
+        )
+    )
+
+
+def make_step(model: nn.Module) -> Callable[[], None]:
+    """Forward, backward and clearing of gradients."""
+    batch = torch.randn(4, FEATURES, requires_grad=True)
+
+    def step() -> None:
+        model(batch).sum().backward()
+        for param in model.parameters():
+            param.grad = None
+
+    return step
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--units", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=30)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=64)
+
+    steps = {"bare model": make_step(make_model(args.units))}
+    fsdp2 = make_model(args.units)
+    for module in (*fsdp2, fsdp2):
+        fully_shard(module)
+    steps["FSDP2"] = make_step(fsdp2)
+    for level in LEVELS:
+        model = make_model(args.units)
+        fe.shard(model, strategy=level)
+        steps[level] = make_step(model)
+
+    times = harness.interleave(steps, args.rounds, clock=time.process_time)
+    added = {
+        name: [t - bare for t, bare in zip(times[name], times["bare model"], strict=True)]
+        for name in times
+        if name != "bare model"
+    }
+    rows, record = [], {}
+    for name, values in added.items():
+        low, middle, high = (v / args.units * 1e6 for v in harness.quartiles(values))
+        ratio = harness.ratios(added, name, "FSDP2")
+        record[name] = {"us_per_unit": {"median": middle, "q1": low, "q3": high}, "ratio": ratio}
+        rows.append([name, f"{middle:.0f} ({low:.0f}-{high:.0f})", harness.show_ratio(ratio)])
+    harness.print_table(
+        f"host time added to forward + backward, {args.units} units, fake group of 64 ranks",
+        ["engine", "us per unit", "x FSDP2"],
+        rows,
+    )
+    found = record["optim_grads_params"]["ratio"]["median"]
+    print(f"level 3 over FSDP2: {found:.3f}, at most {LIMIT}: {'met' if found <= LIMIT else 'missed'}")
+    harness.write_results("host_overhead", record)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""Step time of all four levels against torch DDP and FSDP2, on two gloo ranks of one thread each.
+
+    python benchmarks/step_time.py [--sizes 10M 85M] [--dtypes fp32 bf16] [--rounds 12]
+
+All engines run in one process per rank, one step of each in every round, in an order drawn anew;
+ratios are taken round by round. A step is forward, backward, AdamW (fused) and zero_grad.
+
+"pairwise" gives FSDP2 this engine's collectives through its own hooks for custom ones, so that
+engines are compared and not their collectives. In bf16 every engine computes in bf16 and keeps
+fp32 main weights: DDP by autocast, as its users do, the others by their policies with gradients
+reduced in bf16. "no communication" is one rank's bare model, the same work without a peer.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import harness
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy as FSDP2Policy
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import fsdp_engine as fe
+from examples.gpt import GPT, GPTConfig
+from fsdp_engine.collectives import Communicator
+
+SIZES = {
+    # name: config, sequences per rank
+    "10M": (GPTConfig(sequence_length=128, num_layers=6, width=384, num_heads=6), 4),
+    "85M": (GPTConfig(sequence_length=128, num_layers=12, width=768, num_heads=12), 4),
+}
+LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+TARGETS = (
+    # name, base, at most
+    ("optim_grads_params", "FSDP2", 0.72),
+    ("optim_grads_params", "DDP", 1.05),
+    ("optim_grads_params", "FSDP2 pairwise", 0.92),
+    ("no_shard", "DDP", 1.00),
+    ("optim", "DDP", 1.00),
+)
+
+
+class PairwiseGather:
+    """FSDP2's all-gather by this engine's pairwise exchange."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._comm = Communicator(group, torch.device("cpu"))
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool
+    ) -> None:
+        for works in self._comm.all_gather(output_tensor, input_tensor):
+            for work in works:
+                work.wait()
+
+
+class PairwiseScatter(PairwiseGather):
+    """FSDP2's reduce-scatter by this engine's pairwise exchange."""
+
+    def __call__(  # type: ignore[override]
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        average = op == dist.ReduceOp.AVG
+        steps = self._comm.reduce_scatter(
+            input_tensor.view(-1), output_tensor.view(-1), average=average
+        )
+        for works in steps:
+            for work in works:
+                work.wait()
+
+
+def make_step(model: nn.Module, parameters: Any, batch: Any, autocast: bool) -> Callable[[], None]:
+    """One training step of ``model`` as a function."""
+    optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+    if isinstance(parameters, _Sharded):
+        fe.shard_optimizer(optimizer)
+    tokens, targets = batch
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = model(tokens, targets).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+class _Sharded(list):  # type: ignore[type-arg]
+    """Parameters of this engine, whose optimizer is given to shard_optimizer."""
+
+
+def make_engines(size: str, dtype: str) -> dict[str, Callable[[], None]]:
+    """A step function for each engine, all starting from the same weights."""
+    config, num_sequences = SIZES[size]
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(rank)
+    shape = (num_sequences, config.sequence_length)
+    tokens = torch.randint(0, config.vocab_size, shape, generator=generator)
+    batch = (tokens, tokens.roll(-1, 1))
+    low = torch.bfloat16 if dtype == "bf16" else None
+
+    def fresh() -> GPT:
+        torch.manual_seed(0)
+        return GPT(config)
+
+    steps: dict[str, Callable[[], None]] = {}
+    bare = fresh()
+    steps["no communication"] = make_step(bare, bare.parameters(), batch, low is not None)
+    ddp = DistributedDataParallel(fresh(), gradient_as_bucket_view=True)
+    steps["DDP"] = make_step(ddp, ddp.parameters(), batch, low is not None)
+
+    for name, reshard, pairwise in (
+        ("FSDP2", True, False),
+        ("FSDP2 no reshard", False, False),
+        ("FSDP2 pairwise", True, True),
+    ):
+        model = fresh()
+        policy = FSDP2Policy(param_dtype=low)
+        for module in (*model.blocks, model):
+            fully_shard(module, reshard_after_forward=reshard, mp_policy=policy)
+        if pairwise:
+            group = dist.group.WORLD
+            assert group is not None
+            for module in (*model.blocks, model):
+                module.set_custom_all_gather(PairwiseGather(group))  # type: ignore[operator]
+                module.set_custom_reduce_scatter(PairwiseScatter(group))  # type: ignore[operator]
+        steps[name] = make_step(model, model.parameters(), batch, False)
+
+    for level in LEVELS:
+        model = fresh()
+        policy = fe.MixedPrecisionPolicy(param_dtype=low, reduce_dtype=low)
+        fe.shard(model, strategy=level, mp_policy=policy)
+        steps[level] = make_step(model, _Sharded(model.parameters()), batch, False)
+    return steps
+
+
+def measure(size: str, dtype: str, rounds: int) -> dict[str, Any]:
+    """Times of all engines on this rank."""
+    return harness.interleave(make_engines(size, dtype), rounds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--dtypes", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
+    parser.add_argument("--rounds", type=int, default=12)
+    args = parser.parse_args()
+    results = {}
+    for size in args.sizes:
+        for dtype in args.dtypes:
+            times = harness.run_ranks(measure, 2, size, dtype, args.rounds)
+            results[f"{size} {dtype}"] = report(f"{size} {dtype}", times)
+    harness.write_results("step_time", results)
+
+
+def report(title: str, times: dict[str, list[float]]) -> dict[str, Any]:
+    """Print the tables of one model and return what is written down."""
+    bases = ("DDP", "FSDP2", "FSDP2 pairwise")
+    rows, record = [], {}
+    for name in times:
+        low, middle, high = harness.quartiles(times[name])
+        against = {base: harness.ratios(times, name, base) for base in bases}
+        record[name] = {"seconds": {"median": middle, "q1": low, "q3": high}, "over": against}
+        cells = [harness.show_ratio(against[base]) for base in bases]
+        rows.append([name, f"{middle * 1e3:.1f}", *cells])
+    harness.print_table(
+        f"{title}: ms per step, and ratios (median, quartiles)",
+        ["engine", "ms", *(f"x {base}" for base in bases)],
+        rows,
+    )
+    checks = []
+    for name, base, limit in TARGETS:
+        ratio = record[name]["over"][base]["median"]
+        checks.append([f"{name} / {base}", f"{ratio:.3f}", f"{limit:.2f}", _verdict(ratio, limit)])
+    harness.print_table(f"{title}: targets", ["ratio", "found", "at most", ""], checks)
+    return record
+
+
+def _verdict(ratio: float, limit: float) -> str:
+    return "met" if ratio <= limit else "missed"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,411 @@
+"""An elementwise optimizer steps on plain slices, and speaks FlatDTensor to everybody else.
+
+[Note: Shadow optimizer]
+DTensors cost host time in every call of a step. An elementwise optimizer needs none of it: a slice
+is all that its arithmetic looks at. So ``step`` runs on a *shadow*: an object of the same class
+that shares the optimizer's attributes, but whose ``param_groups`` and ``state`` hold plain slices.
+A step pre-hook hands it to ``step`` in place of ``self``.
+
+The optimizer itself is never touched, so nothing has to be put back: exceptions, closures, hooks
+and LR schedulers find FlatDTensors before, during and after. What the two hold is the same memory:
+
+    optimizer   param_groups: [FlatDTensor]           state[FlatDTensor]["exp_avg"]: FlatDTensor
+                                  | .local                                            | .local
+    shadow      param_groups: [slice]                 state[slice]["exp_avg"]: slice
+
+What the step stores, a hyperparameter or new state, is stored in the real groups and the real state
+at once. State that others replace (loading) is noticed before the next step, by comparing objects.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable, MutableMapping
+from itertools import chain
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fsdp_engine.flat_dtensor import FlatDTensor
+
+_ELEMENTWISE: tuple[type[Optimizer], ...] = (
+    torch.optim.ASGD,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+)
+
+_NoTorchFunction = torch._C.DisableTorchFunctionSubclass  # type: ignore[attr-defined]
+_tensor_class: Any = Tensor
+_get_grad = _tensor_class.grad.__get__
+
+# Attributes that a shadow does not share with its owner.
+_SHADOW_SLOTS = ("owner", "local_of", "local_states")
+
+AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
+
+
+def shard_optimizer(optimizer: AnyOptimizer, *, elementwise: bool = False) -> AnyOptimizer:
+    """Makes an optimizer step on the plain slices of its FlatDTensors; returns the same object.
+
+    Everything else stays as it was: ``param_groups``, ``state``, ``state_dict`` and
+    ``load_state_dict`` hold FlatDTensors, schedulers and hooks work. Plain tensors in the param
+    groups are stepped on as they are.
+
+    Args:
+        optimizer: Adam, AdamW, SGD, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop
+            of ``torch.optim``, or a subclass.
+        elementwise: the caller knows that any other optimizer updates each element from that
+            element's own gradient and state alone, and keeps state tensors of the parameter's
+            shape, or of shape ().
+
+    Raises:
+        TypeError: ``optimizer`` is no ``torch.optim.Optimizer``.
+        ValueError: it is not known to be elementwise, or was made with ``differentiable=True``.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer: expected a torch.optim.Optimizer; found {optimizer!r}")
+    name = type(optimizer).__name__
+    if not (elementwise or isinstance(optimizer, _ELEMENTWISE)):
+        known = ", ".join(each.__name__ for each in _ELEMENTWISE)
+        raise ValueError(
+            f"optimizer: expected one of {known} or a subclass; found {name}. If it updates every "
+            f"element on its own, pass elementwise=True"
+        )
+    if optimizer.defaults.get("differentiable"):
+        raise ValueError(
+            f"optimizer: expected differentiable=False; found True for {name}. Its step would "
+            f"need the autograd history of sharded parameters"
+        )
+    hooks = optimizer._optimizer_step_pre_hooks.values()
+    if not any(isinstance(hook, _LocalStep) for hook in hooks):
+        step = _LocalStep(type(optimizer))
+        optimizer.register_step_pre_hook(step)
+        optimizer.register_step_post_hook(step.finish)
+    return optimizer
+
+
+class _WriteThrough(dict[Any, Any]):
+    """A dict that passes every change on; reading it is as fast as reading any dict."""
+
+    def passed_on(self) -> MutableMapping[Any, Any]:
+        """The mapping that changes are passed on to."""
+        raise NotImplementedError
+
+    def shown(self, value: Any) -> Any:
+        """A value as it is passed on."""
+        return value
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if key not in self or self[key] is not value:
+            super().__setitem__(key, value)
+            self.passed_on()[key] = self.shown(value)
+
+    def __delitem__(self, key: Any) -> None:
+        super().__delitem__(key)
+        del self.passed_on()[key]
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        if key not in self and default:
+            return default[0]
+        value = self[key]
+        del self[key]
+        return value
+
+    def clear(self) -> None:
+        for key in list(self):
+            del self[key]
+
+
+class _LocalGroup(_WriteThrough):
+    """A param group with slices for parameters, and the hyperparameters of the real group."""
+
+    def __init__(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        super().__init__(group)
+        dict.__setitem__(self, "params", params)
+        self._group = group
+
+    def passed_on(self) -> MutableMapping[Any, Any]:
+        return self._group
+
+
+class _Shadow:
+    """Mixed into an optimizer class: param groups and state of its own, all else the owner's.
+
+    Holds its owner weakly: the owner's hooks hold it, and optimizers should die without the garbage
+    collector's help.
+    """
+
+    __slots__ = ()
+
+    owner: weakref.ref[Optimizer]
+    local_of: dict[int, Tensor]
+    local_states: _LocalStates
+
+    @property
+    def param_groups(self) -> list[_LocalGroup]:
+        # Made anew whenever the step asks: by then all pre-hooks have set what they want to set.
+        owner, local_of = self.owner(), self.local_of
+        assert owner is not None
+        return [
+            _LocalGroup(group, [local_of.get(id(p), p) for p in group["params"]])
+            for group in owner.param_groups
+        ]
+
+    @property
+    def state(self) -> _LocalStates:
+        return self.local_states
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.owner(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _SHADOW_SLOTS:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.owner(), name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.owner(), name)
+
+
+class _Slot:
+    """One FlatDTensor of the optimizer, and the slice that stands for it in the shadow."""
+
+    def __init__(self, param: FlatDTensor) -> None:
+        self.param = param
+        # Of its own, to have a .grad of its own; memory and version counter are the parameter's.
+        self.local = param.local.detach()
+        self.grad: Tensor | None = None
+        self.casts = False
+
+    def take_grad(self) -> Tensor | None:
+        """Gives the slice the parameter's gradient; what was found, to be compared with later."""
+        self.grad = self.param.grad
+        if self.grad is None:
+            self.casts, self.local.grad = False, None
+        else:
+            assert isinstance(self.grad, FlatDTensor)
+            local = self.grad.local
+            self.casts = local.dtype != self.local.dtype
+            self.local.grad = local.to(self.local.dtype) if self.casts else local
+        return self.grad
+
+    def show(self, value: Any) -> Any:
+        """State of the slice, as the parameter's."""
+        if isinstance(value, Tensor) and value.shape == self.local.shape:
+            return FlatDTensor.from_flat_local(value, self.param.flat_placement)
+        return value
+
+    def take(self, key: Any, value: Any) -> tuple[Any, Any]:
+        """State of the parameter: as it should be shown, and as the slice's.
+
+        Raises:
+            ValueError: it is a FlatDTensor of another slice.
+        """
+        placement = self.param.flat_placement
+        if isinstance(value, FlatDTensor):
+            if value.flat_placement != placement:
+                raise ValueError(
+                    f"state {key!r}: expected the slice of {self.param}; found {value}"
+                )
+            return value, value.local
+        if isinstance(value, Tensor) and value.ndim and value.shape == placement.shape:
+            # Whole, as loaded from an unsharded checkpoint.
+            shown = torch.zeros_like(self.param, dtype=value.dtype, requires_grad=False)
+            shown.copy_(value)
+            return shown, shown.to_local()  # type: ignore[attr-defined]
+        return value, value
+
+
+class _LocalState(_WriteThrough):
+    """A slice's state. What the step stores is shown in the parameter's state at once."""
+
+    def __init__(self, step: _LocalStep, slot: _Slot, values: dict[Any, Any]) -> None:
+        super().__init__(values)
+        self._step = step
+        self._slot = slot
+
+    def passed_on(self) -> MutableMapping[Any, Any]:
+        return self._step.shown_state(self._slot)
+
+    def shown(self, value: Any) -> Any:
+        return self._slot.show(value)
+
+
+class _LocalStates(dict[Any, Any]):
+    """The shadow's ``state``: by slice; what belongs to no slice is the optimizer's own."""
+
+    def __init__(self, step: _LocalStep) -> None:
+        super().__init__()
+        self._step = step
+
+    def __missing__(self, key: Any) -> Any:
+        slot = self._step.slot_of(key)
+        if slot is None:
+            return self._step.real_entry(key)
+        state = _LocalState(self._step, slot, {})
+        super().__setitem__(key, state)
+        return state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        slot = self._step.slot_of(key)
+        if slot is None:
+            self._step.real_state()[key] = value
+            return
+        state = self[key]
+        state.clear()
+        state.update(value)
+
+
+class _LocalStep:
+    """The step pre-hook: brings the shadow up to date and hands it to ``step``."""
+
+    def __init__(self, optimizer_class: type[Optimizer]) -> None:
+        # A class of its own: properties take precedence over the attributes that it shares.
+        slots = {"__slots__": _SHADOW_SLOTS}
+        self._shadow_class = type(optimizer_class.__name__, (_Shadow, optimizer_class), slots)
+        self._shadow: Any = None
+        self._params: list[Tensor] = []
+        self._slots: list[_Slot] = []
+        self._slot_of: dict[int, _Slot] = {}  # by id of the slice
+        self._flat_params: list[FlatDTensor] = []
+        self._grads: list[Tensor | None] = []
+        # What the optimizer's state looked like when the shadow's was last in step with it.
+        self._state: Any = None
+        self._shown: list[Any] = []
+        self._shown_dicts: list[dict[Any, Any]] = []
+        self._shown_values: list[Any] = []
+        self._changed = False
+
+    def __call__(
+        self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if isinstance(optimizer, _Shadow):  # a subclass's step calls its parent's
+            return None
+        self._refresh_params(optimizer)
+        if self._changed or not self._state_is_known(optimizer.state):
+            self._take_state(optimizer.state)
+        self._refresh_grads()
+        arguments = [self._closure(a) if callable(a) else a for a in args[1:]]
+        kwargs = {k: self._closure(v) if k == "closure" and v else v for k, v in kwargs.items()}
+        return (self._shadow, *arguments), kwargs
+
+    def finish(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """The step post-hook: all that changed in the state was shown by the step itself."""
+        if self._changed and not isinstance(optimizer, _Shadow):
+            self._note_state(optimizer.state)
+
+    def slot_of(self, local: Any) -> _Slot | None:
+        """The slot of a slice; None for any other key of a state."""
+        return self._slot_of.get(id(local))
+
+    def real_state(self) -> Any:
+        """The optimizer's own state, about to be changed by its step."""
+        self._changed = True
+        return self._shadow.owner().state
+
+    def real_entry(self, key: Any) -> Any:
+        """The optimizer's own state of something that is no slice."""
+        state = self._shadow.owner().state
+        return state[key] if key in state else self.real_state()[key]
+
+    def shown_state(self, slot: _Slot) -> dict[Any, Any]:
+        """The state of a parameter, about to be changed by the step."""
+        state: dict[Any, Any] = self.real_state()[slot.param]
+        return state
+
+    def _closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def with_new_gradients() -> Any:
+            result = closure()
+            self._refresh_grads()
+            return result
+
+        return with_new_gradients
+
+    def _refresh_params(self, optimizer: Any) -> None:
+        """Notices parameters that came or went."""
+        params = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+        same = len(params) == len(self._params) and all(map(operator.is_, params, self._params))
+        if same and self._shadow is not None:
+            return
+        known = {id(slot.param): slot for slot in self._slots}
+        self._params = params
+        self._slots = [known.get(id(p)) or _Slot(p) for p in params if isinstance(p, FlatDTensor)]
+        self._slot_of = {id(slot.local): slot for slot in self._slots}
+        self._flat_params = [slot.param for slot in self._slots]
+        self._grads = [slot.grad for slot in self._slots]
+        self._shadow = object.__new__(self._shadow_class)
+        self._shadow.owner = weakref.ref(optimizer)
+        self._shadow.local_of = {id(slot.param): slot.local for slot in self._slots}
+        self._changed = True
+
+    @torch.no_grad()
+    def _refresh_grads(self) -> None:
+        """Gives each slice its parameter's gradient, where that is another object than before."""
+        with _NoTorchFunction():
+            grads = list(map(_get_grad, self._flat_params))
+        if not all(map(operator.is_, grads, self._grads)):
+            for index, (grad, known) in enumerate(zip(grads, self._grads, strict=True)):
+                if grad is not known:
+                    self._grads[index] = self._slots[index].take_grad()
+        for slot in self._slots:
+            if slot.casts:
+                slot.take_grad()
+
+    def _state_is_known(self, state: Any) -> bool:
+        return (
+            state is self._state
+            and len(state) == len(self._shown)
+            and all(map(operator.is_, state.values(), self._shown))
+            and sum(map(len, self._shown_dicts)) == len(self._shown_values)
+            and all(
+                map(
+                    operator.is_,
+                    chain.from_iterable(map(dict.values, self._shown_dicts)),
+                    self._shown_values,
+                )
+            )
+        )
+
+    @torch.no_grad()
+    def _take_state(self, state: Any) -> None:
+        """Makes the shadow's state what the optimizer's is."""
+        local_states = _LocalStates(self)
+        for slot in self._slots:
+            shown = state.get(slot.param)
+            if shown is None:
+                continue
+            values = {}
+            for key, value in shown.items():
+                shown[key], values[key] = slot.take(key, value)
+            dict.__setitem__(local_states, slot.local, _LocalState(self, slot, values))
+        self._shadow.local_states = local_states
+        self._note_state(state)
+
+    def _note_state(self, state: Any) -> None:
+        self._changed = False
+        self._state = state
+        self._shown = list(state.values())
+        flat = {id(param) for param in self._flat_params}
+        self._shown_dicts = [shown for key, shown in state.items() if id(key) in flat]
+        self._shown_values = list(chain.from_iterable(map(dict.values, self._shown_dicts)))

@@ -1,0 +1,403 @@
+"""Bad input: clear errors, on every rank, before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import fsdp_engine as fe
+from fsdp_engine.strategies import LEVELS
+from tests import models, reference
+from tests.models import Mlp, Transformer, token_batch, vector_batch
+from tests.pool import Ranks, on_ranks
+
+
+@contextmanager
+def refused(
+    model: nn.Module, *parts: str, kind: type[Exception] = ValueError
+) -> Iterator[pytest.ExceptionInfo[Exception]]:
+    """An error whose message holds all ``parts``; the model stays as it was and can be sharded."""
+    parameters = dict(model.named_parameters())
+    values = {name: p.detach().clone() for name, p in parameters.items() if not p.is_meta}
+    with pytest.raises(kind) as caught:
+        yield caught
+    for part in parts:
+        assert part in str(caught.value), f"{part!r} is not in {caught.value}"
+    after = dict(model.named_parameters())
+    assert after.keys() == parameters.keys()
+    for name, parameter in after.items():
+        assert parameter is parameters[name], f"{name} was replaced"
+        if name in values:
+            assert torch.equal(parameter, values[name]), f"{name} was changed"
+
+
+def assert_still_trains(model: nn.Module) -> None:
+    engine = fe.shard(model)
+    data = reference.make_data(token_batch, 1, 1, dist.get_world_size())
+    (step,) = reference.train_sharded(model, engine, data)
+    assert step.norm > 0
+
+
+@on_ranks(2)
+def test_an_outer_level_above_the_inner_one_is_refused() -> None:
+    names = list(LEVELS)
+    for inner in range(4):
+        for outer in range(inner + 1, 4):
+            model = Transformer(num_blocks=1)
+            with refused(model, "outer_strategy", names[inner], names[outer]):
+                fe.shard(model, strategy=names[inner], outer_strategy=names[outer])
+            assert_still_trains(model)
+
+
+@on_ranks(2)
+def test_an_unknown_strategy_is_refused_with_the_known_ones() -> None:
+    for field in ("strategy", "outer_strategy"):
+        for value in ("zero3", "", None, 3):
+            model = Transformer(num_blocks=1)
+            with refused(model, f"{field}: expected one of", "optim_grads_params", repr(value)):
+                fe.shard(model, **{field: value})
+        assert_still_trains(model)
+
+
+@on_ranks(4)
+def test_a_mesh_of_three_axes_is_refused() -> None:
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))
+    model = Transformer(num_blocks=1)
+    with refused(model, "mesh", "3 axes"):
+        fe.shard(model, mesh)
+    assert_still_trains(model)
+
+
+@on_ranks(4)
+def test_a_mesh_that_does_not_cover_a_rank_is_refused_there() -> None:
+    mesh = DeviceMesh("cpu", [0, 1])
+    model = Transformer(num_blocks=1)
+    rank = dist.get_rank()
+    if rank < 2:
+        fe.shard(model, mesh)
+        model(*token_batch(2, rank)).backward()
+    else:
+        with refused(model, "mesh", f"covers this rank, {rank}", "[0, 1]"):
+            fe.shard(model, mesh)
+
+
+@on_ranks(2)
+def test_things_of_the_wrong_kind_are_refused() -> None:
+    model = Transformer(num_blocks=1)
+    with refused(model, "mesh", kind=TypeError):
+        fe.shard(model, "cuda")  # type: ignore[arg-type]
+    with refused(model, "units", kind=TypeError):
+        fe.shard(model, units=[3])  # type: ignore[list-item]
+    with refused(model, "units", "int", kind=TypeError):
+        fe.shard(model, units=[int])  # type: ignore[list-item]
+    with refused(model, "mp_policy", kind=TypeError):
+        fe.shard(model, mp_policy=torch.bfloat16)  # type: ignore[arg-type]
+    with refused(model, "config", kind=TypeError):
+        fe.shard(model, config={})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="model"):
+        fe.shard(list(model.parameters()))  # type: ignore[arg-type]
+    assert_still_trains(model)
+
+
+@on_ranks(2)
+def test_a_model_without_parameters_is_refused() -> None:
+    with pytest.raises(ValueError, match="parameters"):
+        fe.shard(nn.Sequential(nn.ReLU(), nn.Tanh()))
+
+
+@on_ranks(2)
+def test_units_that_match_nothing_are_refused() -> None:
+    model = Transformer(num_blocks=1)
+    choices: list[tuple[Any, str]] = [
+        (nn.Conv2d, "Conv2d"),
+        ("layers.*", "layers.*"),
+        ([models.Block, "layers.*"], "layers.*"),
+        (lambda name, module: False, "predicate"),
+        (nn.GELU, "GELU"),
+    ]
+    for units, part in choices:
+        with refused(model, "units", part):
+            fe.shard(model, units=units)
+    assert_still_trains(model)
+
+
+@on_ranks(2)
+def test_a_unit_that_is_never_called_by_itself_is_refused() -> None:
+    model = Transformer(num_blocks=1)
+    with refused(model, "units", "blocks", "ModuleList"):
+        fe.shard(model, units="blocks")
+    assert_still_trains(model)
+
+
+@on_ranks(2)
+def test_nested_units_leave_every_parameter_in_one_unit() -> None:
+    model = models.NestedUnits()
+    names = [name for name, _ in model.named_parameters()]
+    engine = fe.shard(model, units=[models.SequentialBlock, nn.Sequential, nn.Linear])
+    owned = [
+        record.name for unit in engine.units for buffer in unit.buffers for record in buffer.records
+    ]
+    assert sorted(owned) == sorted(names)
+
+
+def differ(rank: int, change: str) -> nn.Module:
+    """A model that is another one on ``rank``."""
+    model = Transformer(num_blocks=2)
+    if dist.get_rank() != rank:
+        return model
+    if change == "name":
+        block = model.blocks[1]
+        block.other = block.out  # type: ignore[assignment]
+        del block.out
+    elif change == "shape":
+        model.blocks[1].out = nn.Linear(models.DIM, models.DIM + 1)
+    elif change == "dtype":
+        model.blocks[1].out.bfloat16()  # type: ignore[union-attr]
+    elif change == "frozen":
+        model.blocks[1].out.requires_grad_(False)  # type: ignore[union-attr]
+    elif change == "fewer":
+        del model.head
+    return model
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        ("name", ("blocks.1.out.weight", "blocks.1.other.weight")),
+        ("shape", ("blocks.1.out.weight", "(12, 12)", "(13, 12)")),
+        ("dtype", ("blocks.1.out.weight", "float32", "bfloat16")),
+        ("frozen", ("blocks.1.out.weight", "trainable", "frozen")),
+        ("fewer", ("head.weight",)),
+    ],
+)
+@on_ranks(4)
+def test_parameters_that_differ_between_ranks_are_refused_on_all_of_them(
+    change: str, parts: tuple[str, ...]
+) -> None:
+    for rank in (0, 2):
+        model = differ(rank, change)
+        other = f"rank {rank}" if rank else "rank 1"
+        with refused(model, *parts, other):
+            fe.shard(model)
+        dist.barrier()
+
+
+@on_ranks(2)
+def test_options_that_differ_between_ranks_are_refused_on_all_of_them() -> None:
+    model = Transformer(num_blocks=1)
+    strategy = ("optim", "optim_grads")[dist.get_rank()]
+    with refused(model, "rank 1", "optim_grads"):
+        fe.shard(model, strategy=strategy)
+    assert_still_trains(model)
+
+
+@on_ranks(2)
+def test_an_error_on_one_rank_is_raised_on_all() -> None:
+    model = Transformer(num_blocks=1)
+    units = "blocks.*" if dist.get_rank() == 0 else "layers.*"
+    with refused(model, "layers.*"):
+        fe.shard(model, units=units)
+    assert_still_trains(model)
+
+
+@on_ranks(2)
+def test_an_optimizer_built_before_sharding_is_refused() -> None:
+    model = Transformer(num_blocks=1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with refused(model, "optimizer", "after", "embedding.weight"):
+        fe.shard(model)
+    del optimizer
+    assert_still_trains(model)
+
+
+@on_ranks(2)
+def test_sharding_a_model_twice_is_refused() -> None:
+    for strategy in LEVELS:
+        model = Transformer(num_blocks=2)
+        engine = fe.shard(model, strategy=strategy)
+        whole: list[nn.Module] = [model, model.blocks[1], nn.Sequential(model)]
+        for module in whole:
+            with refused(module, "model"):
+                fe.shard(module)
+        data = reference.make_data(token_batch, 1, 1, dist.get_world_size())
+        (step,) = reference.train_sharded(model, engine, data)
+        assert step.norm > 0
+
+
+@on_ranks(2)
+def test_a_granule_that_does_not_divide_its_parameter_is_refused() -> None:
+    model = Transformer(num_blocks=1)
+
+    def granule(name: str, parameter: nn.Parameter) -> int:
+        return 7 if name == "blocks.0.out.weight" else 1
+
+    with refused(model, "blocks.0.out.weight", "7", "144"):
+        fe.shard(model, granule=granule)
+    for value in (0, -3):
+        with refused(model, str(value)):
+            fe.shard(model, granule=lambda name, parameter, value=value: value)
+    assert_still_trains(model)
+
+
+def test_a_negative_budget_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"suggested_communication_unit_size.*found -1"):
+        fe.DistributedDataParallelConfig(suggested_communication_unit_size=-1)
+    with pytest.raises(TypeError, match="suggested_communication_unit_size"):
+        fe.DistributedDataParallelConfig(suggested_communication_unit_size=1.5)  # type: ignore[arg-type]
+
+
+class Rootless(nn.Module):
+    """A meta tensor in a module that cannot give it a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Mlp(), Mlp()])
+        self.bias = nn.Parameter(torch.zeros(models.DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x + self.bias
+
+
+@on_ranks(2)
+def test_a_meta_parameter_that_nobody_can_initialise_is_refused() -> None:
+    with torch.device("meta"):
+        model = Rootless()
+    with refused(model, "bias", "reset_parameters", "meta"):
+        fe.shard(model)
+
+
+@on_ranks(2)
+def test_a_backward_without_zero_grad_names_a_parameter() -> None:
+    for strategy in LEVELS:
+        model = Transformer(num_blocks=1)
+        fe.shard(model, strategy=strategy)
+        model(*token_batch(2, 1)).backward()
+        with pytest.raises(RuntimeError, match=r"\.grad of .*weight.*zero_grad"):
+            model(*token_batch(2, 2)).backward()
+
+
+@on_ranks(2)
+def test_registering_an_unknown_method_or_module_is_refused() -> None:
+    model = Transformer(num_blocks=1)
+    with pytest.raises(ValueError, match="module"):
+        fe.register_forward_method(model, "generate")
+    fe.shard(model)
+    with pytest.raises(ValueError, match="sample"):
+        fe.register_forward_method(model, "sample")
+
+
+@on_ranks(2)
+def test_asking_for_an_unknown_parameter_is_refused() -> None:
+    engine = fe.shard(Transformer(num_blocks=1))
+    with pytest.raises(KeyError, match=r"blocks\.9\.out"):
+        engine.full_tensor("blocks.9.out")
+
+
+@on_ranks(2)
+def test_unsharding_a_module_of_another_model_is_refused() -> None:
+    engine = fe.shard(Transformer(num_blocks=1))
+    with pytest.raises(ValueError, match="Mlp"), engine.unsharded(Mlp()):
+        pass
+
+
+@on_ranks(2)
+def test_training_within_unsharded_is_refused() -> None:
+    for strategy in LEVELS:
+        model = Transformer(num_blocks=1)
+        engine = fe.shard(model, strategy=strategy)
+        with engine.unsharded(), pytest.raises(RuntimeError, match="no_grad"):
+            model(*token_batch(2, 1))
+        model(*token_batch(2, 1)).backward()
+
+
+@on_ranks(2)
+def test_redistributing_to_anything_but_replicated_is_refused() -> None:
+    from torch.distributed.tensor import Replicate, Shard
+
+    model = Transformer(num_blocks=1)
+    engine = fe.shard(model)
+    weight = model.blocks[0].out.weight
+    assert isinstance(weight, fe.FlatDTensor)
+    with pytest.raises((ValueError, NotImplementedError, RuntimeError), match="redistribute"):
+        weight.redistribute(placements=[Shard(0)])
+    whole = weight.redistribute(placements=[Replicate()])
+    assert torch.equal(whole.to_local(), engine.full_tensor("blocks.0.out.weight"))
+
+
+@on_ranks(2)
+def test_a_nonfinite_norm_is_refused_when_asked_for() -> None:
+    model = Transformer(num_blocks=1)
+    engine = fe.shard(model)
+    (model(*token_batch(2, 1)) * float("nan")).backward()
+    with pytest.raises(RuntimeError, match="finite"):
+        engine.clip_grad_norm_(1.0, error_if_nonfinite=True)
+    with pytest.raises(ValueError, match="norm_type"):
+        engine.clip_grad_norm_(1.0, norm_type=0.0)
+
+
+def bigger(model: Transformer) -> None:
+    model.blocks.append(models.Block())
+
+
+def smaller(model: Transformer) -> None:
+    del model.blocks[1]
+
+
+def wider(model: Transformer) -> None:
+    model.head = nn.Linear(models.DIM, models.VOCABULARY + 1, bias=False)
+
+
+def save(path: str) -> None:
+    model = Transformer(num_blocks=2)
+    fe.save_checkpoint(path, fe.shard(model))
+
+
+def load_into_another(path: str, change: Callable[[Transformer], None], parts: list[str]) -> None:
+    model = Transformer(num_blocks=2)
+    change(model)
+    engine = fe.shard(model)
+    before = reference.full_weights(model)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is compared below
+        fe.load_checkpoint(path, engine)
+    for part in parts:
+        assert part in str(caught.value), caught.value
+    after = reference.full_weights(model)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        (bigger, ["blocks.2."]),
+        (smaller, ["blocks.1."]),
+        (wider, ["head.weight", str(models.VOCABULARY), str(models.VOCABULARY + 1)]),
+    ],
+    ids=["missing", "extra", "mis-shaped"],
+)
+def test_a_checkpoint_with_other_entries_is_refused_before_anything_is_loaded(
+    ranks: Ranks, tmp_path: Any, change: Callable[[Transformer], None], parts: list[str]
+) -> None:
+    path = str(tmp_path / "checkpoint")
+    ranks.run(save, path, world_size=2)
+    ranks.run(load_into_another, path, change, parts, world_size=2)
+
+
+@on_ranks(2)
+def test_a_rank_whose_data_breaks_the_model_can_start_again() -> None:
+    """All ranks lose the microbatch together and go on."""
+    model = models.Chain(Mlp(), Mlp())
+    engine = fe.shard(model)
+    with pytest.raises(RuntimeError, match="shape"):
+        model(torch.zeros(2, models.DIM + 1), torch.zeros(2, models.DIM))
+    engine.reset()
+    model(*vector_batch(2, seed=1)).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
