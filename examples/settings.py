@@ -42,7 +42,7 @@ class Settings:
     heads: int = option(4, "attention heads")
 
     # The optimizer.
-    lr: float = option(2e-3, "peak learning rate")
+    lr: float = option(3e-3, "peak learning rate")
     warmup: int = option(50, "steps of linear warm-up; a cosine to a tenth follows")
     weight_decay: float = option(0.1, "on matrices")
     clip: float = option(1.0, "largest norm of the gradient")

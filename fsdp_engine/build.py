@@ -75,9 +75,7 @@ class Plan:
             f"{unit.name or 'root'}, at {slot.offset} of {buffer.layout.numel}"
             for unit in self.units
             for buffer in unit.buffers
-            for record, slot in zip(
-                buffer.records, buffer.layout.slots, strict=True
-            )
+            for record, slot in zip(buffer.records, buffer.layout.slots, strict=True)
         ]
 
 
@@ -158,18 +156,18 @@ def build_units(
         if plan.on_meta:
             records = [record for buffer in planned.buffers for record in buffer.records]
             materialize(records, mesh.device, seed + index)
-        buffers = []
-        for number, buffer in enumerate(planned.buffers):
+        buffers: list[ParamAndGradBuffer] = []
+        for number, part in enumerate(planned.buffers):
             label = planned.name or "the root module"
             if len(planned.buffers) > 1:
                 label += f" (buffer {number})"
             buffers.append(
                 ParamAndGradBuffer(
                     label,
-                    buffer.records,
-                    buffer.layout,
-                    buffer.kind,
-                    buffer.make_codec(),
+                    part.records,
+                    part.layout,
+                    part.kind,
+                    part.make_codec(),
                     strategy,
                     ladder,
                     lanes,

@@ -34,9 +34,7 @@ def total_norm(
         raise ValueError(f"norm_type: expected a positive number or inf; found {norm_type!r}")
     dtype = torch.float64 if any(s.dtype == torch.float64 for s in shards) else torch.float32
     norms = [
-        torch.linalg.vector_norm(shard, norm_type, dtype=dtype)
-        for shard in shards
-        if shard.numel()
+        torch.linalg.vector_norm(shard, norm_type, dtype=dtype) for shard in shards if shard.numel()
     ]
     if not norms:
         norms = [torch.zeros((), dtype=dtype, device=device)]

@@ -65,10 +65,7 @@ class Communicator:
         """
         full = _as_bytes(full)
         own = self.part(full)
-        if source is None:
-            source = own
-        else:
-            source = _as_bytes(source)
+        source = own if source is None else _as_bytes(source)
         if self._staged:
             host = full.cpu()
             self.part(host).copy_(source)
@@ -116,7 +113,9 @@ class Communicator:
                 assert not accumulate
                 out.div_(self.size)
         elif self._gloo:
-            fresh = memory.empty(out.numel(), out.dtype, out.device) if accumulate and average else out
+            fresh = (
+                memory.empty(out.numel(), out.dtype, out.device) if accumulate and average else out
+            )
             yield from self._pairwise_reduce(
                 full, fresh, reduce_dtype if wide else None, accumulate and not average, tag
             )

@@ -28,7 +28,7 @@ from fsdp_engine.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.reductions import Reductions
 from fsdp_engine.scheduler import Scheduler
-from fsdp_engine.strategies import Axis, Role, Strategy
+from fsdp_engine.strategies import NO_SHARD, Axis, Role, Strategy
 from fsdp_engine.unit import Unit, install_into
 
 _ENGINES: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
@@ -77,6 +77,8 @@ def shard(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module; found {type(model).__name__}")
     data_mesh = DataMesh.create(mesh)
+    if data_mesh.outer.size == 1:
+        levels = Strategy(levels.inner, NO_SHARD)  # nothing to cut along one rank
     policy = mp_policy or MixedPrecisionPolicy()
     options = config or DistributedDataParallelConfig()
     rules = tuple(codec_rules)
@@ -122,9 +124,7 @@ class Engine:
         self._memory = Memory(mesh.device, keep=config.fsdp_double_buffer)
         self._lanes = lanes_module.make_lanes(mesh.device)
         ladder = Ladder(mesh)
-        self.units = build_units(
-            plan, strategy, ladder, self._lanes, self._memory, config, seed
-        )
+        self.units = build_units(plan, strategy, ladder, self._lanes, self._memory, config, seed)
         self.budget = _budget(self.units, config)
         root = self.units[0]
         reductions = Reductions(

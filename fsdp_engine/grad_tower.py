@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fsdp_engine.buffer import Ladder, ShardedBuffer
 from fsdp_engine.collectives import Steps
-from fsdp_engine.lanes import Chain, Lanes, Ticket
+from fsdp_engine.lanes import Chain, Lanes, Operation, Ticket
 from fsdp_engine.layout import Layout
 from fsdp_engine.memory import Memory, TransientStorage
 from fsdp_engine.precision import ParamDtypes
@@ -175,7 +175,7 @@ class GradTower:
             last: this is the last microbatch of the step.
         """
         ticket: Ticket | None = None
-        after = (self._lanes.compute.record(),)
+        after: tuple[Ticket, ...] = (self._lanes.compute.record(),)
         if self.writes_to_staging:
             self._accumulates = not all(self.fresh)
             self._stale = []
@@ -200,9 +200,7 @@ class GradTower:
         """The reduction is done (compute has waited for it): hand transient memory back."""
         for storage in (self._staging, self._wire):
             if storage is not None and storage.filled:
-                self._lanes.compute.manage(
-                    f"free staging of {self._label}", storage.drain, storage
-                )
+                self._lanes.compute.manage(f"free staging of {self._label}", storage.drain, storage)
 
     def discard(self) -> None:
         """Forget whatever was accumulated."""
@@ -253,7 +251,9 @@ class GradTower:
                 writes=[source, out],
             )
 
-    def _scatter_steps(self, axis: Axis, source: Tensor, out: Tensor, into_accum: bool):  # type: ignore[no-untyped-def]
+    def _scatter_steps(
+        self, axis: Axis, source: Tensor, out: Tensor, into_accum: bool
+    ) -> Operation:
         def steps() -> Steps:
             accumulate = into_accum and self._accumulates
             if into_accum and self._stale:

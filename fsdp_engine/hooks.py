@@ -164,6 +164,8 @@ class UnitHooks:
         recomputes = in_backward()
         if recomputes and not (self._entered and self._entered[-1][1]):
             return None
+        if not self._entered:
+            return None  # entering failed: there is nothing to leave
         call, _ = self._entered.pop()
         has_backward = False
         if call is not None:
@@ -188,17 +190,24 @@ class UnitHooks:
         cast = partial(_cast, self._input_dtype)
         return map_tensors(cast, args), map_tensors(cast, kwargs)
 
+    def _boundary_view(self, call: Call, tensor: Tensor) -> Tensor:
+        call.has_boundary = True
+        view = tensor.view_as(tensor)
+        view.register_hook(partial(_end_backward, self._scheduler, call))
+        return view
+
     def _mark_boundary(self, call: Call, args: Any, kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs and type(args[0]) is Tensor:  # most units, most cheaply
+            tensor = args[0]
+            return ((self._boundary_view(call, tensor),) if tensor.requires_grad else args), kwargs
         inputs = {id(t): t for t in iter_tensors((args, kwargs)) if t.requires_grad}
         if not inputs:
             return args, kwargs
-        call.has_boundary = True
         tensors = list(inputs.values())
         if len(tensors) == 1:
-            view = tensors[0].view_as(tensors[0])
-            view.register_hook(partial(_end_backward, self._scheduler, call))
-            views: Any = (view,)
+            views: Any = (self._boundary_view(call, tensors[0]),)
         else:
+            call.has_boundary = True
             views = _Boundary.apply(call, self._scheduler, *tensors)
         # One input given twice stays one tensor: modules compare inputs by identity.
         replaced = dict(zip(inputs, views, strict=True))

@@ -117,7 +117,7 @@ def check_device_mesh(device_mesh: DeviceMesh) -> list[int]:
 
 
 def init_from_environment() -> None:
-    """Initialise torch.distributed if nobody has: from torchrun's environment, else for one rank."""
+    """Initialise torch.distributed, if nobody has, as torchrun says; without it for one rank."""
     if dist.is_initialized():
         return
     if torch.cuda.is_available():

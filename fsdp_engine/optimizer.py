@@ -289,6 +289,7 @@ class _LocalStep:
         self._slots: list[_Slot] = []
         self._slot_of: dict[int, _Slot] = {}  # by id of the slice
         self._flat_params: list[FlatDTensor] = []
+        self._locals: list[Tensor] = []
         self._grads: list[Tensor | None] = []
         # What the optimizer's state looked like when the shadow's was last in step with it.
         self._state: Any = None
@@ -312,8 +313,12 @@ class _LocalStep:
 
     def finish(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """The step post-hook: all that changed in the state was shown by the step itself."""
-        if self._changed and not isinstance(optimizer, _Shadow):
+        if isinstance(optimizer, _Shadow):
+            return
+        if self._changed:
             self._note_state(optimizer.state)
+        # Fused steps count no version for what they change (torch 2.11 to 2.13).
+        torch.autograd.graph.increment_version(self._locals)
 
     def slot_of(self, local: Any) -> _Slot | None:
         """The slot of a slice; None for any other key of a state."""
@@ -353,6 +358,7 @@ class _LocalStep:
         self._slots = [known.get(id(p)) or _Slot(p) for p in params if isinstance(p, FlatDTensor)]
         self._slot_of = {id(slot.local): slot for slot in self._slots}
         self._flat_params = [slot.param for slot in self._slots]
+        self._locals = [slot.local for slot in self._slots]
         self._grads = [slot.grad for slot in self._slots]
         self._shadow = object.__new__(self._shadow_class)
         self._shadow.owner = weakref.ref(optimizer)

@@ -137,8 +137,7 @@ class ParamAndGradBuffer:
         self._grad_views: list[Tensor] = []
         self._load_initial_values()
         self.full_params = [
-            nn.Parameter(tensor, requires_grad=kind.requires_grad)
-            for tensor in self.weights.params
+            nn.Parameter(tensor, requires_grad=kind.requires_grad) for tensor in self.weights.params
         ]
         self.sharded_params = (
             self.full_params if self.is_plain else [self._sharded(i) for i in range(len(by_name))]

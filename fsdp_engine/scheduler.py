@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 
 from fsdp_engine.memory import Memory
-from fsdp_engine.order import first_use_order, prefetch_windows
+from fsdp_engine.order import Walk, first_use_order, leave_order
 from fsdp_engine.reductions import Reductions
 from fsdp_engine.unit import Call, Unit, UnitState
 
@@ -31,11 +31,7 @@ def in_backward() -> bool:
 
 
 class Scheduler:
-    """Moves units through their lives as forward and backward come along.
-
-    Attributes:
-        order: units as the last forward of the root entered them.
-    """
+    """Moves units through their lives as forward and backward come along."""
 
     def __init__(
         self,
@@ -58,10 +54,11 @@ class Scheduler:
         self._touched: dict[int, Unit] = {}
         self._opened_calls: list[Call] = []
         self._any_refresh = any(u.needs_refresh and not u.reshards for u in units)
-        # The unit that forward leaves last, beside the root, is the first that backward needs.
-        self._last_left = max((u.index for u in units if u is not root), default=root.index)
-        self.order: list[int] = []
-        self._adopt_order([unit.index for unit in units])
+        # Units refreshed in this forward, in canonical order (the keys of a dictionary).
+        self._refreshed: dict[int, None] = {}
+        self._adopt_order(
+            [unit.index for unit in units], leave_order([unit.name for unit in units])
+        )
 
     # Forward.
 
@@ -71,7 +68,7 @@ class Scheduler:
             self._begin_forward()
         self._open.append(unit)
         self._recording.append(unit.index)
-        self._make_full(unit, self._forward_windows)
+        self._make_full(unit, self._forward)
         unit.install()
 
     def leave_forward(self, unit: Unit, has_backward: bool) -> None:
@@ -81,8 +78,8 @@ class Scheduler:
             unit: which.
             has_backward: autograd will come back to it.
         """
-        assert self._open and self._open[-1] is unit, f"{unit.label} is not the innermost forward"
-        self._open.pop()
+        innermost = self._open.pop()
+        assert innermost is unit, f"{unit.label} is left within {innermost.label}"
         self._left.append(unit.index)
         unit.leave()
         if unit.uses == 0:
@@ -99,7 +96,8 @@ class Scheduler:
                 "the last backward did not finish, perhaps because of an exception: "
                 "call engine.reset() before the next forward"
             )
-        self._position = -1
+        self._forward.restart()
+        self._refreshed.clear()
         self._recording = []
         self._left = []
 
@@ -107,14 +105,13 @@ class Scheduler:
         self._drop_ahead()
         if self._any_refresh:
             self._refresh_through(None)
+            for unit in self.units:
+                # What this rank did not enter must not read main weights into the next step.
+                unit.settle()
         if outermost is self._root:
-            others = [index for index in self._left if index != self._root.index]
-            if others:
-                self._last_left = others[-1]
-            if self._recording != self.order:
-                self._adopt_order(self._recording)
-            self.reductions.order_seen(first_use_order(self.order, len(self.units)))
-        self._position = len(self.order)
+            if self._recording != self._forward.order:
+                self._adopt_order(self._recording, self._left)
+            self.reductions.order_seen(first_use_order(self._recording, len(self.units)))
         if not torch.is_grad_enabled():
             self._memory.rest()
 
@@ -143,7 +140,7 @@ class Scheduler:
         self._opened_calls.append(call)
         call.unit.open_calls.append(call)
         self._touched[call.unit.index] = call.unit
-        self._make_full(call.unit, self._backward_windows)
+        self._make_full(call.unit, self._backward)
 
     def leave_backward(self, call: Call) -> None:
         """The gradients of a call's inputs have come: its backward is over."""
@@ -180,7 +177,7 @@ class Scheduler:
             return
         self.reductions.begin_backward()
         self._backward_is_open = True
-        self._position = len(self.order)
+        self._backward.restart()
         # Closes whatever autograd leaves open: parameters without a gradient, inputs without one.
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
@@ -206,15 +203,15 @@ class Scheduler:
 
     # Both.
 
-    def _make_full(self, unit: Unit, windows: Sequence[tuple[int, ...]]) -> None:
-        window = self._advance(unit, windows)
+    def _make_full(self, unit: Unit, walk: Walk) -> None:
+        window, expected = walk.advance(unit.index)
+        if not expected:
+            self._drop_ahead(keep=(unit.index, *window))
         self._gather(unit)
         self._ahead.discard(unit.index)
         for index in window:
             ahead = self.units[index]
-            if ahead.state is UnitState.SHARDED or (
-                ahead.state is UnitState.IDLE and ahead.needs_gather
-            ):
+            if ahead.needs_gather:
                 self._gather(ahead)
                 self._ahead.add(index)
         unit.settle()
@@ -224,36 +221,21 @@ class Scheduler:
     def _gather(self, unit: Unit) -> None:
         if not unit.needs_gather:
             return
-        if unit.reshards:
+        if unit.reshards or unit.index in self._refreshed:
             unit.gather()
         else:
             self._refresh_through(unit)
 
     def _refresh_through(self, last: Unit | None) -> None:
         """Refresh what is stale, in canonical order, up to ``last`` (None: all)."""
-        for index in self.reductions.canonical_order:
-            unit = self.units[index]
+        order = self.reductions.canonical_order
+        while len(self._refreshed) < len(order):
+            unit = self.units[order[len(self._refreshed)]]
+            self._refreshed[unit.index] = None
             if not unit.reshards and unit.needs_gather:
                 unit.gather()
             if unit is last:
                 return
-
-    def _advance(self, unit: Unit, windows: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        """Move to the unit's place in the order; returns what to gather ahead there."""
-        step = 1 if windows is self._forward_windows else -1
-        place = self._position + step
-        if 0 <= place < len(self.order) and self.order[place] == unit.index:
-            self._position = place
-            return windows[place]
-        places = self._places.get(unit.index)
-        if not places:
-            self._drop_ahead(keep=(unit.index,))
-            return ()
-        ahead = [p for p in places if (p - place) * step >= 0]
-        self._position = (ahead or places)[0 if step > 0 else -1]
-        window = windows[self._position]
-        self._drop_ahead(keep=(unit.index, *window))
-        return window
 
     def _drop_ahead(self, keep: Sequence[int] = ()) -> None:
         """Let go of units that were gathered ahead in vain."""
@@ -263,17 +245,15 @@ class Scheduler:
             if unit.uses == 0 and unit.reshards:
                 unit.release()
 
-    def _adopt_order(self, order: Sequence[int]) -> None:
-        self.order = list(order)
+    def _adopt_order(self, entered: Sequence[int], left: Sequence[int]) -> None:
         sizes = [
             unit.num_elements if unit.reshards or unit.needs_refresh else 0 for unit in self.units
         ]
-        self._forward_windows = prefetch_windows(self.order, sizes, self._budget, +1)
-        self._backward_windows = prefetch_windows(self.order, sizes, self._budget, -1)
-        self._places: dict[int, list[int]] = {}
-        for place, index in enumerate(self.order):
-            self._places.setdefault(index, []).append(place)
-        self._position = -1
+        self._forward = Walk(entered, sizes, self._budget)
+        self._backward = Walk(left[::-1], sizes, self._budget)
+        # What forward leaves last, beside the root, is what backward needs first.
+        others = [index for index in left if index != self._root.index]
+        self._last_left = others[-1] if others else self._root.index
 
     @property
     def is_at_rest(self) -> bool:
@@ -287,7 +267,6 @@ class Scheduler:
         self._touched.clear()
         self._opened_calls.clear()
         self._backward_is_open = False
-        self._position = -1
         self.reductions.reset()
         for unit in self.units:
             unit.abandon()

@@ -29,6 +29,8 @@ class UnitState(enum.Enum):
     IN_USE = "in use"
     IDLE = "idle"
 
+    next: tuple[UnitState, ...]  # see TRANSITIONS
+
 
 TRANSITIONS = {
     (UnitState.SHARDED, UnitState.GATHERING),
@@ -40,6 +42,9 @@ TRANSITIONS = {
     (UnitState.IDLE, UnitState.SHARDED),
     (UnitState.IDLE, UnitState.GATHERING),
 }
+for _state in UnitState:
+    # Looked up by identity: hashing an enum member runs Python code, several times a unit.
+    _state.next = tuple(after for before, after in TRANSITIONS if before is _state)
 
 
 class Call:
@@ -230,13 +235,15 @@ class Unit:
                 buffer.grads.release()
 
     def _move_to(self, state: UnitState) -> None:
-        assert (self.state, state) in TRANSITIONS, (
+        assert state in self.state.next, (
             f"{self.label}: {self.state.value} -> {state.value} is not a legal transition"
         )
         self.state = state
 
 
-def install_into(buffers: Sequence[ParamAndGradBuffer], tensors: Sequence[Sequence[Tensor]]) -> None:
+def install_into(
+    buffers: Sequence[ParamAndGradBuffer], tensors: Sequence[Sequence[Tensor]]
+) -> None:
     """Put ``tensors``, a row for each buffer, into the modules in place of the parameters."""
     for buffer, row in zip(buffers, tensors, strict=True):
         for record, tensor in zip(buffer.records, row, strict=True):

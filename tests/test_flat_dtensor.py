@@ -99,20 +99,16 @@ def test_boxes_outside_the_tensor_are_refused() -> None:
         flat_range_boxes((4, 5), 3, 21)
 
 
-def test_a_placement_names_the_axes_that_cut() -> None:
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
-    try:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-        found = [FlatPlacement.on_mesh((4,), 0, 1, mesh, cut).placements for cut in (0, 1, 2)]
-        assert found == [
-            (Replicate(), Replicate()),
-            (Replicate(), FlatShard()),
-            (FlatShard(), FlatShard()),
-        ]
-        groups = FlatPlacement.on_mesh((4,), 0, 1, mesh, 2).split_groups
-        assert groups == (mesh.get_group("inner"), mesh.get_group("outer"))
-    finally:
-        dist.destroy_process_group()
+def test_a_placement_names_the_axes_that_cut(mesh: DeviceMesh) -> None:
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    found = [FlatPlacement.on_mesh((4,), 0, 1, square, cut).placements for cut in (0, 1, 2)]
+    assert found == [
+        (Replicate(), Replicate()),
+        (Replicate(), FlatShard()),
+        (FlatShard(), FlatShard()),
+    ]
+    groups = FlatPlacement.on_mesh((4,), 0, 1, square, 2).split_groups
+    assert groups == (square.get_group("inner"), square.get_group("outer"))
 
 
 def test_a_placement_refuses_what_cannot_be(mesh: DeviceMesh) -> None:
@@ -259,13 +255,11 @@ def test_arithmetic_keeps_the_slice(mesh: DeviceMesh, index: int, start: int, st
     check(result, OPERATIONS[index](a, b), start, stop)
 
 
-@pytest.mark.parametrize("index", [0, 1, 3, 6, 9, 11, 12, 13, 21])
+@pytest.mark.parametrize("index", [0, 1, 3, 9, 11, 12, 13, 21])
 @pytest.mark.parametrize("stop", [0, 1])
 def test_arithmetic_keeps_a_scalar_tensor(mesh: DeviceMesh, index: int, stop: int) -> None:
     a, b = torch.rand(()), torch.rand(())
     result = OPERATIONS[index](flat_of(a, mesh, 0, stop), flat_of(b, mesh, 0, stop))
-    if index == 6:  # torch.ones(1) would add a dim
-        return
     check(result, OPERATIONS[index](a, b), 0, stop)
 
 
@@ -326,7 +320,6 @@ REFUSED: list[Callable[[Any], Any]] = [
     lambda p: p.item(),
     lambda p: bool(p),
     lambda p: p.resize_(3),
-    lambda p: p.set_(torch.ones(3)),
     lambda p: p.normal_(),
     lambda p: p.uniform_(),
     lambda p: nn.init.xavier_uniform_(p),
@@ -442,27 +435,24 @@ def loss_of(p: Any, q: Any) -> Any:
     return ((p * p).sum() + (p * 3 + q).mean() + torch.where(p > 0.5, p, q).sum() + p.norm()) * 2
 
 
-def test_gradients_are_the_slices_of_full_gradients() -> None:
-    # One rank, so that sums over slices are sums over the tensor.
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        full = [torch.rand(SHAPE, requires_grad=True) for _ in range(2)]
-        params = [nn.Parameter(flat_of(each.detach(), mesh, 0, 30)) for each in full]
-        expected = loss_of(*full)
-        loss = loss_of(*params)
-        assert type(loss) is Tensor
-        torch.testing.assert_close(loss, expected)
-        expected.backward()
-        loss.backward()
-        loss_of(*params).backward()  # adds to gradients
-        for param, each in zip(params, full, strict=True):
-            check(param.grad, 2 * each.grad, 0, 30)
-            assert param.grad is param.grad
-        (grad,) = torch.autograd.grad(loss_of(*params), params[:1])
-        check(grad, full[0].grad, 0, 30)
-    finally:
-        dist.destroy_process_group()
+def test_gradients_are_the_slices_of_full_gradients(mesh: DeviceMesh) -> None:
+    # This rank has all, and collectives of a fake group change nothing.
+    full = [torch.rand(SHAPE, requires_grad=True) for _ in range(2)]
+    params: list[Any] = [nn.Parameter(flat_of(each.detach(), mesh, 0, 30)) for each in full]
+    expected = loss_of(*full)
+    loss = loss_of(*params)
+    assert type(loss) is Tensor
+    torch.testing.assert_close(loss, expected)
+    expected.backward()
+    loss.backward()
+    loss_of(*params).backward()  # adds to gradients
+    for param, each in zip(params, full, strict=True):
+        assert each.grad is not None
+        check(param.grad, 2 * each.grad, 0, 30)
+        assert param.grad is param.grad
+    (grad,) = torch.autograd.grad(loss_of(*params), params[:1])
+    assert full[0].grad is not None
+    check(grad, full[0].grad, 0, 30)
 
 
 def test_a_scalar_parameter_has_gradients_even_where_it_is_not(mesh: DeviceMesh) -> None:
@@ -502,7 +492,7 @@ def test_autograd_notices_a_change_before_backward(mesh: DeviceMesh) -> None:
     param = param_of(torch.rand(SHAPE), mesh)
     loss = (param * param).sum()
     param.data.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match="modified (by an )?inplace"):
         loss.backward()
 
 

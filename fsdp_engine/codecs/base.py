@@ -49,7 +49,7 @@ class ParamCodec(ABC):
         """Elements of a parameter that must stay on one rank."""
         return 1
 
-    def bind(
+    def bind(  # noqa: B027  nothing to do is the common case
         self,
         shapes: Sequence[tuple[int, ...]],
         pieces: Sequence[Piece],
@@ -74,10 +74,10 @@ class ParamCodec(ABC):
         """Decode the full wire; parameter ``i`` lies at ``offsets[i]``. For ``decodes`` only."""
         raise NotImplementedError
 
-    def after_gather(self, params: Sequence[Tensor]) -> None:
+    def after_gather(self, params: Sequence[Tensor]) -> None:  # noqa: B027
         """Full parameters are there, on the gather lane."""
 
-    def before_release(self, params: Sequence[Tensor]) -> None:
+    def before_release(self, params: Sequence[Tensor]) -> None:  # noqa: B027
         """Full parameters are about to go."""
 
 

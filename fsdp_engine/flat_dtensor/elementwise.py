@@ -83,6 +83,9 @@ def foreach(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
 
     local_args = [to_local(value) for value in args]
     result = func(*local_args, **{key: to_local(value) for key, value in kwargs.items()})
+    if func.__name__.startswith("_fused_"):
+        # torch counts no version for the parameters that it changes here (2.11 to 2.13).
+        torch.autograd.graph.increment_version(local_args[0])
     if func.__name__[-1] == "_":
         return None if result is None else args[0]
     assert flats is not None

@@ -51,11 +51,11 @@ _ELEMENTWISE = _words(
     floor floor_divide fmax fmin fmod frac gcd ge gelu greater greater_equal gt hardsigmoid
     hardswish hardtanh heaviside hypot i0 isclose isfinite isinf isnan isneginf isposinf isreal
     lcm ldexp le leaky_relu lerp less less_equal lgamma log log10 log1p log2 logaddexp logaddexp2
-    logical_and logical_not logical_or logical_xor logit logsigmoid lt masked_fill maximum minimum
-    mish mul multiply nan_to_num ne neg negative nextafter not_equal polygamma positive pow
-    rad2deg reciprocal relu relu6 remainder round rsqrt rsub selu sgn sigmoid sign signbit silu
-    sin sinc sinh softplus softshrink sqrt square sub subtract tan tanh tanhshrink threshold
-    true_divide trunc where xlogy
+    logical_and logical_not logical_or logical_xor logit lt masked_fill maximum minimum mish mul
+    multiply nan_to_num ne neg negative nextafter not_equal polygamma positive pow rad2deg
+    reciprocal relu relu6 remainder round rsqrt rsub selu sgn sigmoid sign signbit silu sin sinc
+    sinh softplus softshrink sqrt square sub subtract tan tanh tanhshrink threshold true_divide
+    trunc where xlogy
     """
 )
 # Each as `__name__`, `__rname__`, `__iname__`.

@@ -1,0 +1,310 @@
+"""State of an optimizer in a checkpoint: by parameters' names, whatever the order and the slices.
+
+The format is that of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``, with the
+optimizer's class beside it:
+
+    optimizer.state.<parameter>.<state>             a tensor, or an object
+    optimizer.param_groups.<number>.params          names of its parameters
+    optimizer.param_groups.<number>.<hyperparameter>
+    optimizer.kind                                  name of the optimizer's class
+
+[Note: State without a step]
+An optimizer that has not stepped has no state to load into. The state is made from the metadata:
+a tensor of the saved weight's shape becomes a slice like the parameter's own (or a plain tensor
+where the parameter is one), every other tensor is replicated. A 0-d parameter does not show which
+of its 0-d states are of its shape; there the other parameters decide, by the state's key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_engine import memory
+from fsdp_engine.checkpoint_state import (
+    MODEL,
+    OPTIMIZER,
+    Saved,
+    ShardedModel,
+    Targets,
+    describe_tensor,
+    nested,
+)
+from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement
+from fsdp_engine.param_and_grad_buffer import ParamRecord
+
+STATE, GROUPS, KIND = "state", "param_groups", "kind"
+
+_NOT_HYPERPARAMETERS = ("params", "param_names")
+
+
+@dataclass(frozen=True)
+class NamedParam:
+    """A parameter of an optimizer."""
+
+    record: ParamRecord
+    param: Tensor
+    placement: FlatPlacement | None  # None for a plain tensor
+
+
+def name_params(engine: ShardedModel, optimizer: torch.optim.Optimizer) -> list[list[NamedParam]]:
+    """The parameters of each of the optimizer's groups, with their names.
+
+    Raises:
+        TypeError: ``optimizer`` is no ``torch.optim.Optimizer``.
+        ValueError: it holds a tensor that is no parameter of the sharded model.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer: expected a torch.optim.Optimizer or None; found {optimizer!r}")
+    named: dict[int, NamedParam] = {}
+    for buffer in engine.buffers:
+        for record, param in zip(buffer.records, buffer.sharded_params, strict=True):
+            placement = param.flat_placement if isinstance(param, FlatDTensor) else None
+            named[id(param)] = NamedParam(record, param, placement)
+    groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        strangers = [tuple(p.shape) for p in group["params"] if id(p) not in named]
+        if strangers:
+            raise ValueError(
+                "optimizer: expected parameters of the sharded model (built after shard()); found "
+                f"others in group {number}, of shapes {strangers[:4]}"
+            )
+        groups.append([named[id(param)] for param in group["params"]])
+    return groups
+
+
+def optimizer_entries(engine: ShardedModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What this rank contributes under ``optimizer``: state tensors, and from rank 0 the rest.
+
+    Raises:
+        ValueError: a state holds a container, or belongs to no parameter.
+        TypeError, ValueError: see :func:`name_params`.
+    """
+    groups = name_params(engine, optimizer)
+    packed = optimizer.state_dict()
+    name_of = {
+        index: member.record.name
+        for group, members in zip(packed[GROUPS], groups, strict=True)
+        for index, member in zip(group["params"], members, strict=True)
+    }
+    is_first = engine.mesh.rank == 0
+    states: dict[str, dict[str, Any]] = {}
+    for index, state in packed[STATE].items():
+        if index not in name_of:
+            raise ValueError(f"optimizer: expected state of parameters; found state of {index!r}")
+        for key, value in state.items():
+            if isinstance(value, Mapping | list):
+                raise ValueError(
+                    f"optimizer: expected tensors and numbers in the state of {name_of[index]}; "
+                    f"found a {type(value).__name__} in {key!r}"
+                )
+            if is_first or isinstance(value, Tensor):
+                states.setdefault(name_of[index], {})[key] = value
+    if not is_first:
+        return {STATE: states}
+    hyperparameters = [
+        {
+            **_hyperparameters(group),
+            "params": [member.record.name for member in members],
+        }
+        for group, members in zip(packed[GROUPS], groups, strict=True)
+    ]
+    return {STATE: states, GROUPS: hyperparameters, KIND: type(optimizer).__name__}
+
+
+def group_targets(saved: Saved) -> Targets:
+    """What to read first of an optimizer: its groups and kind.
+
+    Raises:
+        ValueError: the checkpoint has no optimizer state by names.
+    """
+    keys = [*saved.below(OPTIMIZER, GROUPS), *saved.below(OPTIMIZER, KIND)]
+    if not keys:
+        raise ValueError(
+            f"optimizer: expected entries {OPTIMIZER}.{GROUPS} and {OPTIMIZER}.{STATE} by "
+            "parameter names; found none"
+        )
+    return {key: saved.empty(key) for key in keys}
+
+
+class OptimizerMatch:
+    """What to read into an optimizer.
+
+    Args:
+        engine: whose parameters it has.
+        optimizer: which; unchanged until :meth:`apply`.
+        saved: the checkpoint's keys.
+        groups: what was read for :func:`group_targets`.
+
+    Attributes:
+        targets: what to read.
+        problems: a line for each entry that does not fit.
+    """
+
+    def __init__(
+        self,
+        engine: ShardedModel,
+        optimizer: torch.optim.Optimizer,
+        saved: Saved,
+        groups: Targets,
+    ) -> None:
+        self._optimizer = optimizer
+        self._saved = saved
+        self._members = name_params(engine, optimizer)
+        self._canonical = {
+            alias: record.name
+            for buffer in engine.buffers
+            for record in buffer.records
+            for alias in record.aliases
+        }
+        self.targets: Targets = {}
+        self.problems: list[str] = []
+        read = nested({saved.paths[key][1:]: value for key, value in groups.items()})
+        saved_groups: list[dict[str, Any]] = read[GROUPS]
+        self._group_of = {
+            self._canonical.get(name, name): group
+            for group in saved_groups
+            for name in group["params"]
+        }
+        self._check_kind(read.get(KIND), saved_groups)
+        self._check_names()
+        self._hyperparameters = [
+            self._merge(number, members) for number, members in enumerate(self._members)
+        ]
+        self._keys = self._state_keys()
+        for members in self._members:
+            for member in members:
+                self._match_state(member)
+
+    def apply(self, read: Targets) -> None:
+        """Give the optimizer what was read for ``targets``."""
+        packed = self._optimizer.state_dict()
+        states: dict[int, dict[str, Any]] = {}
+        for group, members in zip(packed[GROUPS], self._members, strict=True):
+            for index, member in zip(group["params"], members, strict=True):
+                keys = self._keys.get(member.record.name, {})
+                if keys:
+                    states[index] = {name: read[key] for name, key in keys.items()}
+        groups = [
+            {**group, **hyperparameters}
+            for group, hyperparameters in zip(packed[GROUPS], self._hyperparameters, strict=True)
+        ]
+        self._optimizer.load_state_dict({STATE: states, GROUPS: groups})
+        for group, members in zip(packed[GROUPS], self._members, strict=True):
+            for index, member in zip(group["params"], members, strict=True):
+                loaded = self._optimizer.state[member.param] if index in states else {}
+                for name, value in states.get(index, {}).items():
+                    # load_state_dict casts to the parameter's dtype; what was saved is the truth.
+                    if isinstance(value, Tensor) and loaded[name].dtype != value.dtype:
+                        loaded[name] = value.to(loaded[name].device)
+
+    def _check_kind(self, kind: str | None, saved_groups: Sequence[Mapping[str, Any]]) -> None:
+        """An optimizer takes what its own class, a base of it, or one with the same
+        hyperparameters has saved."""
+        classes = [each.__name__ for each in type(self._optimizer).__mro__]
+        mine = set().union(*(_hyperparameters(g) for g in self._optimizer.param_groups))
+        missing = mine - set().union(*(_hyperparameters(group) for group in saved_groups))
+        if kind not in classes and missing:
+            self.problems.append(
+                f"{OPTIMIZER}: expected the state of {classes[0]}; found that of "
+                f"{kind or 'another kind'}, without {', '.join(sorted(missing))}"
+            )
+
+    def _check_names(self) -> None:
+        names = {member.record.name for members in self._members for member in members}
+        for name in sorted(names - self._group_of.keys()):
+            self.problems.append(
+                f"missing {OPTIMIZER}.{STATE}.{name}: expected it in a param group; found nothing"
+            )
+        for name in sorted(self._group_of.keys() - names):
+            self.problems.append(
+                f"unexpected {OPTIMIZER}.{STATE}.{name}: expected parameters of the optimizer; "
+                "found another in a param group"
+            )
+
+    def _merge(self, number: int, members: Sequence[NamedParam]) -> dict[str, Any]:
+        """The hyperparameters that all of a group's parameters had when they were saved."""
+        names = [m.record.name for m in members if m.record.name in self._group_of]
+        merged: dict[str, Any] = {}
+        origin: dict[str, str] = {}
+        for name in names:
+            for key, value in _hyperparameters(self._group_of[name]).items():
+                if key not in merged:
+                    merged[key], origin[key] = value, name
+                elif merged[key] is not value and not _equal(merged[key], value):
+                    self.problems.append(
+                        f"{OPTIMIZER}.{GROUPS}: expected one {key} for all of group {number}; "
+                        f"found {merged[key]} of {origin[key]} and {value} of {name}"
+                    )
+                    return merged
+        return merged
+
+    def _state_keys(self) -> dict[str, dict[str, str]]:
+        """Flat key by parameter and state name."""
+        found: dict[str, dict[str, str]] = {}
+        for key in self._saved.below(OPTIMIZER, STATE):
+            _, _, *rest = self._saved.paths[key]
+            if len(rest) == 2:
+                name, state = map(str, rest)
+                found.setdefault(self._canonical.get(name, name), {})[state] = key
+            else:
+                self.problems.append(
+                    f"unexpected {key}: expected {OPTIMIZER}.{STATE}.<parameter>.<state>; "
+                    f"found {self._saved.describe(key)}"
+                )
+        return found
+
+    def _match_state(self, member: NamedParam) -> None:
+        for state, key in self._keys.get(member.record.name, {}).items():
+            target = self._saved.empty(key)
+            if target is not None and self._is_like_parameter(member.record, state, key):
+                if target.shape == member.param.shape:
+                    target = _like(member, target.dtype)
+                else:
+                    expected = describe_tensor(tuple(member.param.shape), target.dtype)
+                    self.problems.append(
+                        f"{key}: expected {expected}; found {self._saved.describe(key)}"
+                    )
+            self.targets[key] = target
+
+    def _is_like_parameter(self, record: ParamRecord, state: str, key: str) -> bool:
+        """Whether a state has its parameter's shape. See [Note: State without a step]."""
+        shape = self._saved_shape(record.aliases)
+        if self._saved.shape(key) != shape:
+            return False
+        if shape:
+            return True
+        for members in self._members:
+            for other in members:
+                other_shape = self._saved_shape(other.record.aliases)
+                other_key = self._keys.get(other.record.name, {}).get(state)
+                if other_shape and other_key is not None:
+                    return self._saved.shape(other_key) == other_shape
+        return state != "step"
+
+    def _saved_shape(self, aliases: Iterable[str]) -> tuple[int, ...] | None:
+        shapes = (self._saved.shape(f"{MODEL}.{alias}") for alias in aliases)
+        return next((shape for shape in shapes if shape is not None), None)
+
+
+def _like(member: NamedParam, dtype: torch.dtype) -> Tensor:
+    """Zeros that lie as the parameter does."""
+    if member.placement is None:
+        return memory.zeros(tuple(member.param.shape), dtype, member.param.device)
+    local = memory.zeros(member.placement.numel, dtype, member.param.device)
+    return FlatDTensor.from_flat_local(local, member.placement)
+
+
+def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in _NOT_HYPERPARAMETERS}
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        both = isinstance(one, Tensor) and isinstance(other, Tensor)
+        return both and bool(torch.equal(one, other))
+    return bool(one == other)

@@ -1,0 +1,191 @@
+"""Entries of a checkpoint: what a model gives, and whether it takes what is there.
+
+Nothing here reads or writes tensors' bytes. A checkpoint is known by its *metadata*, a shape and a
+dtype for each key, and everything that does not fit is found in it before anything is changed.
+``checkpoint_optimizer.py`` does the same for optimizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from fsdp_engine import memory
+from fsdp_engine.mesh import DataMesh
+from fsdp_engine.param_and_grad_buffer import ParamAndGradBuffer
+
+MODEL, OPTIMIZER, EXTRA = "model", "optimizer", "extra"
+
+_EXTRA_STATE = "_extra_state"  # torch's name for what nn.Module.get_extra_state returns
+
+Path = tuple[str | int, ...]
+# What is read, by flat key: a tensor to fill, or None for an object.
+Targets = dict[str, Any]
+
+
+class ShardedModel(Protocol):
+    """What a checkpoint needs to know of an engine."""
+
+    model: nn.Module
+    mesh: DataMesh
+
+    @property
+    def buffers(self) -> list[ParamAndGradBuffer]:
+        """All buffers of all units."""
+        ...
+
+    def weights_changed(self) -> None:
+        """Main weights were changed from outside."""
+        ...
+
+
+class Saved:
+    """The keys of a checkpoint.
+
+    Attributes:
+        entries: metadata by flat key, such as ``model.head.weight``.
+        paths: where each key came from, such as ``("model", "head.weight")``.
+    """
+
+    def __init__(self, metadata: Metadata) -> None:
+        self.entries = metadata.state_dict_metadata
+        found: Mapping[str, Path] = metadata.planner_data or {}
+        # Keys that were saved flat have no path; the part before the first dot tells enough.
+        self.paths = {key: found.get(key, tuple(key.split(".", 1))) for key in self.entries}
+
+    def below(self, *path: str) -> list[str]:
+        """Keys whose path begins with ``path``."""
+        return [key for key, found in self.paths.items() if found[: len(path)] == path]
+
+    def empty(self, key: str) -> Tensor | None:
+        """Memory on the CPU for what ``key`` holds; None for an object."""
+        entry = self.entries[key]
+        if isinstance(entry, TensorStorageMetadata):
+            return memory.zeros(tuple(entry.size), entry.properties.dtype, "cpu")
+        return None
+
+    def shape(self, key: str) -> tuple[int, ...] | None:
+        """Shape of the tensor at ``key``; None where there is none."""
+        entry = self.entries.get(key)
+        return tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
+
+    def describe(self, key: str) -> str:
+        """What ``key`` holds, for people."""
+        entry = self.entries[key]
+        if isinstance(entry, TensorStorageMetadata):
+            return describe_tensor(tuple(entry.size), entry.properties.dtype)
+        return "an object"
+
+
+def nested(values: Mapping[Path, Any]) -> Any:
+    """Dicts, and lists for integers, from values by path: the reverse of DCP's flattening."""
+    if () in values:
+        return values[()]
+    children: dict[str | int, dict[Path, Any]] = {}
+    for (first, *rest), value in values.items():
+        children.setdefault(first, {})[tuple(rest)] = value
+    made = {key: nested(child) for key, child in children.items()}
+    if made and all(isinstance(key, int) for key in made):
+        return [made[key] for key in sorted(made)]
+    return made
+
+
+def check_at_rest(engine: ShardedModel) -> None:
+    """Whether the modules hold the sharded parameters.
+
+    Raises:
+        RuntimeError: they hold full ones: a forward or backward is under way, or
+            ``engine.unsharded()``.
+    """
+    for buffer in engine.buffers:
+        for record, param in zip(buffer.records, buffer.sharded_params, strict=True):
+            if any(module._parameters.get(name) is not param for module, name in record.sites):
+                raise RuntimeError(
+                    f"checkpoint: expected {record.name} to hold its sharded parameter; found "
+                    "another (within a forward, a backward or engine.unsharded(); after an "
+                    "exception, call engine.reset())"
+                )
+
+
+def model_entries(engine: ShardedModel) -> dict[str, Any]:
+    """What this rank contributes under ``model``: its slices, and from rank 0 all that is not a
+    parameter, because ranks may differ in it."""
+    state = engine.model.state_dict(keep_vars=True)
+    params = {id(param) for buffer in engine.buffers for param in buffer.sharded_params}
+    return {
+        key: value.detach() if isinstance(value, Tensor) else value
+        for key, value in state.items()
+        if id(value) in params or engine.mesh.rank == 0
+    }
+
+
+def match_model(engine: ShardedModel, saved: Saved) -> tuple[Targets, list[str], list[str]]:
+    """What to read into the model.
+
+    Returns:
+        Targets; keys of modules' extra states; and a line for each entry that does not fit.
+    """
+    targets: Targets = {}
+    problems: list[str] = []
+    known: set[str] = set()
+    extra_states: list[str] = []
+    tensors: dict[int, tuple[Tensor, list[str]]] = {}
+    for key, value in engine.model.state_dict(keep_vars=True).items():
+        if key.rpartition(".")[2] == _EXTRA_STATE:
+            found = saved.below(MODEL, key)
+            known.update(found)
+            extra_states.append(key)
+            targets |= {each: saved.empty(each) for each in found}
+            if not found:
+                problems.append(f"missing {MODEL}.{key}: expected an object; found nothing")
+        elif isinstance(value, Tensor):
+            tensors.setdefault(id(value), (value, []))[1].append(f"{MODEL}.{key}")
+        else:  # what a user's hook adds; there is nobody to hand it to
+            known.update(saved.below(MODEL, key))
+    for tensor, keys in tensors.values():
+        known.update(keys)
+        present = [key for key in keys if key in saved.entries]
+        if not present:
+            expected = describe_tensor(tuple(tensor.shape), tensor.dtype)
+            problems.append(f"missing {keys[0]}: expected {expected}; found nothing")
+            continue
+        problems += [line for key in present if (line := _misfit(tensor, key, saved))]
+        # A tied weight is there under each of its names; one is enough.
+        targets[present[0]] = tensor.detach()
+    for key in saved.below(MODEL):
+        if key not in known:
+            problems.append(f"unexpected {key}: expected nothing; found {saved.describe(key)}")
+    return targets, problems, extra_states
+
+
+def set_extra_states(
+    engine: ShardedModel, saved: Saved, keys: Sequence[str], read: Targets
+) -> None:
+    """Give modules the extra states that were read."""
+    for key in keys:
+        values = {saved.paths[each][2:]: read[each] for each in saved.below(MODEL, key)}
+        module = engine.model.get_submodule(key.removesuffix(_EXTRA_STATE).rstrip("."))
+        module.set_extra_state(nested(values))
+
+
+def _misfit(tensor: Tensor, key: str, saved: Saved) -> str:
+    entry = saved.entries[key]
+    shape, dtype = tuple(tensor.shape), tensor.dtype
+    if isinstance(entry, TensorStorageMetadata) and tuple(entry.size) == shape:
+        found = entry.properties.dtype
+        if torch.promote_types(found, dtype) == dtype:
+            return ""
+        return (
+            f"{key}: expected {dtype}, or a dtype that it holds exactly; found {found} (to round "
+            "weights on purpose, read them with torch.distributed.checkpoint.load)"
+        )
+    return f"{key}: expected {describe_tensor(shape, dtype)}; found {saved.describe(key)}"
+
+
+def describe_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    """A tensor, for people."""
+    return f"shape {shape}, {str(dtype).removeprefix('torch.')}"
