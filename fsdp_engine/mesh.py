@@ -6,7 +6,9 @@ everything that is issued on it. An axis of one rank has no groups, and nothing 
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import weakref
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -47,7 +49,10 @@ class DataMesh:
 
     @classmethod
     def create(cls, device_mesh: DeviceMesh | None) -> DataMesh:
-        """Build the axes' groups; every rank of the mesh must call it.
+        """The axes with their groups; every rank of the mesh must call it.
+
+        Groups are made once for each set of ranks: a communicator costs memory and threads, and
+        several engines (teacher and student, generator and discriminator) can share it.
 
         Args:
             device_mesh: one axis (inner) or two (outer, inner). None: all ranks on one axis.
@@ -59,6 +64,14 @@ class DataMesh:
         if device_mesh is None:
             device_mesh = _mesh_of_all_ranks()
         coordinate = check_device_mesh(device_mesh)
+        known = _KNOWN.setdefault(_default_group(), {})
+        key = (device_mesh.device_type, device_mesh.mesh.shape, *device_mesh.mesh.flatten().tolist())
+        if key not in known:
+            known[key] = cls._build(device_mesh, coordinate)
+        return dataclasses.replace(known[key], device_mesh=device_mesh)
+
+    @classmethod
+    def _build(cls, device_mesh: DeviceMesh, coordinate: list[int]) -> DataMesh:
         shape, place = tuple(device_mesh.mesh.shape), tuple(coordinate)
         if len(shape) == 1:
             shape, place = (1, *shape), (0, *place)
@@ -92,6 +105,18 @@ class DataMesh:
     def axis(self, axis: Axis) -> MeshAxis:
         """The mesh axis called ``axis``."""
         return self.inner if axis is Axis.INNER else self.outer
+
+
+# Meshes by their ranks, as long as the default group that they were made under lives.
+_KNOWN: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], DataMesh]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _default_group() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
 
 
 def check_device_mesh(device_mesh: DeviceMesh) -> list[int]:

@@ -160,16 +160,17 @@ class Order:
         memory.accesses[thread, write, span.start, span.stop] = access
 
     def allocate(self, thread: str, storage: torch.UntypedStorage, size: int, label: str) -> None:
-        """Memory appears behind ``storage``."""
+        """New memory appears behind ``storage``: whoever uses it must come after this.
+
+        It is not the memory that was there before, so it need not come after that one's free.
+        """
         span = Span(storage, 0, size)
         known = span.key in self.memories
         memory = self.memory(span, thread)
         access = Access("allocation", thread, self._clocks[thread][thread], label, 0, size)
         if known and memory.freed is None:
             self._fail(span.key, "memory is allocated that is there already", memory, access)
-        memory.freed = None
-        self._check(span.key, memory, access)
-        memory.home = thread
+        memory.freed, memory.home = None, thread
         memory.accesses = {(thread, True, 0, size): access}
 
     def free(self, thread: str, span: Span, label: str) -> None:
