@@ -231,16 +231,17 @@ class OptimizerMatch:
         names = [m.record.name for m in members if m.record.name in self._group_of]
         merged: dict[str, Any] = {}
         origin: dict[str, str] = {}
+        disputed: set[str] = set()
         for name in names:
             for key, value in _hyperparameters(self._group_of[name]).items():
                 if key not in merged:
                     merged[key], origin[key] = value, name
-                elif merged[key] is not value and not _equal(merged[key], value):
+                elif key not in disputed and not _equal(merged[key], value):
+                    disputed.add(key)
                     self.problems.append(
                         f"{OPTIMIZER}.{GROUPS}: expected one {key} for all of group {number}; "
                         f"found {merged[key]} of {origin[key]} and {value} of {name}"
                     )
-                    return merged
         return merged
 
     def _state_keys(self) -> dict[str, dict[str, str]]:

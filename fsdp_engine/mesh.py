@@ -6,7 +6,6 @@ everything that is issued on it. An axis of one rank has no groups, and nothing 
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import weakref
 from dataclasses import dataclass
@@ -65,27 +64,11 @@ class DataMesh:
             device_mesh = _mesh_of_all_ranks()
         coordinate = check_device_mesh(device_mesh)
         known = _KNOWN.setdefault(_default_group(), {})
-        key = (device_mesh.device_type, device_mesh.mesh.shape, *device_mesh.mesh.flatten().tolist())
+        ranks = device_mesh.mesh
+        key = (device_mesh.device_type, *ranks.shape, *ranks.flatten().tolist())
         if key not in known:
-            known[key] = cls._build(device_mesh, coordinate)
-        return dataclasses.replace(known[key], device_mesh=device_mesh)
-
-    @classmethod
-    def _build(cls, device_mesh: DeviceMesh, coordinate: list[int]) -> DataMesh:
-        shape, place = tuple(device_mesh.mesh.shape), tuple(coordinate)
-        if len(shape) == 1:
-            shape, place = (1, *shape), (0, *place)
-        ranks = device_mesh.mesh.reshape(shape)
-        timeout = _timeout_of(device_mesh)
-        outer_ranks = ranks[:, place[1]].tolist()
-        inner_ranks = ranks[place[0], :].tolist()
-        # The same sequence on every rank, so that groups are formed in one order.
-        inner = _make_axis(Axis.INNER, inner_ranks, place[1], timeout)
-        outer = _make_axis(Axis.OUTER, outer_ranks, place[0], timeout)
-        control = outer.reduce_group if inner.size == 1 else inner.reduce_group
-        if outer.size > 1 and inner.size > 1:
-            control = _new_group(ranks.flatten().tolist(), timeout)
-        return cls(device_mesh, _local_device(device_mesh.device_type), outer, inner, control)
+            known[key] = _make_axes(ranks, coordinate, _timeout_of(device_mesh))
+        return cls(device_mesh, _local_device(device_mesh.device_type), *known[key])
 
     @property
     def size(self) -> int:
@@ -107,8 +90,11 @@ class DataMesh:
         return self.inner if axis is Axis.INNER else self.outer
 
 
-# Meshes by their ranks, as long as the default group that they were made under lives.
-_KNOWN: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], DataMesh]] = (
+# Outer axis, inner axis, control group.
+Axes = tuple[MeshAxis, MeshAxis, dist.ProcessGroup | None]
+
+# Groups by their ranks, as long as the default group that they were made under lives.
+_KNOWN: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], Axes]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -165,6 +151,19 @@ def _local_device(device_type: str) -> torch.device:
     if device_type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device(device_type)
+
+
+def _make_axes(ranks: torch.Tensor, coordinate: list[int], timeout: timedelta | None) -> Axes:
+    """Groups for ranks in one row (inner) or a table (outer x inner)."""
+    table = ranks if ranks.ndim == 2 else ranks.unsqueeze(0)
+    row, column = coordinate if ranks.ndim == 2 else (0, coordinate[0])
+    # The same sequence on every rank, so that groups are formed in one order.
+    inner = _make_axis(Axis.INNER, table[row].tolist(), column, timeout)
+    outer = _make_axis(Axis.OUTER, table[:, column].tolist(), row, timeout)
+    control = outer.reduce_group if inner.size == 1 else inner.reduce_group
+    if outer.size > 1 and inner.size > 1:
+        control = _new_group(table.flatten().tolist(), timeout)
+    return outer, inner, control
 
 
 def _make_axis(axis: Axis, ranks: list[int], place: int, timeout: timedelta | None) -> MeshAxis:

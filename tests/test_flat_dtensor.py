@@ -528,6 +528,19 @@ def test_a_module_loads_the_state_dict_of_an_unsharded_one(mesh: DeviceMesh) -> 
     check(sharded.weight, plain.weight.detach())
 
 
+def test_a_vector_is_spread_over_parameters(mesh: DeviceMesh) -> None:
+    params = [param_of(torch.zeros(SHAPE), mesh), nn.Parameter(torch.zeros(3))]
+    vector = torch.rand(33)
+    nn.utils.vector_to_parameters(vector, params)
+    check(params[0], vector[:30].view(SHAPE))
+
+
+def test_a_compiled_function_of_slices_is_refused(mesh: DeviceMesh) -> None:
+    compiled = torch.compile(lambda x: x + 1, backend="eager")
+    with pytest.raises(Exception, match=r"torch\.compile: expected plain tensors"):
+        compiled(flat_of(torch.rand(SHAPE), mesh))
+
+
 def test_setting_data_copies(mesh: DeviceMesh) -> None:
     full = torch.rand(SHAPE)
     param = param_of(torch.zeros(SHAPE), mesh)

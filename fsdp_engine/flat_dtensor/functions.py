@@ -153,6 +153,8 @@ def _foreach_zero_(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
 def _view(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     """``view`` and its kind, where the shape stays the same; ``view(dtype)`` of equal size."""
     tensor, *target = args
+    if not isinstance(tensor, cls):  # plain.view_as(flat)
+        return getattr(tensor, func.__name__.removesuffix("_as"))(*(t.shape for t in target))
     shape = tuple(tensor._flat.shape)
     target = [*target, *kwargs.values()]
     if target and isinstance(target[0], torch.dtype):

@@ -256,14 +256,14 @@ class FlatDTensor(DTensor):
         return _rebuild, (type(self), self._local_tensor, self._flat, self.requires_grad, state)
 
     def __tensor_flatten__(self) -> Any:
-        return ["_local_tensor"], (self._flat, self.requires_grad)
+        """torch.compile would go on with a DTensor, and that with wrong elements.
 
-    @staticmethod
-    def __tensor_unflatten__(
-        inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any
-    ) -> FlatDTensor:
-        flat, requires_grad = flatten_spec
-        return _following(FlatDTensor._wrap(inner_tensors["_local_tensor"], flat), requires_grad)
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "torch.compile: expected plain tensors (modules run on those); found a FlatDTensor"
+        )
 
     # --- torch.distributed.checkpoint ---
 
