@@ -1,9 +1,11 @@
-"""A sharded training engine for PyTorch."""
+"""A sharded training engine for PyTorch: one core for DDP, ZeRO-1/2/3, HSDP and HFSDP."""
 
+from fsdp_engine.checkpoint import load_checkpoint, save_checkpoint
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.engine import Engine, shard
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.hooks import register_forward_method
+from fsdp_engine.optimizer import shard_optimizer
 from fsdp_engine.precision import MixedPrecisionPolicy
 
 __all__ = [
@@ -11,6 +13,9 @@ __all__ = [
     "Engine",
     "FlatDTensor",
     "MixedPrecisionPolicy",
+    "load_checkpoint",
     "register_forward_method",
+    "save_checkpoint",
     "shard",
+    "shard_optimizer",
 ]

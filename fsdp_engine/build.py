@@ -69,14 +69,19 @@ class Plan:
 
     def signature(self) -> list[str]:
         """A line for each parameter, which must be the same on all ranks."""
-        return [
+        params = [
             f"{record.name}: shape {tuple(record.param.shape)}, {record.param.dtype}, "
-            f"{'trainable' if record.param.requires_grad else 'frozen'}, in unit "
-            f"{unit.name or 'root'}, at {slot.offset} of {buffer.layout.numel}"
+            f"{'trainable' if record.param.requires_grad else 'frozen'}"
+            for record in self.records
+        ]
+        places = [
+            f"{record.name}: in unit {unit.name or 'root'}, at {slot.offset} of "
+            f"{buffer.layout.numel}"
             for unit in self.units
             for buffer in unit.buffers
             for record, slot in zip(buffer.records, buffer.layout.slots, strict=True)
         ]
+        return [*params, *places]
 
 
 def make_plan(
@@ -205,17 +210,13 @@ def _plan_buffers(
     for kind, members in groups.items():
         by_name = {record.name: record for record in members}
         codec = makers[kind]()
-        requests = [
-            TensorRequest(
-                record.name,
-                tuple(record.param.shape),
-                math.lcm(
-                    granule(record.name, record.param) if granule is not None else 1,
-                    codec.granule(tuple(record.param.shape)),
-                ),
-            )
-            for record in members
-        ]
+        requests = []
+        for record in members:
+            shape = tuple(record.param.shape)
+            wanted = granule(record.name, record.param) if granule is not None else 1
+            checked = TensorRequest(record.name, shape, wanted).granule
+            together = math.lcm(checked, codec.granule(shape))
+            requests.append(TensorRequest(record.name, shape, together))
         for layout in plan_layouts(
             requests, inner_size=sizes[Axis.INNER], outer_size=sizes[Axis.OUTER]
         ):
@@ -249,7 +250,7 @@ def _check_no_optimizer(records: Sequence[ParamRecord]) -> None:
     for thing in gc.get_objects():
         if not issubclass(type(thing), torch.optim.Optimizer):
             continue
-        for group in getattr(thing, "param_groups", ()):
+        for group in vars(thing).get("param_groups", ()):
             for param in group["params"]:
                 if id(param) in names:
                     raise ValueError(
@@ -269,10 +270,17 @@ def _raise_first_difference(signature: list[str], mesh: DataMesh) -> None:
     all_signatures: list[Any] = gather_objects(signature, mesh.control_group)
     first = all_signatures[0]
     for rank, other in enumerate(all_signatures):
-        for mine, theirs in zip([*first, "nothing"], [*other, "nothing"], strict=False):
-            if mine != theirs:
-                raise ValueError(
-                    "model: expected the same parameters and options on all ranks; found on "
-                    f"data-parallel rank 0 [{mine}] and on rank {rank} [{theirs}]"
-                )
+        if other == first:
+            continue
+        # What one rank has and the other has not; where only the order differs, its first place.
+        mine = [line for line in first if line not in set(other)]
+        theirs = [line for line in other if line not in set(first)]
+        if not mine and not theirs:
+            places = [i for i, (a, b) in enumerate(zip(first, other, strict=True)) if a != b]
+            mine, theirs = [first[places[0]]], [other[places[0]]]
+        raise ValueError(
+            "model: expected the same parameters and options, in one order, on all ranks; found "
+            f"on data-parallel rank 0 [{(mine or ['nothing'])[0]}] and on rank {rank} "
+            f"[{(theirs or ['nothing'])[0]}]"
+        )
     raise AssertionError("digests differ but signatures do not")

@@ -211,7 +211,7 @@ class _Writer(dcp.FileSystemWriter):
     def finish(self, metadata: Metadata, results: Any) -> None:
         """On the coordinator, when all ranks have written."""
         super().finish(metadata, results)
-        current = {info.relative_path for info in metadata.storage_data.values()}
+        current = {write.storage_data.relative_path for writes in results for write in writes}
         for file in Path(self.path).glob(f"{_PREFIX}*{_SUFFIX}"):
             if file.name not in current:
                 file.unlink(missing_ok=True)

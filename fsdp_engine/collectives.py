@@ -143,18 +143,11 @@ class Communicator:
         self,
         tensor: Tensor,
         *,
-        reduce_dtype: torch.dtype | None = None,
         average: bool = False,
     ) -> Steps:
-        """Sum (or average) ``tensor`` over the ranks, in place, by the backend's own all-reduce.
-
-        With a wider ``reduce_dtype`` the wire is wider too: a backend sums in what it sends.
-        """
+        """Sum (or average) ``tensor`` over the ranks, in place, by the backend's own all-reduce."""
         op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
-        wire = tensor if reduce_dtype is None else tensor.to(reduce_dtype)
-        yield [_require(dist.all_reduce(wire, op=op, group=self.group, async_op=True))]
-        if wire is not tensor:
-            tensor.copy_(wire)
+        yield [_require(dist.all_reduce(tensor, op=op, group=self.group, async_op=True))]
 
     @property
     def splits_all_reduce(self) -> bool:

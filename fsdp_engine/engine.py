@@ -76,11 +76,17 @@ def shard(
     levels = Strategy.from_names(strategy, outer_strategy)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module; found {type(model).__name__}")
+    policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
+    if not isinstance(policy, MixedPrecisionPolicy):
+        raise TypeError(f"mp_policy: expected a MixedPrecisionPolicy or None; found {mp_policy!r}")
+    options = config if config is not None else DistributedDataParallelConfig()
+    if not isinstance(options, DistributedDataParallelConfig):
+        raise TypeError(
+            f"config: expected a DistributedDataParallelConfig or None; found {config!r}"
+        )
     data_mesh = DataMesh.create(mesh)
     if data_mesh.outer.size == 1:
         levels = Strategy(levels.inner, NO_SHARD)  # nothing to cut along one rank
-    policy = mp_policy or MixedPrecisionPolicy()
-    options = config or DistributedDataParallelConfig()
     rules = tuple(codec_rules)
     plan: Plan | None = None
     error: Exception | None = None

@@ -9,7 +9,9 @@ Each gradient is written once, scaled and cast on the way, into its place in a f
 - GRAD cut: into a transient *staging* buffer in the wire's dtype, which every microbatch reduces
   along the axes that cut gradients, into the persistent shard; the other axes wait for the last.
 
-What the last microbatch reduces goes through a transient copy if the wire has another dtype.
+What the last microbatch reduces goes through a transient copy if the wire has another dtype. Where
+ranks sum in a wider dtype than they send, only what is summed is sent narrow: the sums are not
+rounded again.
 
 [Note: Averaging]
 Every rank contributes its mean loss; the result is the gradient of the mean over all ranks. The
@@ -91,6 +93,7 @@ class GradTower:
             self._staging = memory.transient(layout.numel, dtypes.comm, "staging")
         if dtypes.comm != dtypes.main_grad and self._last_axes:
             self._wire = memory.transient(self._numel(grad_depth), dtypes.comm, "staging")
+        self._sums_wide = dtypes.reduce != dtypes.comm
         self._accumulates = False
         self._stale: list[Tensor] = []
         self._every_chain = Chain()
@@ -226,15 +229,18 @@ class GradTower:
                 self._descend_from_staging(flat, accum)
         else:
             self._views = [accum.full(i) for i in range(len(layout.slots))]
-        if self._wire is not None:
-            with self._wire.while_filled() as wire:
-                whole = wire.view(0, (wire.numel,))
-                flat = ShardedBuffer(layout, self._at, self._grad_depth, whole)
+        if self._wire is None:
+            self._descend_to_optim(accum, accum)
+            return
+        with self._wire.while_filled() as wire:
+            whole = wire.view(0, (wire.numel,))
+            flat = ShardedBuffer(layout, self._at, self._grad_depth, whole)
+            if self._sums_wide:
+                self._descend_to_optim(flat, accum)
+            else:
                 self._add_copy(accum.tensor, flat.tensor)
-                self._descend_to_optim(flat)
+                self._descend_to_optim(flat, flat)
                 self._add_copy(flat.narrow(self._optim_depth), accum.narrow(self._optim_depth))
-        else:
-            self._descend_to_optim(accum)
 
     def _descend_from_staging(self, staging: ShardedBuffer, accum: ShardedBuffer) -> None:
         """Every microbatch: along the axes that cut gradients, into the persistent shard."""
@@ -275,31 +281,37 @@ class GradTower:
 
         return steps
 
-    def _descend_to_optim(self, target: ShardedBuffer) -> None:
-        """The last microbatch: along the axes on which gradients were accumulated whole."""
+    def _descend_to_optim(self, wire: ShardedBuffer, target: ShardedBuffer) -> None:
+        """The last microbatch: along the axes on which gradients were accumulated whole.
+
+        What is summed travels in ``wire``, sums go into ``target``; they may be one.
+        """
         depth = self._grad_depth
         for axis in self._last_axes:
             below = AXIS_BELOW_DEPTH.index(axis) + 1
+            sent = wire.narrow(depth)
+            if wire is not target:
+                self._add_copy(target.narrow(depth), sent)
             if self._optim_depth >= below:
-                source, out = target.narrow(depth), target.narrow(below)
+                out = target.narrow(below)
                 self._last_chain.add(
                     self._lanes.reduce(axis),
                     f"reduce-scatter of {self._label} over the {axis.value} axis",
-                    self._scatter_steps(axis, source, out, into_accum=False),
-                    reads=[source],
-                    writes=[source],
+                    self._scatter_steps(axis, sent, out, into_accum=False),
+                    reads=[sent],
+                    writes=[sent, out],
                 )
                 depth = below
             else:
-                self._add_all_reduce(axis, target.narrow(depth))
+                self._add_all_reduce(axis, sent, target.narrow(depth))
 
-    def _add_all_reduce(self, axis: Axis, tensor: Tensor) -> None:
+    def _add_all_reduce(self, axis: Axis, sent: Tensor, tensor: Tensor) -> None:
         comm, lane = self._ladder.reduce_comm(axis), self._lanes.reduce(axis)
         label = f"all-reduce of {self._label} over the {axis.value} axis"
         if comm.splits_all_reduce:
             own = comm.part(tensor)
-            scatter = self._scatter_steps(axis, tensor, own, into_accum=False)
-            self._last_chain.add(lane, label, scatter, reads=[tensor], writes=[tensor])
+            scatter = self._scatter_steps(axis, sent, own, into_accum=False)
+            self._last_chain.add(lane, label, scatter, reads=[sent], writes=[sent, own])
             # A tag of its own: parts of both halves may be under way between two ranks.
             self._last_chain.add(
                 lane,
@@ -312,9 +324,8 @@ class GradTower:
         self._last_chain.add(
             lane,
             label,
-            lambda: comm.all_reduce(
-                tensor, reduce_dtype=self._dtypes.reduce, average=self._average
-            ),
+            # The backend sums in the dtype that it sends.
+            lambda: comm.all_reduce(tensor, average=self._average),
             reads=[tensor],
             writes=[tensor],
         )

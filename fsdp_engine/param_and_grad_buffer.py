@@ -145,6 +145,8 @@ class ParamAndGradBuffer:
         for record, full, sharded in zip(
             self.records, self.full_params, self.sharded_params, strict=True
         ):
+            if kind.requires_grad and kind.dtypes.main_grad != kind.dtypes.main:
+                sharded.grad_dtype = kind.dtypes.main_grad
             # Marks that users put on their parameters (tensor parallel, experts, ...) stay.
             full.__dict__.update(record.param.__dict__)
             sharded.__dict__.update(record.param.__dict__)
@@ -296,6 +298,4 @@ class ParamAndGradBuffer:
         local = self.weights.main.local(index, self._optim_depth)
         tensor = FlatDTensor.from_flat_local(local, self.placement(index))
         param = nn.Parameter(tensor, requires_grad=self.kind.requires_grad)
-        if self.kind.requires_grad and self.kind.dtypes.main_grad != self.kind.dtypes.main:
-            param.grad_dtype = self.kind.dtypes.main_grad
         return param

@@ -50,6 +50,7 @@ class Scheduler:
         self._recording: list[int] = []
         self._left: list[int] = []
         self._ahead: set[int] = set()
+        self._kept: Unit | None = None
         self._backward_is_open = False
         self._touched: dict[int, Unit] = {}
         self._opened_calls: list[Call] = []
@@ -69,7 +70,6 @@ class Scheduler:
         self._open.append(unit)
         self._recording.append(unit.index)
         self._make_full(unit, self._forward)
-        unit.install()
 
     def leave_forward(self, unit: Unit, has_backward: bool) -> None:
         """The unit's module has returned.
@@ -87,6 +87,8 @@ class Scheduler:
             needed_first = unit is self._root or unit.index == self._last_left
             if not (has_backward and needed_first):
                 unit.release()
+            elif unit is not self._root:
+                self._kept = unit
         if not self._open:
             self._end_forward(unit)
 
@@ -205,6 +207,13 @@ class Scheduler:
 
     def _make_full(self, unit: Unit, walk: Walk) -> None:
         window, expected = walk.advance(unit.index)
+        kept = self._kept
+        if kept is not None and kept is not unit and unit is not self._root:
+            # Kept for the start of backward, but something else comes first.
+            self._kept = None
+            if kept.uses == 0:
+                self._ahead.add(kept.index)
+                expected = False
         if not expected:
             self._drop_ahead(keep=(unit.index, *window))
         self._gather(unit)
@@ -217,6 +226,8 @@ class Scheduler:
         unit.settle()
         unit.enter()
         unit.touch()
+        # In backward, too: checkpoints within the unit run parts of its forward again.
+        unit.install()
 
     def _gather(self, unit: Unit) -> None:
         if not unit.needs_gather:
@@ -264,6 +275,7 @@ class Scheduler:
         """Forget what was under way; communication must be over."""
         self._open.clear()
         self._ahead.clear()
+        self._kept = None
         self._touched.clear()
         self._opened_calls.clear()
         self._backward_is_open = False

@@ -35,6 +35,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -269,6 +270,7 @@ def _serve(rank: int, pipe: Connection, store_port: int, stacks: str) -> None:
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    threading.Thread(target=_die_with_the_pool, daemon=True).start()
     store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
     num_modules = 0
     pipe.send_bytes(b"ready")
@@ -287,6 +289,14 @@ def _serve(rank: int, pipe: Connection, store_port: int, stacks: str) -> None:
             # A collection that looks at all of torch takes 0.15 s; now it looks at news only.
             gc.freeze()
         pipe.send_bytes(b"ready")
+
+
+def _die_with_the_pool() -> None:
+    """A test process that is killed leaves no rank behind, whatever the rank is waiting for."""
+    pool = multiprocessing.parent_process()
+    assert pool is not None
+    pool.join()
+    os._exit(1)
 
 
 def _answer(rank: int, call: bytes, store: dist.Store) -> tuple[str, Any]:

@@ -1,4 +1,4 @@
-"""FlatDTensor in one process: slices, functions, autograd, copies. A fake group stands for others."""
+"""FlatDTensor in one process, of four ranks that exist in name: functions, autograd, copies."""
 
 from __future__ import annotations
 
@@ -123,6 +123,10 @@ def test_a_flat_shard_is_a_shard_of_no_dim() -> None:
     assert not FlatShard().is_shard(0)
     assert not FlatShard().is_replicate()
     assert not isinstance(FlatShard(), Shard)
+    assert FlatShard() != Replicate()
+    assert Replicate() != FlatShard()
+    assert pickle.loads(pickle.dumps(FlatShard())) == FlatShard()
+    assert copy.deepcopy(FlatShard()) == FlatShard()
 
 
 # --- making ---
@@ -492,7 +496,7 @@ def test_autograd_notices_a_change_before_backward(mesh: DeviceMesh) -> None:
     param = param_of(torch.rand(SHAPE), mesh)
     loss = (param * param).sum()
     param.data.add_(1)
-    with pytest.raises(RuntimeError, match="modified (by an )?inplace"):
+    with pytest.raises(RuntimeError, match=r"modified (by an )?inplace"):
         loss.backward()
 
 
@@ -647,7 +651,9 @@ def test_an_optimizer_steps_as_on_plain_slices(mesh: DeviceMesh, name: str, form
             optimizer.step()
     for flat, plain, (shape, *_) in zip(flats, plains, cases, strict=True):
         torch.testing.assert_close(flat.local, plain.detach(), rtol=0, atol=0)
-        states = [optimizer.state[p] for optimizer, p in zip(optimizers, (flat, plain))]
+        states = [
+            optimizer.state[p] for optimizer, p in zip(optimizers, (flat, plain), strict=True)
+        ]
         assert states[0].keys() == states[1].keys()
         for value, expected in zip(states[0].values(), states[1].values(), strict=True):
             if isinstance(value, FlatDTensor):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -553,3 +555,40 @@ def test_two_models_train_side_by_side() -> None:
     alone_critic(alone_generator.predict(x), y).backward()
     assert_same_gradients(generator, alone_generator, "generator")
     assert_same_gradients(critic, alone_critic, "critic")
+
+
+@on_ranks(2)
+def test_an_engine_and_its_threads_go_away_with_the_model() -> None:
+    def train_one() -> weakref.ref[fe.Engine]:
+        model = Transformer(num_blocks=1)
+        engine = fe.shard(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(*token_batch(2, 1)).backward()
+        engine.clip_grad_norm_(1.0)
+        optimizer.step()
+        return weakref.ref(engine)
+
+    for _ in range(2):
+        engine = train_one()
+        gc.collect()
+        assert engine() is None
+
+
+@on_ranks(2)
+def test_an_engine_that_nobody_holds_serves_its_model() -> None:
+    for strategy in LEVELS:
+        torch.manual_seed(0)
+        model = Transformer(num_blocks=2)
+        alone = copy.deepcopy(model)
+        fe.shard(model, strategy=strategy)
+        gc.collect()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        alone_optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+        tokens, targets = token_batch(2, seed=3)
+        for _ in range(2):
+            for each, its_optimizer in ((model, optimizer), (alone, alone_optimizer)):
+                each(tokens, targets).backward()
+                its_optimizer.step()
+                its_optimizer.zero_grad()
+            gc.collect()
+        torch.testing.assert_close(model(tokens), alone(tokens), msg=strategy)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_engine.flat_dtensor.placement import FlatPlacement
 from fsdp_engine.flat_dtensor.slices import (
@@ -67,7 +68,7 @@ def foreach(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
         nonlocal flats
         if not isinstance(value, list | tuple) or not any(isinstance(t, Tensor) for t in value):
             # A DTensor of one element is, say, the coefficient of a gradient clipping.
-            return value.full_tensor() if hasattr(value, "full_tensor") else value
+            return value.full_tensor() if isinstance(value, DTensor) else value
         found = [t._flat if isinstance(t, cls) else None for t in value]
         first = flats = found if flats is None else flats
         if found is not first and found != first:
@@ -105,7 +106,7 @@ def scalar(cls: Any, func: Function, tensor: Tensor, flat: FlatPlacement) -> Ten
         found = f"{type(tensor).__name__} of shape {tuple(tensor.shape)}"
         why = f"mixes a FlatDTensor of shape {tuple(flat.shape)} and a {found}"
         raise refusal(cls, func, (), why)
-    if hasattr(tensor, "full_tensor"):
+    if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
     return tensor.reshape(1) if tensor.ndim else tensor
 
@@ -138,9 +139,7 @@ def copy_(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     if isinstance(source, cls) and source._flat == flat:
         source = source._local_tensor
     elif source.shape == flat.shape:
-        if hasattr(source, "full_tensor"):
-            source = source.full_tensor()
-        source = source.reshape(-1)[flat.start : flat.stop]
+        source = _whole(source).reshape(-1)[flat.start : flat.stop]
     else:
         source = scalar(cls, func, source, flat)
     func(target._local_tensor, source, *args[2:], **{k: v for k, v in kwargs.items() if k != "src"})
@@ -158,6 +157,14 @@ def set_masked(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     if torch.is_grad_enabled() and target.requires_grad:
         raise refusal(cls, func, args, "in-place change of a tensor that requires grad")
     target._local_tensor.masked_fill_(mask._local_tensor, value)
+
+
+def _whole(source: Tensor) -> Tensor:
+    if not isinstance(source, DTensor):
+        return source
+    # Where torch has distributed a value by our placements, every rank holds all of it.
+    whole = all(isinstance(placement, Replicate) for placement in source._spec.placements)
+    return source.to_local() if whole else source.full_tensor()
 
 
 def _remember(owners: dict[int, Any], tensor: Any) -> Tensor:

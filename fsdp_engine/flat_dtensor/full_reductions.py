@@ -23,6 +23,7 @@ from fsdp_engine.flat_dtensor.slices import Args, Function, Handler, Kwargs, ref
 
 Groups = tuple[ProcessGroup, ...]
 
+_NO_GRADIENT = "has no gradient here (use torch.no_grad())"
 # Positional parameters. Others, and `dim` other than all of them, are refused.
 _PARAMETERS: dict[str, tuple[str, ...]] = {
     "sum": ("input", "dim", "keepdim", "dtype"),
@@ -82,7 +83,8 @@ def _extreme_over(value: Tensor, groups: Groups, op: str) -> Tensor:
 
 def _bind(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> dict[str, Any]:
     """Arguments by name; refuses all but a reduction over all dims of a FlatDTensor."""
-    kwargs = {"p" if key == "ord" else key: value for key, value in kwargs.items()}
+    named = ((key, value) for key, value in kwargs.items() if value is not None)
+    kwargs = {"p" if key == "ord" else key: value for key, value in named}
     bound = dict(zip(_PARAMETERS[func.__name__], args, strict=False)) | kwargs
     unknown = bound.keys() - set(_PARAMETERS[func.__name__]) or len(args) > len(bound)
     if unknown or bound.get("keepdim") or not isinstance(bound.get("input"), cls):
@@ -121,7 +123,7 @@ def _extreme(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     tensor = _bind(cls, func, args, kwargs)["input"]
     flat, local = tensor._flat, tensor._local_tensor
     if torch.is_grad_enabled() and tensor.requires_grad:
-        raise refusal(cls, func, args, "has no gradient here (use torch.no_grad())")
+        raise refusal(cls, func, args, _NO_GRADIENT)
     op = "min" if func.__name__ in {"min", "amin", "all"} else "max"
     if func.__name__ in {"any", "all"}:
         local = local.bool()
@@ -150,8 +152,12 @@ def _norm(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
         raise refusal(cls, func, args, f"ord={p} is a norm of matrices")
     order = _order(cls, func, args, p)
     local = unwrap(bound["input"])
+    if local.requires_grad and not math.isfinite(order):
+        raise refusal(cls, func, args, _NO_GRADIENT)
     dtype = bound.get("dtype") or local.dtype
-    norm = _slice_norm(local, order)
+    if not math.prod(flat.shape):
+        return torch.linalg.vector_norm(local, order, dtype=dtype)  # or torch's own error
+    norm = _slice_norm(local, order, dtype)
     return _norm_over(norm, order, flat.split_groups).to(dtype)
 
 
@@ -192,15 +198,15 @@ def _order(cls: Any, func: Function, args: Args, p: Any) -> float:
 def _slice_norms(locals_: list[Tensor], order: float) -> list[Tensor]:
     plain = torch._foreach_norm if math.isfinite(order) else None
     if plain is None or any(t.dtype.itemsize < 4 or t.requires_grad for t in locals_):
-        return [_slice_norm(local, order) for local in locals_]
+        return [_slice_norm(local, order, local.dtype) for local in locals_]
     return [norm.double() for norm in plain(locals_, order)]
 
 
-def _slice_norm(local: Tensor, order: float) -> Tensor:
+def _slice_norm(local: Tensor, order: float, dtype: torch.dtype) -> Tensor:
     if not local.numel():
-        value = math.inf if order == -math.inf else 0.0
-        return torch.scalar_tensor(value, dtype=torch.float64, device=local.device)
-    wide = torch.float32 if local.dtype.itemsize < 4 else None
+        # A sum, so that autograd finds its way back on this rank too.
+        return local.sum().double() + (math.inf if order == -math.inf else 0.0)
+    wide = torch.promote_types(dtype, torch.float32)
     return torch.linalg.vector_norm(local, order, dtype=wide).double()
 
 

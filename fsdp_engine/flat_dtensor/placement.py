@@ -83,12 +83,18 @@ def _boxes(shape: tuple[int, ...], prefix: tuple[int, ...], start: int, stop: in
     return found
 
 
-class FlatShard(Placement):
+class FlatShard(Replicate):
     """Along this mesh axis the tensor is cut by flat ranges, not along a dim.
 
-    Not a ``Shard``: code that takes ``Shard(0)`` at its word would read or write the wrong
-    elements, and what does not know this placement fails instead.
+    Not a ``Shard``: code that takes ``Shard(0)`` at its word would read or write wrong elements. To
+    ``isinstance`` a ``Replicate``, so that code which makes values for a tensor of these placements
+    (``distribute_tensor`` in ``set_model_state_dict``) makes whole ones: ``copy_`` takes the slice
+    of those.
     """
+
+    def is_replicate(self) -> bool:
+        """False: this rank does not hold the whole."""
+        return False
 
     def is_shard(self, dim: int | None = None) -> bool:
         """True, but for no dim in particular."""

@@ -46,7 +46,7 @@ class _Unwrap(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor | None) -> Any:
-        return None if grad is None else ctx.cls._wrap(grad.contiguous(), ctx.flat)
+        return None if grad is None else ctx.cls._wrap(compact(grad), ctx.flat)
 
 
 class _Wrap(torch.autograd.Function):
@@ -61,6 +61,11 @@ class _Wrap(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Any) -> Any:
         return None if grad is None else grad._local_tensor, None, None
+
+
+def compact(local: Tensor) -> Tensor:
+    """A slice with stride 1, also where torch calls another stride contiguous (one element)."""
+    return local if local.stride() == (1,) else local.clone(memory_format=torch.contiguous_format)
 
 
 def unwrap(tensor: Any) -> Tensor:

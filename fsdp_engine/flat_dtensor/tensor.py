@@ -34,7 +34,7 @@ from fsdp_engine import memory
 from fsdp_engine.flat_dtensor import functions
 from fsdp_engine.flat_dtensor.full_reductions import reduce_over
 from fsdp_engine.flat_dtensor.placement import Box, FlatPlacement, FlatShard, _on_mesh
-from fsdp_engine.flat_dtensor.slices import unwrap
+from fsdp_engine.flat_dtensor.slices import compact, unwrap
 
 _NoTorchFunction = torch._C.DisableTorchFunctionSubclass  # type: ignore[attr-defined]
 _WORD = torch.int64
@@ -122,7 +122,7 @@ class FlatDTensor(DTensor):
         Raises:
             ValueError: ``grad_placements`` other than None or all ``Replicate()``.
         """
-        if not all(isinstance(each, Replicate) for each in grad_placements or ()):
+        if not all(each == Replicate() for each in grad_placements or ()):
             raise ValueError(
                 f"grad_placements: expected all Replicate() or None; found {grad_placements}"
             )
@@ -144,10 +144,10 @@ class FlatDTensor(DTensor):
         """
         mesh, target = device_mesh or self.device_mesh, tuple(placements or ())
         if mesh == self.device_mesh and not any(options.values()):
+            if len(target) == mesh.ndim and all(each == Replicate() for each in target):
+                return DTensor.from_local(self.full_tensor(), mesh, target)
             if target == self.placements:
                 return self
-            if len(target) == mesh.ndim and all(isinstance(each, Replicate) for each in target):
-                return DTensor.from_local(self.full_tensor(), mesh, target)
         raise ValueError(
             f"redistribute: expected all Replicate() on {self.device_mesh}; found {target} on "
             f"{mesh}, {options}. Call .full_tensor() and distribute that"
@@ -338,7 +338,7 @@ def _gather(local: Tensor, flat: FlatPlacement) -> Tensor:
     remote = bool(flat.split_groups) and local.device.type != mesh_type
     words = memory.zeros(-(-numel * itemsize // 8), _WORD, mesh_type if remote else local.device)
     full = words.view(torch.uint8)[: numel * itemsize]
-    full[flat.start * itemsize : flat.stop * itemsize].copy_(local.view(torch.uint8))
+    full[flat.start * itemsize : flat.stop * itemsize].copy_(compact(local).view(torch.uint8))
     reduce_over(words, flat.split_groups)
     return full.to(local.device).view(local.dtype).view(flat.shape)
 

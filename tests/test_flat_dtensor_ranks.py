@@ -1,0 +1,455 @@
+"""FlatDTensor on several ranks: whole tensors, reductions, checkpoints."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as dcp_state
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement, full_reductions
+from tests.pool import Ranks
+
+SHAPES: list[tuple[int, ...]] = [(), (1,), (3,), (17,), (4, 5), (2, 3, 7), (0,), (2, 0, 3), (1, 64)]
+# (mesh shape, axes that cut)
+MESHES: list[tuple[tuple[int, ...], int]] = [
+    ((4,), 1),
+    ((4,), 0),
+    ((2, 2), 1),
+    ((2, 2), 2),
+    ((4, 1), 2),
+    ((1, 3), 1),
+]
+
+
+def bounds(numel: int, parts: int, seed: object) -> list[int]:
+    """Uneven cuts, some of them empty, the same on every rank."""
+    dice = random.Random(repr(seed))
+    return [0, *sorted(dice.randint(0, numel) for _ in range(parts - 1)), numel]
+
+
+def flat_of(full: Tensor, mesh: DeviceMesh, num_cut: int, seed: int = 0) -> FlatDTensor:
+    """This rank's slice of ``full``, cut unevenly over the innermost ``num_cut`` axes."""
+    start, stop = 0, full.numel()
+    for axis in range(mesh.ndim - 1, mesh.ndim - 1 - num_cut, -1):
+        cuts = bounds(stop - start, mesh.size(axis), (seed, axis, full.shape, start))
+        at = mesh.get_local_rank(axis)
+        start, stop = start + cuts[at], start + cuts[at + 1]
+    placement = FlatPlacement.on_mesh(full.shape, start, stop, mesh, num_cut)
+    return FlatDTensor.from_flat_local(full.reshape(-1)[start:stop].clone(), placement)
+
+
+def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
+    return init_device_mesh("cpu", shape)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    assert a.shape == b.shape
+    assert a.dtype == b.dtype
+    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))
+
+
+# --- whole tensors ---
+
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int64,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+]
+
+
+def whole_tensors_are_exact(mesh_shape: tuple[int, ...], num_cut: int) -> None:
+    mesh = mesh_of(mesh_shape)
+    for shape in SHAPES:
+        for dtype in DTYPES:
+            num_bytes = math.prod(shape) * dtype.itemsize
+            bits = torch.randint(0, 2 if dtype == torch.bool else 256, (num_bytes,))
+            full = bits.to(torch.uint8).view(dtype).view(shape)
+            flat = flat_of(full, mesh, num_cut)
+            assert same_bits(flat.full_tensor(), full), (shape, dtype)
+            replicated = flat.redistribute(placements=[Replicate()] * mesh.ndim)
+            assert type(replicated) is DTensor
+            assert same_bits(replicated.to_local(), full)
+    special = torch.tensor([-0.0, math.nan, -math.inf, 1e-45] * 3)
+    assert same_bits(flat_of(special, mesh, num_cut).full_tensor(), special)
+
+
+@pytest.mark.parametrize(("mesh_shape", "num_cut"), MESHES)
+def test_whole_tensors_are_exact_for_every_dtype(
+    ranks: Ranks, mesh_shape: tuple[int, ...], num_cut: int
+) -> None:
+    ranks.run(whole_tensors_are_exact, mesh_shape, num_cut, world_size=math.prod(mesh_shape))
+
+
+def whole_tensors_are_differentiable() -> None:
+    mesh = mesh_of((2, 2))
+    full = torch.rand(4, 5, requires_grad=True)
+    param: Any = nn.Parameter(flat_of(full.detach(), mesh, 2))
+    weights = torch.rand(4, 5)
+    (full**2 * weights).sum().backward()
+    (param.full_tensor() ** 2 * weights).sum().backward()
+    assert full.grad is not None
+    torch.testing.assert_close(param.grad.full_tensor(), full.grad)
+
+
+def test_a_whole_tensor_is_differentiable(ranks: Ranks) -> None:
+    ranks.run(whole_tensors_are_differentiable)
+
+
+# --- reductions ---
+
+REDUCTIONS: list[Callable[[Any], Any]] = [
+    lambda t: t.sum(),
+    lambda t: torch.sum(t, dtype=torch.float64),
+    lambda t: t.sum(dim=tuple(range(t.dim()))),
+    lambda t: t.mean(),
+    lambda t: t.nansum(),
+    lambda t: (t > 0).sum(),
+    lambda t: torch.count_nonzero(t > 0),
+    lambda t: t.norm(),
+    lambda t: t.norm(p=1),
+    lambda t: torch.norm(t, 3),
+    lambda t: torch.linalg.vector_norm(t),
+    lambda t: torch.linalg.vector_norm(t, 0),
+    lambda t: torch.linalg.vector_norm(t, 1.5, dtype=torch.float64),
+    lambda t: torch.linalg.vector_norm(t, math.inf),
+    lambda t: torch.linalg.vector_norm(t, -math.inf),
+    lambda t: torch.linalg.norm(t),
+    lambda t: t.max(),
+    lambda t: t.min(),
+    lambda t: t.amax(),
+    lambda t: torch.amin(t),
+    lambda t: (t > 1).any(),
+    lambda t: (t > -9).all(),
+    lambda t: (t > 0).all(),
+    lambda t: (t * 10).int().max(),
+    lambda t: (t * 10).int().min(),
+    lambda t: (t * 10).int().sum(),
+    lambda t: t.isnan().any(),
+    lambda t: t.bfloat16().sum(),
+    lambda t: t.bfloat16().norm(),
+]
+OF_LISTS: list[Callable[[Any], Any]] = [
+    lambda t: torch._foreach_norm([t, t * 2], 2)[1],
+    lambda t: torch._foreach_norm([t.bfloat16(), t * 2], math.inf)[0],
+    lambda t: torch._foreach_max([t, t * 2])[1],
+    lambda t: torch._foreach_norm([t, t.new_ones(2)], 1)[1],
+    lambda t: torch.stack(torch._foreach_norm([t.bfloat16(), t], 3)).float(),
+]
+
+
+def reductions_agree(mesh_shape: tuple[int, ...], num_cut: int) -> None:
+    mesh = mesh_of(mesh_shape)
+    for shape in SHAPES:
+        for spoiled in (False, True):
+            full = torch.randn(shape)
+            if spoiled and full.numel():
+                full.view(-1)[full.numel() // 2] = math.nan
+            flat = flat_of(full, mesh, num_cut)
+            for index, reduction in enumerate(REDUCTIONS + OF_LISTS * bool(full.numel())):
+                try:
+                    expected = reduction(full)
+                except (RuntimeError, IndexError):
+                    with pytest.raises((RuntimeError, IndexError)):
+                        reduction(flat)
+                    continue
+                found = reduction(flat)
+                assert type(found) is Tensor, index
+                where = f"reduction {index} of shape {shape}"
+                torch.testing.assert_close(found, expected, equal_nan=True, msg=where)
+
+
+@pytest.mark.parametrize(("mesh_shape", "num_cut"), MESHES)
+def test_reductions_are_those_of_the_whole_tensor(
+    ranks: Ranks, mesh_shape: tuple[int, ...], num_cut: int
+) -> None:
+    ranks.run(reductions_agree, mesh_shape, num_cut, world_size=math.prod(mesh_shape))
+
+
+def reductions_have_gradients() -> None:
+    mesh = mesh_of((2, 2))
+    for shape in [(4, 5), (), (3,)]:
+        for reduction in (
+            lambda t: (t * t).sum(),
+            lambda t: (t**3).mean(),
+            lambda t: t.norm(),
+            lambda t: torch.linalg.vector_norm(t, 3) + t.sum() * 2,
+            lambda t: (t * 0).norm(),
+        ):
+            full = torch.randn(shape, requires_grad=True)
+            param: Any = nn.Parameter(flat_of(full.detach(), mesh, 2))
+            reduction(full).backward()
+            reduction(param).backward()
+            assert full.grad is not None
+            torch.testing.assert_close(param.grad.full_tensor(), full.grad)
+
+
+def test_reductions_are_differentiable(ranks: Ranks) -> None:
+    ranks.run(reductions_have_gradients)
+
+
+def norm_of_large_values() -> float:
+    mesh, rank = mesh_of((4,)), dist.get_rank()
+    placement = FlatPlacement.on_mesh((4,), rank, rank + 1, mesh, 1)
+    return FlatDTensor.from_flat_local(torch.tensor([1.5e19]), placement).norm().item()
+
+
+def test_a_norm_does_not_overflow_where_the_sum_of_squares_would(ranks: Ranks) -> None:
+    assert ranks.run(norm_of_large_values) == [pytest.approx(3e19)] * 4
+
+
+def questions_have_one_answer() -> None:
+    mesh = mesh_of((4,))
+    full = torch.rand(4, 5)
+    a, b = flat_of(full, mesh, 1), flat_of(full, mesh, 1)
+    assert torch.equal(a, b)
+    assert torch.allclose(a, b + 1e-9)
+    if b.flat_placement.start == 0 and b.local.numel():
+        b.local[0] += 1  # on one rank only
+    assert not torch.equal(a, b)
+    assert not torch.allclose(a, b)
+    scalar = flat_of(torch.tensor(2.5), mesh, 1)
+    assert scalar.item() == 2.5
+    assert bool(scalar)
+    assert float(scalar) == 2.5
+
+
+def test_every_rank_gets_the_same_answer(ranks: Ranks) -> None:
+    ranks.run(questions_have_one_answer)
+
+
+def clipping(foreach: bool | None, norm_type: float) -> int:
+    mesh = mesh_of((2, 2))
+    shapes = [shape for shape in SHAPES if math.prod(shape)]
+    full = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    flat: list[Any] = [nn.Parameter(flat_of(p.detach(), mesh, 2)) for p in full]
+    for p, q in zip(full, flat, strict=True):
+        p.grad = torch.randn(p.shape)
+        q.grad = flat_of(p.grad, mesh, 2)
+    num_calls = 0
+    reduce_over = full_reductions.reduce_over
+
+    def counted(*args: Any) -> Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        return reduce_over(*args)
+
+    full_reductions.reduce_over = counted
+    try:
+        norm = nn.utils.clip_grad_norm_(flat, 1.0, norm_type, foreach=foreach)
+    finally:
+        full_reductions.reduce_over = reduce_over
+    expected = nn.utils.clip_grad_norm_(full, 1.0, norm_type)
+    assert type(norm) is Tensor
+    torch.testing.assert_close(norm, expected)
+    for p, q in zip(full, flat, strict=True):
+        assert p.grad is not None
+        torch.testing.assert_close(q.grad.full_tensor(), p.grad)
+    total = nn.utils.get_total_norm([q.grad for q in flat])
+    torch.testing.assert_close(total, nn.utils.get_total_norm([p.grad for p in full]))
+    return num_calls
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+def test_clipping_is_that_of_whole_gradients_in_one_reduction(
+    ranks: Ranks, norm_type: float
+) -> None:
+    assert ranks.run(clipping, None, norm_type) == [1] * 4
+    assert ranks.run(clipping, True, norm_type) == [1] * 4
+    assert min(ranks.run(clipping, False, norm_type)) > 1
+
+
+def gradient_scaling(overflow: bool) -> tuple[float, bool]:
+    mesh = mesh_of((4,))
+    full = torch.rand(4, 5)
+    param: Any = nn.Parameter(flat_of(full, mesh, 1))
+    grad = torch.full((4, 5), 8.0)
+    if overflow:
+        grad[0, 0] = math.inf
+    param.grad = flat_of(grad, mesh, 1)
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    stepped = torch.allclose(param.full_tensor(), full - 1)
+    return scaler.get_scale(), stepped
+
+
+def test_a_rank_that_overflows_stops_all(ranks: Ranks) -> None:
+    assert ranks.run(gradient_scaling, False) == [(8.0, True)] * 4
+    assert ranks.run(gradient_scaling, True) == [(4.0, False)] * 4
+
+
+# --- checkpoints ---
+
+
+def make_state(mesh: DeviceMesh, num_cut: int, fill: bool, seed: int) -> dict[str, Any]:
+    """Tensors of every shape in several dtypes; zeros unless ``fill``."""
+    torch.manual_seed(5)
+    state: dict[str, Any] = {}
+    for shape in SHAPES:
+        for dtype in (torch.float32, torch.bfloat16, torch.int64):
+            full = (torch.randn(shape) * 100).to(dtype)
+            state[f"{tuple(shape)} {dtype}"] = flat_of(
+                full if fill else torch.zeros_like(full), mesh, num_cut, seed
+            )
+    return {"model": state, "step": 3 if fill else 0}
+
+
+def save(path: str, mesh_shape: tuple[int, ...], num_cut: int, wait: bool = True) -> None:
+    state = make_state(mesh_of(mesh_shape), num_cut, True, seed=1)
+    if wait:
+        dcp.save(state, checkpoint_id=path)
+    else:
+        future = dcp.async_save(state, checkpoint_id=path)
+        for tensor in state["model"].values():
+            tensor.zero_()
+        future.result()
+
+
+def load(path: str, mesh_shape: tuple[int, ...], num_cut: int) -> None:
+    mesh = mesh_of(mesh_shape)
+    state = make_state(mesh, num_cut, False, seed=2)
+    expected = make_state(mesh, num_cut, True, seed=2)
+    pointers = {name: tensor.local.data_ptr() for name, tensor in state["model"].items()}
+    dcp.load(state, checkpoint_id=path)
+    assert state["step"] == 3
+    for name, tensor in state["model"].items():
+        assert type(tensor) is FlatDTensor
+        assert torch.equal(tensor.local, expected["model"][name].local), name
+        assert tensor.local.data_ptr() == pointers[name]
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        (((4,), 1), ((2,), 1)),
+        (((4,), 1), ((1,), 1)),
+        (((1,), 1), ((4,), 1)),
+        (((2, 2), 2), ((3,), 1)),
+        (((2, 2), 1), ((2, 2), 2)),
+        (((3,), 1), ((2, 2), 0)),
+    ],
+)
+def test_checkpoints_load_on_other_meshes(
+    ranks: Ranks, tmp_path: Path, saved: Any, loaded: Any
+) -> None:
+    ranks.run(save, str(tmp_path), *saved, world_size=math.prod(saved[0]))
+    ranks.run(load, str(tmp_path), *loaded, world_size=math.prod(loaded[0]))
+
+
+def test_a_checkpoint_saved_in_the_background_is_of_the_moment(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    ranks.run(save, str(tmp_path), (4,), 1, False)
+    ranks.run(load, str(tmp_path), (2,), 1, world_size=2)
+
+
+def save_other(path: str) -> None:
+    mesh = mesh_of((2,))
+    full = torch.arange(20.0).view(4, 5)
+    dcp.save(
+        {"plain": full, "sharded": distribute_tensor(full, mesh, [Shard(1)])}, checkpoint_id=path
+    )
+
+
+def load_other(path: str) -> None:
+    mesh = mesh_of((4,))
+    full = torch.arange(20.0).view(4, 5)
+    state = {name: flat_of(torch.zeros(4, 5), mesh, 1) for name in ("plain", "sharded")}
+    dcp.load(state, checkpoint_id=path)
+    for tensor in state.values():
+        assert torch.equal(tensor.full_tensor(), full)
+
+
+def test_checkpoints_of_plain_and_of_distributed_tensors_load(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(save_other, str(tmp_path), world_size=2)
+    ranks.run(load_other, str(tmp_path))
+
+
+def module_on(mesh: DeviceMesh) -> tuple[nn.Module, dict[str, Tensor]]:
+    module = nn.Linear(5, 4)
+    full = {name: p.detach().clone() for name, p in module.named_parameters()}
+    for name, value in full.items():
+        setattr(module, name, nn.Parameter(flat_of(value, mesh, 1)))
+    return module, full
+
+
+def state_dict_functions() -> None:
+    mesh = mesh_of((4,))
+    module, full = module_on(mesh)
+    options = dcp_state.StateDictOptions(full_state_dict=True)
+    found = dcp_state.get_model_state_dict(module, options=options)
+    assert found.keys() == full.keys()
+    for name, value in found.items():
+        assert type(value) is Tensor
+        assert torch.equal(value, full[name])
+    changed = {name: value + 1 for name, value in full.items()}
+    dcp_state.set_model_state_dict(module, dict(changed), options=options)
+    for name, param in module.named_parameters():
+        assert type(param) is FlatDTensor
+        assert torch.equal(param.full_tensor(), changed[name])
+    cpu = dcp_state.StateDictOptions(cpu_offload=True)
+    for name, value in dcp_state.get_model_state_dict(module, options=cpu).items():
+        assert type(value) is FlatDTensor
+        assert torch.equal(value.full_tensor(), changed[name])
+
+
+def test_the_state_dict_functions_of_torch_work(ranks: Ranks) -> None:
+    ranks.run(state_dict_functions)
+
+
+def broadcast_is_refused() -> str:
+    mesh = mesh_of((4,))
+    module, full = module_on(mesh)
+    options = dcp_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    given = {name: torch.zeros_like(value) for name, value in full.items()}
+    try:
+        dcp_state.set_model_state_dict(
+            module, given if dist.get_rank() == 0 else {}, options=options
+        )
+    except Exception as error:
+        return type(error).__name__
+    for name, param in module.named_parameters():
+        assert torch.equal(param.full_tensor(), given[name])
+    return "loaded"
+
+
+def test_torchs_own_broadcast_never_loads_wrong_elements(ranks: Ranks) -> None:
+    # It would copy by dim; a FlatShard has none.
+    assert set(ranks.run(broadcast_is_refused)) <= {"RuntimeError", "ValueError", "loaded"}
+
+
+def distributed_values_are_copied() -> None:
+    mesh = mesh_of((4,))
+    full = torch.rand(6, 5)
+    flat = flat_of(torch.zeros(6, 5), mesh, 1)
+    flat.copy_(distribute_tensor(full, mesh, [Shard(0)]))
+    assert torch.equal(flat.full_tensor(), full)
+    other = flat_of(full + 1, mesh, 1, seed=9)
+    flat.copy_(other)
+    assert torch.equal(flat.full_tensor(), full + 1)
+
+
+def test_copying_takes_the_slice_of_any_distributed_tensor(ranks: Ranks) -> None:
+    ranks.run(distributed_values_are_copied)
