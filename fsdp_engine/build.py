@@ -273,8 +273,9 @@ def _raise_first_difference(signature: list[str], mesh: DataMesh) -> None:
         if other == first:
             continue
         # What one rank has and the other has not; where only the order differs, its first place.
-        mine = [line for line in first if line not in set(other)]
-        theirs = [line for line in other if line not in set(first)]
+        known, known_there = set(first), set(other)
+        mine = [line for line in first if line not in known_there]
+        theirs = [line for line in other if line not in known]
         if not mine and not theirs:
             places = [i for i, (a, b) in enumerate(zip(first, other, strict=True)) if a != b]
             mine, theirs = [first[places[0]]], [other[places[0]]]

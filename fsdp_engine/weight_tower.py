@@ -210,11 +210,13 @@ class WeightTower:
     def _through_full_wire(self, from_depth: int, source: Tensor | None) -> Chain:
         """Gather into a transient full wire and decode it into the full parameters."""
         chain, wire = Chain(), self._decoded_from
+        # Not the parameters themselves: decoding is no in-place change that autograd may see.
+        outputs = [alias(param) for param in self.params]
         self._ascend(chain, wire, from_depth, 0, source)
         offsets = [slot.offset for slot in self._layout.slots]
 
         def decode() -> Steps:
-            self._codec.decode(wire.tensor, offsets, self.params)
+            self._codec.decode(wire.tensor, offsets, outputs)
             yield from ()
 
         chain.add(

@@ -1,0 +1,403 @@
+"""Bytes of parameters and gradients, at rest and at the peak of a step, on two gloo ranks.
+
+    python benchmarks/memory.py [--layers 8] [--width 256]
+
+*At rest*: what storages hold, what ``engine.memory_bytes()`` says and what the formulas of
+``fsdp_engine/strategies`` give for the padded number of elements must be the same, to the byte.
+
+*Peak*: every storage that is allocated while a model is built and takes two steps is followed: a
+dispatch mode sees it appear, weak references see it go, and wrappers around ``resize_`` and
+``_swap_data_ptr_`` see it change size. Each belongs to one kind:
+
+- *engine*: allocated by code of fsdp_engine or of FSDP2 (the innermost such frame decides), or the
+  memory of a parameter's full gradient as autograd made it;
+- *scratch*: receive buffers of this engine's pairwise collectives. They belong to a collective,
+  whose counterpart within gloo no tensor shows, so they are reported apart from the rest;
+- anything else: activations, inputs, casts of inputs, the optimizer's state. Not counted.
+
+The second step's history is then replayed. *Rest* is what the engine still holds when backward is
+over: sharded parameters and sharded gradients. *Transient* is the most that it held beyond that at
+any moment. (FSDP2 lets go of sharded gradients between steps. "Peak - rest", which is also
+written down, credits it with those that did not exist yet at its peak; a step that adds to
+gradients already there has no such gap.) The method is checked on this engine: without
+autograd's gradients, which no engine allocates, its peak must be ``engine.peak_memory_bytes()``.
+
+FSDP2 gathers one unit ahead. Here ``suggested_communication_unit_size`` says how much: one unit
+is the comparison that the targets are about; nothing ahead and the default are shown beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import harness
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp._fully_shard as fully_shard_module
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy as FSDP2Policy
+from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import fsdp_engine as fe
+from examples.gpt import GPT, GPTConfig
+from fsdp_engine.strategies import LEVELS, Role
+
+NUM_RANKS = 2
+FP32, BF16 = torch.float32, torch.bfloat16
+# name: compute dtype, dtype in which gradients are reduced
+PRECISIONS = {
+    "fp32": (None, None),
+    "bf16, bf16 reduction": (BF16, BF16),
+    "bf16, fp32 reduction": (BF16, FP32),
+}
+TARGETS = {"bf16, bf16 reduction": 0.75, "bf16, fp32 reduction": 0.80}
+LEVEL_3 = "optim_grads_params"
+ONE_UNIT = f"{LEVEL_3}, one unit ahead"
+
+ENGINE, SCRATCH, IDLE, OTHER = "engine", "scratch", "idle", "other"
+HERE = Path(fe.__file__).parent
+FSDP2 = Path(fully_shard_module.__file__).parent
+# Whose memory it is, by the innermost of these on the stack ("file:function"). What the engine's
+# memory.py allocates is its caller's.
+ORIGINS = {
+    f"{HERE / 'memory.py'}:": None,
+    f"{HERE / 'collectives.py'}:": SCRATCH,
+    f"{HERE / 'hooks.py'}:": OTHER,  # casts of inputs and outputs
+    f"{HERE / 'trees.py'}:": OTHER,
+    f"{HERE / 'reductions.py'}:": OTHER,  # the message with a byte for each parameter
+    f"{HERE / 'mesh.py'}:": OTHER,
+    f"{HERE}{os.sep}": ENGINE,
+    f"{FSDP2 / '_fsdp_common.py'}:_cast_fp_tensor": OTHER,
+    f"{FSDP2}{os.sep}": ENGINE,
+    f"{Path(torch.distributed.device_mesh.__file__)}:": OTHER,
+}
+
+
+class StorageTracker(TorchDispatchMode):
+    """Writes down the size of every storage that appears while it is on, and who made it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kind: list[str] = []
+        self.is_gradient: set[int] = set()
+        self.history: list[tuple[int, int]] = []  # (number of a storage, its bytes from now on)
+        self._numbers: dict[int, int] = {}
+        self._sizes: dict[int, int] = {}
+        self._watched: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for tensor in _plain_tensors((args, kwargs)):
+            self.note(tensor.untyped_storage(), OTHER)  # it was there before
+        result = func(*args, **kwargs)
+        origin = None
+        for tensor in _plain_tensors(result):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._numbers:
+                origin = origin or _origin()
+            self.note(storage, origin or OTHER)
+        return result
+
+    def note(self, storage: torch.UntypedStorage, kind: str) -> int:
+        """The storage's number; a new one is of ``kind``. Writes down its size if that changed."""
+        number = self._numbers.get(storage._cdata)
+        if number is None:
+            number = len(self.kind)
+            self.kind.append(kind)
+            self._numbers[storage._cdata] = number
+            gone = partial(self._gone, storage._cdata, number)
+            self._watched.append(weakref.ref(storage, gone))
+            self._sizes[number] = 0
+        if self._sizes[number] != storage.nbytes():
+            self._sizes[number] = storage.nbytes()
+            self.history.append((number, storage.nbytes()))
+        return number
+
+    def _gone(self, address: int, number: int, reference: object) -> None:
+        del reference
+        if self._numbers.get(address) == number:
+            del self._numbers[address]
+        if self._sizes[number]:
+            self._sizes[number] = 0
+            self.history.append((number, 0))
+
+    def note_gradient(self, gradient: Tensor) -> None:
+        """Autograd has made this for a parameter."""
+        self.is_gradient.add(self.note(gradient.untyped_storage(), OTHER))
+
+    def watch_gradients(self, model: nn.Module) -> None:
+        """See the gradients of the parameters that modules compute with, whoever puts them in."""
+        seen: set[int] = set()
+
+        def watch(module: nn.Module, args: Any) -> None:
+            for param in module._parameters.values():
+                if param is not None and id(param) not in seen:
+                    seen.add(id(param))
+                    param.register_hook(self.note_gradient)
+                    param.register_post_accumulate_grad_hook(kept)
+
+        def kept(param: Tensor) -> None:
+            if param.grad is not None:
+                self.note_gradient(param.grad)
+
+        for module in model.modules():
+            if module._parameters:
+                module.register_forward_pre_hook(watch)
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Follow dispatched operations and changes of storages' sizes."""
+        storage_class: Any = torch.UntypedStorage
+        names = [n for n in ("resize_", "_swap_data_ptr_") if hasattr(storage_class, n)]
+        originals = {name: getattr(storage_class, name) for name in names}
+
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            def wrapper(storage: Any, *args: Any) -> Any:
+                result = original(storage, *args)
+                self.note(storage, _origin())
+                for other in args:
+                    if isinstance(other, storage_class):
+                        self.note(other, IDLE)
+                return result
+
+            return wrapper
+
+        for name, original in originals.items():
+            setattr(storage_class, name, make(original))
+        try:
+            with self:
+                yield
+        finally:
+            for name in originals:
+                delattr(storage_class, name)  # the wrapper hid the base class's
+
+    def replay(self, start: int) -> dict[str, int]:
+        """Bytes at rest and at peaks from entry ``start`` of the history on."""
+        final = dict(self.history)
+        rest = {n for n, size in final.items() if size and self.kind[n] == ENGINE}
+        held = dict.fromkeys(("rest", "transient", "gradient", SCRATCH, IDLE, OTHER), 0)
+        peak = dict.fromkeys(("peak", "transient", "own", SCRATCH, "with idle", "at peak"), 0)
+        sizes: dict[int, int] = {}
+        for step, (number, size) in enumerate(self.history):
+            group = self.kind[number]
+            if number in self.is_gradient:
+                group = "gradient"
+            elif group == ENGINE:
+                group = "rest" if number in rest else "transient"
+            held[group] += size - sizes.get(number, 0)
+            sizes[number] = size
+            if step < start - 1:
+                continue
+            own = held["rest"] + held["transient"]
+            transient = held["transient"] + held["gradient"]
+            if transient > peak["transient"]:
+                peak["transient"], peak["at peak"] = transient, held["gradient"]
+            for name, value in (
+                ("own", own),
+                ("peak", own + held["gradient"]),
+                ("with idle", own + held["gradient"] + held[IDLE]),
+                (SCRATCH, held[SCRATCH]),
+            ):
+                peak[name] = max(peak[name], value)
+        gradients = peak.pop("at peak")
+        return {"rest": held["rest"], **peak, "gradients in transient": gradients}
+
+
+def _plain_tensors(tree: Any) -> Iterator[Tensor]:
+    for leaf in tree_leaves(tree):
+        if type(leaf) in (Tensor, nn.Parameter):
+            yield leaf
+
+
+def _origin() -> str:
+    frame = sys._getframe(2)
+    while frame is not None:
+        name = f"{frame.f_code.co_filename}:{frame.f_code.co_name}"
+        kind = next((kind for start, kind in ORIGINS.items() if name.startswith(start)), None)
+        if kind is not None:
+            return kind
+        frame = frame.f_back  # type: ignore[assignment]
+    return OTHER
+
+
+def track(config: GPTConfig, build: Callable[[nn.Module], Any]) -> tuple[Any, dict[str, Any]]:
+    """What ``build`` returned for a GPT, and the bytes of its second step."""
+    torch.manual_seed(0)
+    model = GPT(config)
+    tokens = torch.randint(0, config.vocab_size, (1, config.sequence_length))
+    tracker = StorageTracker()
+    with tracker.on():
+        engine = build(model)
+    tracker.watch_gradients(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    start = 0
+    for _ in range(2):
+        optimizer.zero_grad()
+        start = len(tracker.history)
+        if engine is not None:
+            engine.peak_memory_bytes(reset=True)
+        with tracker.on():
+            model(tokens, tokens).loss.backward()
+        optimizer.step()
+    found = tracker.replay(start)
+    states = [v for s in optimizer.state.values() for v in s.values() if v.ndim]
+    state_bytes = sum(_local(value).nbytes for value in states)
+    total = torch.tensor(state_bytes)
+    dist.all_reduce(total)
+    return engine, {**found, "optimizer, all ranks": int(total)}
+
+
+def _local(tensor: Any) -> Tensor:
+    local = getattr(tensor, "_local_tensor", tensor)
+    assert isinstance(local, Tensor)
+    return local
+
+
+def measure_engine(
+    config: GPTConfig, level: str, precision: str, budget: int | None, accumulate_in_fp32: bool
+) -> dict[str, Any]:
+    """One run of this engine."""
+    param_dtype, reduce_dtype = PRECISIONS[precision]
+    options = fe.DistributedDataParallelConfig(
+        suggested_communication_unit_size=budget,
+        reduce_scatter_with_fp32_accumulation=accumulate_in_fp32,
+    )
+    policy = fe.MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    engine, found = track(
+        config, lambda model: fe.shard(model, strategy=level, mp_policy=policy, config=options)
+    )
+    rows = engine.describe().rows
+    elements, padding = (sum(getattr(r, f) for r in rows) for f in ("num_elements", "padding"))
+    found["booked at rest"] = sum(engine.memory_bytes().values())
+    found["booked peak"] = engine.peak_memory_bytes()["total"]
+    found["formula"] = formula(level, elements + padding, param_dtype is not None)
+    copies = 1 if LEVELS[level].cuts(Role.OPTIM) else NUM_RANKS
+    found["optimizer formula"] = 8 * elements * copies
+    return found | {"elements": elements, "padding": padding}
+
+
+def formula(level_name: str, num_elements: int, is_mixed: bool) -> int:
+    """Bytes of weights and gradients that a rank holds at rest, as ``strategies`` has it.
+
+    Args:
+        level_name: the inner level.
+        num_elements: with padding.
+        is_mixed: bf16 compute weights and fp32 main weights; else fp32 is both.
+    """
+    level = LEVELS[level_name]
+    held = {role: num_elements * level.fraction(role, NUM_RANKS) for role in Role}
+    if not is_mixed:
+        weights = 4 * held[Role.PARAM]  # main weights are a view of them
+    else:
+        weights = 4 * held[Role.OPTIM]
+        if not level.cuts(Role.PARAM):
+            weights += 2 * held[Role.PARAM]
+    return int(weights + 4 * held[Role.GRAD])
+
+
+def measure_fsdp2(config: GPTConfig, precision: str, reshard: bool) -> dict[str, Any]:
+    """One run of FSDP2."""
+    param_dtype, reduce_dtype = PRECISIONS[precision]
+    policy = FSDP2Policy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+
+    def build(model: Any) -> None:
+        for block in model.blocks:
+            fully_shard(block, reshard_after_forward=reshard, mp_policy=policy)
+        fully_shard(model, mp_policy=policy)  # the root stays full, as it does here
+
+    return track(config, build)[1]
+
+
+def measure(layers: int, width: int) -> dict[str, dict[str, Any]]:
+    """All runs on this rank, by precision and name."""
+    config = GPTConfig(
+        vocab_size=64, sequence_length=32, num_layers=layers, width=width, num_heads=4
+    )
+    unit = sum(p.numel() for p in GPT(config).blocks[0].parameters())
+    results: dict[str, dict[str, Any]] = {}
+    for precision, (param_dtype, reduce_dtype) in PRECISIONS.items():
+        runs = results[precision] = {"unit elements": unit}
+        runs["FSDP2"] = measure_fsdp2(config, precision, True)
+        runs["FSDP2 no reshard"] = measure_fsdp2(config, precision, False)
+        for level in LEVELS:
+            runs[level] = measure_engine(config, level, precision, None, False)
+        variants = [(ONE_UNIT, unit, False), (f"{LEVEL_3}, nothing ahead", 0, False)]
+        if param_dtype is not None and reduce_dtype is FP32:
+            name = f"{ONE_UNIT}, bf16 on the wire"
+            variants.append((name, unit, True))
+        for name, budget, accumulate in variants:
+            runs[name] = measure_engine(config, LEVEL_3, precision, budget, accumulate)
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--width", type=int, default=256)
+    args = parser.parse_args()
+    results = harness.run_ranks(measure, NUM_RANKS, args.layers, args.width)
+    for precision, runs in results.items():
+        report(precision, runs)
+    harness.write_results("memory", {"layers": args.layers, "width": args.width, **results})
+
+
+def report(precision: str, runs: dict[str, Any]) -> None:
+    """Print the tables of one precision."""
+    unit = runs["unit elements"]
+    engines = {name: run for name, run in runs.items() if isinstance(run, dict)}
+    ours = {name: run for name, run in engines.items() if "formula" in run}
+    rows = []
+    for name in LEVELS:
+        run = ours[name]
+        same = run["rest"] == run["booked at rest"] == run["formula"]
+        same = same and run["optimizer, all ranks"] == run["optimizer formula"]
+        cells = ("elements", "padding", "formula", "booked at rest", "rest", "optimizer, all ranks")
+        rows.append([name, *(f"{run[cell]:,}" for cell in cells), _verdict(same)])
+    columns = ["formula", "memory_bytes()", "storages", "AdamW, all ranks", "equal"]
+    title = f"{precision}: bytes of weights and gradients at rest, rank 0 of {NUM_RANKS}"
+    harness.print_table(title, ["level", "elements", "padding", *columns], rows)
+
+    rows = []
+    for name, run in engines.items():
+        checked = _verdict(run["booked peak"] == run["own"]) if name in ours else ""
+        ratio = run["transient"] / engines["FSDP2"]["transient"]
+        run["transient over FSDP2"] = ratio
+        mib = (run[cell] / 2**20 for cell in ("rest", "peak", "transient"))
+        per_element = (
+            run[cell] / unit for cell in ("transient", "gradients in transient", SCRATCH)
+        )
+        rows.append(
+            [
+                name,
+                *(f"{value:.2f}" for value in mib),
+                *(f"{value:.2f}" for value in per_element),
+                f"{ratio:.3f}",
+                checked,
+            ]
+        )
+    columns = ["rest MiB", "peak MiB", "transient MiB", "bytes/element of a unit"]
+    columns += ["of it autograd's", "scratch bytes/element", "x FSDP2", "= peak_memory_bytes()"]
+    harness.print_table(f"{precision}: peak of a step", ["engine", *columns], rows)
+    if precision in TARGETS:
+        found, limit = ours[ONE_UNIT]["transient over FSDP2"], TARGETS[precision]
+        print(f"{ONE_UNIT}: {found:.3f} x FSDP2, at most {limit}: {_verdict(found <= limit)}\n")
+
+
+def _verdict(met: bool) -> str:
+    return "met" if met else "missed"
+
+
+if __name__ == "__main__":
+    main()

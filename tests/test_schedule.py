@@ -1,0 +1,559 @@
+"""The schedule has no race: see ``trace_lanes.py``, which judges it.
+
+Every pair of levels on 2 x 2 ranks, with nothing, one unit and everything gathered ahead; the
+habits of models that bend the order of events; and schedules that are broken on purpose.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fsdp_engine as fe
+from fsdp_engine import hooks, weight_tower
+from fsdp_engine.codecs import ParamCodec
+from fsdp_engine.collectives import Steps
+from tests import reference
+from tests.happens_before import COMPUTE, LANES, Order, RaceError, Span
+from tests.models import DIM, Mlp, Regression, Skipping, lora_model, vector_batch
+from tests.pool import Ranks, on_ranks
+from tests.test_equivalence import PAIR_NAMES, PAIRS, mesh_of
+from tests.trace_lanes import AnnotationError, Forgets, Tracer
+
+BLOCK = 256  # elements of a block's flat buffer where it is cut for up to four ranks
+BUDGETS = {"nothing": 0, "one unit": 1, "everything": 10**9}
+POLICIES = {
+    "fp32": (fe.MixedPrecisionPolicy(), False),
+    "bf16": (fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16), False),
+    # Gradients travel in another dtype than they are kept in.
+    "bf16 on the wire": (fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16), True),
+}
+
+
+class Small(Regression):
+    """Three blocks between two layers of the root's own."""
+
+    def __init__(self, num_blocks: int = 3, checkpoints: bool | None = None) -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList([Mlp(hidden=5) for _ in range(num_blocks)])
+        self.last = nn.Linear(DIM, DIM, bias=False)
+        self.order = list(range(num_blocks))
+        self.checkpoints = checkpoints
+
+    def predict(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for index in self.order:
+            block = self.blocks[index]
+            if self.checkpoints is None:
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.checkpoints)
+        return self.last(x)
+
+
+def config_of(budget: int | None, narrow_wire: bool = False) -> fe.DistributedDataParallelConfig:
+    return fe.DistributedDataParallelConfig(
+        suggested_communication_unit_size=budget,
+        reduce_scatter_with_fp32_accumulation=narrow_wire,
+    )
+
+
+def train(
+    model: nn.Module,
+    engine: Any,
+    microbatches: Iterable[int] = (1, 2, 1),
+    before_step: Callable[[int], None] = lambda step: None,
+) -> None:
+    """A step for each entry of ``microbatches``, so many in each, clipped, with AdamW."""
+    optimizer = reference.adamw(model.parameters())
+    for step, num in enumerate(microbatches):
+        before_step(step)
+        for micro in range(num):
+            x, y = vector_batch(2, 100 * step + 10 * micro + dist.get_rank())
+            if micro == num - 1:
+                model(x, y).backward()
+            else:
+                with engine.no_sync():
+                    model(x, y).backward()
+        engine.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+
+
+def traced(
+    make_model: Callable[[], nn.Module],
+    body: Callable[[nn.Module, Any], None] = train,
+    forgets: Forgets = lambda waiter, awaited: False,
+    **options: Any,
+) -> Tracer:
+    """Shards a model and runs ``body`` under a tracer, which raises where the schedule is wrong."""
+    tracer = Tracer(forgets)
+    with tracer:
+        model = make_model()
+        engine = fe.shard(model, **options)
+        tracer.watch(engine)
+        body(model, engine)
+    assert all(order.num_checks for order in tracer.orders)
+    return tracer
+
+
+# Every strategy.
+
+
+def trace_pair(strategy: str, outer: str) -> list[tuple[str, str, dict[str, int], int]]:
+    """(budget, dtypes, operations by lane, most full units) for each way of running the pair."""
+    found = []
+    for budget in BUDGETS:
+        for dtypes in POLICIES if budget == "one unit" else ("fp32", "bf16"):
+            policy, narrow = POLICIES[dtypes]
+            tracer = traced(
+                Small,
+                mesh=mesh_of(2, 2),
+                strategy=strategy,
+                outer_strategy=outer,
+                mp_policy=policy,
+                config=config_of(BUDGETS[budget], narrow),
+            )
+            found.append((budget, dtypes, dict(tracer.num_operations), tracer.max_full))
+    return found
+
+
+@pytest.mark.parametrize(("strategy", "outer"), PAIRS, ids=PAIR_NAMES)
+def test_a_pair_of_levels_has_no_race(ranks: Ranks, strategy: str, outer: str) -> None:
+    for budget, dtypes, operations, max_full in ranks.run(trace_pair, strategy, outer, timeout=200)[
+        0
+    ]:
+        expected = {"inner_reduce", "outer_reduce"}  # gradients travel along both axes, always
+        expected |= {"inner_gather"} if strategy != "no_shard" or dtypes != "fp32" else set()
+        expected |= {"outer_gather"} if outer != "no_shard" else set()
+        assert set(operations) == expected, (budget, dtypes)
+        # The root, the unit in use, and those gathered ahead, of three blocks.
+        cuts = strategy == "optim_grads_params"
+        num_full = {"nothing": 2, "one unit": 3, "everything": 4}[budget]
+        assert max_full == (num_full if cuts else 0), (budget, dtypes)
+
+
+# Models that bend the order of events.
+
+
+@on_ranks(world_size=2)
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
+def test_a_unit_that_only_one_rank_skips_makes_no_race(strategy: str) -> None:
+    def body(model: Any, engine: Any) -> None:
+        def skip(step: int) -> None:
+            model.skip = step == 1 and dist.get_rank() == 1
+
+        train(model, engine, (1, 1, 1), skip)
+
+    traced(Skipping, body, strategy=strategy)
+
+
+@on_ranks(world_size=2)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpoints_make_no_race(reentrant: bool) -> None:
+    traced(lambda: Small(checkpoints=reentrant), strategy="optim_grads_params")
+
+
+@on_ranks(world_size=2)
+@pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
+def test_frozen_weights_under_adapters_make_no_race(strategy: str) -> None:
+    traced(lora_model, strategy=strategy)
+
+
+class HalfCodec(ParamCodec):
+    """Sends fp16 and computes in fp32."""
+
+    wire_dtype = torch.float16
+    decodes = True
+
+    def encode(self, main: Tensor, wire: Tensor) -> Steps:
+        wire.copy_(main)
+        yield from ()
+
+    def decode(self, wire: Tensor, offsets: Any, params: Any) -> None:
+        for offset, param in zip(offsets, params, strict=True):
+            param.copy_(wire[offset : offset + param.numel()].view(param.shape))
+
+    def after_gather(self, params: Any) -> None:
+        self.total = sum(param.sum() for param in params)
+
+    def before_release(self, params: Any) -> None:
+        self.total = self.total - sum(param.sum() for param in params)
+
+
+@on_ranks()
+@pytest.mark.parametrize(
+    ("strategy", "outer"),
+    [("no_shard", "no_shard"), ("optim", "optim"), ("optim_grads_params", "optim_grads_params")],
+)
+def test_a_codec_that_decodes_makes_no_race(strategy: str, outer: str) -> None:
+    traced(
+        Small,
+        mesh=mesh_of(2, 2),
+        strategy=strategy,
+        outer_strategy=outer,
+        codec_rules=[lambda name, param, dtypes: ("half", HalfCodec)],
+    )
+
+
+@on_ranks()
+def test_reading_and_editing_full_weights_between_steps_makes_no_race() -> None:
+    def body(model: Any, engine: Any) -> None:
+        def look(step: int) -> None:
+            engine.full_state_dict()
+            engine.full_tensor("blocks.0.up.weight")
+            with engine.unsharded(), torch.no_grad():
+                model.blocks[0].up.weight.mul_(0.9)
+            with torch.no_grad():
+                model(*vector_batch(2, dist.get_rank()))
+
+        train(model, engine, (1, 2, 1), look)
+
+    for pair in (("optim_grads_params", "optim"), ("optim", "no_shard")):
+        traced(Small, body, mesh=mesh_of(2, 2), strategy=pair[0], outer_strategy=pair[1])
+
+
+@on_ranks(world_size=2)
+def test_a_reset_after_an_exception_makes_no_race() -> None:
+    class Failing(Small):
+        fails = False
+
+        def predict(self, x: Tensor) -> Tensor:
+            x = super().predict(x)
+            if self.fails:
+                raise ArithmeticError
+            return x
+
+    def body(model: Any, engine: Any) -> None:
+        train(model, engine, (1,))
+        model.fails = True
+        with pytest.raises(ArithmeticError):
+            model(*vector_batch(2, 0))
+        engine.reset()
+        model.fails = False
+        train(model, engine, (2,))
+
+    traced(Failing, body)
+
+
+# How many units are full.
+
+
+@on_ranks(world_size=2)
+@pytest.mark.parametrize(("budget", "ahead"), [(0, 0), (1, 1), (2 * BLOCK, 2), (10**9, 5)])
+def test_only_what_is_in_use_and_gathered_ahead_is_full_whatever_the_order(
+    budget: int, ahead: int
+) -> None:
+    shuffle = random.Random(3)
+
+    def body(model: Any, engine: Any) -> None:
+        assert {unit.num_elements for unit in engine.units[1:]} == {BLOCK}
+
+        def change(step: int) -> None:
+            model.order = shuffle.sample(range(6), shuffle.randint(1, 6))
+            if step % 3 == 0:
+                model.order += model.order[:2]  # these units are called twice
+
+        train(model, engine, [1] * 12, change)
+
+    tracer = traced(lambda: Small(num_blocks=6), body, config=config_of(budget))
+    # The root is in use all along.
+    assert tracer.max_full <= 1 + 1 + ahead
+    assert tracer.max_full >= min(3, 2 + ahead)
+
+
+# Schedules that are broken on purpose.
+
+
+def run_broken(name: str) -> str:
+    """What the tracer says about a broken schedule; "" if it says nothing."""
+    options, forgets, sabotage, model = BROKEN[name]
+    shape = (2, 2) if dist.get_world_size() == 4 else (2,)
+    restore = sabotage()
+    try:
+        traced(model, forgets=forgets, mesh=mesh_of(*shape), **options)
+    except (RaceError, AnnotationError) as error:
+        return str(error)
+    finally:
+        restore()
+    return ""
+
+
+def no_sabotage() -> Callable[[], None]:
+    return lambda: None
+
+
+def never(waiter: str, awaited: str) -> bool:
+    return False
+
+
+def replace(owner: Any, name: str, value: Any) -> Callable[[], Callable[[], None]]:
+    def sabotage() -> Callable[[], None]:
+        before = owner.__dict__[name]
+        setattr(owner, name, value)
+        return lambda: setattr(owner, name, before)
+
+    return sabotage
+
+
+def free_on_compute(self: Any, storage: Any) -> None:
+    self._lanes.compute.manage("free too early", storage.drain, storage)
+
+
+def mark_no_boundary(self: Any, call: Any, args: Any, kwargs: Any) -> Any:
+    return args, kwargs
+
+
+def own(strategy: str, outer: str = "no_shard") -> dict[str, Any]:
+    return {"strategy": strategy, "outer_strategy": outer, "config": config_of(1)}
+
+
+def small() -> nn.Module:
+    return Small()
+
+
+# name -> options of shard(), waits to forget, what to patch, model
+BROKEN: dict[str, tuple[dict[str, Any], Forgets, Any, Callable[[], nn.Module]]] = {
+    "use before the gather is over": (
+        own("optim_grads_params"),
+        lambda waiter, awaited: waiter == COMPUTE and awaited.startswith("all-gather"),
+        no_sabotage,
+        small,
+    ),
+    "use before the refresh is over": (
+        own("optim"),
+        lambda waiter, awaited: waiter == COMPUTE and awaited.startswith("all-gather"),
+        no_sabotage,
+        small,
+    ),
+    "free before compute is done": (
+        own("optim_grads_params"),
+        lambda waiter, awaited: waiter == "inner_gather" and awaited == COMPUTE,
+        no_sabotage,
+        small,
+    ),
+    "gather before the optimizer is done": (
+        own("optim_grads_params"),
+        lambda waiter, awaited: waiter.startswith("all-gather") and awaited == COMPUTE,
+        no_sabotage,
+        small,
+    ),
+    "reduce before gradients are written": (
+        own("optim_grads_params"),
+        lambda waiter, awaited: waiter.startswith("reduce-scatter") and awaited == COMPUTE,
+        no_sabotage,
+        small,
+    ),
+    "step before gradients are reduced": (
+        own("no_shard"),
+        lambda waiter, awaited: waiter == COMPUTE and awaited.startswith("all-reduce"),
+        no_sabotage,
+        small,
+    ),
+    "free gradients before they are reduced": (
+        own("optim_grads"),
+        lambda waiter, awaited: waiter == COMPUTE and awaited.startswith("reduce-scatter"),
+        no_sabotage,
+        small,
+    ),
+    "second axis gathers before the first": (
+        own("optim_grads_params", "optim_grads_params"),
+        lambda waiter, awaited: waiter.endswith("inner axis") and awaited.endswith("outer axis"),
+        no_sabotage,
+        small,
+    ),
+    "second axis reduces before the first": (
+        own("optim"),
+        lambda waiter, awaited: waiter.endswith("outer axis") and awaited.endswith("inner axis"),
+        no_sabotage,
+        small,
+    ),
+    "gather before memory is there": (
+        own("optim_grads_params", "optim_grads_params"),
+        lambda waiter, awaited: awaited == "inner_gather",
+        no_sabotage,
+        small,
+    ),
+    "free on another lane": (
+        own("optim_grads_params"),
+        never,
+        replace(weight_tower.WeightTower, "_drain", free_on_compute),
+        small,
+    ),
+    "reshard at the last gradient": (
+        own("optim_grads_params"),
+        never,
+        replace(hooks.UnitHooks, "_mark_boundary", mark_no_boundary),
+        lora_model,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "expected"),
+    [
+        ("use before the gather is over", 2, ["full parameters", "all-gather of", "compute"]),
+        ("use before the refresh is over", 2, ["all-gather of", "compute"]),
+        ("free before compute is done", 2, ["full parameters", "free of", "[free", "read of"]),
+        ("gather before the optimizer is done", 2, ["main weights", "aten.", "[all-gather of"]),
+        ("reduce before gradients are written", 2, ["staging", "aten.", "[reduce-scatter of"]),
+        ("step before gradients are reduced", 2, ["gradients of", "[all-reduce of", "compute"]),
+        ("free gradients before they are reduced", 2, ["staging", "[reduce-scatter", "[free"]),
+        ("second axis gathers before the first", 4, ["outer axis", "inner axis"]),
+        ("second axis reduces before the first", 4, ["inner axis", "outer axis"]),
+        ("gather before memory is there", 4, ["allocation of", "[all-gather of"]),
+        ("free on another lane", 2, ["freed on compute that was allocated on inner_gather"]),
+        ("reshard at the last gradient", 2, ["used after it was freed", "full parameters"]),
+    ],
+)
+def test_a_broken_schedule_is_caught(
+    ranks: Ranks, name: str, world_size: int, expected: list[str]
+) -> None:
+    for said in ranks.run(run_broken, name, world_size=world_size):
+        for part in expected:
+            assert part in said, f"expected {part!r} in:\n{said}"
+
+
+def test_every_broken_schedule_is_tried() -> None:
+    marks = test_a_broken_schedule_is_caught.pytestmark  # type: ignore[attr-defined]
+    assert {case[0] for case in marks[0].args[1]} == set(BROKEN)
+
+
+# The judge itself.
+
+
+def orders() -> tuple[Order, Order]:
+    return Order(True, str), Order(False, str)
+
+
+def span(start: int = 0, stop: int = 8) -> Span:
+    return Span(STORAGE, start, stop)
+
+
+STORAGE = torch.UntypedStorage(16)
+
+
+def test_accesses_of_one_thread_are_ordered() -> None:
+    for order in orders():
+        order.touch(COMPUTE, span(), True, "first")
+        order.touch(COMPUTE, span(), False, "second")
+        assert order.num_checks == 1
+
+
+def test_two_threads_may_read_and_may_write_apart() -> None:
+    for order in orders():
+        thread = order.begin("inner_gather", [])
+        order.touch(COMPUTE, span(0, 8), False, "reads")
+        order.touch(thread, span(0, 8), False, "reads")
+        order.touch(COMPUTE, span(8, 12), True, "writes")
+        order.touch(thread, span(12, 16), True, "writes")
+
+
+@pytest.mark.parametrize("writes", [(True, True), (True, False), (False, True)])
+def test_two_threads_may_not_touch_what_one_of_them_writes(writes: tuple[bool, bool]) -> None:
+    for order in orders():
+        thread = order.begin("inner_gather", [])
+        order.touch(COMPUTE, span(0, 8), writes[0], "one")
+        with pytest.raises(RaceError, match=r"(?s)bytes 0\.\.8 on compute.*bytes 4\.\.12 on inner"):
+            order.touch(thread, span(4, 12), writes[1], "two")
+
+
+def test_a_ticket_orders_what_came_before_it_and_nothing_after() -> None:
+    for order in orders():
+        order.touch(COMPUTE, span(0, 8), True, "before")
+        ticket = order.record(COMPUTE)
+        order.touch(COMPUTE, span(8, 16), True, "after")
+        thread = order.begin("inner_gather", [ticket])
+        order.touch(thread, span(0, 8), True, "gather")
+        if order.streams:
+            with pytest.raises(RaceError):
+                order.touch(thread, span(8, 16), True, "gather")
+        else:
+            order.touch(thread, span(8, 16), True, "gather")  # the host had done it by then
+
+
+def test_order_passes_from_ticket_to_ticket() -> None:
+    for order in orders():
+        first = order.begin("outer_gather", [])
+        order.touch(first, span(), True, "outer")
+        second = order.begin("inner_gather", [order.end(first)])
+        order.wait(COMPUTE, order.end(second))
+        order.touch(COMPUTE, span(), False, "use")
+
+
+def test_a_lane_orders_its_operations_on_streams_only() -> None:
+    for order in orders():
+        first = order.begin("inner_gather", [])
+        order.touch(first, span(), True, "one")
+        order.end(first)
+        second = order.begin("inner_gather", [])
+        if order.streams:
+            order.touch(second, span(), True, "two")
+        else:
+            with pytest.raises(RaceError, match=r"operation 1(?s:.)*operation 2"):
+                order.touch(second, span(), True, "two")
+
+
+def test_memory_may_not_be_used_or_freed_after_it_was_freed() -> None:
+    for order in orders():
+        order.allocate(COMPUTE, span(), "allocate")
+        order.free(COMPUTE, span(), "free")
+        with pytest.raises(RaceError, match="used after it was freed"):
+            order.touch(COMPUTE, span(), False, "use")
+        with pytest.raises(RaceError, match="freed twice"):
+            order.free(COMPUTE, span(), "free")
+        order.allocate(COMPUTE, span(), "allocate")
+        with pytest.raises(RaceError, match="where there is some"):
+            order.allocate(COMPUTE, span(), "allocate")
+
+
+def steps() -> Steps:
+    yield from ()
+
+
+def test_a_tensor_that_is_dropped_while_a_lane_uses_it_is_caught() -> None:
+    def drop(waits: bool) -> None:
+        with Tracer() as tracer:
+            lanes = tracer.lanes()
+            scratch = torch.empty(4)
+            after = [lanes.compute.record()]
+            ticket = lanes.inner_reduce.submit("sum", steps, after=after, writes=[scratch])
+            if waits:
+                lanes.compute.wait(ticket)
+            del scratch
+            lanes.compute.record()
+
+    drop(waits=True)
+    with pytest.raises(RaceError, match=r"(?s)\[sum\].*its last reference went"):
+        drop(waits=False)
+
+
+def test_an_operation_may_touch_only_what_it_names() -> None:
+    def add() -> Steps:
+        x[:2].add_(y[:2] + 1)
+        yield from ()
+
+    with Tracer() as tracer:
+        x, y = torch.zeros(4), torch.ones(4)
+        lane = tracer.lanes().inner_gather
+        lane.submit("add", add, reads=[y], writes=[x])
+        lane.submit("add", add, reads=[y[:2]], writes=[x[:2]])
+        for reads, writes in (([y], []), ([y, x], []), ([y], [x[1:]]), ([y[:1]], [x])):
+            with pytest.raises(AnnotationError, match=r"\[add\]"):
+                lane.submit("add", add, reads=reads, writes=writes)
+
+
+def test_the_lanes_have_the_names_that_the_engine_gives_them() -> None:
+    from dataclasses import fields
+
+    from fsdp_engine.lanes import Lanes
+
+    assert tuple(field.name for field in fields(Lanes)) == LANES
