@@ -87,7 +87,9 @@ def main() -> None:
         rows,
     )
     found = record["optim_grads_params"]["ratio"]["median"]
-    print(f"level 3 over FSDP2: {found:.3f}, at most {LIMIT}: {'met' if found <= LIMIT else 'missed'}")
+    print(
+        f"level 3 over FSDP2: {found:.3f}, at most {LIMIT}: {'met' if found <= LIMIT else 'missed'}"
+    )
     harness.write_results("host_overhead", record)
 
 

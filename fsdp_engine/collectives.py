@@ -149,11 +149,6 @@ class Communicator:
         op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
         yield [_require(dist.all_reduce(tensor, op=op, group=self.group, async_op=True))]
 
-    @property
-    def splits_all_reduce(self) -> bool:
-        """Whether an all-reduce is faster as a reduce-scatter and an all-gather."""
-        return self._gloo
-
     def _bounds(self, numel: int, place: int) -> int:
         # Equal parts wherever numel allows, which collectives with a fixed part size rely on.
         return numel * place // self.size

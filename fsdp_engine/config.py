@@ -18,8 +18,6 @@ class DistributedDataParallelConfig:
             summed in fp32 by the receiving rank.
         average_in_collective: the collective averages. False: gradients are scaled as they are
             copied into the buffer, then summed. The result is the same.
-        fsdp_double_buffer: keep the memory of transient buffers between steps instead of handing
-            it back when the engine is at rest.
 
     Raises:
         ValueError: a negative ``suggested_communication_unit_size``.
@@ -29,7 +27,6 @@ class DistributedDataParallelConfig:
     suggested_communication_unit_size: int | None = None
     reduce_scatter_with_fp32_accumulation: bool = False
     average_in_collective: bool = False
-    fsdp_double_buffer: bool = False
 
     def __post_init__(self) -> None:
         size = self.suggested_communication_unit_size

@@ -127,7 +127,7 @@ class Engine:
         self.strategy = strategy
         self.config = config
         self.policy = policy
-        self._memory = Memory(mesh.device, keep=config.fsdp_double_buffer)
+        self._memory = Memory(mesh.device)
         self._lanes = lanes_module.make_lanes(mesh.device)
         ladder = Ladder(mesh)
         self.units = build_units(plan, strategy, ladder, self._lanes, self._memory, config, seed)

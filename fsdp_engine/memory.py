@@ -6,10 +6,11 @@ behind them must go. So a storage *object* lives as long as its unit and only it
 goes. Tensors over it are made with ``set_``, which gives each its own version counter: refilling
 the memory by a collective is then no in-place change that autograd would complain about.
 
-On CUDA memory comes from the caching allocator by ``resize_``. On CPU fresh pages are costly (the
-kernel zeroes each), so there memory is passed between storages of one size by swapping their data
-pointers, where torch can do so (``UntypedStorage._swap_data_ptr_``, there since 2.12), and idle
-memory is kept until the engine is at rest.
+On CUDA memory comes from the caching allocator by ``resize_``. On CPU there is none, and fresh
+pages are costly (the kernel zeroes each): so there memory is passed between storages of one size by
+swapping their data pointers, where torch can do so (``UntypedStorage._swap_data_ptr_``, in 2.13 but
+not in 2.11). Idle memory is kept, as a caching allocator keeps it, but never so much that memory
+in use and idle together exceed what was once in use.
 """
 
 from __future__ import annotations
@@ -74,12 +75,12 @@ class Memory:
 
     Attributes:
         ledger: bytes by role: "main", "model", "grad" (persistent); "full", "staging" (transient).
-        keep: hold on to idle transient memory while the engine is at rest.
     """
 
-    def __init__(self, device: torch.device, keep: bool = False) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.keep = keep
+        self._in_use = 0
+        self._most_in_use = 0
         self.ledger = Ledger()
         self._swaps = _CAN_SWAP and device.type == "cpu"
         self._idle: dict[int, list[torch.UntypedStorage]] = {}
@@ -93,10 +94,9 @@ class Memory:
         """A storage whose memory comes and goes; it starts without."""
         return TransientStorage(self, numel, dtype, role)
 
-    def rest(self) -> None:
-        """Nothing is in use for now: hand idle memory back, unless told to keep it."""
-        if not self.keep:
-            self._idle.clear()
+    def release_idle(self) -> None:
+        """Hand idle memory back."""
+        self._idle.clear()
 
     @property
     def idle_bytes(self) -> int:
@@ -104,17 +104,21 @@ class Memory:
         return sum(size * len(blocks) for size, blocks in self._idle.items())
 
     def _fill(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
-        if self._swaps:
-            blocks = self._idle.get(num_bytes)
-            if blocks:
-                storage._swap_data_ptr_(blocks.pop())  # type: ignore[attr-defined]
-                return
-            if not self.keep:
-                # No hoarding: memory of other sizes must not add to the peak.
-                self._idle.clear()
+        self._in_use += num_bytes
+        self._most_in_use = max(self._most_in_use, self._in_use)
+        blocks = self._idle.get(num_bytes)
+        if blocks:
+            storage._swap_data_ptr_(blocks.pop())  # type: ignore[attr-defined]
+            return
+        idle = self.idle_bytes
+        while idle and self._in_use + idle > self._most_in_use:
+            size = max(size for size, blocks in self._idle.items() if blocks)
+            self._idle[size].pop()
+            idle -= size
         storage.resize_(num_bytes)
 
     def _drain(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        self._in_use -= num_bytes
         if self._swaps:
             block = torch.UntypedStorage(0)
             storage._swap_data_ptr_(block)  # type: ignore[attr-defined]

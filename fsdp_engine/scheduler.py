@@ -100,6 +100,9 @@ class Scheduler:
             )
         self._forward.restart()
         self._refreshed.clear()
+        if self._any_refresh and self._budget:
+            # Into memory that is held anyway: the sooner the better.
+            self._refresh_through(None)
         self._recording = []
         self._left = []
 
@@ -114,8 +117,6 @@ class Scheduler:
             if self._recording != self._forward.order:
                 self._adopt_order(self._recording, self._left)
             self.reductions.order_seen(first_use_order(self._recording, len(self.units)))
-        if not torch.is_grad_enabled():
-            self._memory.rest()
 
     # Backward.
 
@@ -201,7 +202,6 @@ class Scheduler:
                 unit.release()
         self._touched.clear()
         self._backward_is_open = False
-        self._memory.rest()
 
     # Both.
 
@@ -257,9 +257,7 @@ class Scheduler:
                 unit.release()
 
     def _adopt_order(self, entered: Sequence[int], left: Sequence[int]) -> None:
-        sizes = [
-            unit.num_elements if unit.reshards or unit.needs_refresh else 0 for unit in self.units
-        ]
+        sizes = [unit.num_elements if unit.reshards else 0 for unit in self.units]
         self._forward = Walk(entered, sizes, self._budget)
         self._backward = Walk(left[::-1], sizes, self._budget)
         # What forward leaves last, beside the root, is what backward needs first.
@@ -282,4 +280,4 @@ class Scheduler:
         self.reductions.reset()
         for unit in self.units:
             unit.abandon()
-        self._memory.rest()
+        self._memory.release_idle()

@@ -51,7 +51,7 @@ NUM_RANKS = 4
 GROUP_TIMEOUT_SECONDS = 60.0
 # How long the peers of a rank that failed may take to fail as well.
 GRACE_SECONDS = 5.0
-START_TIMEOUT_SECONDS = 120.0
+START_TIMEOUT_SECONDS = 240.0
 
 
 class RankError(RuntimeError):

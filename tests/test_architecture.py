@@ -44,6 +44,7 @@ FLOORS: dict[str, float] = {
     "assignment": 4,
     "materialize": 4,
     "unit": 4,
+    "footprint": 4,
     "build": 4.5,
     "description": 4.5,
     "reductions": 4.5,
@@ -61,6 +62,7 @@ FLOORS: dict[str, float] = {
     "planner": 6.5,
     "cli": 6.75,
     "__init__": 7,
+    "__main__": 7.5,
 }
 # Files of these floors are values that may name each other.
 SIDEWAYS_FLOORS = {0}
@@ -322,7 +324,8 @@ def _names_a_level(source: Source, node: ast.AST) -> str | None:
         return repr(node.value)
     if isinstance(node, ast.Attribute | ast.Name):
         name = source.dotted(node)
-        if name.startswith("fsdp_engine") and name.rpartition(".")[2] in LEVEL_OBJECTS:
+        module, _, last = name.rpartition(".")
+        if name.startswith("fsdp_engine") and last in LEVEL_OBJECTS and not module.endswith("Role"):
             return name
         if isinstance(node, ast.Attribute) and node.attr == "name" and _is_level(node.value):
             return ast.unparse(node)
@@ -491,6 +494,7 @@ LAWFUL: list[tuple[str, str]] = [
     ("lanes", "import torch\nx = torch.cuda.Stream()"),
     ("codecs.transformer_engine", "import transformer_engine"),
     ("strategies.pair", "x = name == 'optim'"),
+    ("buffer", "from fsdp_engine.strategies import Role\nx = role is Role.OPTIM"),
 ]
 
 

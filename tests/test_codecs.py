@@ -134,4 +134,5 @@ def test_a_decoding_codec_holds_its_full_wire_only_while_it_is_decoded() -> None
     held = engine.memory_bytes()
     assert sum(held.values()) - held["grad"] == rest
     codecs = [b.weights._codec for b in engine.buffers if b.kind.codec == "bytes"]
-    assert codecs and all(codec.num_released for codec in codecs)  # type: ignore[attr-defined]
+    assert codecs
+    assert all(codec.num_released for codec in codecs)  # type: ignore[attr-defined]

@@ -1,0 +1,241 @@
+"""What ``gpu.py`` measures: a GPT bare, under FSDP2 and under this engine, on one device.
+
+Several ranks are played by rank 0 alone: the process group is a fake one, and collectives are
+device copies of the right size, by the same functions for both engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy as FSDP2Policy
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import fsdp_engine as fe
+import fsdp_engine.buffer
+from examples.gpt import GPT, GPTConfig
+from fsdp_engine.collectives import Communicator, Steps
+
+LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+LEVEL_3_ONE_AHEAD = "level 3, one unit ahead"
+BF16 = torch.bfloat16
+# Of all engines of a section together, at rest, for each parameter; activations are beyond it.
+RESIDENT_BYTES = 104
+
+# A step is forward and backward, which returns the loss, and the optimizer's part.
+StepParts = tuple[Callable[[], Tensor], Callable[[], None]]
+
+
+def on_cuda() -> bool:
+    return torch.cuda.is_available()
+
+
+def the_device() -> torch.device:
+    return torch.device("cuda", 0) if on_cuda() else torch.device("cpu")
+
+
+# Collectives of several ranks, emulated for rank 0.
+
+
+def emulate_gather(full: Tensor, own: Tensor, num_ranks: int) -> None:
+    """Write all of ``full`` (1-D): this rank's part from ``own``, unless it lies there already."""
+    size = full.numel() // num_ranks
+    if own.data_ptr() != full.data_ptr():
+        full[:size].copy_(own)
+    others = full[size:].view(num_ranks - 1, size)
+    others.copy_(full[:size].expand(num_ranks - 1, size))
+
+
+def emulate_scatter(
+    full: Tensor, out: Tensor, num_ranks: int, average: bool, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Read all of ``full`` (1-D); returns the sum (or mean) of its parts, in ``out`` if it can."""
+    reduce = torch.mean if average else torch.sum
+    parts = full.view(num_ranks, -1)
+    if dtype in (None, out.dtype) and out.data_ptr() != full.data_ptr():
+        return reduce(parts, 0, dtype=out.dtype, out=out)
+    return reduce(parts, 0, dtype=dtype or full.dtype)
+
+
+class EmulatedCommunicator(Communicator):
+    """This engine's collectives as device copies; see the module docstring."""
+
+    def all_gather(self, full: Tensor, source: Tensor | None = None, tag: int = 0) -> Steps:
+        emulate_gather(full, self.part(full) if source is None else source, self.size)
+        yield from ()
+
+    def reduce_scatter(
+        self,
+        full: Tensor,
+        out: Tensor,
+        *,
+        reduce_dtype: torch.dtype | None = None,
+        average: bool = False,
+        accumulate: bool = False,
+        tag: int = 0,
+    ) -> Steps:
+        target = torch.empty_like(out, dtype=full.dtype) if accumulate else out
+        if target.dtype != full.dtype:
+            target = self.part(full)  # as the real one does: sum in place, then cast
+        total = emulate_scatter(full, target, self.size, average, reduce_dtype)
+        if accumulate:
+            out.add_(total)
+        elif total is not out:
+            out.copy_(total)
+        yield from ()
+
+    def all_reduce(
+        self, tensor: Tensor, *, reduce_dtype: torch.dtype | None = None, average: bool = False
+    ) -> Steps:
+        wire = tensor if reduce_dtype is None else tensor.to(reduce_dtype)
+        total = emulate_scatter(wire, self.part(wire), self.size, average)
+        emulate_gather(wire, total, self.size)
+        if wire is not tensor:
+            tensor.copy_(wire)
+        yield from ()
+
+
+class EmulatedFSDP2Comm:
+    """FSDP2's collectives likewise, through its hooks for custom ones."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class EmulatedFSDP2Gather(EmulatedFSDP2Comm):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
+    ) -> None:
+        emulate_gather(output_tensor.view(-1), input_tensor.view(-1), self._num_ranks)
+
+
+class EmulatedFSDP2Scatter(EmulatedFSDP2Comm):
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        average = op == dist.ReduceOp.AVG
+        emulate_scatter(input_tensor.view(-1), output_tensor.view(-1), self._num_ranks, average)
+
+
+def start(num_ranks: int) -> DeviceMesh:
+    """Process groups for one rank, or for rank 0 of several that are not there."""
+    device = the_device()
+    if on_cuda():
+        torch.cuda.set_device(device)
+    if num_ranks == 1:
+        backend = "nccl" if on_cuda() else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+        fsdp_engine.buffer.Communicator = EmulatedCommunicator  # type: ignore[misc]
+    return init_device_mesh(device.type, (num_ranks,))
+
+
+# The model and its steps.
+
+
+def model_config() -> tuple[GPTConfig, int]:
+    """Sizes of the model, and sequences in a batch."""
+    if not on_cuda():
+        return GPTConfig(sequence_length=32, num_layers=3, width=64, num_heads=4), 2
+    width = 2048
+    memory = torch.cuda.get_device_properties(0).total_memory
+    layers = min(20, int(0.78 * memory / (RESIDENT_BYTES * 12 * width**2)))
+    layers = max(2, layers)
+    return GPTConfig(sequence_length=1024, num_layers=layers, width=width, num_heads=16), 4
+
+
+def make_model(config: GPTConfig) -> GPT:
+    """The model with fp32 weights, the same for every engine.
+
+    All are drawn from one distribution, because emulated gathers fill parameters with parts of
+    others, and the model should stay finite.
+    """
+    torch.manual_seed(0)
+    with the_device():
+        model = GPT(config)
+    for param in model.parameters():
+        nn.init.normal_(param, std=0.02)
+    return model
+
+
+def make_bare(config: GPTConfig, batch: tuple[Tensor, Tensor]) -> StepParts:
+    """The model without an engine."""
+    model = make_model(config)
+    main = [param.detach().clone() for param in model.parameters()]
+    model.to(BF16)
+    params = list(model.parameters())
+    optimizer = torch.optim.AdamW(main, lr=1e-4, fused=True)
+
+    def update() -> None:
+        for weight, param in zip(main, params, strict=True):
+            assert param.grad is not None
+            weight.grad, param.grad = param.grad.float(), None
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            torch._foreach_copy_(params, main)
+
+    return _forward_backward(model, batch), update
+
+
+def make_fsdp2(config: GPTConfig, batch: tuple[Tensor, Tensor], mesh: DeviceMesh) -> StepParts:
+    """The model under FSDP2, gradients reduced in bf16."""
+    model: Any = make_model(config)
+    modules = (*model.blocks, model)
+    for module in modules:
+        fully_shard(module, mesh=mesh, mp_policy=FSDP2Policy(param_dtype=BF16))
+    if mesh.size() > 1:
+        for module in modules:
+            module.set_custom_all_gather(EmulatedFSDP2Gather(mesh.size()))
+            module.set_custom_reduce_scatter(EmulatedFSDP2Scatter(mesh.size()))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    return _forward_backward(model, batch), _update(optimizer)
+
+
+def make_engine(
+    config: GPTConfig, batch: tuple[Tensor, Tensor], mesh: DeviceMesh, name: str
+) -> StepParts:
+    """The model under this engine, gradients reduced in bf16."""
+    model = make_model(config)
+    ahead = sum(p.numel() for p in model.blocks[0].parameters())
+    options = fe.DistributedDataParallelConfig(
+        suggested_communication_unit_size=ahead if name == LEVEL_3_ONE_AHEAD else None
+    )
+    level = name if name in LEVELS else LEVELS[3]
+    policy = fe.MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16)
+    fe.shard(model, mesh=mesh, strategy=level, mp_policy=policy, config=options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    fe.shard_optimizer(optimizer)
+    return _forward_backward(model, batch), _update(optimizer)
+
+
+def _forward_backward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Callable[[], Tensor]:
+    def run() -> Tensor:
+        loss: Tensor = model(*batch).loss
+        loss.backward()
+        return loss.detach()
+
+    return run
+
+
+def _update(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    def run() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return run

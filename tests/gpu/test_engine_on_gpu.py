@@ -1,0 +1,360 @@
+"""The engine on a CUDA device. Collected everywhere, skipped where there is none.
+
+One device is enough: levels run at world size 1 over NCCL, and two ranks share the device over
+gloo, whose collectives then go through host memory.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fsdp_engine as fe
+from tests.pool import Ranks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; found none"),
+]
+
+LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+LEVEL_3 = LEVELS[3]
+WIDTH = 512
+NUM_BLOCKS = 4
+BLOCK_ELEMENTS = 2 * WIDTH + 8 * WIDTH**2 + 5 * WIDTH
+BLOCK_BYTES = 4 * BLOCK_ELEMENTS
+ROOT_BYTES = 4 * (WIDTH**2 + WIDTH)
+MIB = 2**20
+
+
+class Block(nn.Module):
+    """A residual block. ``probe`` is called when its kernels have been issued."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+        self.probe: Callable[[], None] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
+        if self.probe is not None:
+            self.probe()
+        return y
+
+
+class Model(nn.Module):
+    """Blocks, and a root with a linear map of its own; returns a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return F.mse_loss(self.head(x).float(), target)
+
+
+def make_model(device: str = "cuda") -> Model:
+    torch.manual_seed(0)
+    with torch.device(device):
+        return Model()
+
+
+def make_batches(count: int, rows: int = 8) -> list[tuple[Tensor, Tensor]]:
+    """Drawn on the CPU, so that every process has the same."""
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (
+            torch.randn(rows, WIDTH, generator=generator).cuda(),
+            torch.randn(rows, WIDTH, generator=generator).cuda(),
+        )
+        for _ in range(count)
+    ]
+
+
+def make_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+@contextmanager
+def process_group(backend: str, world_size: int) -> Iterator[DeviceMesh]:
+    """A mesh of this process and, over the "fake" backend, of ranks that are not there."""
+    assert not dist.is_initialized(), "another test has left a process group behind"
+    store = FakeStore() if backend == "fake" else dist.HashStore()
+    timeout = timedelta(seconds=60)
+    torch.cuda.set_device(0)
+    dist.init_process_group(backend, store=store, rank=0, world_size=world_size, timeout=timeout)
+    try:
+        yield init_device_mesh("cuda", (world_size,))
+    finally:
+        torch.cuda.synchronize()
+        gc.collect()
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """One rank over NCCL."""
+    with process_group("nccl", 1) as mesh:
+        yield mesh
+
+
+def train_bare(
+    model: Model, dtype: torch.dtype, batches: list[tuple[Tensor, Tensor]]
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and weights of a model without an engine, two microbatches a step."""
+    optimizer = make_sgd(model)
+    losses = []
+    for first in range(0, len(batches), 2):
+        computing = copy.deepcopy(model).to(dtype)
+        for x, target in batches[first : first + 2]:
+            loss = computing(x.to(dtype), target) / 2
+            loss.backward()
+            losses.append(loss.item())
+            for weight, computed in zip(model.parameters(), computing.parameters(), strict=True):
+                assert computed.grad is not None
+                gradient = computed.grad.float()
+                weight.grad = gradient if weight.grad is None else weight.grad + gradient
+                computed.grad = None
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, {name: value.cpu() for name, value in model.state_dict().items()}
+
+
+def train_sharded(
+    model: Model, engine: fe.Engine, batches: list[tuple[Tensor, Tensor]]
+) -> tuple[list[float], dict[str, Tensor]]:
+    """The same under the engine."""
+    optimizer = make_sgd(model)
+    losses = []
+    for first in range(0, len(batches), 2):
+        with engine.no_sync():
+            loss = model(*batches[first]) / 2
+            loss.backward()
+        losses.append(loss.item())
+        loss = model(*batches[first + 1]) / 2
+        loss.backward()
+        losses.append(loss.item())
+        engine.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, engine.full_state_dict()
+
+
+def assert_same(
+    found: tuple[list[float], dict[str, Tensor]],
+    expected: tuple[list[float], dict[str, Tensor]],
+    tolerance: float,
+) -> None:
+    assert found[0] == pytest.approx(expected[0], rel=tolerance)
+    assert found[1].keys() == expected[1].keys()
+    for name, value in expected[1].items():
+        torch.testing.assert_close(
+            found[1][name], value, rtol=tolerance, atol=tolerance * value.abs().max().item()
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_level_at_world_size_1_trains_like_a_bare_model(
+    mesh: DeviceMesh, level: str, dtype: torch.dtype
+) -> None:
+    model, batches = make_model(), make_batches(6)
+    start = {name: value.cpu() for name, value in model.state_dict().items()}
+    expected = train_bare(copy.deepcopy(model), dtype, batches)
+    policy = fe.MixedPrecisionPolicy(param_dtype=dtype)
+    engine = fe.shard(model, mesh=mesh, strategy=level, mp_policy=policy)
+    found = train_sharded(model, engine, batches)
+    assert_same(found, expected, tolerance=1e-5)
+    assert not torch.equal(found[1]["head.weight"], start["head.weight"])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_two_ranks_on_one_device_over_gloo_train_like_one_process(ranks: Ranks, level: str) -> None:
+    expected = train_bare(make_model(), torch.float32, make_batches(4))
+    results = ranks.run(_train_as_one_of_two, level, world_size=2, timeout=120)
+    losses = [sum(pair) / 2 for pair in zip(results[0][0], results[1][0], strict=True)]
+    for _, weights in results:
+        assert_same((losses, weights), expected, tolerance=2e-5)
+
+
+def _train_as_one_of_two(level: str) -> tuple[list[float], dict[str, Tensor]]:
+    torch.cuda.set_device(0)
+    mesh = init_device_mesh("cuda", (2,))
+    rank = dist.get_rank()
+    model = make_model()
+    batches = [(x.chunk(2)[rank], target.chunk(2)[rank]) for x, target in make_batches(4)]
+    return train_sharded(model, fe.shard(model, mesh=mesh, strategy=level), batches)
+
+
+def test_the_lanes_are_four_streams_beside_the_current_one(mesh: DeviceMesh) -> None:
+    engine = fe.shard(make_model(), mesh=mesh)
+    lanes: Any = engine._lanes
+    beside = (lanes.inner_gather, lanes.inner_reduce, lanes.outer_gather, lanes.outer_reduce)
+    streams = {lane._target().cuda_stream for lane in beside}
+    assert len(streams) == 4
+    assert torch.cuda.current_stream().cuda_stream not in streams
+    other = torch.cuda.Stream()
+    with torch.cuda.stream(other):
+        assert lanes.compute._target() == other
+        assert {lane._target().cuda_stream for lane in beside} == streams
+
+
+@pytest.mark.parametrize("budget", [0, BLOCK_ELEMENTS])
+def test_the_next_unit_is_gathered_while_this_one_computes_unless_the_budget_is_0(
+    mesh: DeviceMesh, budget: int
+) -> None:
+    model = make_model()
+    config = fe.DistributedDataParallelConfig(suggested_communication_unit_size=budget)
+    engine = fe.shard(model, mesh=mesh, strategy=LEVEL_3, config=config)
+    gather: Any = engine._lanes.inner_gather
+    full_bytes, overlapped = [], []
+
+    def probe() -> None:
+        torch.cuda._sleep(400_000_000)  # some tenths of a second
+        full_bytes.append(engine.memory_bytes()["full"])
+        gather._target().synchronize()
+        # What was gathered is there, and compute still sleeps.
+        overlapped.append(not torch.cuda.current_stream().query())
+
+    x, target = make_batches(1)[0]
+    with torch.no_grad():
+        model(x, target)
+        first: Any = model.blocks[0]
+        first.probe = probe
+        model(x, target)
+    torch.cuda.synchronize()
+    assert full_bytes == [ROOT_BYTES + (2 if budget else 1) * BLOCK_BYTES]
+    assert overlapped == [True]
+
+
+def test_a_step_holds_no_more_full_units_than_the_budget_allows(mesh: DeviceMesh) -> None:
+    model = make_model()
+    config = fe.DistributedDataParallelConfig(suggested_communication_unit_size=BLOCK_ELEMENTS)
+    engine = fe.shard(model, mesh=mesh, strategy=LEVEL_3, config=config)
+    for x, target in make_batches(2):
+        model(x, target).backward()
+        for param in model.parameters():
+            param.grad = None
+    assert engine.peak_memory_bytes()["full"] == ROOT_BYTES + 2 * BLOCK_BYTES
+    assert "full" not in engine.memory_bytes()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_allocator_hands_out_what_the_engine_books(mesh: DeviceMesh, level: str) -> None:
+    x, target = make_batches(1)[0]
+    make_model()(x, target).backward()  # libraries take their workspaces now
+    torch.cuda.synchronize()
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    model = make_model()
+    config = fe.DistributedDataParallelConfig(suggested_communication_unit_size=BLOCK_ELEMENTS)
+    engine = fe.shard(model, mesh=mesh, strategy=level, config=config)
+    for _ in range(2):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        engine.peak_memory_bytes(reset=True)
+        model(x, target).backward()
+        torch.cuda.synchronize()
+        for param in model.parameters():
+            param.grad = None
+    gc.collect()
+
+    rest = torch.cuda.memory_allocated() - before
+    booked = sum(engine.memory_bytes().values())
+    assert booked <= rest < booked + MIB
+    peak = torch.cuda.max_memory_allocated() - before
+    booked_peak = engine.peak_memory_bytes()["total"]
+    # Beside what the engine books there is the gradient of one parameter, as autograd made it,
+    # and the activations of eight rows.
+    assert booked_peak <= peak < booked_peak + 4 * 4 * WIDTH**2 + MIB
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_no_tensor_is_recorded_on_a_stream(mesh: DeviceMesh, level: str) -> None:
+    class Seen(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names: list[str] = []
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        ) -> Any:
+            self.names.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    model = make_model()
+    engine = fe.shard(model, mesh=mesh, strategy=level)
+    optimizer = make_sgd(model)
+    with Seen() as seen:
+        for x, target in make_batches(2):
+            model(x, target).backward()
+            engine.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert any("addmm" in name for name in seen.names)
+    assert not [name for name in seen.names if "record_stream" in name]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_step_never_makes_the_host_wait_for_the_device(level: str, dtype: torch.dtype) -> None:
+    with process_group("fake", 8) as mesh:
+        model = make_model()
+        policy = fe.MixedPrecisionPolicy(param_dtype=dtype)
+        engine = fe.shard(model, mesh=mesh, strategy=level, mp_policy=policy)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        fe.shard_optimizer(optimizer)
+        batches = make_batches(2)
+
+        def step() -> None:
+            with engine.no_sync():
+                model(*batches[0]).backward()
+            model(*batches[1]).backward()
+            engine.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()
+        step()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_reset_after_an_error_in_forward_trains_on(mesh: DeviceMesh) -> None:
+    model, batches = make_model(), make_batches(4)
+    expected = train_bare(copy.deepcopy(model), torch.float32, batches)
+    engine = fe.shard(model, mesh=mesh, strategy=LEVEL_3)
+
+    def fail() -> None:
+        raise ArithmeticError("planted")
+
+    last: Any = model.blocks[-1]
+    last.probe = fail
+    with pytest.raises(ArithmeticError, match="planted"):
+        model(*batches[0])
+    engine.reset()
+    last.probe = None
+    assert "full" not in engine.memory_bytes()
+    assert_same(train_sharded(model, engine, batches), expected, tolerance=1e-5)
