@@ -31,7 +31,9 @@ from fsdp_engine.scheduler import Scheduler
 from fsdp_engine.strategies import NO_SHARD, Axis, Role, Strategy
 from fsdp_engine.unit import Unit, install_into
 
-_ENGINES: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
+# Weak both ways: an engine knows its model, and a value that holds its key would never go. The
+# model's hooks keep the engine.
+_ENGINES: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
 
 # Optimizers change weights in ways that version counters need not show (fused kernels, `.data`).
 _LIVE: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -141,7 +143,7 @@ class Engine:
         for unit in self.units:
             self._hook(unit, is_root=unit is root)
         for module in model.modules():
-            _ENGINES[module] = self
+            _ENGINES[module] = weakref.ref(self)
         _LIVE.add(self)
         _watch_optimizers()
 
@@ -316,7 +318,7 @@ class Engine:
         output = self.policy.output_dtype if is_root else None
         # The root is always seen, since its forward frames all others.
         if is_root or unit.reshards or unit.needs_refresh or casts is not None:
-            hooks = UnitHooks(self._scheduler, unit, casts, output)
+            hooks = UnitHooks(self._scheduler, unit, casts, output, self)
             hooks.register()
             self._hooks[unit.index] = hooks
         hook_gradients(self._scheduler, unit)
@@ -330,7 +332,7 @@ class Engine:
             return list(self.units)
         wanted = set()
         for module in modules:
-            if _ENGINES.get(module) is not self:
+            if _engine_of(module) is not self:
                 raise ValueError(
                     f"unsharded(): expected modules of the sharded model; found a "
                     f"{type(module).__name__} that is not part of it"
@@ -362,9 +364,14 @@ def _budget(units: list[Unit], config: DistributedDataParallelConfig) -> int:
     return 2 * sum(sizes) // len(sizes)
 
 
+def _engine_of(module: nn.Module) -> Engine | None:
+    reference = _ENGINES.get(module)
+    return reference() if reference is not None else None
+
+
 def _check_unsharded(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if module in _ENGINES:
+        if _engine_of(module) is not None:
             raise ValueError(
                 "model: expected one that was not sharded before; found "
                 f"{name or 'the root module'} in the hands of another engine"

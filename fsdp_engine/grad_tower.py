@@ -308,9 +308,9 @@ class GradTower:
     def _add_all_reduce(self, axis: Axis, sent: Tensor, tensor: Tensor) -> None:
         comm, lane = self._ladder.reduce_comm(axis), self._lanes.reduce(axis)
         label = f"all-reduce of {self._label} over the {axis.value} axis"
-        # The backend's own all-reduce sums in the dtype that it sends: for sums in a wider one, parts
-        # are exchanged and summed, and the sums gathered. (On gloo, too, its all-reduce is as good
-        # as the two halves pairwise, and needs no host in between.)
+        # The backend's own all-reduce sums in the dtype that it sends: for sums in a wider one,
+        # parts are exchanged and summed, and the sums gathered. (On gloo, too, its all-reduce is
+        # as good as the two halves pairwise, and needs no host in between.)
         if self._sums_wide and tensor.numel() % comm.size == 0:
             own = comm.part(tensor)
             scatter = self._scatter_steps(axis, sent, own, into_accum=False)

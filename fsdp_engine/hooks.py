@@ -39,7 +39,8 @@ def not_compiled(function: Any) -> Any:
     return function
 
 
-_HOOKS: weakref.WeakKeyDictionary[nn.Module, UnitHooks] = weakref.WeakKeyDictionary()
+# Weak both ways: hooks know their module, and a value that holds its key would never go.
+_HOOKS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[UnitHooks]] = weakref.WeakKeyDictionary()
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
@@ -52,7 +53,8 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     Raises:
         ValueError: the module is no unit of a sharded model, or has no such method.
     """
-    hooks = _HOOKS.get(module)
+    reference = _HOOKS.get(module)
+    hooks = reference() if reference is not None else None
     if hooks is None:
         raise ValueError(
             "module: expected a unit or the root of a model given to shard(); found "
@@ -97,6 +99,7 @@ class UnitHooks:
         unit: whose module.
         input_dtype: floating-point inputs are cast to it; None: left alone.
         output_dtype: likewise for outputs.
+        engine: kept alive as long as the module, whether or not the user holds on to it.
     """
 
     def __init__(
@@ -105,7 +108,9 @@ class UnitHooks:
         unit: Unit,
         input_dtype: torch.dtype | None,
         output_dtype: torch.dtype | None,
+        engine: object,
     ) -> None:
+        self._engine = engine
         self._scheduler = scheduler
         self._unit = unit
         self._input_dtype = input_dtype
@@ -126,7 +131,7 @@ class UnitHooks:
         module.register_forward_pre_hook(not_compiled(before), prepend=True, with_kwargs=True)
         # Also after an exception, so that a forward that fails leaves nothing open.
         module.register_forward_hook(not_compiled(after), always_call=True)
-        _HOOKS[module] = self
+        _HOOKS[module] = weakref.ref(self)
 
     def reset(self) -> None:
         """Forget forwards that an exception ended."""

@@ -49,9 +49,6 @@ _NoTorchFunction = torch._C.DisableTorchFunctionSubclass  # type: ignore[attr-de
 _tensor_class: Any = Tensor
 _get_grad = _tensor_class.grad.__get__
 
-# Attributes that a shadow does not share with its owner.
-_SHADOW_SLOTS = ("owner", "local_of", "local_states")
-
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 
@@ -89,7 +86,7 @@ def shard_optimizer(optimizer: AnyOptimizer, *, elementwise: bool = False) -> An
         )
     hooks = optimizer._optimizer_step_pre_hooks.values()
     if not any(isinstance(hook, _LocalStep) for hook in hooks):
-        step = _LocalStep(type(optimizer))
+        step = _LocalStep(optimizer)
         optimizer.register_step_pre_hook(step)
         optimizer.register_step_post_hook(step.finish)
     return optimizer
@@ -151,41 +148,26 @@ class _LocalGroup(_WriteThrough):
 class _Shadow:
     """Mixed into an optimizer class: param groups and state of its own, all else the owner's.
 
-    Holds its owner weakly: the owner's hooks hold it, and optimizers should die without the garbage
-    collector's help.
+    Lives for one step only, and shares the owner's ``__dict__``; properties come before it.
     """
 
     __slots__ = ()
 
-    owner: weakref.ref[Optimizer]
     local_of: dict[int, Tensor]
     local_states: _LocalStates
 
     @property
     def param_groups(self) -> list[_LocalGroup]:
         # Made anew whenever the step asks: by then all pre-hooks have set what they want to set.
-        owner, local_of = self.owner(), self.local_of
-        assert owner is not None
+        local_of = self.local_of
         return [
             _LocalGroup(group, [local_of.get(id(p), p) for p in group["params"]])
-            for group in owner.param_groups
+            for group in self.__dict__["param_groups"]
         ]
 
     @property
     def state(self) -> _LocalStates:
         return self.local_states
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.owner(), name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _SHADOW_SLOTS:
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self.owner(), name, value)
-
-    def __delattr__(self, name: str) -> None:
-        delattr(self.owner(), name)
 
 
 class _Slot:
@@ -237,16 +219,46 @@ class _Slot:
         return value, value
 
 
+class _Owner:
+    """The optimizer's own state, as the shadow's state gets at it.
+
+    Held weakly, and nothing here leads back to the hooks: a dropped optimizer should free its state
+    without waiting for the garbage collector.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self.slot_of: dict[int, _Slot] = {}  # by id of the slice
+        # Whether the step has changed the state since somebody took note of it.
+        self.changed = True
+
+    def state_to_change(self) -> Any:
+        """The optimizer's state, about to be changed by its step."""
+        self.changed = True
+        return self._state()
+
+    def entry(self, key: Any) -> Any:
+        """The state of something that is no slice: made where it is missing, as usual."""
+        state = self._state()
+        return state[key] if key in state else self.state_to_change()[key]
+
+    def _state(self) -> Any:
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        return optimizer.state
+
+
 class _LocalState(_WriteThrough):
     """A slice's state. What the step stores is shown in the parameter's state at once."""
 
-    def __init__(self, step: _LocalStep, slot: _Slot, values: dict[Any, Any]) -> None:
+    def __init__(self, owner: _Owner, slot: _Slot, values: dict[Any, Any]) -> None:
         super().__init__(values)
-        self._step = step
+        self._owner = owner
         self._slot = slot
 
     def passed_on(self) -> MutableMapping[Any, Any]:
-        return self._step.shown_state(self._slot)
+        state: MutableMapping[Any, Any] = self._owner.state_to_change()[self._slot.param]
+        return state
 
     def shown(self, value: Any) -> Any:
         return self._slot.show(value)
@@ -255,89 +267,79 @@ class _LocalState(_WriteThrough):
 class _LocalStates(dict[Any, Any]):
     """The shadow's ``state``: by slice; what belongs to no slice is the optimizer's own."""
 
-    def __init__(self, step: _LocalStep) -> None:
+    def __init__(self, owner: _Owner) -> None:
         super().__init__()
-        self._step = step
+        self._owner = owner
 
     def __missing__(self, key: Any) -> Any:
-        slot = self._step.slot_of(key)
+        slot = self._owner.slot_of.get(id(key))
         if slot is None:
-            return self._step.real_entry(key)
-        state = _LocalState(self._step, slot, {})
+            return self._owner.entry(key)
+        state = _LocalState(self._owner, slot, {})
         super().__setitem__(key, state)
         return state
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        slot = self._step.slot_of(key)
-        if slot is None:
-            self._step.real_state()[key] = value
+        if id(key) not in self._owner.slot_of:
+            self._owner.state_to_change()[key] = value
             return
         state = self[key]
         state.clear()
         state.update(value)
 
+    def take(self, slot: _Slot, shown: dict[Any, Any]) -> None:
+        """Makes a slice's state what is shown as its parameter's."""
+        values = {}
+        for key, value in shown.items():
+            shown[key], values[key] = slot.take(key, value)
+        super().__setitem__(slot.local, _LocalState(self._owner, slot, values))
+
 
 class _LocalStep:
     """The step pre-hook: brings the shadow up to date and hands it to ``step``."""
 
-    def __init__(self, optimizer_class: type[Optimizer]) -> None:
-        # A class of its own: properties take precedence over the attributes that it shares.
-        slots = {"__slots__": _SHADOW_SLOTS}
-        self._shadow_class = type(optimizer_class.__name__, (_Shadow, optimizer_class), slots)
-        self._shadow: Any = None
+    def __init__(self, optimizer: Optimizer) -> None:
+        slots = {"__slots__": ("local_of", "local_states")}
+        bases = (_Shadow, type(optimizer))
+        self._shadow_class = type(type(optimizer).__name__, bases, slots)
+        self._owner = _Owner(optimizer)
         self._params: list[Tensor] = []
         self._slots: list[_Slot] = []
-        self._slot_of: dict[int, _Slot] = {}  # by id of the slice
         self._flat_params: list[FlatDTensor] = []
         self._locals: list[Tensor] = []
+        self._local_of: dict[int, Tensor] = {}  # by id of the FlatDTensor
         self._grads: list[Tensor | None] = []
+        self._local_states = _LocalStates(self._owner)
         # What the optimizer's state looked like when the shadow's was last in step with it.
         self._state: Any = None
         self._shown: list[Any] = []
         self._shown_dicts: list[dict[Any, Any]] = []
         self._shown_values: list[Any] = []
-        self._changed = False
 
     def __call__(
         self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if isinstance(optimizer, _Shadow):  # a subclass's step calls its parent's
             return None
-        self._refresh_params(optimizer)
-        if self._changed or not self._state_is_known(optimizer.state):
+        self._refresh_params(optimizer.param_groups)
+        if self._owner.changed or not self._state_is_known(optimizer.state):
             self._take_state(optimizer.state)
         self._refresh_grads()
+        shadow: Any = object.__new__(self._shadow_class)
+        shadow.__dict__ = optimizer.__dict__
+        shadow.local_of, shadow.local_states = self._local_of, self._local_states
         arguments = [self._closure(a) if callable(a) else a for a in args[1:]]
         kwargs = {k: self._closure(v) if k == "closure" and v else v for k, v in kwargs.items()}
-        return (self._shadow, *arguments), kwargs
+        return (shadow, *arguments), kwargs
 
     def finish(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """The step post-hook: all that changed in the state was shown by the step itself."""
         if isinstance(optimizer, _Shadow):
             return
-        if self._changed:
+        if self._owner.changed:
             self._note_state(optimizer.state)
         # Fused steps count no version for what they change (torch 2.11 to 2.13).
         torch.autograd.graph.increment_version(self._locals)
-
-    def slot_of(self, local: Any) -> _Slot | None:
-        """The slot of a slice; None for any other key of a state."""
-        return self._slot_of.get(id(local))
-
-    def real_state(self) -> Any:
-        """The optimizer's own state, about to be changed by its step."""
-        self._changed = True
-        return self._shadow.owner().state
-
-    def real_entry(self, key: Any) -> Any:
-        """The optimizer's own state of something that is no slice."""
-        state = self._shadow.owner().state
-        return state[key] if key in state else self.real_state()[key]
-
-    def shown_state(self, slot: _Slot) -> dict[Any, Any]:
-        """The state of a parameter, about to be changed by the step."""
-        state: dict[Any, Any] = self.real_state()[slot.param]
-        return state
 
     def _closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def with_new_gradients() -> Any:
@@ -347,23 +349,20 @@ class _LocalStep:
 
         return with_new_gradients
 
-    def _refresh_params(self, optimizer: Any) -> None:
+    def _refresh_params(self, groups: list[dict[str, Any]]) -> None:
         """Notices parameters that came or went."""
-        params = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
-        same = len(params) == len(self._params) and all(map(operator.is_, params, self._params))
-        if same and self._shadow is not None:
+        params = list(chain.from_iterable(group["params"] for group in groups))
+        if len(params) == len(self._params) and all(map(operator.is_, params, self._params)):
             return
         known = {id(slot.param): slot for slot in self._slots}
         self._params = params
         self._slots = [known.get(id(p)) or _Slot(p) for p in params if isinstance(p, FlatDTensor)]
-        self._slot_of = {id(slot.local): slot for slot in self._slots}
         self._flat_params = [slot.param for slot in self._slots]
         self._locals = [slot.local for slot in self._slots]
         self._grads = [slot.grad for slot in self._slots]
-        self._shadow = object.__new__(self._shadow_class)
-        self._shadow.owner = weakref.ref(optimizer)
-        self._shadow.local_of = {id(slot.param): slot.local for slot in self._slots}
-        self._changed = True
+        self._local_of = {id(slot.param): slot.local for slot in self._slots}
+        self._owner.slot_of = {id(slot.local): slot for slot in self._slots}
+        self._owner.changed = True
 
     @torch.no_grad()
     def _refresh_grads(self) -> None:
@@ -379,37 +378,27 @@ class _LocalStep:
                 slot.take_grad()
 
     def _state_is_known(self, state: Any) -> bool:
+        values = chain.from_iterable(map(dict.values, self._shown_dicts))
         return (
             state is self._state
             and len(state) == len(self._shown)
             and all(map(operator.is_, state.values(), self._shown))
             and sum(map(len, self._shown_dicts)) == len(self._shown_values)
-            and all(
-                map(
-                    operator.is_,
-                    chain.from_iterable(map(dict.values, self._shown_dicts)),
-                    self._shown_values,
-                )
-            )
+            and all(map(operator.is_, values, self._shown_values))
         )
 
     @torch.no_grad()
     def _take_state(self, state: Any) -> None:
         """Makes the shadow's state what the optimizer's is."""
-        local_states = _LocalStates(self)
+        self._local_states = _LocalStates(self._owner)
         for slot in self._slots:
             shown = state.get(slot.param)
-            if shown is None:
-                continue
-            values = {}
-            for key, value in shown.items():
-                shown[key], values[key] = slot.take(key, value)
-            dict.__setitem__(local_states, slot.local, _LocalState(self, slot, values))
-        self._shadow.local_states = local_states
+            if shown is not None:
+                self._local_states.take(slot, shown)
         self._note_state(state)
 
     def _note_state(self, state: Any) -> None:
-        self._changed = False
+        self._owner.changed = False
         self._state = state
         self._shown = list(state.values())
         flat = {id(param) for param in self._flat_params}

@@ -13,6 +13,7 @@ Where nothing is cut and main weights are compute weights, full and sharded are 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -178,10 +179,21 @@ class ParamAndGradBuffer:
 
     def hook_gradients(self, on_grad: Callable[[int, Tensor], None]) -> None:
         """Call ``on_grad(index, parameter)`` whenever autograd has accumulated a gradient."""
+        # Autograd's hold on a hook is invisible to the garbage collector: a hook that held the
+        # buffer, and so the parameter, would keep all of them for ever.
+        self._on_grad = on_grad
+        listener = weakref.ref(on_grad)
+
+        def listen(index: int) -> Callable[[Tensor], None]:
+            def hook(param: Tensor) -> None:
+                listening = listener()
+                if listening is not None:
+                    listening(index, param)
+
+            return hook
+
         for index, param in enumerate(self.full_params):
-            param.register_post_accumulate_grad_hook(
-                lambda p, i=index: on_grad(i, p)  # type: ignore[misc]
-            )
+            param.register_post_accumulate_grad_hook(listen(index))
 
     def stale_gradient(self) -> str | None:
         """Name of a parameter that still holds a reduced gradient; None if all are cleared."""

@@ -152,6 +152,13 @@ class Order:
         self._check(span.key, memory, access)
         memory.accesses[thread, write, span.start, span.stop] = access
 
+    def look(self, thread: str, span: Span, label: str) -> None:
+        """A view is made, whoever uses it: there must be memory."""
+        memory = self.memories.get(span.key)
+        if memory is not None and memory.freed is not None:
+            access = self._access("view", thread, span, label)
+            self._fail("memory is used after it was freed", span.key, memory, access)
+
     def allocate(self, thread: str, span: Span, label: str) -> None:
         """New memory appears behind a storage: whoever uses it must come after this.
 

@@ -116,7 +116,7 @@ BAD: list[tuple[str, str]] = [
     ("--world 8 --elements 1e9 --dtype int8", "--dtype: expected one of fp32, fp16, bf16, fp64"),
     ("--world 8 --elements 1e9 --outer 3", "outer_size: expected a divisor of the 8 ranks"),
     ("--world 8 --elements -1", "model: expected 1 or more; found -1.0"),
-    ("--world 8 --elements many", "'many' is not a valid float"),
+    ("--world 8 --elements many", "Invalid value for '--elements'"),
     ("--world 8 --model planned_models", "expected module:factory; found 'planned_models'"),
     ("--world 8 --model nowhere_at_all:f", "found 'nowhere_at_all' (No module named"),
     ("--world 8 --model planned_models:f", "expected a function 'f' in planned_models; found None"),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -403,3 +405,23 @@ def test_a_rank_whose_data_breaks_the_model_can_start_again() -> None:
     engine.reset()
     model(*vector_batch(2, seed=1)).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@on_ranks(2)
+def test_a_rank_that_waits_for_another_in_vain_says_for_what() -> None:
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=3))
+    config = fe.DistributedDataParallelConfig(suggested_communication_unit_size=0)
+    model = models.Chain(Mlp(), Mlp(), Mlp())
+    fe.shard(model, DeviceMesh.from_group(group, "cpu"), config=config)
+    if dist.get_rank() == 1:
+        model.blocks[1].register_forward_pre_hook(break_down, prepend=True)
+        with pytest.raises(ArithmeticError):
+            model(*vector_batch(2, seed=1))
+        time.sleep(4)  # its connections stay open, as those of a rank that is merely slow
+    else:
+        with pytest.raises(RuntimeError, match=r"blocks\.1.*did not complete: another rank"):
+            model(*vector_batch(2, seed=1))
+
+
+def break_down(module: nn.Module, args: Any) -> None:
+    raise ArithmeticError("this rank's own")

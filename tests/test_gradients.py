@@ -545,3 +545,41 @@ def test_a_gradient_divisor_of_a_parameter_is_applied_once() -> None:
         expected = expected_gradients(alone, vector_batch, [10])
         expected["blocks.1.up.weight"] /= 8
         assert_gradients(model, expected, (strategy, average))
+
+
+@on_ranks(2)
+def test_a_penalty_on_the_parameters_adds_to_their_gradients() -> None:
+    """A term of the loss that reads parameters outside forward, where they are sharded."""
+    for strategy in LEVELS:
+        torch.manual_seed(0)
+        model = Transformer(num_blocks=2)
+        alone = copy.deepcopy(model)
+        fe.shard(model, strategy=strategy)
+        tokens, targets = token_batch(2, seed=3)
+        for turn in range(2):
+            for each in (model, alone):
+                penalty = sum(parameter.square().sum() for parameter in each.parameters())
+                (each(tokens, targets) + 0.1 * penalty).backward()
+            expected = {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
+            assert_gradients(model, expected, (strategy, turn))
+            model.zero_grad()
+            alone.zero_grad()
+
+
+@on_ranks(2)
+def test_a_parameter_frozen_after_sharding_gets_no_gradient() -> None:
+    for strategy in LEVELS:
+        torch.manual_seed(0)
+        model = models.Chain(models.Mlp(), models.Mlp())
+        alone = copy.deepcopy(model)
+        fe.shard(model, strategy=strategy)
+        batch = vector_batch(2, seed=3)
+        for frozen in (False, True, False):
+            for each in (model, alone):
+                each.blocks[0].up.requires_grad_(not frozen)  # type: ignore[union-attr, operator]
+                each(*batch).backward()
+            expected = {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
+            assert ("blocks.0.up.weight" in expected) != frozen
+            assert_gradients(model, expected, (strategy, frozen))
+            model.zero_grad()
+            alone.zero_grad()

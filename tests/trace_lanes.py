@@ -183,10 +183,13 @@ class Tracer(TorchDispatchMode):
         kwargs = kwargs or {}
         doing = self._stack[-1]
         label = f"{doing.label}: {func}" if len(self._stack) == 1 else doing.label
-        for value, write in _touched(func, args, kwargs):
+        for value, kind in _touched(func, args, kwargs):
             for span in _spans(tree_leaves(value)):
-                self._check_named(doing, span, write)
-                self._touch(span, write, label)
+                if kind == "view":
+                    self._check_there(span, label)
+                else:
+                    self._check_named(doing, span, kind == "write")
+                    self._touch(span, kind == "write", label)
         result = func(*args, **kwargs)
         for span in _spans(tree_leaves(result), empty_too=True):
             if span.key not in self.orders[0].memories:
@@ -198,6 +201,10 @@ class Tracer(TorchDispatchMode):
     def _touch(self, span: Span, write: bool, label: str) -> None:
         for order, thread in zip(self.orders, self._stack[-1].threads, strict=True):
             order.touch(thread, span, write, label)
+
+    def _check_there(self, span: Span, label: str) -> None:
+        for order, thread in zip(self.orders, self._stack[-1].threads, strict=True):
+            order.look(thread, span, label)
 
     def _check_named(self, doing: _Doing, span: Span, write: bool) -> None:
         if doing.named is None or span.key in doing.born:
@@ -302,33 +309,34 @@ def _spans(values: Sequence[Any], empty_too: bool = False) -> Iterator[Span]:
             yield Span(storage, 0, 0)
 
 
-def _touched(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[Any, bool]]:
-    """(argument, whether it is written) for all whose elements ``func`` touches."""
-    for place, name, write in _touched_arguments(func):
+def _touched(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[Any, str]]:
+    """(argument, "read", "write" or "view") for all whose elements ``func`` needs."""
+    for place, name, kind in _touched_arguments(func):
         if place < len(args):
-            yield args[place], write
+            yield args[place], kind
         elif name in kwargs:
-            yield kwargs[name], write
+            yield kwargs[name], kind
 
 
 # These look at shapes or storages only.
-_SHAPE_ONLY = re.compile(r"aten::(new_.*|.*_like|set_)$")
+_SHAPE_ONLY = re.compile(r"aten::(new_.*|.*_like|set_|detach|alias)$")
 
 
 @functools.cache
-def _touched_arguments(func: Any) -> tuple[tuple[int, str, bool], ...]:
-    """(position, name, whether it is written)."""
+def _touched_arguments(func: Any) -> tuple[tuple[int, str, str], ...]:
+    """(position, name, kind)."""
     schema = func._schema
     if _SHAPE_ONLY.match(schema.name):
         return ()
     found = []
     for place, argument in enumerate(schema.arguments):
-        alias = argument.alias_info
+        alias, kind = argument.alias_info, "read"
         if schema.name.startswith("c10d::"):
             # Their schemas do not say what is written.
             in_place = argument.name == "tensors" and schema.name.endswith("_")
-            found.append((place, argument.name, in_place or argument.name.startswith("output")))
-        elif alias is None or alias.is_write:
-            found.append((place, argument.name, alias is not None))
-        # Otherwise the result is a view of it, and nothing is touched yet.
+            if in_place or argument.name.startswith("output"):
+                kind = "write"
+        elif alias is not None:
+            kind = "write" if alias.is_write else "view"
+        found.append((place, argument.name, kind))
     return tuple(found)

@@ -68,7 +68,7 @@ class Model(nn.Module):
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
-        return F.mse_loss(self.head(x).float(), target)
+        return F.mse_loss(self.head(x).float(), target.float())
 
 
 def make_model(device: str = "cuda") -> Model:
@@ -125,7 +125,7 @@ def train_bare(
     for first in range(0, len(batches), 2):
         computing = copy.deepcopy(model).to(dtype)
         for x, target in batches[first : first + 2]:
-            loss = computing(x.to(dtype), target) / 2
+            loss = computing(x.to(dtype), target.to(dtype)) / 2  # as the engine casts inputs
             loss.backward()
             losses.append(loss.item())
             for weight, computed in zip(model.parameters(), computing.parameters(), strict=True):

@@ -1,0 +1,37 @@
+"""A model that its user has dropped goes, with its engine, its memory and its groups."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import torch.distributed as dist
+
+import fsdp_engine as fe
+from fsdp_engine import mesh
+from fsdp_engine.strategies import LEVELS
+from tests.models import Transformer, token_batch
+from tests.pool import on_ranks
+
+
+@on_ranks(2)
+def test_a_dropped_model_takes_its_engine_along() -> None:
+    for level in LEVELS:
+        model = Transformer(num_blocks=2)
+        engine = weakref.ref(fe.shard(model, strategy=level))
+        model(*token_batch(2, dist.get_rank())).backward()
+        assert engine() is not None, "the model keeps its engine"
+        dropped = weakref.ref(model)
+        del model
+        gc.collect()
+        assert dropped() is None, level
+        assert engine() is None, level
+
+
+@on_ranks(2)
+def test_engines_on_one_mesh_share_their_groups() -> None:
+    first = fe.shard(Transformer(num_blocks=1))
+    second = fe.shard(Transformer(num_blocks=1))
+    assert first.mesh.inner.gather_group is second.mesh.inner.gather_group
+    assert first.mesh.inner.gather_group is not first.mesh.inner.reduce_group
+    assert len(mesh._KNOWN) == 1
