@@ -80,7 +80,7 @@ format: $(STAMP)
 	@$(RUN) ruff format .
 
 bench: $(STAMP)
-	@for script in benchmarks/[a-z]*.py; do \
+	@for script in $(filter-out benchmarks/harness.py,$(wildcard benchmarks/[a-z]*.py)); do \
 		echo "== $$script"; $(VENV)/bin/python $$script || exit 1; \
 	done
 

@@ -6,13 +6,16 @@ from fsdp_engine.engine import Engine, shard
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.hooks import register_forward_method
 from fsdp_engine.optimizer import shard_optimizer
+from fsdp_engine.planner import Estimate, estimate
 from fsdp_engine.precision import MixedPrecisionPolicy
 
 __all__ = [
     "DistributedDataParallelConfig",
     "Engine",
+    "Estimate",
     "FlatDTensor",
     "MixedPrecisionPolicy",
+    "estimate",
     "load_checkpoint",
     "register_forward_method",
     "save_checkpoint",

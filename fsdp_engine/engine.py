@@ -28,7 +28,7 @@ from fsdp_engine.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.reductions import Reductions
 from fsdp_engine.scheduler import Scheduler
-from fsdp_engine.strategies import NO_SHARD, Axis, Role, Strategy
+from fsdp_engine.strategies import Axis, Role, Strategy
 from fsdp_engine.unit import Unit, install_into
 
 # Weak both ways: an engine knows its model, and a value that holds its key would never go. The
@@ -87,8 +87,7 @@ def shard(
             f"config: expected a DistributedDataParallelConfig or None; found {config!r}"
         )
     data_mesh = DataMesh.create(mesh)
-    if data_mesh.outer.size == 1:
-        levels = Strategy(levels.inner, NO_SHARD)  # nothing to cut along one rank
+    levels = levels.on(data_mesh.outer.size)
     rules = tuple(codec_rules)
     plan: Plan | None = None
     error: Exception | None = None

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from fsdp_engine.memory import empty_like
 from fsdp_engine.param_and_grad_buffer import ParamRecord
 
 
@@ -44,7 +45,7 @@ def materialize(records: Sequence[ParamRecord], device: torch.device, seed: int)
         if not record.param.is_meta:
             continue
         real = nn.Parameter(
-            torch.empty_like(record.param, device=device), requires_grad=record.param.requires_grad
+            empty_like(record.param, device), requires_grad=record.param.requires_grad
         )
         real.__dict__.update(record.param.__dict__)
         record.param = real
@@ -75,7 +76,7 @@ def materialize_buffers(model: nn.Module, device: torch.device, seed: int) -> No
 def _real_buffers(module: nn.Module, device: torch.device) -> None:
     for name, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta:
-            module._buffers[name] = torch.empty_like(buffer, device=device)
+            module._buffers[name] = empty_like(buffer, device)
 
 
 def _reset(modules: Sequence[nn.Module], device: torch.device, seed: int) -> None:

@@ -55,6 +55,16 @@ def empty(
     return torch.empty(shape, dtype=dtype, device=device)
 
 
+def empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """An uninitialised tensor that is not booked, of the shape, strides and dtype of another."""
+    return torch.empty_like(tensor, device=device)
+
+
+def zeros_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros that are not booked, laid out as ``tensor`` is, also where it is a sharded one."""
+    return torch.zeros_like(tensor, dtype=dtype, requires_grad=False)
+
+
 def zeros(
     shape: int | tuple[int, ...], dtype: torch.dtype, device: torch.device | str
 ) -> torch.Tensor:

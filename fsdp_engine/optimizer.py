@@ -27,22 +27,15 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_engine.flat_dtensor import FlatDTensor
 
-_ELEMENTWISE: tuple[type[Optimizer], ...] = (
-    torch.optim.ASGD,
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.SGD,
+_ELEMENTWISE: tuple[type[Optimizer], ...] = tuple(
+    getattr(torch.optim, name)
+    for name in ("Adam", "AdamW", "SGD", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam")
+    + ("RAdam", "ASGD", "Rprop")
 )
 
 _NoTorchFunction = torch._C.DisableTorchFunctionSubclass  # type: ignore[attr-defined]
@@ -213,9 +206,9 @@ class _Slot:
             return value, value.local
         if isinstance(value, Tensor) and value.ndim and value.shape == placement.shape:
             # Whole, as loaded from an unsharded checkpoint.
-            shown = torch.zeros_like(self.param, dtype=value.dtype, requires_grad=False)
-            shown.copy_(value)
-            return shown, shown.to_local()  # type: ignore[attr-defined]
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            local = whole.reshape(-1)[placement.start : placement.stop].clone()
+            return FlatDTensor.from_flat_local(local, placement), local
         return value, value
 
 

@@ -195,6 +195,15 @@ class ParamAndGradBuffer:
         for index, param in enumerate(self.full_params):
             param.register_post_accumulate_grad_hook(listen(index))
 
+    def follow_requires_grad(self) -> None:
+        """Freeze and thaw full parameters as the user has the sharded ones since."""
+        if self.is_plain:
+            return
+        for full, sharded in zip(self.full_params, self.sharded_params, strict=True):
+            wanted = sharded.requires_grad
+            if full.requires_grad is not wanted:
+                full.requires_grad_(wanted)
+
     def stale_gradient(self) -> str | None:
         """Name of a parameter that still holds a reduced gradient; None if all are cleared."""
         for index, param in enumerate(self.sharded_params):
@@ -227,19 +236,17 @@ class ParamAndGradBuffer:
             self.used = [a or b for a, b in zip(self.used, self.grads.touched, strict=True)]
 
     def publish_gradients(self, used: Sequence[bool]) -> None:
-        """Make ``.grad`` of the sharded parameters what was accumulated, or None."""
+        """Make ``.grad`` of the sharded parameters that were used what was accumulated."""
         views = self._make_grad_views()
         for param, view, has_grad in zip(self.sharded_params, views, used, strict=True):
-            if has_grad:
-                if param.grad is not view:
-                    param.grad = view
-            elif param.grad is not None:
-                param.grad = None
-
-    def publish_nothing(self) -> None:
-        """No parameter got a gradient anywhere."""
-        for param in self.sharded_params:
-            param.grad = None
+            grad = param.grad
+            if not has_grad:
+                continue
+            if grad is not view:
+                if grad is not None and not self.is_plain:
+                    # Autograd's own: a penalty on the sharded parameter itself, say.
+                    view.add_(grad)
+                param.grad = view
 
     def discard_gradients(self) -> None:
         """Forget what was accumulated; ``.grad`` becomes None."""

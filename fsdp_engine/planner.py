@@ -42,7 +42,7 @@ from fsdp_engine.footprint import (
 )
 from fsdp_engine.placement import TensorRequest, plan_layouts
 from fsdp_engine.precision import MixedPrecisionPolicy
-from fsdp_engine.strategies import ALL_STRATEGIES, Axis, Role, Strategy
+from fsdp_engine.strategies import ALL_STRATEGIES, NO_SHARD, Axis, Role, Strategy
 
 NOT_INCLUDED = "Activations are not included, nor what kernels and allocators take for themselves."
 
@@ -129,8 +129,10 @@ def estimate(
             strategy, or what ``shard()`` would refuse in ``units`` and ``granule``.
         TypeError: ``model`` is neither a module nor a number.
     """
-    levels = Strategy.from_names(strategy, outer_strategy)
     sizes = _axis_sizes(world_size, outer_size)
+    levels = Strategy.from_names(strategy, outer_strategy).on(outer_size)
+    if outer_size == 1:
+        levels = Strategy(levels.inner, NO_SHARD)  # as the engine has it: nothing to cut
     _check_at_least("optimizer_bytes_per_element", optimizer_bytes_per_element, 0)
     _check_at_least("num_microbatches", num_microbatches, 1)
     policy, options = mp_policy or MixedPrecisionPolicy(), config or DistributedDataParallelConfig()

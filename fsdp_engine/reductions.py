@@ -232,5 +232,3 @@ class Reductions:
                 offset += count
                 if any(used):
                     buffer.publish_gradients(used)
-                else:
-                    buffer.publish_nothing()

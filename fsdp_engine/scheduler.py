@@ -99,6 +99,9 @@ class Scheduler:
                 "call engine.reset() before the next forward"
             )
         self._forward.restart()
+        for unit in self.units:
+            for buffer in unit.trainable:
+                buffer.follow_requires_grad()
         self._refreshed.clear()
         if self._any_refresh and self._budget:
             # Into memory that is held anyway: the sooner the better.

@@ -152,15 +152,13 @@ class WeightTower:
         """Bring the full parameters up to date; returns a ticket, None if nothing is to do."""
         ticket: Ticket | None = None
         if self._refresh is not None and not self.is_current:
-            self._fill(None if self._unshard else self._wire_full)
+            if self._unshard is None:
+                after = (*after, *self._fill(self._optim_depth, self._wire_full))
             ticket = self._refresh.run(after)
             after = (*after, ticket)
         self._seen_version = self.main.tensor._version
         if self._unshard is not None:
-            self._fill(self._full)
-            self._fill(self._wire_full)
-            if self._param_depth == 2:  # the climb starts on another lane than the memory's
-                after = (*after, self._lanes.inner_gather.record())
+            after = (*after, *self._fill(self._param_depth, self._full, self._wire_full))
             ticket = self._unshard.run(after)
         return ticket
 
@@ -173,8 +171,8 @@ class WeightTower:
     def release(self) -> None:
         """Take the full parameters' memory away, once compute is done with it."""
         if self._full is not None and self._full.filled:
-            self._lanes.inner_gather.wait(self._lanes.compute.record())
             self._codec.before_release(self.params)
+            self._lanes.inner_gather.wait(self._lanes.compute.record())
             self._drain(self._full)
         if self._wire_full is not None and self._wire_full.filled:
             self._drain(self._wire_full)
@@ -183,9 +181,14 @@ class WeightTower:
         """Tell the compute lane that the model reads the full parameters from here on."""
         self._lanes.compute.access(reads=(self._target.tensor,))
 
-    def _fill(self, storage: TransientStorage | None) -> None:
-        if storage is not None:
-            self._lanes.inner_gather.manage(f"allocate {self._label}", storage.fill, storage)
+    def _fill(self, from_depth: int, *storages: TransientStorage | None) -> tuple[Ticket, ...]:
+        """Memory for a climb from ``from_depth``; returns what the climb has to come after."""
+        lane = self._lanes.inner_gather
+        present = [storage for storage in storages if storage is not None]
+        for storage in present:
+            lane.manage(f"allocate {self._label}", storage.fill, storage)
+        # From depth 2 the climb starts on another lane than the one that the memory comes on.
+        return (lane.record(),) if present and from_depth == 2 else ()
 
     def _drain(self, storage: TransientStorage) -> None:
         self._lanes.inner_gather.manage(f"free {self._label}", storage.drain, storage)

@@ -71,6 +71,10 @@ class Strategy:
         """The strategy of two level names, as users give them."""
         return cls(level_from_name(inner, "strategy"), level_from_name(outer, "outer_strategy"))
 
+    def on(self, outer_size: int) -> Strategy:
+        """The same on an outer axis of ``outer_size`` ranks: along a single one nothing is cut."""
+        return self if outer_size > 1 else Strategy(self.inner, NO_SHARD)
+
     def level(self, axis: Axis) -> Level:
         """The level on ``axis``."""
         return self.inner if axis is Axis.INNER else self.outer

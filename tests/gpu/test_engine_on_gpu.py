@@ -93,6 +93,12 @@ def make_sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
+def requested_bytes(moment: str) -> int:
+    """Bytes asked of CUDA's allocator, which it may round up: "current" or "peak"."""
+    found: int = torch.cuda.memory_stats()[f"requested_bytes.all.{moment}"]
+    return found
+
+
 @contextmanager
 def process_group(backend: str, world_size: int) -> Iterator[DeviceMesh]:
     """A mesh of this process and, over the "fake" backend, of ranks that are not there."""
@@ -264,7 +270,7 @@ def test_the_allocator_hands_out_what_the_engine_books(mesh: DeviceMesh, level: 
     make_model()(x, target).backward()  # libraries take their workspaces now
     torch.cuda.synchronize()
     gc.collect()
-    before = torch.cuda.memory_allocated()
+    before = requested_bytes("current")
     model = make_model()
     config = fe.DistributedDataParallelConfig(suggested_communication_unit_size=BLOCK_ELEMENTS)
     engine = fe.shard(model, mesh=mesh, strategy=level, config=config)
@@ -278,14 +284,14 @@ def test_the_allocator_hands_out_what_the_engine_books(mesh: DeviceMesh, level: 
             param.grad = None
     gc.collect()
 
-    rest = torch.cuda.memory_allocated() - before
+    rest = requested_bytes("current") - before
     booked = sum(engine.memory_bytes().values())
     assert booked <= rest < booked + MIB
-    peak = torch.cuda.max_memory_allocated() - before
+    peak = requested_bytes("peak") - before
     booked_peak = engine.peak_memory_bytes()["total"]
     # Beside what the engine books there is the gradient of one parameter, as autograd made it,
     # and the activations of eight rows.
-    assert booked_peak <= peak < booked_peak + 4 * 4 * WIDTH**2 + MIB
+    assert booked_peak <= peak < booked_peak + 4 * 4 * WIDTH**2 + 2 * MIB
 
 
 @pytest.mark.parametrize("level", LEVELS)
