@@ -178,7 +178,7 @@ def make_bare(config: GPTConfig, batch: tuple[Tensor, Tensor]) -> StepParts:
     model = make_model(config)
     main = [param.detach().clone() for param in model.parameters()]
     model.to(BF16)
-    params = list(model.parameters())
+    params: list[Tensor] = list(model.parameters())
     optimizer = torch.optim.AdamW(main, lr=1e-4, fused=True)
 
     def update() -> None:

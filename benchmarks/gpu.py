@@ -89,6 +89,8 @@ def memory_of(make: Callable[[], StepParts]) -> tuple[StepParts, dict[str, Any]]
     Other engines are at rest meanwhile, so that what they hold can be subtracted.
     """
     gc.collect()
+    if on_cuda():
+        torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated() if on_cuda() else 0
     forward_backward, update = make()
     losses = []

@@ -32,11 +32,8 @@ from torch.optim import Optimizer
 
 from fsdp_engine.flat_dtensor import FlatDTensor
 
-_ELEMENTWISE: tuple[type[Optimizer], ...] = tuple(
-    getattr(torch.optim, name)
-    for name in ("Adam", "AdamW", "SGD", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam")
-    + ("RAdam", "ASGD", "Rprop")
-)
+_KNOWN = "Adam, AdamW, SGD, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop"
+_ELEMENTWISE = tuple(getattr(torch.optim, name) for name in _KNOWN.split(", "))
 
 _NoTorchFunction = torch._C.DisableTorchFunctionSubclass  # type: ignore[attr-defined]
 _tensor_class: Any = Tensor
@@ -67,10 +64,9 @@ def shard_optimizer(optimizer: AnyOptimizer, *, elementwise: bool = False) -> An
         raise TypeError(f"optimizer: expected a torch.optim.Optimizer; found {optimizer!r}")
     name = type(optimizer).__name__
     if not (elementwise or isinstance(optimizer, _ELEMENTWISE)):
-        known = ", ".join(each.__name__ for each in _ELEMENTWISE)
         raise ValueError(
-            f"optimizer: expected one of {known} or a subclass; found {name}. If it updates every "
-            f"element on its own, pass elementwise=True"
+            f"optimizer: expected one of {_KNOWN} or a subclass; found {name}. If it updates "
+            f"every element on its own, pass elementwise=True"
         )
     if optimizer.defaults.get("differentiable"):
         raise ValueError(
