@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fsdp_engine.mesh import DataMesh
+from fsdp_engine.order import leave_order
 from fsdp_engine.strategies import Axis, Role, Strategy
 from fsdp_engine.unit import Unit
 
@@ -87,12 +88,14 @@ def describe_units(
         f"up to {budget:,} elements gathered ahead. Bytes are this rank's; gathers and reductions "
         "are collectives per step of one microbatch."
     )
-    return Description(title, tuple(_row(unit, strategy, mesh) for unit in units))
+    # The root, and the unit that forward leaves last (in module order), stay full in between.
+    stay_full = [units[index] for index in leave_order([unit.name for unit in units])[-2:]]
+    rows = (_row(unit, strategy, mesh, unit in stay_full) for unit in units)
+    return Description(title, tuple(rows))
 
 
-def _row(unit: Unit, strategy: Strategy, mesh: DataMesh) -> UnitRow:
+def _row(unit: Unit, strategy: Strategy, mesh: DataMesh, stays_full: bool) -> UnitRow:
     gathers, reductions = count_collectives(strategy, mesh)
-    is_root = not unit.name
     return UnitRow(
         name=unit.name,
         num_parameters=sum(len(buffer.records) for buffer in unit.buffers),
@@ -102,7 +105,7 @@ def _row(unit: Unit, strategy: Strategy, mesh: DataMesh) -> UnitRow:
         grad_bytes=sum(b.grads.rest_bytes for b in unit.trainable if b.grads is not None),
         full_bytes=sum(buffer.weights.transient_bytes for buffer in unit.buffers),
         staging_bytes=sum(b.grads.transient_bytes for b in unit.trainable if b.grads is not None),
-        num_gathers=len(unit.buffers) * (gathers.once if is_root else gathers.total),
+        num_gathers=len(unit.buffers) * (gathers.once if stays_full else gathers.total),
         num_reductions=len(unit.trainable) * reductions,
     )
 
@@ -110,7 +113,7 @@ def _row(unit: Unit, strategy: Strategy, mesh: DataMesh) -> UnitRow:
 @dataclass(frozen=True)
 class GatherCount:
     """Gathers of one buffer in a step: ``total`` for a unit that is resharded after forward,
-    ``once`` for one that stays full until its backward is over (the root)."""
+    ``once`` for one that stays full until its backward (the root, and the last unit)."""
 
     total: int
     once: int

@@ -312,6 +312,11 @@ class Engine:
         for buffer in self.buffers:
             buffer.weights.mark_stale()
 
+    def _optimizer_stepped(self) -> None:
+        for buffer in self.buffers:
+            if buffer.grads is not None:  # frozen weights are changed by nobody but the user
+                buffer.weights.mark_stale()
+
     def _hook(self, unit: Unit, is_root: bool) -> None:
         casts = self.policy.param_dtype if self.policy.cast_forward_inputs else None
         output = self.policy.output_dtype if is_root else None
@@ -389,6 +394,6 @@ def _watch_optimizers() -> None:
 
     def stepped(optimizer: torch.optim.Optimizer, *args: object) -> None:
         for engine in _LIVE:
-            engine.weights_changed()
+            engine._optimizer_stepped()
 
     register_optimizer_step_post_hook(stepped)

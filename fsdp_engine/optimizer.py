@@ -117,6 +117,10 @@ class _WriteThrough(dict[Any, Any]):
         del self[key]
         return value
 
+    def __ior__(self, other: Any) -> Any:
+        self.update(other)
+        return self
+
     def clear(self) -> None:
         for key in list(self):
             del self[key]

@@ -241,6 +241,8 @@ class ParamAndGradBuffer:
         for param, view, has_grad in zip(self.sharded_params, views, used, strict=True):
             grad = param.grad
             if not has_grad:
+                if grad is view:  # from an earlier microbatch
+                    param.grad = None
                 continue
             if grad is not view:
                 if grad is not None and not self.is_plain:

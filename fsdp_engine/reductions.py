@@ -230,5 +230,4 @@ class Reductions:
                 if result is not None:
                     used = result[offset : offset + count]
                 offset += count
-                if any(used):
-                    buffer.publish_gradients(used)
+                buffer.publish_gradients(used)

@@ -9,6 +9,9 @@ import torch
 
 from tests.pool import Ranks
 
+# The ranks want the cores; and on tensors this small a second thread only waits for the first.
+torch.set_num_threads(1)
+
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:

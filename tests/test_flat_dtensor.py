@@ -539,10 +539,28 @@ def test_a_vector_is_spread_over_parameters(mesh: DeviceMesh) -> None:
     check(params[0], vector[:30].view(SHAPE))
 
 
-def test_a_compiled_function_of_slices_is_refused(mesh: DeviceMesh) -> None:
-    compiled = torch.compile(lambda x: x + 1, backend="eager")
-    with pytest.raises(Exception, match=r"torch\.compile: expected plain tensors"):
-        compiled(flat_of(torch.rand(SHAPE), mesh))
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_function_of_slices_is_as_right_as_any(mesh: DeviceMesh, backend: str) -> None:
+    full = torch.rand(SHAPE)
+    compiled = torch.compile(lambda x: (x + 1) * 2, backend=backend)
+    check(compiled(flat_of(full, mesh)), (full + 1) * 2)
+    with pytest.raises(ValueError, match=r"t: not defined for a slice"):
+        torch.compile(lambda x: x.t(), backend=backend)(flat_of(full, mesh))
+
+
+def test_a_module_keeps_its_parameters_through_to_or_refuses(mesh: DeviceMesh) -> None:
+    module = nn.Linear(5, 6, bias=False)
+    param = module.weight = param_of(torch.rand(SHAPE), mesh)
+    param.grad = flat_of(torch.rand(SHAPE), mesh)
+    pointer = param.local.data_ptr()
+    for same in (module.to("cpu"), module.float(), module.to(torch.float32)):
+        assert same.weight is param
+        assert param.local.data_ptr() == pointer
+    for change in (module.half, module.double, lambda: module.to("meta")):
+        with pytest.raises(TypeError, match="belongs to a flat buffer"):
+            change()
+        assert module.weight is param
+        assert param.dtype == torch.float32
 
 
 def test_setting_data_copies(mesh: DeviceMesh) -> None:

@@ -496,6 +496,7 @@ class Counting(torch.optim.Optimizer):
                 state.setdefault("num_steps", 0)
                 state["num_steps"] += 1
                 state.update(last=p.grad.sign(), scratch=torch.ones(2))
+                state |= {"union": torch.ones(3)}
                 del state["scratch"]
                 state.pop("absent", None)
                 p.sub_(state["last"], alpha=group["lr"] / state["num_steps"])

@@ -191,6 +191,11 @@ def _new(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     return cls._wrap(func(local, (flat.numel,), *rest, **kwargs), flat)
 
 
+def _takes_data(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> bool:
+    """``module.to()`` asks; then it sets ``.data``, which copies or says why not."""
+    return True
+
+
 def _new_tensor(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     return func(args[0]._local_tensor, *args[1:], **kwargs)
 
@@ -236,6 +241,7 @@ _SPECIAL: dict[str, Handler] = {
     **dict.fromkeys(("new_empty", "new_zeros", "new_ones", "new_full"), _new),
     **dict.fromkeys(("item", "is_nonzero", "__bool__", "__nonzero__", "__float__"), _item),
     **dict.fromkeys(("__int__", "__long__", "__index__", "__complex__"), _item),
+    "_has_compatible_shallow_copy_type": _takes_data,
     "new_tensor": _new_tensor,
     "copy_": copy_,
     "zero_": _zero_,

@@ -125,9 +125,11 @@ def check_inplace(func: Function, tensor: Any) -> None:
     Raises:
         RuntimeError: ``func`` changes its argument and autograd follows ``tensor``.
     """
+    if not torch.is_grad_enabled():
+        return
     name = func.__name__
     inplace = (name[-1] == "_" and name[-2] != "_") or name in _INPLACE_OPERATORS
-    if inplace and torch.is_grad_enabled() and tensor.requires_grad:
+    if inplace and tensor.requires_grad:
         raise RuntimeError(
             f"{name}: expected torch.no_grad() around an in-place change; found a FlatDTensor of "
             f"shape {tuple(tensor._flat.shape)} that requires grad"
