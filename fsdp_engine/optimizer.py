@@ -117,7 +117,7 @@ class _WriteThrough(dict[Any, Any]):
         del self[key]
         return value
 
-    def __ior__(self, other: Any) -> Any:
+    def __ior__(self, other: Any) -> Any:  # type: ignore[misc]
         self.update(other)
         return self
 
