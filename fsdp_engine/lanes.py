@@ -151,7 +151,7 @@ def _labelled(label: str) -> Any:
 class HostTicket:
     """An operation on a :class:`HostLane`, and whether it is done."""
 
-    __slots__ = ("_after", "_label", "_lane", "_operation", "_steps", "_works", "done")
+    __slots__ = ("_after", "_failure", "_label", "_lane", "_operation", "_steps", "_works", "done")
 
     def __init__(
         self, lane: HostLane, label: str, operation: Operation, after: Sequence[Ticket]
@@ -162,6 +162,7 @@ class HostTicket:
         self._after = [ticket for ticket in after if not ticket.done]
         self._steps: Steps | None = None
         self._works: Sequence[Any] = ()
+        self._failure: str | None = None
         self.done = False
 
     @property
@@ -179,34 +180,41 @@ class HostTicket:
         operation, self._operation = self._operation, None
         self._after = []
         self._steps = operation()
-        self._step()
+        self._advance()
 
     def finish(self) -> None:
-        """Drive the operation to its end."""
+        """Drive the operation to its end.
+
+        Raises:
+            RuntimeError: its communication failed, now or before; names the operation.
+        """
         if self.done:
             return
         self._lane.start_through(self)
         while not self.done:
-            try:
-                for work in self._works:
-                    work.wait()
-            except RuntimeError as error:
-                raise RuntimeError(
-                    f"{self._label} did not complete: another rank failed, or never came to it. "
-                    f"({error})"
-                ) from error
-            self._step()
+            self._advance()
 
-    def _step(self) -> None:
+    def _advance(self) -> None:
+        """Wait for what is under way, then take the next step."""
+        if self._failure is not None:
+            # A generator that raised is over; nobody may take that for success.
+            raise RuntimeError(self._failure)
         assert self._steps is not None
-        with _labelled(self._label):
-            works = next(self._steps, None)
+        try:
+            for work in self._works:
+                work.wait()
+            with _labelled(self._label):
+                works = next(self._steps, None)
+        except RuntimeError as error:
+            self._failure = (
+                f"{self._label} did not complete: another rank failed, or never came to it. "
+                f"({error})"
+            )
+            raise RuntimeError(self._failure) from error
+        self._works = works or ()
         if works is None:
             self.done = True
             self._steps = None
-            self._works = ()
-        else:
-            self._works = works
 
 
 class _Done:

@@ -104,7 +104,7 @@ def check_state(pair: Pair, sharded: Any, plain: Any) -> None:
                 assert value.flat_placement == p.flat_placement
                 assert torch.equal(value.local, other)
             else:
-                assert value == other
+                assert torch.equal(torch.as_tensor(value), torch.as_tensor(other))
 
 
 def step_both(pair: Pair, sharded: Any, plain: Any, num_steps: int = 1) -> None:

@@ -63,6 +63,7 @@ def foreach(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     Lists may mix FlatDTensors and plain tensors, but what stands at one index must fit together.
     """
     flats: list[FlatPlacement | None] | None = None
+    records = torch.is_grad_enabled()
 
     def to_local(value: Any) -> Any:
         nonlocal flats
@@ -73,6 +74,8 @@ def foreach(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
         first = flats = found if flats is None else flats
         if found is not first and found != first:
             _check_columns(cls, func, value, found, first)
+        if not records and None not in found:
+            return [t._local_tensor for t in value]
         local = []
         for tensor, mine, other in zip(value, found, first, strict=True):
             if mine is not None:

@@ -183,6 +183,11 @@ class FlatDTensor(DTensor):
         return self._local_tensor.device
 
     @property
+    def is_sparse(self) -> bool:  # type: ignore[override]
+        """False."""
+        return False
+
+    @property
     def _version(self) -> int:  # type: ignore[override]
         return self._local_tensor._version
 
@@ -255,15 +260,11 @@ class FlatDTensor(DTensor):
         state = {key: value for key, value in self.__dict__.items() if key != "_flat"}
         return _rebuild, (type(self), self._local_tensor, self._flat, self.requires_grad, state)
 
-    def __tensor_flatten__(self) -> Any:
-        """torch.compile would go on with a DTensor, and that with wrong elements.
-
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError(
-            "torch.compile: expected plain tensors (modules run on those); found a FlatDTensor"
-        )
+    @property
+    def __tensor_flatten__(self) -> Any:  # type: ignore[override]
+        # Hidden: torch.compile would rebuild a DTensor from it, with wrong elements, where now it
+        # runs functions of FlatDTensors eagerly; and module.to() would swap parameters by it.
+        raise AttributeError("__tensor_flatten__")
 
     # --- torch.distributed.checkpoint ---
 
