@@ -8,7 +8,10 @@ ratios are taken round by round. A step is forward, backward, AdamW (fused) and 
 "pairwise" gives FSDP2 this engine's collectives through its own hooks for custom ones, so that
 engines are compared and not their collectives. In bf16 every engine computes in bf16 and keeps
 fp32 main weights: DDP by autocast, as its users do, the others by their policies with gradients
-reduced in bf16. "no communication" is one rank's bare model, the same work without a peer.
+reduced in bf16. "no communication" is one rank's bare model, the same work without a peer, and
+"level 3's bytes alone" the gathers and reductions of optim_grads_params, without a model. Where
+ranks use up the cores, as here, moving bytes takes processor time from the model: the sum of the
+two is then what bounds level 3.
 """
 
 from __future__ import annotations
@@ -27,13 +30,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fsdp_engine as fe
 from examples.gpt import GPT, GPTConfig
-from fsdp_engine.collectives import Communicator
+from fsdp_engine.collectives import Communicator, Steps
 
 SIZES = {
     # name: config, sequences per rank
     "10M": (GPTConfig(sequence_length=128, num_layers=6, width=384, num_heads=6), 4),
     "85M": (GPTConfig(sequence_length=128, num_layers=12, width=768, num_heads=12), 4),
 }
+BARE, BYTES = "no communication", "level 3's bytes alone"
 LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 TARGETS = (
     # name, base, at most
@@ -57,9 +61,7 @@ class PairwiseGather:
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool
     ) -> None:
-        for works in self._comm.all_gather(output_tensor, input_tensor):
-            for work in works:
-                work.wait()
+        run_steps(self._comm.all_gather(output_tensor, input_tensor))
 
 
 class PairwiseScatter(PairwiseGather):
@@ -74,12 +76,8 @@ class PairwiseScatter(PairwiseGather):
         async_op: bool = False,
     ) -> None:
         average = op == dist.ReduceOp.AVG
-        steps = self._comm.reduce_scatter(
-            input_tensor.view(-1), output_tensor.view(-1), average=average
-        )
-        for works in steps:
-            for work in works:
-                work.wait()
+        flat_input, flat_output = input_tensor.view(-1), output_tensor.view(-1)
+        run_steps(self._comm.reduce_scatter(flat_input, flat_output, average=average))
 
 
 def make_step(model: nn.Module, parameters: Any, batch: Any, autocast: bool) -> Callable[[], None]:
@@ -103,6 +101,36 @@ class _Sharded(list):  # type: ignore[type-arg]
     """Parameters of this engine, whose optimizer is given to shard_optimizer."""
 
 
+def make_bytes(model: GPT, dtype: torch.dtype) -> Callable[[], None]:
+    """What optim_grads_params sends in a step, pairwise as it does, one exchange at a time."""
+    group = dist.group.WORLD
+    assert group is not None
+    comm = Communicator(group, torch.device("cpu"))
+    sizes = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
+    root = sum(p.numel() for p in model.parameters()) - sum(sizes)
+    # The root and the last block stay full between forward and backward.
+    gathers, reductions = [root, *sizes, *sizes[:-1]], [*sizes, root]
+    full = torch.zeros(max(root, *sizes), dtype=dtype)
+    part = torch.zeros_like(full)
+
+    def step() -> None:
+        for numel in gathers:
+            numel -= numel % 2
+            run_steps(comm.all_gather(full[:numel], part[: numel // 2]))
+        for numel in reductions:
+            numel -= numel % 2
+            run_steps(comm.reduce_scatter(full[:numel], part[: numel // 2]))
+
+    return step
+
+
+def run_steps(steps: Steps) -> None:
+    """Drive a communication to its end."""
+    for works in steps:
+        for work in works:
+            work.wait()
+
+
 def make_engines(size: str, dtype: str) -> dict[str, Callable[[], None]]:
     """A step function for each engine, all starting from the same weights."""
     config, num_sequences = SIZES[size]
@@ -119,7 +147,8 @@ def make_engines(size: str, dtype: str) -> dict[str, Callable[[], None]]:
 
     steps: dict[str, Callable[[], None]] = {}
     bare = fresh()
-    steps["no communication"] = make_step(bare, bare.parameters(), batch, low is not None)
+    steps[BARE] = make_step(bare, bare.parameters(), batch, low is not None)
+    steps[BYTES] = make_bytes(bare, low or torch.float32)
     ddp = DistributedDataParallel(fresh(), gradient_as_bucket_view=True)
     steps["DDP"] = make_step(ddp, ddp.parameters(), batch, low is not None)
 
@@ -164,7 +193,8 @@ def main() -> None:
         for dtype in args.dtypes:
             times = harness.run_ranks(measure, 2, size, dtype, args.rounds)
             results[f"{size} {dtype}"] = report(f"{size} {dtype}", times)
-    harness.write_results("step_time", results)
+            # After each: the large ones take long, and what is done is done.
+            harness.write_results("step_time", results)
 
 
 def report(title: str, times: dict[str, list[float]]) -> dict[str, Any]:
@@ -182,16 +212,22 @@ def report(title: str, times: dict[str, list[float]]) -> dict[str, Any]:
         ["engine", "ms", *(f"x {base}" for base in bases)],
         rows,
     )
+    floors = {
+        base: harness.quartiles(
+            [(a + b) / c for a, b, c in zip(times[BARE], times[BYTES], times[base], strict=True)]
+        )[1]
+        for base in bases
+    }
+    record["floor of level 3"] = floors
     checks = []
     for name, base, limit in TARGETS:
         ratio = record[name]["over"][base]["median"]
-        checks.append([f"{name} / {base}", f"{ratio:.3f}", f"{limit:.2f}", _verdict(ratio, limit)])
-    harness.print_table(f"{title}: targets", ["ratio", "found", "at most", ""], checks)
+        floor = f"{floors[base]:.3f}" if name == "optim_grads_params" else ""
+        verdict = "met" if ratio <= limit else "missed"
+        checks.append([f"{name} / {base}", f"{ratio:.3f}", f"{limit:.2f}", verdict, floor])
+    columns = ["ratio", "found", "at most", "", "model and bytes alone"]
+    harness.print_table(f"{title}: targets", columns, checks)
     return record
-
-
-def _verdict(ratio: float, limit: float) -> str:
-    return "met" if ratio <= limit else "missed"
 
 
 if __name__ == "__main__":
