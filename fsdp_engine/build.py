@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_engine.assignment import UnitSelector, assign, collect_records, find_units
 from fsdp_engine.buffer import Ladder
@@ -98,8 +99,8 @@ def make_plan(
 
     Raises:
         ValueError: units that match nothing, a granule that does not divide its parameter, a
-            model without parameters, uninitialised lazy parameters, or an optimizer that holds
-            the model's parameters already.
+            model without parameters, uninitialised lazy parameters, DTensors, or an optimizer
+            that holds the model's parameters already.
     """
     records = collect_records(model)
     if not records:
@@ -109,6 +110,12 @@ def make_plan(
             raise ValueError(
                 f"{record.name}: expected a parameter with a shape; found a lazy one that no "
                 "forward has initialised"
+            )
+        if isinstance(record.param, DTensor):
+            raise ValueError(
+                f"{record.name}: expected a plain parameter; found a {type(record.param).__name__} "
+                f"over {record.param.device_mesh} (sharded elsewhere; tensor parallelism has to "
+                "keep plain local parameters)"
             )
     _check_no_optimizer(records)
     on_meta = check_meta(model, records)

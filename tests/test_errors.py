@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import fsdp_engine as fe
 from fsdp_engine.strategies import LEVELS
@@ -233,6 +234,19 @@ def test_sharding_a_model_twice_is_refused() -> None:
         data = reference.make_data(token_batch, 1, 1, dist.get_world_size())
         (step,) = reference.train_sharded(model, engine, data)
         assert step.norm > 0
+
+
+@on_ranks(2)
+def test_a_parameter_that_is_sharded_by_something_else_is_refused() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    model = Mlp()
+    whole = next(model.parameters())
+    name = next(name for name, _ in model.named_parameters())
+    model.get_submodule(name.rpartition(".")[0]).register_parameter(
+        name.rpartition(".")[2], nn.Parameter(distribute_tensor(whole.detach(), mesh, [Shard(0)]))
+    )
+    with pytest.raises(ValueError, match=rf"^{name}: expected a plain parameter; found a DTensor"):
+        fe.shard(model)
 
 
 @on_ranks(2)
