@@ -98,9 +98,8 @@ class Ladder:
         """
         comm = self.comms[AXIS_BELOW_DEPTH[depth]].gather
         if comm is not None:
-            yield from comm.all_gather(target.narrow(depth), source, tag)
-        elif source is not None:
-            target.narrow(depth + 1).copy_(source)
+            return comm.all_gather(target.narrow(depth), source, tag)
+        return _bring(source, target.narrow(depth + 1))
 
     def reduces(self, axis: Axis) -> bool:
         """Whether anything travels along ``axis``."""
@@ -111,6 +110,12 @@ class Ladder:
         comm = self.comms[axis].reduce
         assert comm is not None
         return comm
+
+
+def _bring(source: Tensor | None, target: Tensor) -> Steps:
+    if source is not None:
+        target.copy_(source)
+    yield from ()
 
 
 def flat_source(param: torch.Tensor) -> Tensor:

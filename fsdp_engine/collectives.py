@@ -64,14 +64,14 @@ class Communicator:
             tag: tells this message from others in flight.
         """
         full = _as_bytes(full)
-        own = self.part(full)
-        source = own if source is None else _as_bytes(source)
+        source = self.part(full) if source is None else _as_bytes(source)
         if self._staged:
             host = full.cpu()
             self.part(host).copy_(source)
             yield from self._exchange_into(host, self.part(host), tag)
             full.copy_(host)
         elif self._gloo:
+            own = self.part(full)
             if source.data_ptr() != own.data_ptr():
                 # Sent from where it lies, so that the copy overlaps with the sending.
                 works = self._start_gather(full, source, tag)

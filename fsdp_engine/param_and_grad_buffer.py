@@ -302,9 +302,11 @@ class ParamAndGradBuffer:
             if self.is_plain:
                 self._grad_views = [main.full(i) for i in range(len(self.records))]
             else:
+                locals_ = (main.local(i, self._optim_depth) for i in range(len(self.records)))
                 self._grad_views = [
-                    FlatDTensor.from_flat_local(main.local(i, self._optim_depth), self.placement(i))
-                    for i in range(len(self.records))
+                    FlatDTensor.from_flat_local(local, param.flat_placement)
+                    for local, param in zip(locals_, self.sharded_params, strict=True)
+                    if isinstance(param, FlatDTensor)
                 ]
         return self._grad_views
 

@@ -214,7 +214,11 @@ class FlatDTensor(DTensor):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        if value is not None and (not isinstance(value, FlatDTensor) or value._flat != self._flat):
+        if value is not None and not (
+            isinstance(value, FlatDTensor)
+            # The engine's own gradients share the object, which is found out sooner.
+            and (value._flat is self._flat or value._flat == self._flat)
+        ):
             raise TypeError(f"grad: expected None or a FlatDTensor of the slice of {self}")
         with _NoTorchFunction():
             _set_grad(self, value)
