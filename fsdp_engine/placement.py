@@ -47,7 +47,7 @@ without. That is 6,144 elements, 1,536 a shard.
   1,536..1,599. From 1,600 on nothing is that long. At 1,600 ``a`` lies at 0..3,200, cut after 5
   rows. ``b`` would start at 3,200, but the cut at 4,800 is 6.25 of its rows away; shifted by 64,
   to 3,264, it is cut after 6. ``c`` follows at 6,080. So ``S`` is 1,600, which is no multiple of
-  256: 4.2 % padding, and no split saves 1 % more.
+  256: 4.2 % padding, and no split saves 0.1 % more.
 
 Of the other kind is a block of Llama-3 8B on 1,024 ranks, with rows of 4,096 and 14,336 elements.
 One buffer pads 7.7 %: ``S`` is a multiple of 28,672. Apart, both classes come out even at 38 and 4
@@ -66,7 +66,7 @@ from typing import NamedTuple
 from fsdp_engine.layout import ALIGNMENT, Layout, TensorSlot, round_up
 
 # An extra buffer has to save this part of a unit's elements: see [Note: Granule placement].
-PERCENT_PER_BUFFER = 1.0
+PERCENT_PER_BUFFER = 0.1
 
 # So many classes have 877 groupings.
 _MAX_POOLS = 7
