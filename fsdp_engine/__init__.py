@@ -1,6 +1,6 @@
 """A sharded training engine for PyTorch: one core for DDP, ZeRO-1/2/3, HSDP and HFSDP."""
 
-from fsdp_engine.checkpoint import load_checkpoint, save_checkpoint
+from fsdp_engine.checkpoint import Checkpointer, load_checkpoint, save_checkpoint
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.engine import Engine, shard
 from fsdp_engine.flat_dtensor import FlatDTensor
@@ -10,6 +10,7 @@ from fsdp_engine.planner import Estimate, estimate
 from fsdp_engine.precision import MixedPrecisionPolicy
 
 __all__ = [
+    "Checkpointer",
     "DistributedDataParallelConfig",
     "Engine",
     "Estimate",

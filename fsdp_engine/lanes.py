@@ -141,6 +141,12 @@ def make_lanes(device: torch.device) -> Lanes:
     return Lanes(*(HostLane() for _ in range(5)))
 
 
+def finish_compute(device: torch.device) -> None:
+    """The host waits for what the model's own stream on ``device`` was given so far."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
 def _labelled(label: str) -> Any:
     """A profiler range while a profiler runs; nothing otherwise, because a range costs time."""
     if torch.autograd._profiler_enabled():

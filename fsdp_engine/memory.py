@@ -72,6 +72,11 @@ def zeros(
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
+def host_block(num_bytes: int, *, pinned: bool) -> torch.Tensor:
+    """Uninitialised bytes of host memory, not booked. Pinned memory is copied to without a stop."""
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+
+
 def alias(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor over the same memory with a version counter of its own."""
     other = torch.empty(0, dtype=tensor.dtype, device=tensor.device)

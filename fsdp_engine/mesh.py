@@ -85,6 +85,16 @@ class DataMesh:
         """This rank's number among the data-parallel ranks, row by row."""
         return self.outer.rank * self.inner.size + self.inner.rank
 
+    def make_host_group(self, timeout: timedelta) -> dist.ProcessGroup | None:
+        """A further group of all ranks, on gloo, for work beside training; None for one rank.
+
+        Every rank of the mesh must call it. Collectives that a thread issues must not meet those
+        of training in one group: their order would differ between ranks.
+        """
+        if self.size == 1:
+            return None
+        return _new_group(self.device_mesh.mesh.flatten().tolist(), timeout, backend="gloo")
+
     def axis(self, axis: Axis) -> MeshAxis:
         """The mesh axis called ``axis``."""
         return self.inner if axis is Axis.INNER else self.outer
@@ -173,9 +183,11 @@ def _make_axis(axis: Axis, ranks: list[int], place: int, timeout: timedelta | No
     return MeshAxis(axis, len(ranks), place, gather, _new_group(ranks, timeout))
 
 
-def _new_group(ranks: list[int], timeout: timedelta | None) -> dist.ProcessGroup:
+def _new_group(
+    ranks: list[int], timeout: timedelta | None, backend: str | None = None
+) -> dist.ProcessGroup:
     # Only members need to call: an axis of 1,024 rows costs a rank one group, not 1,024.
-    group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+    group = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)
     return group
 

@@ -32,8 +32,8 @@ use, ``S`` a multiple of all steps and tensors in order, bounds the search from 
 *How many buffers.* Where many tensors are long, ``S`` is a multiple of a least common multiple,
 which can be far more than a rank's share. Classes are then better kept in buffers of their own.
 But one buffer more is one collective more in every gather and reduction. The rule: **an extra
-buffer is worth 1 % of the unit's elements**. Of all ways to group classes into buffers, take the
-one whose padded elements plus that price are least. So a buffer that pads at most 1 % is never
+buffer is worth 0.1 % of the unit's elements**. Of all ways to group classes into buffers, take the
+one whose padded elements plus that price are least. So a buffer that pads at most 0.1 % is never
 split, and a split always pads less than one buffer would. There are never more buffers than
 classes; granule 1 gets its own only where it would lengthen every shard by a step. All groupings
 of up to seven classes are searched (others first join the group that they cost least), bounded

@@ -52,8 +52,6 @@ FLOORS: dict[str, float] = {
     # where events meet the engine
     "hooks": 5,
     "optimizer": 5,
-    "checkpoint_state": 5,
-    "checkpoint_optimizer": 5.25,
     "checkpoint": 5.5,
     # what people call
     "engine": 6,

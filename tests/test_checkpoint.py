@@ -26,7 +26,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdp_engine as fe
-from fsdp_engine.checkpoint import _Writer, load_checkpoint, save_checkpoint
+from fsdp_engine.checkpoint import load_checkpoint, save_checkpoint
+from fsdp_engine.checkpoint.storage import Writer
 from fsdp_engine.optimizer import shard_optimizer
 from fsdp_engine.strategies import ALL_STRATEGIES, LEVELS
 from tests import models, reference
@@ -402,19 +403,19 @@ def fail_to_save(folder: str, where: str) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1)
-    original = getattr(_Writer, where)
+    original = getattr(Writer, where)
 
     def fails(*args: Any, **kwargs: Any) -> Any:
         if where == "write_data" and dist.get_rank() == 0:
             return original(*args, **kwargs)  # what rank 1 has to write is missing
         raise OSError("the disk is full")
 
-    setattr(_Writer, where, fails)
+    setattr(Writer, where, fails)
     try:
         with pytest.raises(dcp.CheckpointException, match="the disk is full"):
             save_checkpoint(folder, engine, extra={"which": "newer"})
     finally:
-        setattr(_Writer, where, original)
+        setattr(Writer, where, original)
     assert load_checkpoint(folder, engine) == {"which": "older"}
     assert all(torch.equal(reference.full(p), before[n]) for n, p in model.named_parameters())
     save_checkpoint(folder, engine, extra={"which": "third"})

@@ -2,7 +2,7 @@
 
 Nothing here reads or writes tensors' bytes. A checkpoint is known by its *metadata*, a shape and a
 dtype for each key, and everything that does not fit is found in it before anything is changed.
-``checkpoint_optimizer.py`` does the same for optimizers.
+``optimizer_state.py`` does the same for optimizers.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from fsdp_engine import memory
 from fsdp_engine.mesh import DataMesh
 from fsdp_engine.param_and_grad_buffer import ParamAndGradBuffer
+from fsdp_engine.strategies import Strategy
 
-MODEL, OPTIMIZER, EXTRA = "model", "optimizer", "extra"
+MODEL, OPTIMIZER, EXTRA, RANKS = "model", "optimizer", "extra", "ranks"
 
 _EXTRA_STATE = "_extra_state"  # torch's name for what nn.Module.get_extra_state returns
 
@@ -32,6 +33,7 @@ class ShardedModel(Protocol):
 
     model: nn.Module
     mesh: DataMesh
+    strategy: Strategy
 
     @property
     def buffers(self) -> list[ParamAndGradBuffer]:
@@ -127,7 +129,8 @@ def match_model(engine: ShardedModel, saved: Saved) -> tuple[Targets, list[str],
     """What to read into the model.
 
     Returns:
-        Targets; keys of modules' extra states; and a line for each entry that does not fit.
+        Targets; keys of modules' extra states; and a line for each entry that does not fit, which
+        is then no target.
     """
     targets: Targets = {}
     problems: list[str] = []
@@ -153,9 +156,11 @@ def match_model(engine: ShardedModel, saved: Saved) -> tuple[Targets, list[str],
             expected = describe_tensor(tuple(tensor.shape), tensor.dtype)
             problems.append(f"missing {keys[0]}: expected {expected}; found nothing")
             continue
-        problems += [line for key in present if (line := _misfit(tensor, key, saved))]
-        # A tied weight is there under each of its names; one is enough.
-        targets[present[0]] = tensor.detach()
+        misfits = [_misfit(tensor, key, saved) for key in present]
+        problems += [line for line in misfits if line]
+        if not any(misfits):
+            # A tied weight is there under each of its names; one is enough.
+            targets[present[0]] = tensor.detach()
     for key in saved.below(MODEL):
         if key not in known:
             problems.append(f"unexpected {key}: expected nothing; found {saved.describe(key)}")

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fsdp_engine import memory
-from fsdp_engine.checkpoint_state import (
+from fsdp_engine.checkpoint.model_state import (
     MODEL,
     OPTIMIZER,
     Saved,
@@ -142,7 +142,8 @@ class OptimizerMatch:
 
     Attributes:
         targets: what to read.
-        problems: a line for each entry that does not fit.
+        problems: a line for each entry that does not fit, which is then no target.
+        is_same_kind: whether the state is of such an optimizer at all.
     """
 
     def __init__(
@@ -163,6 +164,7 @@ class OptimizerMatch:
         }
         self.targets: Targets = {}
         self.problems: list[str] = []
+        self.is_same_kind = True
         read = nested({saved.paths[key][1:]: value for key, value in groups.items()})
         saved_groups: list[dict[str, Any]] = read[GROUPS]
         self._group_of = {
@@ -187,8 +189,9 @@ class OptimizerMatch:
         for group, members in zip(packed[GROUPS], self._members, strict=True):
             for index, member in zip(group["params"], members, strict=True):
                 keys = self._keys.get(member.record.name, {})
-                if keys:
-                    states[index] = {name: read[key] for name, key in keys.items()}
+                state = {name: read[key] for name, key in keys.items() if key in self.targets}
+                if state:
+                    states[index] = state
         groups = [
             {**group, **hyperparameters}
             for group, hyperparameters in zip(packed[GROUPS], self._hyperparameters, strict=True)
@@ -209,6 +212,7 @@ class OptimizerMatch:
         mine = set().union(*(_hyperparameters(g) for g in self._optimizer.param_groups))
         missing = mine - set().union(*(_hyperparameters(group) for group in saved_groups))
         if kind not in classes and missing:
+            self.is_same_kind = False
             self.problems.append(
                 f"{OPTIMIZER}: expected the state of {classes[0]}; found that of "
                 f"{kind or 'another kind'}, without {', '.join(sorted(missing))}"
@@ -270,6 +274,7 @@ class OptimizerMatch:
                     self.problems.append(
                         f"{key}: expected {expected}; found {self._saved.describe(key)}"
                     )
+                    continue
             self.targets[key] = target
 
     def _is_like_parameter(self, record: ParamRecord, state: str, key: str) -> bool:

@@ -1,0 +1,364 @@
+"""Checkpoints of a run in one directory: saved whole or not at all, in the foreground or beside it.
+
+What happens in :meth:`Checkpointer.save`, on all ranks:
+
+1. Everything is checked, and all ranks agree that nothing is wrong (one small message). Rank 0 has
+   made a folder that nobody takes for a checkpoint.
+2. Every rank writes its slices into files of its own, synced (``storage.py``, DCP).
+3. When all have, rank 0 writes the metadata and the manifest, and one rename makes the folder a
+   checkpoint. Then it removes the oldest ones.
+
+An error on any rank, up to the rename, is raised on all; the folder is removed and what was saved
+before stays. :meth:`Checkpointer.save_async` copies everything to host memory after 1, and does 2
+and 3 in a thread, over a process group of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+
+from fsdp_engine.checkpoint.directory import CheckpointDirectory
+from fsdp_engine.checkpoint.folder import FolderMatch, LoadReport, training_entries, write_entries
+from fsdp_engine.checkpoint.manifest import FileRow, Manifest, library_versions, tensor_rows
+from fsdp_engine.checkpoint.model_state import EXTRA, RANKS, ShardedModel
+from fsdp_engine.checkpoint.run_state import (
+    Stateful,
+    check_extra,
+    pack,
+    random_state,
+    set_random_state,
+    unpack,
+)
+from fsdp_engine.checkpoint.snapshot import HostMemory
+from fsdp_engine.checkpoint.storage import Writer
+from fsdp_engine.checkpoint.verification import check_sizes, verify_files
+from fsdp_engine.collectives import gather_objects
+
+# What another rank's error becomes here, by name; any other a RuntimeError.
+_KINDS: dict[str, type[Exception]] = {
+    kind.__name__: kind
+    for kind in (
+        ValueError,
+        TypeError,
+        OSError,
+        FileExistsError,
+        FileNotFoundError,
+        NotADirectoryError,
+        PermissionError,
+    )
+}
+
+
+class Checkpointer:
+    """Saves a run into a directory, and brings it back.
+
+    All methods are collective: every rank of the engine's mesh calls them, in one order.
+
+    Args:
+        directory: on storage that all ranks share; made when something is saved.
+        engine: what :func:`~fsdp_engine.engine.shard` returned.
+        optimizer: one over the engine's parameters; None: weights only.
+        extra: objects with ``state_dict()`` and ``load_state_dict()`` by name: scheduler, data
+            position. Every rank saves its own.
+        keep: how many checkpoints stay, the latest ones; None: all.
+        timeout: how long a rank waits for another one within a save. None: 30 minutes.
+
+    Raises:
+        TypeError, ValueError: ``extra`` or ``keep`` is none of these.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        engine: ShardedModel,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        extra: Mapping[str, Stateful] | None = None,
+        keep: int | None = 3,
+        timeout: timedelta | None = None,
+    ) -> None:
+        if keep is not None and (not isinstance(keep, int) or keep < 1):
+            raise ValueError(f"keep: expected a number of at least 1, or None; found {keep!r}")
+        self._extra = check_extra(extra)
+        self._engine = engine
+        self._mesh = engine.mesh
+        self._optimizer = optimizer
+        self._keep = keep
+        self._directory = CheckpointDirectory(Path(directory))
+        self._host_memory = HostMemory(self._mesh.device)
+        self._timeout = timeout if timeout is not None else timedelta(minutes=30)
+        self._group: ProcessGroup | None = None
+        self._save: _Save | None = None
+
+    def save(self, step: int) -> None:
+        """Save the run as it is now; returns when the checkpoint is complete.
+
+        Args:
+            step: number of the training step, at least 0. A step that is saved once more takes the
+                place of the older one when it is complete.
+
+        Raises:
+            ValueError, TypeError, RuntimeError: nothing was written: ``step`` is no such number or
+                differs between ranks, the engine is not at rest, the optimizer is not the
+                engine's, or another job saves into the directory.
+            RuntimeError: writing failed, now or in the background before; names the rank.
+
+            On every rank if on one; the checkpoints that were there stay.
+        """
+        save = self._begin(step)
+        save.run()
+        save.raise_error()
+
+    def save_async(self, step: int) -> None:
+        """Save the run as it is now, to the bit, while training goes on.
+
+        Returns when everything is copied to host memory. One save is in flight at a time: a second
+        one waits for the first. Arguments and errors as for :meth:`save`; what fails in the
+        background is raised by the next call of any method, on every rank.
+        """
+        save = self._begin(step)
+        save.entries = self._host_memory.snapshot(save.entries)
+        self._save = save
+        save.start()
+
+    def wait(self) -> None:
+        """Wait until what :meth:`save_async` started is complete.
+
+        Raises:
+            RuntimeError: it failed, on whatever rank.
+        """
+        save, self._save = self._save, None
+        if save is not None:
+            save.join()
+            save.raise_error()
+
+    def load(
+        self, step: int | Literal["latest"] = "latest", strict: bool = True, verify: bool = False
+    ) -> LoadReport:
+        """Bring back a run: any ranks, strategy, mesh and granule load what any others saved.
+
+        Weights and optimizer state are bit by bit what was saved, and the next forward uses them.
+        Random states come back, and each rank's ``extra``, if as many ranks load as have saved;
+        otherwise every rank takes the ``extra`` of rank 0.
+
+        Args:
+            step: which; "latest": the newest complete one.
+            strict: refuse a checkpoint with entries that are missing, unexpected or do not fit.
+                False: load what fits.
+            verify: read every file first, and compare checksums; ranks share the work.
+
+        Returns:
+            What was loaded, and (``strict=False``) what did not fit.
+
+        Raises:
+            FileNotFoundError: no checkpoint of that step is there, or one of its files is not.
+            ValueError: entries that do not fit (all of them are listed), files that are damaged,
+                or a format that is newer than this code.
+            RuntimeError: reading failed half way; weights are then partly replaced.
+
+            All but the last before anything is changed, and on every rank if on one.
+        """
+        self.wait()
+        folder = self._find(step)
+        ranks_key = f"{RANKS}.{self._mesh.rank}"
+        manifest = self._check_files(folder, verify)
+        match: FolderMatch | None = None
+        error: Exception | None = None
+        try:
+            match = FolderMatch(folder, self._engine, self._optimizer, (EXTRA, ranks_key))
+            if strict:
+                match.raise_problems()
+        except Exception as caught:
+            error = caught
+        self._raise_first(f"load({step!r})", error)
+        assert match is not None
+        try:
+            match.load(self._mesh.control_group)
+        except CheckpointException as caught:
+            raise RuntimeError(
+                f"load({step!r}) failed while reading: {_reason(caught)}"
+            ) from caught
+        extra = unpack(match.targets.get(EXTRA))
+        if manifest.world_size == self._mesh.size:
+            own = unpack(match.targets.get(ranks_key))
+            set_random_state(own["random"], self._mesh.device)
+            extra = own["extra"]
+        for name, value in self._extra.items():
+            if name in extra:
+                value.load_state_dict(extra[name])
+        return LoadReport(manifest.step, match.problems, extra)
+
+    def steps(self) -> list[int]:
+        """Steps whose checkpoints are complete, in rising order, as rank 0 sees them."""
+        found: list[int] = []
+        error: Exception | None = None
+        if self._mesh.rank == 0:
+            try:
+                found = list(self._directory.complete())
+            except OSError as caught:
+                error = caught
+        agreed: list[Any] = self._raise_first("steps()", error, found)
+        return list(agreed[0])
+
+    def close(self) -> None:
+        """Wait for a save that is under way, and let another job save into the directory."""
+        self.wait()
+        self._directory.release()
+
+    def _begin(self, step: int) -> _Save:
+        """Check everything, and make place for a save."""
+        self.wait()
+        if self._group is None:
+            self._group = self._mesh.make_host_group(self._timeout)
+        entries: dict[str, Any] = {}
+        staging: Path | None = None
+        error: Exception | None = None
+        try:
+            if not isinstance(step, int) or step < 0:
+                raise ValueError(f"step: expected a number of at least 0; found {step!r}")
+            entries = training_entries(self._engine, self._optimizer)
+            extra = {name: value.state_dict() for name, value in self._extra.items()}
+            own = {"random": random_state(self._mesh.device), "extra": extra}
+            entries[RANKS] = {str(self._mesh.rank): pack(own)}
+            if self._mesh.rank == 0:
+                entries[EXTRA] = pack(extra)
+                staging = self._directory.begin()
+        except Exception as caught:
+            error = caught
+        try:
+            agreed: list[Any] = self._raise_first(f"save({step!r})", error, (staging, step))
+            if any(other != step for _, other in agreed):
+                steps = [other for _, other in agreed]
+                raise ValueError(f"step: expected the same on all ranks; found {steps[:16]}")
+        except Exception:
+            if staging is not None:
+                self._directory.discard(staging)
+            raise
+        return _Save(self, entries, agreed[0][0], step)
+
+    def _find(self, step: int | Literal["latest"]) -> Path:
+        """The folder of a step, as rank 0 sees it."""
+        folder: Path | None = None
+        error: Exception | None = None
+        if self._mesh.rank == 0:
+            try:
+                complete = self._directory.complete()
+                if not complete or (step != "latest" and step not in complete):
+                    found = f"those of steps {list(complete)}" if complete else "none"
+                    raise FileNotFoundError(
+                        f"step: expected the {step} complete checkpoint in {self._directory.path}; "
+                        f"found {found}"
+                    )
+                folder = complete[max(complete) if step == "latest" else step]
+            except Exception as caught:
+                error = caught
+        agreed: list[Any] = self._raise_first(f"load({step!r})", error, folder)
+        assert isinstance(agreed[0], Path)
+        return agreed[0]
+
+    def _check_files(self, folder: Path, verify: bool) -> Manifest:
+        """The manifest of a checkpoint whose files are there. Ranks share the work."""
+        manifest: Manifest | None = None
+        error: Exception | None = None
+        try:
+            manifest = Manifest.read(folder)
+            names = sorted(manifest.files)[self._mesh.rank :: self._mesh.size]
+            check_sizes(folder, manifest, names)
+            if verify:
+                verify_files(folder, manifest, names)
+        except Exception as caught:
+            error = caught
+        self._raise_first(f"load of {folder}", error)
+        assert manifest is not None
+        return manifest
+
+    def _raise_first(self, what: str, error: Exception | None, value: Any = None) -> list[Any]:
+        """Raise the first rank's error, if any has one, on all; otherwise every rank's value."""
+        found = None if error is None else (type(error).__name__, str(error))
+        gathered: list[Any] = gather_objects((found, value), self._mesh.control_group)
+        if error is not None:
+            raise error
+        for rank, (other, _) in enumerate(gathered):
+            if other is not None:
+                kind, text = other
+                made = _KINDS.get(kind, RuntimeError)
+                raise made(f"{what} failed on data-parallel rank {rank}: {kind}: {text}")
+        return [each for _, each in gathered]
+
+    def _write(self, save: _Save) -> None:
+        """Write what a save holds and publish it. Collective over the group of saves."""
+
+        def publish(saved: Metadata, files: dict[str, FileRow]) -> None:
+            strategy = self._engine.strategy
+            manifest = Manifest(
+                step=save.step,
+                world_size=self._mesh.size,
+                mesh={"outer": self._mesh.outer.size, "inner": self._mesh.inner.size},
+                strategy={"inner": strategy.inner.name, "outer": strategy.outer.name},
+                tensors=tensor_rows(saved),
+                files=files,
+                libraries=library_versions(),
+            )
+            manifest.write(save.staging)
+            self._directory.publish(save.staging, save.step)
+
+        write_entries(save.entries, Writer(save.staging, publish), self._group)
+        if self._mesh.rank == 0:
+            self._directory.retire(self._keep)
+
+
+class _Save(threading.Thread):
+    """A save under way: run by the caller, or as a thread."""
+
+    def __init__(
+        self, checkpointer: Checkpointer, entries: dict[str, Any], staging: Path, step: int
+    ) -> None:
+        super().__init__(name=f"save of step {step}")
+        self._checkpointer = checkpointer
+        self.entries = entries
+        self.staging = staging
+        self.step = step
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Write; keeps what goes wrong."""
+        try:
+            self._checkpointer._write(self)
+        except BaseException as caught:
+            self._error = caught
+            if self._checkpointer._mesh.rank == 0:
+                self._checkpointer._directory.discard(self.staging)
+        finally:
+            self.entries = {}
+
+    def raise_error(self) -> None:
+        """Raise what went wrong, on every rank.
+
+        Raises:
+            RuntimeError: it did.
+        """
+        reason = "" if self._error is None else _reason(self._error)
+        reasons: list[Any] = gather_objects(reason, self._checkpointer._mesh.control_group)
+        reason = reason or next(filter(None, reasons), "")
+        if reason:
+            raise RuntimeError(f"saving step {self.step} failed: {reason}") from self._error
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong, and on which ranks, in a line or two."""
+    if isinstance(error, CheckpointException):
+        return "; ".join(
+            f"on data-parallel rank {rank}: {type(cause[0]).__name__}: {cause[0]}"
+            for rank, cause in error.failures.items()
+        )
+    return f"{type(error).__name__}: {error}"

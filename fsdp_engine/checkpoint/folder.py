@@ -1,0 +1,320 @@
+"""One checkpoint, one folder: any ranks, strategy and mesh load what any others saved.
+
+A checkpoint is a folder in the format of ``torch.distributed.checkpoint`` (DCP). Every rank writes
+its slices and reads what it holds; nothing is gathered. Entries have the names that unsharded code
+uses for them:
+
+    ========================================  ====================================================
+    key                                       what
+    ========================================  ====================================================
+    ``model.<name>``                          ``model.state_dict()``: main weights, buffers (those
+                                              of data-parallel rank 0), extra states; a tied weight
+                                              under each of its names
+    ``optimizer.state.<parameter>.<state>``   state tensors of the parameter's shape as slices,
+                                              others (step counters) as they are
+    ``optimizer.param_groups.<n>.<key>``      hyperparameters, and ``params``: names
+    ``optimizer.kind``                        the optimizer's class
+    ``extra``                                 what the user adds, through ``torch.save``
+    ``ranks.<rank>``                          random states and extra of one rank (``Checkpointer``)
+    ========================================  ====================================================
+
+So unsharded code reads the weights with ``dcp.load({"model": model.state_dict()},
+checkpoint_id=path)``, and what it wrote with ``dcp.save({"model": model.state_dict()}, ...)`` loads
+here. With ``"optimizer": get_optimizer_state_dict(model, optimizer)`` of
+``torch.distributed.checkpoint.state_dict`` beside it, as FSDP2 users write it, the optimizer loads
+too.
+
+A checkpoint that :func:`save_checkpoint` writes over an older one replaces it at the very end, when
+its metadata is renamed into place: a job that is killed while it saves leaves the older one whole.
+
+Checkpoints hold pickles. Load only what you trust.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
+
+from fsdp_engine.checkpoint.manifest import FileRow
+from fsdp_engine.checkpoint.model_state import (
+    EXTRA,
+    MODEL,
+    OPTIMIZER,
+    Saved,
+    ShardedModel,
+    Targets,
+    check_at_rest,
+    match_model,
+    model_entries,
+    set_extra_states,
+)
+from fsdp_engine.checkpoint.optimizer_state import (
+    OptimizerMatch,
+    group_targets,
+    optimizer_entries,
+)
+from fsdp_engine.checkpoint.run_state import pack, unpack
+from fsdp_engine.checkpoint.storage import METADATA, PREFIX, SUFFIX, Reader, Writer
+from fsdp_engine.collectives import gather_objects
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What a checkpoint did not fit, and what was in it.
+
+    Attributes:
+        step: the training step that was saved; None where the checkpoint does not say.
+        problems: a line for each entry that is missing, unexpected or does not fit.
+        extra: the ``extra`` of data-parallel rank 0, tensors on the CPU.
+    """
+
+    step: int | None = None
+    problems: list[str] = field(default_factory=list)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    engine: ShardedModel,
+    optimizer: torch.optim.Optimizer | None = None,
+    extra: dict[str, Any] | None = None,
+) -> None:
+    """Write weights, optimizer state and ``extra`` to a folder. Collective.
+
+    Args:
+        path: the folder, on storage that all ranks share; made if need be. An older checkpoint in
+            it is replaced, other files are left alone.
+        engine: what :func:`~fsdp_engine.engine.shard` returned.
+        optimizer: one over the engine's parameters. State tensors that have not the parameter's
+            shape must be the same on all ranks.
+        extra: anything else, as ``torch.save`` takes it: step, LR scheduler, data position. That of
+            data-parallel rank 0 is kept.
+
+    Raises:
+        NotADirectoryError: ``path`` is a file.
+        RuntimeError: within a forward, a backward or ``engine.unsharded()``.
+        ValueError, TypeError: the optimizer does not belong to the engine, or has state that is
+            neither tensor nor number; ``extra`` is no dict.
+
+        All before anything is written, and on every rank if on one.
+    """
+    folder = Path(path)
+    group = engine.mesh.control_group
+    entries: dict[str, Any] = {}
+    error: Exception | None = None
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise NotADirectoryError(f"path: expected a folder; found the file {folder}")
+        if not isinstance(extra, dict | None):
+            raise TypeError(f"extra: expected a dict or None; found {type(extra).__name__}")
+        entries = training_entries(engine, optimizer)
+        packed = pack(extra or {})
+        if engine.mesh.rank == 0:
+            entries[EXTRA] = packed
+    except Exception as caught:
+        error = caught
+    raise_together("save_checkpoint", error, group)
+
+    def remove_older(metadata: Metadata, rows: dict[str, FileRow]) -> None:
+        for file in folder.glob(f"{PREFIX}*{SUFFIX}"):
+            if file.name not in rows:
+                file.unlink(missing_ok=True)
+
+    write_entries(entries, Writer(folder, remove_older), group)
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    engine: ShardedModel,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> dict[str, Any]:
+    """Read what :func:`save_checkpoint` or ``torch.distributed.checkpoint`` wrote. Collective.
+
+    Weights are bit by bit what was saved, whatever strategy, mesh and number of ranks saved them,
+    and the next forward uses them; so are the optimizer's state and hyperparameters, which are
+    matched by parameters' names, not by their order. An optimizer's state is made anew, so that
+    the optimizer need not have stepped.
+
+    Args:
+        path: the folder.
+        engine: whose weights and buffers are replaced.
+        optimizer: whose state and hyperparameters are replaced; None: only weights are loaded.
+
+    Returns:
+        ``extra`` as it was saved, tensors on the CPU; empty if there was none.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint at ``path``.
+        NotADirectoryError: ``path`` is a file.
+        ValueError: entries are missing, unexpected, or of another shape or of a dtype that would
+            be rounded (all of them are listed), or the optimizer is of another kind, has other
+            parameters, or groups them so that one group would have two values of one
+            hyperparameter.
+        RuntimeError, TypeError: as for :func:`save_checkpoint`.
+        torch.distributed.checkpoint.CheckpointException: reading failed half way; weights are then
+            partly replaced.
+
+        All but the last before anything is changed, and on every rank if on one.
+    """
+    group = engine.mesh.control_group
+    match: FolderMatch | None = None
+    error: Exception | None = None
+    try:
+        match = FolderMatch(Path(path), engine, optimizer)
+        match.raise_problems()
+    except Exception as caught:
+        error = caught
+    raise_together("load_checkpoint", error, group)
+    assert match is not None
+    match.load(group)
+    extra: dict[str, Any] = unpack(match.targets.get(EXTRA))
+    return extra
+
+
+def training_entries(
+    engine: ShardedModel, optimizer: torch.optim.Optimizer | None
+) -> dict[str, Any]:
+    """What this rank contributes of weights and optimizer state.
+
+    Raises:
+        RuntimeError, ValueError, TypeError: see :func:`save_checkpoint`.
+    """
+    check_at_rest(engine)
+    entries = {MODEL: model_entries(engine)}
+    if optimizer is not None:
+        entries[OPTIMIZER] = optimizer_entries(engine, optimizer)
+    return entries
+
+
+def write_entries(entries: dict[str, Any], writer: Writer, group: ProcessGroup | None) -> None:
+    """Write what all ranks contribute. Collective; an error on one rank is raised on all."""
+    with _without_the_warning_of_one_rank():
+        dcp.save(entries, storage_writer=writer, process_group=group, no_dist=group is None)
+
+
+class FolderMatch:
+    """How a checkpoint fits an engine and an optimizer. Sends nothing until :meth:`load`.
+
+    Args:
+        folder: the checkpoint.
+        engine: whose weights it may replace.
+        optimizer: likewise; None: only weights are loaded.
+        others: keys to read besides.
+
+    Attributes:
+        problems: a line for each entry that does not fit; those are left out of ``targets``.
+        targets: what to read; after :meth:`load`, what was read.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError, RuntimeError, TypeError, ValueError: see
+            :func:`load_checkpoint`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        engine: ShardedModel,
+        optimizer: torch.optim.Optimizer | None,
+        others: tuple[str, ...] = (EXTRA,),
+    ) -> None:
+        self._folder = folder
+        self._engine = engine
+        self._saved = Saved(read_metadata(folder))
+        check_at_rest(engine)
+        self.targets, self.problems, self._extra_states = match_model(engine, self._saved)
+        self._what = "model" if optimizer is None else "model and optimizer"
+        self._optimizer: OptimizerMatch | None = None
+        if optimizer is not None:
+            groups = group_targets(self._saved)
+            read_entries(folder, groups, None)
+            self._optimizer = OptimizerMatch(engine, optimizer, self._saved, groups)
+            self.problems += self._optimizer.problems
+            if self._optimizer.is_same_kind:
+                self.targets |= self._optimizer.targets
+            else:
+                self._optimizer = None  # nothing of another kind's state is of use
+        self.targets |= {key: None for key in others if key in self._saved.entries}
+
+    def raise_problems(self) -> None:
+        """Refuse what does not fit as a whole.
+
+        Raises:
+            ValueError: something does not; all of it is listed.
+        """
+        if self.problems:
+            lines = "\n  ".join(self.problems)
+            raise ValueError(
+                f"checkpoint {self._folder}: expected the entries of this {self._what}; found "
+                f"{len(self.problems)} that differ\n  {lines}"
+            )
+
+    def load(self, group: ProcessGroup | None) -> None:
+        """Read, and give engine and optimizer what was read. Collective."""
+        read_entries(self._folder, self.targets, group, alone=group is None)
+        set_extra_states(self._engine, self._saved, self._extra_states, self.targets)
+        if self._optimizer is not None:
+            self._optimizer.apply(self.targets)
+        self._engine.weights_changed()
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """DCP's metadata of the checkpoint in ``folder``.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError: there is none.
+        ValueError: it is damaged.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"path: expected the folder of a checkpoint; found file {folder}")
+    if not (folder / METADATA).is_file():
+        found = f"a folder without {METADATA}" if folder.exists() else "nothing"
+        raise FileNotFoundError(f"path: expected a checkpoint at {folder}; found {found}")
+    try:
+        return dcp.FileSystemReader(folder).read_metadata()
+    except Exception as error:  # unpickling raises whatever the bytes make it do
+        raise ValueError(
+            f"{folder / METADATA}: expected DCP's metadata; found it damaged ({error!r})"
+        ) from error
+
+
+def read_entries(
+    folder: Path, targets: Targets, group: ProcessGroup | None, alone: bool = True
+) -> None:
+    """Fill ``targets``; ``alone``: without the other ranks."""
+    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    with _without_the_warning_of_one_rank():
+        dcp.load(
+            targets,
+            storage_reader=Reader(folder),
+            planner=planner,
+            process_group=group,
+            no_dist=alone,
+        )
+
+
+def raise_together(what: str, error: Exception | None, group: ProcessGroup | None) -> None:
+    """Raise this rank's error, or another rank's, so that nobody waits for somebody who left."""
+    text = f"{type(error).__name__}: {error}" if error is not None else ""
+    texts = gather_objects(text, group)
+    if error is not None:
+        raise error
+    for rank, other in enumerate(texts):
+        if other:
+            raise ValueError(f"{what}() failed on data-parallel rank {rank}: {other}")
+
+
+@contextmanager
+def _without_the_warning_of_one_rank() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield

@@ -1,0 +1,149 @@
+"""What a checkpoint says about itself, in JSON: who saved it, which tensors, which files.
+
+    {
+      "crc32": "8f0c2ad1", "format_version": 1,
+      "step": 200, "world_size": 8, "mesh": {"outer": 2, "inner": 4},
+      "strategy": {"inner": "optim_grads_params", "outer": "no_shard"},
+      "libraries": {"fsdp_engine": "0.1.0", "torch": "2.13.0", "python": "3.11.7"},
+      "tensors": [{"name": "model.head.weight", "shape": [256, 384], "dtype": "float32"}, ...],
+      "files": {"__shards_0_0.distcp": {"bytes": 1048576, "crc32": "1c291ca3"}, ...}
+    }
+
+It is written last. A checksum covers a whole file as it was handed to the system, so that a byte
+that changes later is found; CRC-32 finds every burst of up to 32 bits and misses one in four
+billion of other damages. It is no protection against somebody who means to deceive. The manifest's
+own is that of its text with zeros in the checksum's place.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+MANIFEST = "manifest.json"
+FORMAT_VERSION = 1
+
+_BLOCK_BYTES = 1 << 20
+_NO_CRC = "0" * 8
+
+
+@dataclass(frozen=True)
+class FileRow:
+    """A file of a checkpoint: its size in bytes, and CRC-32 as eight hexadecimal digits."""
+
+    bytes: int
+    crc32: str
+
+
+@dataclass(frozen=True)
+class TensorRow:
+    """A tensor of a checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """See the module docstring."""
+
+    step: int
+    world_size: int
+    mesh: dict[str, int]
+    strategy: dict[str, str]
+    tensors: tuple[TensorRow, ...]
+    files: dict[str, FileRow]
+    libraries: dict[str, str]
+    format_version: int = FORMAT_VERSION
+
+    def write(self, folder: Path) -> None:
+        """Write it into ``folder``, onto the disk."""
+        text = json.dumps({"crc32": _NO_CRC, **asdict(self)}, indent=1)
+        with open(folder / MANIFEST, "w", encoding="utf-8") as file:
+            file.write(text.replace(_NO_CRC, _crc_of(text), 1))
+            file.flush()
+            os.fsync(file.fileno())
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """The manifest in ``folder``.
+
+        Raises:
+            FileNotFoundError: there is none.
+            ValueError: it is damaged, or of a newer version than this code knows.
+        """
+        path = folder / MANIFEST
+        if not path.is_file():
+            raise FileNotFoundError(f"path: expected a checkpoint with {MANIFEST}; found {folder}")
+        try:
+            text = path.read_text(encoding="utf-8")
+            values: dict[str, Any] = json.loads(text)
+            crc, version = values.pop("crc32"), values["format_version"]
+            if version > FORMAT_VERSION:
+                library = values.get("libraries", {}).get("fsdp_engine", "?")
+                raise ValueError(
+                    f"expected format version {FORMAT_VERSION} or older; found {version} (saved "
+                    f"by fsdp_engine {library})"
+                )
+            if (found := _crc_of(text.replace(crc, _NO_CRC, 1))) != crc:
+                raise ValueError(f"expected checksum {crc}; found {found}")
+            rows = values["tensors"]
+            tensors = tuple(TensorRow(r["name"], tuple(r["shape"]), r["dtype"]) for r in rows)
+            files = {name: FileRow(**row) for name, row in values["files"].items()}
+            return cls(**{**values, "tensors": tensors, "files": files})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            reason = error if type(error) is ValueError else f"no such manifest ({error!r})"
+            raise ValueError(f"{path}: {reason}") from error
+
+
+def tensor_rows(saved: Metadata) -> tuple[TensorRow, ...]:
+    """A row for each tensor of a checkpoint's metadata."""
+    return tuple(
+        TensorRow(name, tuple(entry.size), str(entry.properties.dtype).removeprefix("torch."))
+        for name, entry in saved.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    )
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of what writes a checkpoint."""
+    try:
+        own = metadata.version("fsdp_engine")
+    except metadata.PackageNotFoundError:
+        own = "not installed"  # imported from its sources
+    return {
+        "fsdp_engine": own,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _crc_of(text: str) -> str:
+    return f"{zlib.crc32(text.encode()):08x}"
+
+
+def file_row(path: Path, progress: Callable[[int], None] = lambda num_bytes: None) -> FileRow:
+    """Size and checksum of a file as it is now. ``progress`` is told bytes as they are read."""
+    size = crc = 0
+    for block in _blocks(path):
+        size += len(block)
+        crc = zlib.crc32(block, crc)
+        progress(len(block))
+    return FileRow(size, f"{crc:08x}")
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    with open(path, "rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            yield block

@@ -1,0 +1,73 @@
+"""A copy in host memory of everything that a checkpoint is to hold, made at one moment.
+
+All tensors go into one block of memory, which the next snapshot takes again: pages that are there
+already cost nothing, and pinning is slow.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from fsdp_engine import lanes, memory
+from fsdp_engine.flat_dtensor import FlatDTensor
+
+_ALIGNMENT = 64  # bytes
+
+
+class HostMemory:
+    """The block. One snapshot at a time lives in it.
+
+    Args:
+        device: where the tensors come from; for CUDA the block is pinned.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._block = memory.host_block(0, pinned=False)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held, whether or not a snapshot uses them."""
+        return self._block.numel()
+
+    def snapshot(self, entries: dict[str, Any]) -> dict[str, Any]:
+        """``entries`` with copies in place of its tensors, sharded ones keeping their slices.
+
+        Returns when the copies are whole. A tensor that stands in several places is copied once;
+        what is no tensor is copied deeply.
+        """
+        tensors = {id(leaf): leaf for leaf in tree_leaves(entries) if isinstance(leaf, Tensor)}
+        needed = sum(_padded_bytes(tensor) for tensor in tensors.values())
+        if needed > self._block.numel():
+            self._block = memory.host_block(0, pinned=False)  # first let go of the old one
+            self._block = memory.host_block(needed, pinned=self._device.type == "cuda")
+        copies: dict[int, Tensor] = {}
+        start = 0
+        for key, tensor in tensors.items():
+            local = _local(tensor)
+            piece = self._block[start : start + local.nbytes].view(local.dtype).view(local.shape)
+            piece.copy_(local, non_blocking=True)
+            copies[key] = (
+                FlatDTensor.from_flat_local(piece, tensor.flat_placement)
+                if isinstance(tensor, FlatDTensor)
+                else piece
+            )
+            start += _padded_bytes(tensor)
+        lanes.finish_compute(self._device)
+        return tree_map(
+            lambda leaf: copies[id(leaf)] if isinstance(leaf, Tensor) else copy.deepcopy(leaf),
+            entries,
+        )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.local if isinstance(tensor, FlatDTensor) else tensor.detach()
+
+
+def _padded_bytes(tensor: Tensor) -> int:
+    return -(-_local(tensor).nbytes // _ALIGNMENT) * _ALIGNMENT
