@@ -85,6 +85,17 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
+def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor over the same memory, on the CPU, whose storage ends where the tensor ends.
+
+    It keeps the memory alive. ``tensor`` must be contiguous.
+    """
+    if not tensor.numel():
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    flat = torch.from_numpy(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    return flat.view(tensor.dtype).view(tensor.shape)
+
+
 class Memory:
     """What one engine allocates on one device.
 

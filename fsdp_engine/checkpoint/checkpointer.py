@@ -115,9 +115,14 @@ class Checkpointer:
 
             On every rank if on one; the checkpoints that were there stay.
         """
-        save = self._begin(step)
-        save.run()
-        save.raise_error()
+        self._save = save = self._begin(step)
+        save.start()
+        save.landed.wait()  # older checkpoints may still be on their way out
+        try:
+            save.raise_error()
+        except RuntimeError:
+            self._save = None
+            raise
 
     def save_async(self, step: int) -> None:
         """Save the run as it is now, to the bit, while training goes on.
@@ -313,12 +318,22 @@ class Checkpointer:
             self._directory.publish(save.staging, save.step)
 
         write_entries(save.entries, Writer(save.staging, publish), self._group)
+
+    def _retire(self) -> None:
+        """Remove old checkpoints: takes as long as the file system likes."""
         if self._mesh.rank == 0:
             self._directory.retire(self._keep)
 
 
 class _Save(threading.Thread):
-    """A save under way: run by the caller, or as a thread."""
+    """A save under way.
+
+    Attributes:
+        entries: what this rank contributes.
+        staging: the folder that it is written into.
+        step: whose checkpoint it becomes.
+        landed: set when it is complete, or has failed.
+    """
 
     def __init__(
         self, checkpointer: Checkpointer, entries: dict[str, Any], staging: Path, step: int
@@ -328,6 +343,7 @@ class _Save(threading.Thread):
         self.entries = entries
         self.staging = staging
         self.step = step
+        self.landed = threading.Event()
         self._error: BaseException | None = None
 
     def run(self) -> None:
@@ -340,6 +356,9 @@ class _Save(threading.Thread):
                 self._checkpointer._directory.discard(self.staging)
         finally:
             self.entries = {}
+            self.landed.set()
+        if self._error is None:
+            self._checkpointer._retire()
 
     def raise_error(self) -> None:
         """Raise what went wrong, on every rank.

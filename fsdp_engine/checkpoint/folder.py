@@ -64,7 +64,7 @@ from fsdp_engine.checkpoint.optimizer_state import (
     optimizer_entries,
 )
 from fsdp_engine.checkpoint.run_state import pack, unpack
-from fsdp_engine.checkpoint.storage import METADATA, PREFIX, SUFFIX, Reader, Writer
+from fsdp_engine.checkpoint.storage import METADATA, PREFIX, SUFFIX, Reader, SavePlanner, Writer
 from fsdp_engine.collectives import gather_objects
 
 
@@ -199,7 +199,13 @@ def training_entries(
 def write_entries(entries: dict[str, Any], writer: Writer, group: ProcessGroup | None) -> None:
     """Write what all ranks contribute. Collective; an error on one rank is raised on all."""
     with _without_the_warning_of_one_rank():
-        dcp.save(entries, storage_writer=writer, process_group=group, no_dist=group is None)
+        dcp.save(
+            entries,
+            storage_writer=writer,
+            planner=SavePlanner(),
+            process_group=group,
+            no_dist=group is None,
+        )
 
 
 class FolderMatch:

@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.planner import (
     LoadPlanner,
     ReadItem,
     SavePlan,
+    WriteItem,
 )
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -51,14 +52,17 @@ METADATA = ".metadata"
 # What a rank holds at once, beyond its own shards, while it reads.
 READ_BUFFER_BYTES = 16 << 20
 
+_WRITE_BUFFER_BYTES = 1 << 18
 _ZIP_HEADER_BYTES = 30  # of an entry; its name and an extra field follow
 
 
-class _ChecksummedFile(io.FileIO):
+class _ChecksummedFile(io.BufferedWriter):
     """A file that is written from start to end, and the checksum of what was written."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path, "wb")
+        # Buffered, because torch.save writes a tensor's frame in a dozen small pieces. What is
+        # larger than the buffer goes past it.
+        super().__init__(io.FileIO(path, "wb"), _WRITE_BUFFER_BYTES)
         self.num_bytes = 0
         self.crc = 0
 
@@ -66,11 +70,18 @@ class _ChecksummedFile(io.FileIO):
         """Write all of ``data``."""
         view = memoryview(data).cast("B")
         self.crc = zlib.crc32(view, self.crc)
-        written = 0
-        while written < len(view):  # the system may take a part
-            written += super().write(view[written:]) or 0
-        self.num_bytes += written
-        return written
+        super().write(view)
+        self.num_bytes += len(view)
+        return len(view)
+
+    def tell(self) -> int:
+        """Bytes written."""
+        return self.num_bytes
+
+    def fileno(self) -> int:
+        """The descriptor, for fsync: so with everything handed to the system."""
+        self.flush()
+        return super().fileno()
 
 
 class _ChecksummingFiles(FileSystem):
@@ -96,6 +107,21 @@ class _Written(WriteResult):
     """A rank's first result carries the rows of its files."""
 
     rows: dict[str, FileRow] = dataclasses.field(default_factory=dict)
+
+
+class SavePlanner(dcp.DefaultSavePlanner):
+    """Hands tensors to the writer in such a form that it does not copy them.
+
+    DCP writes whole storages: a slice of a flat buffer, whose storage is the buffer, it would
+    clone. Here the slice gets a storage of its own over the same memory.
+    """
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        """What to write for an item of the plan."""
+        value = super().resolve_data(write_item)
+        if isinstance(value, Tensor) and value.device.type == "cpu" and value.is_contiguous():
+            return memory.with_own_storage(value)
+        return value
 
 
 class Writer(dcp.FileSystemWriter):

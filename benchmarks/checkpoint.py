@@ -1,0 +1,258 @@
+"""Saving and loading 85M parameters with AdamW: this engine, FSDP2 with plain DCP, torch.save.
+
+    python benchmarks/checkpoint.py [--size 85M] [--rounds 8]
+
+Two gloo ranks; all ways take their turn in every round, in an order drawn anew; ratios are taken
+round by round. Files go to one disk and are synced by all ways. "torch.save" is the same bytes
+written by one rank alone, with fsync. Loads come from the page cache.
+
+*Blocked* is how long an asynchronous save keeps the caller; *total* until it has landed.
+Resharding is a load by four ranks of what two have saved, against what four have saved. Planning
+is DCP's local plan of a save on one rank, over the fake process group: 10,000 parameters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import harness
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import fsdp_engine as fe
+from examples.gpt import GPT, GPTConfig
+from fsdp_engine.checkpoint.folder import training_entries
+
+SIZES = {
+    "10M": GPTConfig(sequence_length=128, num_layers=6, width=384, num_heads=6),
+    "85M": GPTConfig(sequence_length=128, num_layers=12, width=768, num_heads=12),
+}
+ENGINE, FSDP2, PLAIN = "fsdp_engine", "FSDP2 + DCP", "torch.save, one rank"
+TARGETS = (
+    # what, way, over, at most
+    ("save", ENGINE, f"save: {FSDP2}", 1.0),
+    ("load", ENGINE, f"load: {FSDP2}", 1.0),
+    ("blocked", ENGINE, f"save: {ENGINE}", 0.15),
+)
+
+
+def fill(optimizer: torch.optim.Optimizer) -> None:
+    """State as after a step, without the step's time."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = torch.zeros_like(param)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def make_engine(config: GPTConfig) -> tuple[nn.Module, fe.Engine, torch.optim.Optimizer]:
+    """This engine at level 3."""
+    torch.manual_seed(0)
+    model = GPT(config)
+    engine = fe.shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    fill(optimizer)
+    return model, engine, optimizer
+
+
+def make_fsdp2(config: GPTConfig) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """FSDP2, every block a unit."""
+    torch.manual_seed(0)
+    model = GPT(config)
+    for module in (*model.blocks, model):
+        fully_shard(module)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    fill(optimizer)
+    return model, optimizer
+
+
+def measure(size: str, rounds: int, folder: str) -> dict[str, list[float]]:
+    """Seconds of each way to save and to load, round by round, and bytes on disk."""
+    config = SIZES[size]
+    _, engine, optimizer = make_engine(config)
+    checkpointer = fe.Checkpointer(f"{folder}/engine", engine, optimizer, keep=1)
+    other, other_optimizer = make_fsdp2(config)
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
+    numel = sum(p.numel() for p in GPT(config).parameters())
+    plain = [torch.zeros(numel) for _ in range(3)] if dist.get_rank() == 0 else []
+    started = {ENGINE: 0.0, FSDP2: 0.0}
+    count = iter(range(10**6))
+
+    def state() -> dict[str, Any]:
+        model_state, optimizer_state = get_state_dict(other, other_optimizer)
+        return {"model": model_state, "optimizer": optimizer_state}
+
+    def fsdp2_save() -> None:
+        dcp.save(state(), checkpoint_id=f"{folder}/fsdp2")
+
+    def fsdp2_load() -> None:
+        read = state()
+        dcp.load(read, checkpoint_id=f"{folder}/fsdp2")
+        set_state_dict(
+            other,
+            other_optimizer,
+            model_state_dict=read["model"],
+            optim_state_dict=read["optimizer"],
+        )
+
+    def plain_save() -> None:
+        if plain:
+            with open(f"{folder}/plain", "wb") as file:
+                torch.save(plain, file)
+                file.flush()
+                os.fsync(file.fileno())
+
+    def plain_load() -> None:
+        if plain:
+            torch.load(f"{folder}/plain")
+
+    def engine_async() -> None:
+        checkpointer.save_async(next(count))
+
+    def fsdp2_async() -> None:
+        started[FSDP2] = dcp.async_save(
+            state(), checkpoint_id=f"{folder}/fsdp2_async", process_group=group
+        )  # type: ignore[assignment]
+
+    def fsdp2_wait() -> None:
+        started[FSDP2].result()  # type: ignore[attr-defined]
+
+    def verified_load() -> None:
+        checkpointer.load(verify=True)
+
+    steps: dict[str, list[tuple[str, Callable[[], Any]]]] = {
+        f"save: {ENGINE}": [("save", lambda: checkpointer.save(next(count)))],
+        f"save: {FSDP2}": [("save", fsdp2_save)],
+        f"save: {PLAIN}": [("save", plain_save)],
+        f"load: {ENGINE}": [("load", checkpointer.load)],
+        f"load: {ENGINE}, verified": [("load", verified_load)],
+        f"load: {FSDP2}": [("load", fsdp2_load)],
+        f"load: {PLAIN}": [("load", plain_load)],
+        f"async: {ENGINE}": [("blocked", engine_async), ("total", checkpointer.wait)],
+        f"async: {FSDP2}": [("blocked", fsdp2_async), ("total", fsdp2_wait)],
+    }
+    for _, save in (steps[f"save: {way}"][0] for way in (ENGINE, FSDP2, PLAIN)):
+        save()
+    times: dict[str, list[float]] = {}
+    draw = harness.random.Random(0)
+    names = list(steps)
+    for round_number in range(1 + rounds):
+        draw.shuffle(names)
+        for name in names:
+            os.sync()  # what others have written is not this one's to bring to the disk
+            dist.barrier()
+            start = time.perf_counter()
+            for what, call in steps[name]:
+                call()
+                if what != "blocked":
+                    dist.barrier()
+                if round_number:  # the first touches memory and files for the first time
+                    key = f"{what}: {name.partition(': ')[2]}"
+                    times.setdefault(key, []).append(time.perf_counter() - start)
+    written = sum(f.stat().st_size for f in Path(folder, "engine").rglob("*") if f.is_file())
+    times["bytes on disk / bytes of tensors"] = [written / (3 * numel * 4)]
+    return times
+
+
+def save_for(size: str, folder: str) -> None:
+    """A checkpoint by as many ranks as there are."""
+    _, engine, optimizer = make_engine(SIZES[size])
+    fe.Checkpointer(f"{folder}/of{dist.get_world_size()}", engine, optimizer).save(1)
+
+
+def reshard(size: str, rounds: int, folder: str) -> dict[str, list[float]]:
+    """Seconds to load what two and what four ranks have saved."""
+    _, engine, optimizer = make_engine(SIZES[size])
+    loads = {
+        f"{ranks} to 4 ranks": fe.Checkpointer(f"{folder}/of{ranks}", engine, optimizer).load
+        for ranks in (2, 4)
+    }
+    return harness.interleave(loads, rounds, 1)  # type: ignore[arg-type]
+
+
+def planning(num_params: int = 10_000) -> dict[str, float]:
+    """Milliseconds of the local plan of a save, and entries in it, by number of ranks."""
+    found = {}
+    for world in (8, 64, 256, 1024):
+        dist.init_process_group("fake", store=FakeStore(), rank=world // 2, world_size=world)
+        units = (
+            nn.Sequential(*(nn.Linear(24, 24 + place % 3) for place in range(num_params // 100)))
+            for _ in range(50)
+        )
+        model = nn.ModuleList(units)
+        engine = fe.shard(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        times = []
+        for _ in range(5):
+            start = time.perf_counter()
+            planner = dcp.DefaultSavePlanner()
+            planner.set_up_planner(training_entries(engine, optimizer), None, False)
+            planner.create_local_plan()
+            times.append(time.perf_counter() - start)
+        found[str(world)] = sorted(times)[2] * 1e3
+        dist.destroy_process_group()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--size", choices=SIZES, default="85M")
+    parser.add_argument("--rounds", type=int, default=8)
+    args = parser.parse_args()
+    folder = tempfile.mkdtemp(prefix="checkpoints-")
+    try:
+        plans = planning()
+        times = harness.run_ranks(measure, 2, args.size, args.rounds, folder)
+        for ranks in (2, 4):
+            harness.run_ranks(save_for, ranks, args.size, folder)
+        resharded = harness.run_ranks(reshard, 4, args.size, args.rounds, folder)
+    finally:
+        shutil.rmtree(folder)
+    disk = times.pop("bytes on disk / bytes of tensors")[0]
+    rows, record = [], {}
+    for name in sorted(times):
+        low, middle, high = harness.quartiles(times[name])
+        record[name] = {"seconds": {"median": middle, "q1": low, "q3": high}}
+        rows.append([name, f"{middle:.3f} ({low:.3f}-{high:.3f})"])
+    for name, values in resharded.items():
+        low, middle, high = harness.quartiles(values)
+        record[f"load {name}"] = {"seconds": {"median": middle, "q1": low, "q3": high}}
+        rows.append([f"load {name}", f"{middle:.3f} ({low:.3f}-{high:.3f})"])
+    harness.print_table(f"{args.size} with AdamW, 2 ranks: seconds", ["what", "s"], rows)
+    checks = []
+    for what, way, base, limit in TARGETS:
+        ratio = harness.ratios(times, f"{what}: {way}", base)
+        record[f"{what}: {way}"]["over " + base] = ratio
+        verdict = "met" if ratio["median"] <= limit else "missed"
+        checks.append([f"{what} / {base}", harness.show_ratio(ratio), f"{limit:.2f}", verdict])
+    ratio = harness.ratios(resharded, "2 to 4 ranks", "4 to 4 ranks")
+    record["load 2 to 4 ranks"]["over 4 to 4 ranks"] = ratio
+    verdict = "met" if ratio["median"] <= 1.3 else "missed"
+    checks.append(["reshard 2 to 4 / 4 to 4", harness.show_ratio(ratio), "1.30", verdict])
+    verdict = "met" if disk <= 1.01 else "missed"
+    checks.append(["bytes on disk / bytes of tensors", f"{disk:.4f}", "1.01", verdict])
+    harness.print_table("targets", ["ratio", "found", "at most", ""], checks)
+    plan_rows = [[world, f"{ms:.0f}"] for world, ms in plans.items()]
+    harness.print_table("local plan of a save, 10,000 parameters", ["ranks", "ms"], plan_rows)
+    results = {"size": args.size, "ways": record, "disk": disk, "planning_ms": plans}
+    harness.write_results("checkpoint", results)
+
+
+if __name__ == "__main__":
+    main()
