@@ -36,27 +36,26 @@ class HeldOutRecord:
 
 @dataclass
 class Curve:
-    """The records of a run, of a resumed one from its first step on."""
+    """The records of a run, of a resumed one from its first step on: checkpoints hold it."""
 
     steps: list[StepRecord] = field(default_factory=list)
     held_out: list[HeldOutRecord] = field(default_factory=list)
 
-    def as_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Plain lists and numbers, for JSON and for a checkpoint."""
         return dataclasses.asdict(self)
 
-    @classmethod
-    def from_dict(cls, records: dict[str, Any]) -> Curve:
-        """The inverse of :meth:`as_dict`."""
-        return cls(
-            steps=[StepRecord(**record) for record in records["steps"]],
-            held_out=[HeldOutRecord(**record) for record in records["held_out"]],
-        )
+    def load_state_dict(self, records: dict[str, Any]) -> None:
+        """Take the records of :meth:`state_dict` in place of those that are there."""
+        self.steps = [StepRecord(**record) for record in records["steps"]]
+        self.held_out = [HeldOutRecord(**record) for record in records["held_out"]]
 
     def write_json(self, path: Path, **facts: Any) -> None:
         """Write ``facts`` and all records to ``path``."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({**facts, **self.as_dict()}, indent=1) + "\n", encoding="utf-8")
+        path.write_text(
+            json.dumps({**facts, **self.state_dict()}, indent=1) + "\n", encoding="utf-8"
+        )
 
 
 def memory_in_use(device: torch.device) -> int:

@@ -61,9 +61,15 @@ class Settings:
     meta_init: bool = option(False, "build the model without memory; the engine fills its shards")
 
     # What it leaves behind.
-    out: Path = option(Path("runs/train_gpt"), "folder for metrics.json, curves.png, checkpoint")
-    save: Path | None = option(None, "folder of the checkpoint (default: OUT/checkpoint)")
-    resume: Path | None = option(None, "checkpoint to continue from, on any ranks and strategy")
+    out: Path = option(Path("runs/train_gpt"), "folder for metrics.json, curves.png, checkpoints")
+    save: Path | None = option(
+        None, "directory of checkpoints (default: OUT/checkpoints); what is there is continued"
+    )
+    save_every: int = option(600, "steps between checkpoints; there is one at the end, too")
+    async_save: bool = option(False, "go on training while a checkpoint is written")
+    resume: Path | None = option(
+        None, "directory of checkpoints of another run to start from, on any ranks and strategy"
+    )
     eval_every: int = option(200, "steps between evaluations on held-out text")
     eval_sequences: int = option(256, "sequences of an evaluation, in whole batches")
     sample: bool = option(True, "end with a sample of generated text")
@@ -73,7 +79,7 @@ class Settings:
     def __post_init__(self) -> None:
         for field in ("steps", "batch_size", "grad_accumulation", "sequence_length", "eval_every"):
             self._check(field, at_least=1)
-        for field in ("layers", "width", "heads", "eval_sequences", "sample_bytes"):
+        for field in ("layers", "width", "heads", "eval_sequences", "sample_bytes", "save_every"):
             self._check(field, at_least=1)
         self._check("warmup", at_least=0)
         if self.stop_at is not None:
@@ -117,7 +123,7 @@ class Settings:
 
     @property
     def save_folder(self) -> Path:
-        return self.out / "checkpoint" if self.save is None else self.save
+        return self.out / "checkpoints" if self.save is None else self.save
 
     def as_dict(self) -> dict[str, Any]:
         """The settings as JSON knows them."""

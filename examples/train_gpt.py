@@ -2,9 +2,10 @@
 
     torchrun --nproc-per-node 2 examples/train_gpt.py --strategy optim_grads_params
 
-Runs on CPU or CUDA. It leaves ``metrics.json``, ``curves.png`` and a checkpoint in ``--out``. With
-``--resume`` it continues from a checkpoint, on any number of ranks and with any strategy, along the
-same loss curve.
+Runs on CPU or CUDA. It leaves ``metrics.json``, ``curves.png`` and checkpoints in ``--out``.
+Started again, after a kill or with more ``--steps``, it goes on from its latest checkpoint, on any
+number of ranks and with any strategy, along the same loss curve; ``--resume`` starts from another
+run's.
 """
 
 from __future__ import annotations
@@ -97,6 +98,8 @@ class Job:
     optimizer: torch.optim.Optimizer
     device: torch.device
     rank: int
+    curve: Curve
+    checkpointer: fe.Checkpointer
 
     def train_step(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """One optimizer step; returns this rank's mean loss and the norm of the whole gradient."""
@@ -133,9 +136,35 @@ class Job:
             total += self.loss(self.plan.held_out_batch(text, num, index, self.rank))
         return float(mean_over_ranks(total)) / num
 
-    def train(self, curve: Curve) -> None:
-        """Train from where ``curve`` ends to the last step, and add to it."""
-        settings = self.settings
+    def resume(self) -> str:
+        """Go on from this run's latest checkpoint, else from that of ``--resume``, if any.
+
+        Returns a line that says so, or nothing.
+        """
+        source, folder = self.checkpointer, self.settings.save_folder
+        if not source.steps():
+            if self.settings.resume is None:
+                return ""
+            folder = self.settings.resume
+            source = fe.Checkpointer(
+                folder, self.engine, self.optimizer, extra={"curve": self.curve}
+            )
+        step = source.load().step
+        line = f"resumed after step {step} from {folder}"
+        if step == self.settings.last_step:
+            line += "; nothing is left to train: raise --steps, or start anew in another --out"
+        return line
+
+    def save(self, step: int) -> None:
+        """Save a checkpoint of ``step`` steps, in the background if wanted."""
+        if self.settings.async_save:
+            self.checkpointer.save_async(step)
+        else:
+            self.checkpointer.save(step)
+
+    def train(self) -> None:
+        """Train from where the curve ends to the last step, and add to it."""
+        settings, curve = self.settings, self.curve
         first = len(curve.steps)
         if not curve.held_out:
             curve.held_out.append(HeldOutRecord(0, self.held_out_loss()))
@@ -151,15 +180,20 @@ class Job:
             reader.add(step, *self.train_step(step))
             done = step + 1
             evaluate = done % settings.eval_every == 0 or done == settings.last_step
-            if evaluate or done % STEPS_PER_READ == 0:
+            save = done % settings.save_every == 0 or done == settings.last_step
+            if evaluate or save or done % STEPS_PER_READ == 0:
                 bar.set_postfix_str(reader.read())
             bar.update()
             if evaluate:
                 curve.held_out.append(HeldOutRecord(done, self.held_out_loss()))
                 if self.rank == 0:
                     bar.write(f"step {done:5d}   held-out loss {curve.held_out[-1].loss:.4f}")
+            if save:
+                self.save(done)
+            if evaluate or save:
                 reader.restart_clock()
         bar.close()
+        self.checkpointer.close()
 
     def sample(self) -> str:
         """A prompt and the text that the model adds to it; the same on every rank."""
@@ -235,7 +269,20 @@ def prepare(settings: Settings) -> Job:
         seed=settings.seed,
     )
     optimizer = build_optimizer(settings, model)
-    return Job(settings, corpus, plan, model, engine, optimizer, device, dist.get_rank())
+    curve = Curve()
+    checkpointer = fe.Checkpointer(settings.save_folder, engine, optimizer, extra={"curve": curve})
+    return Job(
+        settings,
+        corpus,
+        plan,
+        model,
+        engine,
+        optimizer,
+        device,
+        dist.get_rank(),
+        curve,
+        checkpointer,
+    )
 
 
 def held_out_bigram(job: Job) -> float:
@@ -256,18 +303,14 @@ def run(settings: Settings) -> None:
     say(job.engine.describe())
     bigram = held_out_bigram(job)
 
-    curve = Curve()
-    if settings.resume is not None:
-        extra = fe.load_checkpoint(settings.resume, job.engine, job.optimizer)
-        curve = Curve.from_dict(extra["curve"])
-        say(f"resumed after step {extra['step']} from {settings.resume}")
+    if resumed := job.resume():
+        say(resumed)
     began = time.perf_counter()
-    job.train(curve)
+    job.train()
     seconds = time.perf_counter() - began
 
+    curve = job.curve
     step = len(curve.steps)
-    extra = {"step": step, "curve": curve.as_dict()}
-    fe.save_checkpoint(settings.save_folder, job.engine, job.optimizer, extra)
     held_out = curve.held_out[-1].loss
     if job.rank == 0:
         curve.write_json(
@@ -279,7 +322,7 @@ def run(settings: Settings) -> None:
         )
         title = f"{settings.strategy}, {job.plan.num_ranks} ranks, {settings.dtype}"
         draw_curves(settings.out / "curves.png", curve, bigram, title)
-    say(f"trained to step {step} in {seconds:.0f} s; checkpoint in {settings.save_folder}")
+    say(f"trained to step {step} in {seconds:.0f} s; checkpoints in {settings.save_folder}")
     say(f"curves in {settings.out / 'curves.png'}, numbers in {settings.out / 'metrics.json'}")
     say(f"held-out text, nats a byte: bigram {bigram:.4f}, this model {held_out:.4f}")
     if settings.sample:

@@ -6,8 +6,10 @@ import dataclasses
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -279,7 +281,9 @@ class TestCurves:
         assert len(content) > 10_000
 
     def test_a_curve_survives_its_dictionary(self) -> None:
-        assert Curve.from_dict(a_curve().as_dict()) == a_curve()
+        curve = Curve()
+        curve.load_state_dict(a_curve().state_dict())
+        assert curve == a_curve()
 
     def test_smoothing_keeps_a_constant_and_lags_a_step(self) -> None:
         assert smooth([3.0] * 5) == pytest.approx([3.0] * 5)
@@ -327,20 +331,25 @@ class TestSettings:
         assert Settings(steps=100, stop_at=400).last_step == 100
 
 
-def train(folder: Path, num_ranks: int, *arguments: str) -> dict[str, Any]:
-    """Runs the job under torchrun on the texts in ``folder``; returns what it measured."""
-    out = folder / "out"
+def start(folder: Path, out: str, num_ranks: int, *arguments: str) -> subprocess.Popen[str]:
+    """The job under torchrun on the texts in ``folder``."""
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
         *("--nproc-per-node", str(num_ranks), str(ROOT / "examples" / "train_gpt.py")),
-        *("--data", str(folder / "texts"), "--out", str(out), "--steps", "6", "--warmup", "2"),
-        *("--layers", "2", "--width", "32", "--sequence-length", "32", "--batch-size", "4"),
-        *("--eval-sequences", "8", "--eval-every", "3", "--sample-bytes", "5", *arguments),
+        *("--data", str(folder / "texts"), "--out", str(folder / out)),
+        *("--steps", "6", "--warmup", "2", "--layers", "2", "--width", "32"),
+        *("--sequence-length", "32", "--batch-size", "4", "--eval-sequences", "8"),
+        *("--eval-every", "3", "--sample-bytes", "5", *arguments),
     ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
+    return subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
+
+
+def train(folder: Path, out: str, num_ranks: int, *arguments: str) -> dict[str, Any]:
+    """Runs the job to its end; returns what it measured, and what it ``printed``."""
+    process = start(folder, out, num_ranks, *arguments)
     try:
         printed, _ = process.communicate(timeout=120)
     except subprocess.TimeoutExpired:
@@ -349,27 +358,34 @@ def train(folder: Path, num_ranks: int, *arguments: str) -> dict[str, Any]:
         raise
     assert process.returncode == 0, printed
     assert "bigram" in printed
-    measured: dict[str, Any] = json.loads((out / "metrics.json").read_text())
-    assert (out / "curves.png").exists()
-    return measured
+    measured: dict[str, Any] = json.loads((folder / out / "metrics.json").read_text())
+    assert (folder / out / "curves.png").exists()
+    return {**measured, "printed": printed}
+
+
+def losses(run: dict[str, Any]) -> list[float]:
+    return [record["loss"] for record in run["steps"]]
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    (tmp_path / "texts").mkdir()
+    for i in range(4):
+        lines = [f"line {n} of file {i}: {n * n * (i + 1)}\n" for n in range(40)]
+        (tmp_path / "texts" / f"{i}.txt").write_text("".join(lines))
+    return tmp_path
 
 
 class TestWholeJob:
     def test_a_run_resumed_on_other_ranks_and_strategy_continues_the_same_curve(
-        self, tmp_path: Path
+        self, texts: Path
     ) -> None:
-        (tmp_path / "texts").mkdir()
-        for i in range(4):
-            lines = [f"line {n} of file {i}: {n * n * (i + 1)}\n" for n in range(40)]
-            (tmp_path / "texts" / f"{i}.txt").write_text("".join(lines))
-        whole = train(tmp_path, 2, "--grad-accumulation", "2", "--batch-size", "2")
-        first = train(tmp_path, 2, "--stop-at", "3", "--no-sample")
-        checkpoint = tmp_path / "out" / "checkpoint"
-        second = train(tmp_path, 1, "--resume", str(checkpoint), "--strategy", "no_shard")
+        whole = train(texts, "whole", 2, "--grad-accumulation", "2", "--batch-size", "2")
+        first = train(texts, "first", 2, "--stop-at", "3", "--no-sample")
+        checkpoints = str(texts / "first" / "checkpoints")
+        second = train(texts, "second", 1, "--resume", checkpoints, "--strategy", "no_shard")
 
-        def losses(run: dict[str, Any]) -> list[float]:
-            return [record["loss"] for record in run["steps"]]
-
+        assert "resumed after step 3" in second["printed"]
         assert [record["step"] for record in second["steps"]] == [1, 2, 3, 4, 5, 6]
         assert losses(first) == losses(second)[:3]
         assert losses(second)[0] - losses(second)[-1] > 0.1
@@ -377,3 +393,24 @@ class TestWholeJob:
         assert whole["bigram"] == second["bigram"]
         held_out = [record["loss"] for record in whole["held_out"]]
         assert held_out == pytest.approx([r["loss"] for r in second["held_out"]], abs=1e-3)
+
+    def test_a_killed_run_that_is_started_again_goes_on_by_itself(self, texts: Path) -> None:
+        steps = ("--steps", "500", "--eval-every", "1000", "--no-sample", "--stop-at")
+        process = start(texts, "killed", 2, *steps, "500", "--save-every", "2", "--async-save")
+        checkpoints = texts / "killed" / "checkpoints"
+        deadline = time.monotonic() + 60
+        while not any(checkpoints.glob("step-*")):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        rank_0 = int((checkpoints / ".lock").read_text().split()[1])
+        os.kill(rank_0, signal.SIGKILL)
+        printed, _ = process.communicate(timeout=60)  # torchrun ends the other rank
+        assert process.returncode != 0, printed
+        last = max(int(path.name[5:13]) for path in checkpoints.glob("step-*"))
+
+        stop_at = str(last + 5)
+        again = train(texts, "killed", 2, *steps, stop_at)
+        assert f"resumed after step {last} from" in again["printed"]
+        whole = train(texts, "whole", 2, *steps, stop_at)
+        assert losses(again) == losses(whole)
+        assert len(losses(again)) == last + 5

@@ -395,7 +395,8 @@ def _read_rows(
 ) -> None:
     """Fill ``target`` from as many elements, which lie one after the other."""
     if target.is_contiguous():
-        flat = target.view(-1)
+        # Of one element, whose stride may be anything, `view` would keep that stride.
+        flat = target.as_strided((target.numel(),), (1,))
         if target.device.type == "cpu" and target.dtype == dtype:
             _read_exactly(file, start, flat)
             return
