@@ -1,6 +1,12 @@
 """A sharded training engine for PyTorch: one core for DDP, ZeRO-1/2/3, HSDP and HFSDP."""
 
-from fsdp_engine.checkpoint import Checkpointer, load_checkpoint, save_checkpoint
+from fsdp_engine.checkpoint import (
+    Checkpointer,
+    export_safetensors,
+    load_checkpoint,
+    load_safetensors,
+    save_checkpoint,
+)
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.engine import Engine, shard
 from fsdp_engine.flat_dtensor import FlatDTensor
@@ -17,7 +23,9 @@ __all__ = [
     "FlatDTensor",
     "MixedPrecisionPolicy",
     "estimate",
+    "export_safetensors",
     "load_checkpoint",
+    "load_safetensors",
     "register_forward_method",
     "save_checkpoint",
     "shard",

@@ -167,7 +167,7 @@ def build_units(
     for index, planned in enumerate(plan.units):
         if plan.on_meta:
             records = [record for buffer in planned.buffers for record in buffer.records]
-            materialize(records, mesh.device, seed + index)
+            materialize(plan.units[0].module, records, mesh.device, seed + index)
         buffers: list[ParamAndGradBuffer] = []
         for number, part in enumerate(planned.buffers):
             label = planned.name or "the root module"

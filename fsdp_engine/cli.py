@@ -16,12 +16,12 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 
 from fsdp_engine.planner import NOT_INCLUDED, Estimate, compare
 from fsdp_engine.precision import MixedPrecisionPolicy
+from fsdp_engine.terminal import format_bytes, print_whole
 
 DTYPES = {
     "fp32": torch.float32,
@@ -175,22 +175,6 @@ def estimates_table(estimates: Sequence[Estimate], memory_gib: float | None = No
             cells.append(format_bytes(left) if left > 0 else f"[red]-{format_bytes(-left)}[/red]")
         table.add_row(*cells)
     return table
-
-
-def print_whole(table: Table) -> None:
-    """Print a table in full: where the terminal is too narrow, its lines go on in the next one."""
-    console = Console()
-    needed = console.measure(table, options=console.options.update(width=1000)).maximum
-    Console(width=max(console.width, needed)).print(table, crop=False, soft_wrap=False)
-
-
-def format_bytes(count: float) -> str:
-    """``count`` bytes, with a unit that suits it."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if count < 1024 or unit == "TiB":
-            break
-        count /= 1024
-    return f"{count:,.0f} B" if unit == "B" else f"{count:,.1f} {unit}"
 
 
 def _dtype(name: str, option: str) -> torch.dtype:

@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -250,7 +251,7 @@ class Engine:
                     return value.full_tensor() if isinstance(value, FlatDTensor) else value.clone()
         raise KeyError(f"name: expected a parameter of the model; found {name!r}")
 
-    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Tensor]:
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
         """The model's ``state_dict`` with full main weights in host memory. Collective.
 
         One unit at a time is full on the device.
@@ -269,10 +270,12 @@ class Engine:
         if not keeps:
             return {}
         state = self.model.state_dict()
-        return {
-            key: gathered[key] if key in gathered else value.detach().cpu().clone()
-            for key, value in state.items()
-        }
+        for key, value in state.items():
+            if key in gathered:
+                state[key] = gathered[key]
+            elif isinstance(value, Tensor):  # an extra state may be anything
+                state[key] = value.detach().cpu().clone()
+        return dict(state)
 
     def reset(self) -> None:
         """Back to rest after an exception in forward or backward; weights stay as they are.

@@ -1,4 +1,9 @@
-"""Models built on the meta device: real values, one unit at a time."""
+"""Models built on the meta device: real values, one unit at a time.
+
+A module gives itself values with ``reset_parameters``, as torch's own modules do. Where the model
+has a method ``_init_weights(module)``, as those of ``transformers`` and many others, it is called
+after that, and for modules without ``reset_parameters``, too.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +20,17 @@ def check_meta(model: nn.Module, records: Sequence[ParamRecord]) -> bool:
     """Whether any parameter or buffer is on the meta device.
 
     Raises:
-        ValueError: a module with meta tensors has no ``reset_parameters`` to give them values.
+        ValueError: a module with meta tensors has no ``reset_parameters`` to give them values, nor
+            has the model an ``_init_weights``.
     """
     on_meta = False
+    knows_modules = callable(getattr(model, "_init_weights", None))
     for name, module in model.named_modules():
         own = [*module._parameters.items(), *module._buffers.items()]
         metas = [attribute for attribute, tensor in own if tensor is not None and tensor.is_meta]
         if metas:
             on_meta = True
-            if not callable(getattr(module, "reset_parameters", None)):
+            if not knows_modules and not callable(getattr(module, "reset_parameters", None)):
                 raise ValueError(
                     f"{name or 'the root module'} ({type(module).__name__}): expected a method "
                     f"reset_parameters() that gives {', '.join(metas)} values; found none, and "
@@ -32,13 +39,19 @@ def check_meta(model: nn.Module, records: Sequence[ParamRecord]) -> bool:
     return on_meta
 
 
-def materialize(records: Sequence[ParamRecord], device: torch.device, seed: int) -> None:
-    """Give the meta parameters of one unit real values, with ``reset_parameters``.
+def materialize(
+    model: nn.Module, records: Sequence[ParamRecord], device: torch.device, seed: int
+) -> None:
+    """Give the meta parameters of one unit real values.
 
     Args:
+        model: the whole one.
         records: the unit's parameters; ``record.param`` and the modules get the real ones.
         device: where.
         seed: the same on all ranks, so that all ranks draw the same values.
+
+    Raises:
+        ValueError: ``_init_weights`` left a tensor without values.
     """
     owners: dict[int, nn.Module] = {}
     for record in records:
@@ -54,7 +67,7 @@ def materialize(records: Sequence[ParamRecord], device: torch.device, seed: int)
             owners[id(module)] = module
     for module in owners.values():
         _real_buffers(module, device)
-    _reset(list(owners.values()), device, seed)
+    _reset(model, list(owners.values()), device, seed)
 
 
 def materialize_buffers(model: nn.Module, device: torch.device, seed: int) -> None:
@@ -66,7 +79,7 @@ def materialize_buffers(model: nn.Module, device: torch.device, seed: int) -> No
     ]
     for module in lonely:
         _real_buffers(module, device)
-    _reset(lonely, device, seed)
+    _reset(model, lonely, device, seed)
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device:
@@ -79,11 +92,39 @@ def _real_buffers(module: nn.Module, device: torch.device) -> None:
             module._buffers[name] = empty_like(buffer, device)
 
 
-def _reset(modules: Sequence[nn.Module], device: torch.device, seed: int) -> None:
+def _reset(model: nn.Module, modules: Sequence[nn.Module], device: torch.device, seed: int) -> None:
     if not modules:
         return
     devices = [device] if device.type == "cuda" else []
+    init_weights = getattr(model, "_init_weights", None)
     with torch.random.fork_rng(devices=devices), torch.no_grad():
         torch.manual_seed(seed)
         for module in modules:
-            module.reset_parameters()  # type: ignore[operator]
+            reset = getattr(module, "reset_parameters", None)
+            if callable(reset):
+                reset()
+            else:
+                _fill_with_nan(module)
+            if callable(init_weights):
+                init_weights(module)
+            if not callable(reset):
+                _check_filled(module)
+
+
+def _own_floats(module: nn.Module) -> dict[str, torch.Tensor]:
+    own = {**module._parameters, **module._buffers}
+    return {name: t for name, t in own.items() if t is not None and t.is_floating_point()}
+
+
+def _fill_with_nan(module: nn.Module) -> None:
+    for tensor in _own_floats(module).values():
+        tensor.fill_(torch.nan)
+
+
+def _check_filled(module: nn.Module) -> None:
+    for name, tensor in _own_floats(module).items():
+        if tensor.isnan().any():
+            raise ValueError(
+                f"{type(module).__name__}.{name}: expected the model's _init_weights() to give it "
+                "values, since its module has no reset_parameters(); found that it does not"
+            )

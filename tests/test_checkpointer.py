@@ -287,6 +287,24 @@ def test_a_failure_in_the_background_is_raised_by_the_next_call_on_every_rank() 
     assert checkpointer.steps() == [1, 4]
 
 
+@on_ranks(2)
+def test_a_rank_without_host_memory_is_an_error_on_all() -> None:
+    folder = shared_folder()
+    _, engine, optimizer = small()
+    checkpointer = fe.Checkpointer(folder, engine, optimizer)
+    if dist.get_rank() == 1:
+
+        def fails(entries: Any) -> Any:
+            raise RuntimeError("can't allocate memory")
+
+        checkpointer._host_memory.snapshot = fails  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        checkpointer.save_async(1)
+    dist.barrier()
+    assert visible(folder) == []
+    assert checkpointer.steps() == []
+
+
 # --- faults ---
 
 

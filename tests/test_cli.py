@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fsdp_engine.cli import app, build_on_meta, format_bytes
+from fsdp_engine.cli import app, build_on_meta
 from fsdp_engine.strategies import ALL_STRATEGIES, LEVELS
+from fsdp_engine.terminal import format_bytes
 
 MODELS = """
 import torch

@@ -5,5 +5,13 @@ python -m fsdp_engine.checkpoint inspect | verify | export | diff PATH...
 
 from fsdp_engine.checkpoint.checkpointer import Checkpointer
 from fsdp_engine.checkpoint.folder import LoadReport, load_checkpoint, save_checkpoint
+from fsdp_engine.checkpoint.hugging_face import export_safetensors, load_safetensors
 
-__all__ = ["Checkpointer", "LoadReport", "load_checkpoint", "save_checkpoint"]
+__all__ = [
+    "Checkpointer",
+    "LoadReport",
+    "export_safetensors",
+    "load_checkpoint",
+    "load_safetensors",
+    "save_checkpoint",
+]

@@ -27,6 +27,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
+from fsdp_engine.checkpoint.agreement import agree
 from fsdp_engine.checkpoint.directory import CheckpointDirectory
 from fsdp_engine.checkpoint.folder import FolderMatch, LoadReport, training_entries, write_entries
 from fsdp_engine.checkpoint.manifest import FileRow, Manifest, library_versions, tensor_rows
@@ -43,20 +44,6 @@ from fsdp_engine.checkpoint.snapshot import HostMemory
 from fsdp_engine.checkpoint.storage import Writer
 from fsdp_engine.checkpoint.verification import check_sizes, verify_files
 from fsdp_engine.collectives import gather_objects
-
-# What another rank's error becomes here, by name; any other a RuntimeError.
-_KINDS: dict[str, type[Exception]] = {
-    kind.__name__: kind
-    for kind in (
-        ValueError,
-        TypeError,
-        OSError,
-        FileExistsError,
-        FileNotFoundError,
-        NotADirectoryError,
-        PermissionError,
-    )
-}
 
 
 class Checkpointer:
@@ -92,6 +79,7 @@ class Checkpointer:
         self._extra = check_extra(extra)
         self._engine = engine
         self._mesh = engine.mesh
+        self._control = engine.mesh.control_group
         self._optimizer = optimizer
         self._keep = keep
         self._directory = CheckpointDirectory(Path(directory))
@@ -132,7 +120,16 @@ class Checkpointer:
         background is raised by the next call of any method, on every rank.
         """
         save = self._begin(step)
-        save.entries = self._host_memory.snapshot(save.entries)
+        error: Exception | None = None
+        try:
+            save.entries = self._host_memory.snapshot(save.entries)
+        except Exception as caught:  # no host memory left
+            error = caught
+        try:
+            agree(f"save_async({step!r})", error, self._control)
+        except Exception:
+            save.discard()
+            raise
         self._save = save
         save.start()
 
@@ -185,10 +182,10 @@ class Checkpointer:
                 match.raise_problems()
         except Exception as caught:
             error = caught
-        self._raise_first(f"load({step!r})", error)
+        agree(f"load({step!r})", error, self._control)
         assert match is not None
         try:
-            match.load(self._mesh.control_group)
+            match.load(self._control)
         except CheckpointException as caught:
             raise RuntimeError(
                 f"load({step!r}) failed while reading: {_reason(caught)}"
@@ -212,7 +209,7 @@ class Checkpointer:
                 found = list(self._directory.complete())
             except OSError as caught:
                 error = caught
-        agreed: list[Any] = self._raise_first("steps()", error, found)
+        agreed = agree("steps()", error, self._control, found)
         return list(agreed[0])
 
     def close(self) -> None:
@@ -241,7 +238,7 @@ class Checkpointer:
         except Exception as caught:
             error = caught
         try:
-            agreed: list[Any] = self._raise_first(f"save({step!r})", error, (staging, step))
+            agreed = agree(f"save({step!r})", error, self._control, (staging, step))
             if any(other != step for _, other in agreed):
                 steps = [other for _, other in agreed]
                 raise ValueError(f"step: expected the same on all ranks; found {steps[:16]}")
@@ -267,7 +264,7 @@ class Checkpointer:
                 folder = complete[max(complete) if step == "latest" else step]
             except Exception as caught:
                 error = caught
-        agreed: list[Any] = self._raise_first(f"load({step!r})", error, folder)
+        agreed = agree(f"load({step!r})", error, self._control, folder)
         assert isinstance(agreed[0], Path)
         return agreed[0]
 
@@ -283,22 +280,9 @@ class Checkpointer:
                 verify_files(folder, manifest, names)
         except Exception as caught:
             error = caught
-        self._raise_first(f"load of {folder}", error)
+        agree(f"load of {folder}", error, self._control)
         assert manifest is not None
         return manifest
-
-    def _raise_first(self, what: str, error: Exception | None, value: Any = None) -> list[Any]:
-        """Raise the first rank's error, if any has one, on all; otherwise every rank's value."""
-        found = None if error is None else (type(error).__name__, str(error))
-        gathered: list[Any] = gather_objects((found, value), self._mesh.control_group)
-        if error is not None:
-            raise error
-        for rank, (other, _) in enumerate(gathered):
-            if other is not None:
-                kind, text = other
-                made = _KINDS.get(kind, RuntimeError)
-                raise made(f"{what} failed on data-parallel rank {rank}: {kind}: {text}")
-        return [each for _, each in gathered]
 
     def _write(self, save: _Save) -> None:
         """Write what a save holds and publish it. Collective over the group of saves."""
@@ -352,13 +336,17 @@ class _Save(threading.Thread):
             self._checkpointer._write(self)
         except BaseException as caught:
             self._error = caught
-            if self._checkpointer._mesh.rank == 0:
-                self._checkpointer._directory.discard(self.staging)
+            self.discard()
         finally:
             self.entries = {}
             self.landed.set()
         if self._error is None:
             self._checkpointer._retire()
+
+    def discard(self) -> None:
+        """Remove what was written."""
+        if self._checkpointer._mesh.rank == 0:
+            self._checkpointer._directory.discard(self.staging)
 
     def raise_error(self) -> None:
         """Raise what went wrong, on every rank.
@@ -367,7 +355,7 @@ class _Save(threading.Thread):
             RuntimeError: it did.
         """
         reason = "" if self._error is None else _reason(self._error)
-        reasons: list[Any] = gather_objects(reason, self._checkpointer._mesh.control_group)
+        reasons: list[Any] = gather_objects(reason, self._checkpointer._control)
         reason = reason or next(filter(None, reasons), "")
         if reason:
             raise RuntimeError(f"saving step {self.step} failed: {reason}") from self._error

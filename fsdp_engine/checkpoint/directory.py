@@ -53,6 +53,26 @@ class CheckpointDirectory:
                 newest[step] = (generation, folder)
         return {step: newest[step][1] for step in sorted(newest)}
 
+    def incomplete(self) -> list[Path]:
+        """Folders with the name of a checkpoint but without a manifest, which no save leaves."""
+        if not self.path.is_dir():
+            return []
+        return sorted(
+            folder
+            for folder in self.path.iterdir()
+            if _COMPLETE.fullmatch(folder.name) and not (folder / MANIFEST).is_file()
+        )
+
+    def unfinished(self) -> list[Path]:
+        """Folders that a job writes or removes at this moment, or that a job that died has left."""
+        if not self.path.is_dir():
+            return []
+        return sorted(
+            folder
+            for folder in self.path.glob(".*")
+            if folder.name.startswith((_SAVING, _REMOVING))
+        )
+
     def begin(self) -> Path:
         """An empty folder to write into, which nobody takes for a checkpoint.
 
@@ -94,9 +114,8 @@ class CheckpointDirectory:
 
     def clean(self) -> None:
         """Remove what died jobs have left; the lock must be held."""
-        for folder in self.path.glob(".*"):
-            if folder.name.startswith((_SAVING, _REMOVING)):
-                self._remove(folder)
+        for folder in self.unfinished():
+            self._remove(folder)
 
     def release(self) -> None:
         """Let other jobs save here."""

@@ -45,6 +45,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
+from fsdp_engine.checkpoint.agreement import agree
 from fsdp_engine.checkpoint.manifest import FileRow
 from fsdp_engine.checkpoint.model_state import (
     EXTRA,
@@ -65,7 +66,6 @@ from fsdp_engine.checkpoint.optimizer_state import (
 )
 from fsdp_engine.checkpoint.run_state import pack, unpack
 from fsdp_engine.checkpoint.storage import METADATA, PREFIX, SUFFIX, Reader, SavePlanner, Writer
-from fsdp_engine.collectives import gather_objects
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def save_checkpoint(
             entries[EXTRA] = packed
     except Exception as caught:
         error = caught
-    raise_together("save_checkpoint", error, group)
+    agree("save_checkpoint()", error, group)
 
     def remove_older(metadata: Metadata, rows: dict[str, FileRow]) -> None:
         for file in folder.glob(f"{PREFIX}*{SUFFIX}"):
@@ -174,7 +174,7 @@ def load_checkpoint(
         match.raise_problems()
     except Exception as caught:
         error = caught
-    raise_together("load_checkpoint", error, group)
+    agree("load_checkpoint()", error, group)
     assert match is not None
     match.load(group)
     extra: dict[str, Any] = unpack(match.targets.get(EXTRA))
@@ -306,17 +306,6 @@ def read_entries(
             process_group=group,
             no_dist=alone,
         )
-
-
-def raise_together(what: str, error: Exception | None, group: ProcessGroup | None) -> None:
-    """Raise this rank's error, or another rank's, so that nobody waits for somebody who left."""
-    text = f"{type(error).__name__}: {error}" if error is not None else ""
-    texts = gather_objects(text, group)
-    if error is not None:
-        raise error
-    for rank, other in enumerate(texts):
-        if other:
-            raise ValueError(f"{what}() failed on data-parallel rank {rank}: {other}")
 
 
 @contextmanager

@@ -37,6 +37,10 @@ _BLOCK_BYTES = 1 << 20
 _NO_CRC = "0" * 8
 
 
+class NewerFormatError(ValueError):
+    """A checkpoint of a newer version of the engine."""
+
+
 @dataclass(frozen=True)
 class FileRow:
     """A file of a checkpoint: its size in bytes, and CRC-32 as eight hexadecimal digits."""
@@ -81,7 +85,8 @@ class Manifest:
 
         Raises:
             FileNotFoundError: there is none.
-            ValueError: it is damaged, or of a newer version than this code knows.
+            ValueError: it is damaged.
+            NewerFormatError: it is of a newer version than this code knows.
         """
         path = folder / MANIFEST
         if not path.is_file():
@@ -92,9 +97,9 @@ class Manifest:
             crc, version = values.pop("crc32"), values["format_version"]
             if version > FORMAT_VERSION:
                 library = values.get("libraries", {}).get("fsdp_engine", "?")
-                raise ValueError(
-                    f"expected format version {FORMAT_VERSION} or older; found {version} (saved "
-                    f"by fsdp_engine {library})"
+                raise NewerFormatError(
+                    f"{path}: expected format version {FORMAT_VERSION} or older; found {version} "
+                    f"(saved by fsdp_engine {library})"
                 )
             if (found := _crc_of(text.replace(crc, _NO_CRC, 1))) != crc:
                 raise ValueError(f"expected checksum {crc}; found {found}")
@@ -102,6 +107,8 @@ class Manifest:
             tensors = tuple(TensorRow(r["name"], tuple(r["shape"]), r["dtype"]) for r in rows)
             files = {name: FileRow(**row) for name, row in values["files"].items()}
             return cls(**{**values, "tensors": tensors, "files": files})
+        except NewerFormatError:
+            raise
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             reason = error if type(error) is ValueError else f"no such manifest ({error!r})"
             raise ValueError(f"{path}: {reason}") from error

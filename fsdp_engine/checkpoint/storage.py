@@ -406,10 +406,18 @@ def _read_rows(
             _read_exactly(file, start + low * dtype.itemsize, part)
             flat[low : low + part.numel()].copy_(part)
         return
-    # Of strides of its own: row by row, each of which may be contiguous.
-    row_bytes = math.prod(target.shape[1:]) * dtype.itemsize
-    for row in range(target.shape[0]):
-        _read_rows(file, start + row * row_bytes, dtype, target[row], buffer)
+    # Of strides of its own: as many rows at a time as the buffer takes.
+    row_numel = math.prod(target.shape[1:])
+    step = buffer.num_bytes // (row_numel * dtype.itemsize)
+    for low in range(0, target.shape[0], max(step, 1)):
+        place = start + low * row_numel * dtype.itemsize
+        if step:
+            part = target[low : low + step]
+            rows = buffer.tensor(part.numel(), dtype)
+            _read_exactly(file, place, rows)
+            part.copy_(rows.view(part.shape))
+        else:
+            _read_rows(file, place, dtype, target[low], buffer)
 
 
 def _read_exactly(file: BinaryIO, start: int, out: Tensor) -> None:

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import checkpoint as dcp
-
+from fsdp_engine.checkpoint.folder import read_metadata
 from fsdp_engine.checkpoint.manifest import Manifest, file_row
 from fsdp_engine.checkpoint.storage import METADATA, FileView
 
@@ -47,9 +46,24 @@ def verify_files(
         progress: is told the number of bytes as they are read.
 
     Raises:
-        FileNotFoundError, ValueError: files that are missing or are not as they were written; all
-            of them are listed, with the tensors concerned.
+        ValueError: files that are missing or are not as they were written; all of them are listed,
+            with the tensors concerned.
     """
+    damages = find_damages(folder, manifest, names, progress)
+    if damages:
+        raise ValueError(
+            f"checkpoint {folder}: expected files as they were written; found {len(damages)} that "
+            "are not\n  " + "\n  ".join(damages)
+        )
+
+
+def find_damages(
+    folder: Path,
+    manifest: Manifest,
+    names: Iterable[str] | None = None,
+    progress: Callable[[int], None] = lambda num_bytes: None,
+) -> list[str]:
+    """A line for each file that is missing or not as it was written. See :func:`verify_files`."""
     damages: list[str] = []
     names = manifest.files if names is None else names
     for name in names:
@@ -63,11 +77,44 @@ def verify_files(
                 f"{name}: expected {expected.bytes} bytes with checksum {expected.crc32}; found "
                 f"{found.bytes} with {found.crc32}: {_damaged_entries(folder, name)}"
             )
-    if damages:
-        raise ValueError(
-            f"checkpoint {folder}: expected files as they were written; found {len(damages)} that "
-            "are not\n  " + "\n  ".join(damages)
-        )
+    return damages
+
+
+def find_damaged_archives(
+    folder: Path, progress: Callable[[int], None] = lambda num_bytes: None
+) -> list[str]:
+    """A line for each file with entries that differ from the checksums beside them.
+
+    This is all that can be said without a manifest: bytes between entries, and what replaced an
+    entry as a whole, go unnoticed.
+
+    Args:
+        folder: a checkpoint in DCP format.
+        progress: is told the number of bytes as they are read.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError, ValueError: its metadata cannot be read.
+    """
+    places = _places(folder)
+    damages: list[str] = []
+    for name, entries in places.items():
+        if not (folder / name).is_file():
+            damages.append(f"{name}: expected a file; found none")
+        elif damaged := _find_damaged(folder / name, entries, progress):
+            damages.append(f"{name}: {_listed(damaged)}")
+    return damages
+
+
+# The key and the place of an entry.
+_Entry = tuple[str, Any]
+
+
+def _places(folder: Path) -> dict[str, list[_Entry]]:
+    """What is in each file of a checkpoint."""
+    found: dict[str, list[_Entry]] = {}
+    for index, place in read_metadata(folder).storage_data.items():
+        found.setdefault(place.relative_path, []).append((index.fqn, place))
+    return found
 
 
 def _damaged_entries(folder: Path, name: str) -> str:
@@ -75,23 +122,31 @@ def _damaged_entries(folder: Path, name: str) -> str:
     if name == METADATA:
         return "the list of all entries"
     try:
-        places: dict[Any, Any] = dcp.FileSystemReader(folder).read_metadata().storage_data
-    except Exception as error:
+        entries = _places(folder).get(name, [])
+    except (OSError, ValueError) as error:
         return f"entries unknown, because {METADATA} cannot be read ({type(error).__name__})"
+    damaged = _find_damaged(folder / name, entries)
+    return _listed(damaged) if damaged else "no tensor is concerned (padding between them)"
+
+
+def _find_damaged(
+    path: Path, entries: Iterable[_Entry], progress: Callable[[int], None] = lambda num_bytes: None
+) -> list[str]:
+    """Keys of the entries of a file whose checksums are not those of their bytes."""
     damaged: dict[str, None] = {}
-    with open(folder / name, "rb") as file:
-        for index, place in places.items():
-            if place.relative_path != name:
-                continue
+    with open(path, "rb") as file:
+        for key, place in entries:
             try:
-                with zipfile.ZipFile(FileView(file, place.offset, place.length)) as entry:
-                    is_whole = entry.testzip() is None
-            except (zipfile.BadZipFile, EOFError, OSError, ValueError, NotImplementedError):
+                with zipfile.ZipFile(FileView(file, place.offset, place.length)) as archive:
+                    is_whole = archive.testzip() is None
+            except Exception:  # whatever damaged headers make of it; one bit reads "encrypted"
                 is_whole = False
             if not is_whole:
-                damaged[index.fqn] = None
-    if not damaged:
-        return "no tensor is concerned (padding between them)"
-    names = list(damaged)
+                damaged[key] = None
+            progress(place.length)
+    return list(damaged)
+
+
+def _listed(names: list[str]) -> str:
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     return f"damaged are {', '.join(names[:8])}{more}"

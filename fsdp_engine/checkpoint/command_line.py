@@ -1,0 +1,253 @@
+"""Looking into checkpoints, without a process group or a GPU.
+
+    python -m fsdp_engine.checkpoint inspect PATH       what is in it
+    python -m fsdp_engine.checkpoint verify PATH...     is every byte as it was written?
+    python -m fsdp_engine.checkpoint export PATH DIR    safetensors, as Hugging Face has them
+    python -m fsdp_engine.checkpoint diff A B           do both hold the same?
+
+A PATH is a checkpoint, of the engine or of torch.distributed.checkpoint, or a directory of
+checkpoints, which stands for the latest one. Exit codes: 0; 1 for damages or differences; 2 if
+there is no answer, with one line on stderr. Checkpoints hold pickles: open only what you trust.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from pickle import PickleError
+from typing import Annotated, Any
+from zipfile import BadZipFile
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from fsdp_engine.checkpoint import tables
+from fsdp_engine.checkpoint.difference import compare, shared_bytes
+from fsdp_engine.checkpoint.directory import CheckpointDirectory
+from fsdp_engine.checkpoint.hugging_face import export_safetensors
+from fsdp_engine.checkpoint.inspection import describe, matches
+from fsdp_engine.checkpoint.manifest import MANIFEST, Manifest
+from fsdp_engine.checkpoint.offline import (
+    StoredCheckpoint,
+    Verdict,
+    count_files,
+    find_folders,
+    verify,
+)
+from fsdp_engine.terminal import format_bytes, print_whole
+
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+}
+
+# The last two are what torch.load makes of damaged bytes.
+_MISTAKES = (OSError, ValueError, TypeError, EOFError, RuntimeError, PickleError, BadZipFile)
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+PathArgument = Annotated[Path, typer.Argument(help="a checkpoint, or a directory of them")]
+StepOption = Annotated[
+    int | None, typer.Option(help="which of a directory's; the latest unless given")
+]
+MatchOption = Annotated[
+    str | None, typer.Option(help="only entries with names like this, such as '*.bias'")
+]
+
+
+@app.callback()
+def _root() -> None:
+    """Looks into checkpoints: what is in one, is it whole, do two hold the same."""
+
+
+@app.command("inspect")
+def inspect_(
+    path: PathArgument,
+    step: StepOption = None,
+    match: MatchOption = None,
+    tensors: Annotated[bool, typer.Option(help="list the tensors")] = True,
+    every: Annotated[
+        bool, typer.Option("--all", help="list each tensor, however many there are")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="everything, for programs")] = False,
+) -> None:
+    """What is in a checkpoint: when and how it was saved, parameters, optimizer, tensors."""
+    with _mistakes_told():
+        (folder,) = find_folders(path, step)
+        found = describe(StoredCheckpoint(folder))
+        directory = CheckpointDirectory(path)
+        steps = [] if folder == path else list(directory.complete())
+        left = [each.name for each in (*directory.unfinished(), *directory.incomplete())]
+    rows = [row for row in found.tensors if matches(row.name, match)] if tensors else []
+    if as_json:
+        values = dataclasses.asdict(dataclasses.replace(found, tensors=rows))
+        typer.echo(json.dumps({"steps": steps, **values}, indent=1))
+        return
+    Console().print(tables.summary(found, steps, left))
+    if rows:
+        print_whole(tables.tensors(rows, every))
+    elif tensors:
+        typer.echo(f"no tensors{'' if match is None else f' like {match!r}'}")
+
+
+@app.command("verify")
+def verify_(
+    paths: Annotated[list[Path], typer.Argument(help="checkpoints, or directories of them")],
+    step: StepOption = None,
+    every: Annotated[bool, typer.Option("--all", help="all of a directory's")] = False,
+) -> None:
+    """Read every byte: is it as it was written? If not, which files and tensors are damaged."""
+    num_damaged = 0
+    with _mistakes_told():
+        folders = [
+            folder
+            for path in paths
+            for folder in find_folders(path, step, every=every, broken=True)
+        ]
+        for folder in folders:
+            with _progress(folder.name, count_files(folder)[1]) as progress:
+                verdict = verify(folder, progress)
+            _tell(verdict)
+            num_damaged += bool(verdict.damages)
+    if num_damaged:
+        raise typer.Exit(1)
+
+
+def _tell(verdict: Verdict) -> None:
+    """A line for a checkpoint, and one for each thing that is wrong."""
+    size = f"{verdict.num_files} files, {format_bytes(verdict.num_bytes)}"
+    if verdict.damages:
+        typer.echo(f"DAMAGED {verdict.folder}: {len(verdict.damages)} damages ({size})")
+    elif verdict.has_checksums:
+        typer.echo(f"ok {verdict.folder}: every byte is as it was written ({size})")
+    else:
+        typer.echo(
+            f"ok {verdict.folder}: there are no checksums for its files (no manifest.json); all "
+            f"entries agree with the CRCs within them ({size})"
+        )
+    for line in verdict.damages:
+        typer.echo(f"  {line}")
+    if verdict.strays:
+        typer.echo(f"  not part of it: {tables.listed(verdict.strays)}")
+
+
+@app.command()
+def export(
+    path: PathArgument,
+    directory: Annotated[Path, typer.Argument(help="where to; made if need be")],
+    step: StepOption = None,
+    dtype: Annotated[
+        str | None, typer.Option(help=f"of floating-point tensors: {', '.join(DTYPES)}")
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option(help="bytes of tensors in one file")] = "5GB",
+) -> None:
+    """Write the model's tensors as safetensors, in the layout of Hugging Face."""
+    if dtype is not None and dtype not in DTYPES:
+        raise typer.BadParameter(f"--dtype: expected one of {', '.join(DTYPES)}; found {dtype!r}")
+    with _mistakes_told():
+        (folder,) = find_folders(path, step)
+        if (folder / MANIFEST).is_file():
+            Manifest.read(folder)  # not of a newer format, and not damaged
+        with _progress(f"export of {folder.name}", None):  # it does not tell how far it is
+            export_safetensors(folder, directory, DTYPES.get(dtype or ""), max_shard_size)
+    files = sorted(directory.glob("*.safetensors"))
+    size = sum(file.stat().st_size for file in files)
+    typer.echo(f"{folder} -> {directory}: {len(files)} files, {format_bytes(size)}")
+
+
+@app.command()
+def diff(
+    a: PathArgument,
+    b: PathArgument,
+    step: StepOption = None,
+    match: MatchOption = None,
+    rtol: Annotated[float, typer.Option(help="tolerance, relative to B's values")] = 0.0,
+    atol: Annotated[float, typer.Option(help="absolute tolerance")] = 0.0,
+    ranks: Annotated[
+        bool, typer.Option("--ranks", help="compare what each rank saved for itself, too")
+    ] = False,
+    every: Annotated[bool, typer.Option("--all", help="list everything that differs")] = False,
+) -> None:
+    """Compare two checkpoints: entries, shapes, every element, hyperparameters and step."""
+    with _mistakes_told():
+        first, second = (StoredCheckpoint(find_folders(path, step)[0]) for path in (a, b))
+        with _progress("diff", shared_bytes(first, second, match)) as progress:
+            found = compare(
+                first, second, match=match, rtol=rtol, atol=atol, ranks=ranks, progress=progress
+            )
+    typer.echo(f"A {tables.title(first)}\nB {tables.title(second)}")
+    limit = None if every else tables.MAX_LINES
+    for title, lines in (
+        ("only in A", found.only_in_a),
+        ("only in B", found.only_in_b),
+        ("other shapes or dtypes (A; B)", found.other),
+        ("other values (A; B)", found.values),
+    ):
+        _print_lines(title, lines, limit)
+    if found.tensors:
+        print_whole(tables.differences(found.tensors, limit))
+    if found.left_out:
+        typer.echo(f"not compared: {len(found.left_out)} entries of ranks (--ranks compares them)")
+    norms = ", ".join(f"{name} {value:.6g}" for name, value in found.norms.items())
+    typer.echo(
+        f"{'equal' if found.is_empty else 'different'}: {found.num_compared:,} tensors compared; "
+        f"norm of the difference {found.norm:.6g}{f' ({norms})' if norms else ''}"
+    )
+    if not found.is_empty:
+        raise typer.Exit(1)
+
+
+def _print_lines(title: str, lines: Sequence[str], limit: int | None) -> None:
+    if lines:
+        typer.echo(f"{title}: {len(lines):,}")
+    for line in lines[:limit]:
+        typer.echo(f"  {line}")
+    if limit is not None and len(lines) > limit:
+        typer.echo(f"  and {len(lines) - limit:,} more (--all lists them)")
+
+
+@contextmanager
+def _mistakes_told() -> Iterator[None]:
+    """What cannot be answered is one line on stderr, and exit code 2."""
+    try:
+        yield
+    except (typer.Exit, typer.Abort):  # these are RuntimeErrors
+        raise
+    except _MISTAKES as error:
+        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+        raise typer.Exit(2) from error
+
+
+@contextmanager
+def _progress(what: str, num_bytes: int | None) -> Iterator[Callable[[int], None]]:
+    """A bar of bytes on stderr, if somebody watches. None: of nobody knows how many."""
+    console = Console(stderr=True)
+    columns: list[Any] = [TextColumn("{task.description}", markup=False), BarColumn()]
+    if num_bytes is not None:
+        columns += [DownloadColumn(binary_units=True), TransferSpeedColumn()]
+    columns.append(TimeElapsedColumn() if num_bytes is None else TimeRemainingColumn())
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task(what, total=num_bytes)
+        yield lambda count: bar.advance(task, count)
+
+
+def main() -> None:
+    """What ``python -m fsdp_engine.checkpoint`` calls."""
+    app(prog_name="python -m fsdp_engine.checkpoint")

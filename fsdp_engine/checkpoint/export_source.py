@@ -1,0 +1,211 @@
+"""Where the tensors of an export come from: an engine's slices, or a checkpoint on disk.
+
+Either way a :class:`Source` is known by name, shape and dtype, which are the same on all ranks, and
+gives the parts that this rank has to write, one after the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from fsdp_engine.checkpoint.folder import read_metadata
+from fsdp_engine.checkpoint.model_state import MODEL, Saved, ShardedModel, check_at_rest
+from fsdp_engine.checkpoint.storage import ReadBuffer, Reader
+from fsdp_engine.flat_dtensor import FlatDTensor
+from fsdp_engine.flat_dtensor.placement import Box, flat_range_boxes
+from fsdp_engine.strategies import Axis, Role
+
+# Torch's name for what nn.Module.get_extra_state returns, which safetensors cannot hold.
+_EXTRA_STATE = "_extra_state"
+
+# First row-major element, and a tensor with it and the following ones.
+Part = tuple[int, Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A tensor to export.
+
+    Attributes:
+        name: its first name in the order of modules.
+        shape: of the whole tensor.
+        dtype: of the elements that are written.
+        aliases: its other names, under which it is not written.
+        parts: what this rank has to write. A part may be overwritten when the next one is asked
+            for.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    aliases: tuple[str, ...]
+    parts: Callable[[], Iterable[Part]]
+
+
+def engine_sources(engine: ShardedModel, dtype: torch.dtype | None) -> list[Source]:
+    """Parameters and persistent buffers of a sharded model, in the order of its modules.
+
+    Parameters that several ranks hold are shared out among them by bytes, in that order. Buffers
+    may differ between ranks; those of rank 0 count.
+
+    Args:
+        engine: at rest.
+        dtype: for floating-point tensors; None: each its own.
+
+    Raises:
+        RuntimeError: within a forward, a backward or ``engine.unsharded()``.
+    """
+    check_at_rest(engine)
+    params = {id(param) for buffer in engine.buffers for param in buffer.sharded_params}
+    found: dict[int, tuple[Tensor, list[str]]] = {}
+    for name, value in engine.model.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor) and not is_extra_state(name):
+            found.setdefault(id(value), (value, []))[1].append(name)
+    replica, num_replicas = _replica(engine)
+    total = sum(tensor.numel() for key, (tensor, _) in found.items() if key in params)
+    sources: list[Source] = []
+    before = 0  # elements of the parameters so far
+    for key, (tensor, names) in found.items():
+        is_mine = engine.mesh.rank == 0
+        if key in params:
+            is_mine = before * num_replicas // max(total, 1) == replica
+            before += tensor.numel()
+        first, local = slice_of(tensor)
+        parts = [(first, local)] if is_mine and local.numel() else []
+        sources.append(
+            Source(
+                names[0],
+                tuple(tensor.shape),
+                _written(tensor.dtype, dtype),
+                tuple(names[1:]),
+                lambda parts=parts: parts,  # type: ignore[misc]
+            )
+        )
+    return sources
+
+
+def checkpoint_sources(folder: Path, dtype: torch.dtype | None, buffer_bytes: int) -> list[Source]:
+    """The model's tensors in a checkpoint, by name. A tied weight is there under each of its names.
+
+    Args:
+        folder: a checkpoint in DCP format with keys ``model.<name>``.
+        dtype: for floating-point tensors; None: each its own.
+        buffer_bytes: what is read at once.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError: there is no checkpoint.
+        ValueError: it has no tensors of a model.
+    """
+    metadata = read_metadata(folder)
+    saved = Saved(metadata)
+    reader = Reader(folder, buffer_bytes)
+    reader.set_up_storage_reader(metadata, True)
+    buffer = ReadBuffer(buffer_bytes)
+    sources = []
+    for key in saved.below(MODEL):
+        entry, path = saved.entries[key], saved.paths[key]
+        name = str(path[1]) if len(path) == 2 else _EXTRA_STATE  # an extra state has insides
+        if isinstance(entry, TensorStorageMetadata) and not is_extra_state(name):
+            written = _written(entry.properties.dtype, dtype)
+
+            def parts(key: str = key, entry: TensorStorageMetadata = entry) -> Iterator[Part]:
+                return saved_parts(reader, key, entry, buffer)
+
+            sources.append(Source(name, tuple(entry.size), written, (), parts))
+    if not sources:
+        raise ValueError(
+            f"checkpoint {folder}: expected tensors under {MODEL}.<name>; found only "
+            f"{', '.join(list(saved.entries)[:8]) or 'nothing'}"
+        )
+    return sources
+
+
+def saved_parts(
+    reader: Reader, key: str, entry: TensorStorageMetadata, buffer: ReadBuffer
+) -> Iterator[Part]:
+    """A saved tensor, whatever boxes it was saved in, as flat ranges in order.
+
+    Args:
+        reader: set up for the checkpoint; what cannot be read into place goes through its buffer.
+        key: of the tensor.
+        entry: its metadata.
+        buffer: holds one range at a time; the next one overwrites it.
+
+    Raises:
+        OSError, EOFError: a file is missing or too short.
+        ValueError: elements are not in the checkpoint.
+    """
+    dtype, numel = entry.properties.dtype, math.prod(entry.size)
+    step = max(buffer.num_bytes // dtype.itemsize, 1)
+    for start in range(0, numel, step):
+        flat = buffer.tensor(min(step, numel - start), dtype)
+        boxes = flat_range_boxes(entry.size, start, start + flat.numel())
+        chunks = [
+            ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes
+        ]
+        items = create_read_items_for_chunk_list(key, entry, chunks)
+        if (found := sum(math.prod(item.lengths) for item in items)) != flat.numel():
+            raise ValueError(
+                f"{key}: expected {flat.numel()} saved elements from {start} on; found {found}"
+            )
+        reader.read_data(LoadPlan(items), _IntoBoxes(flat, boxes)).wait()
+        yield start, flat
+
+
+class _IntoBoxes(dcp.DefaultLoadPlanner):
+    """Puts what is read into boxes, which lie one after the other in a flat tensor."""
+
+    def __init__(self, flat: Tensor, boxes: tuple[Box, ...]) -> None:
+        super().__init__()
+        self._flat = flat
+        self._boxes = boxes
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        """Where an item goes."""
+        assert read_item.dest_index.index is not None
+        box = self._boxes[read_item.dest_index.index]
+        first = self._boxes[0].start
+        target = self._flat[box.start - first : box.stop - first].view(box.sizes)
+        places = zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        for dim, (offset, length) in enumerate(places):
+            target = target.narrow(dim, offset, length)
+        return target
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """Nothing is left to do."""
+
+
+def _replica(engine: ShardedModel) -> tuple[int, int]:
+    """This rank's number among those that hold the same slices, and how many those are."""
+    number, count = 0, 1
+    for axis in (Axis.OUTER, Axis.INNER):
+        if not engine.strategy.cuts(Role.OPTIM, axis):
+            size = engine.mesh.axis(axis).size
+            number, count = number * size + engine.mesh.axis(axis).rank, count * size
+    return number, count
+
+
+def slice_of(tensor: Tensor) -> Part:
+    """What this rank holds of a tensor: its first element, and the memory itself."""
+    if isinstance(tensor, FlatDTensor):
+        return tensor.flat_placement.start, tensor.local
+    return 0, tensor.detach()
+
+
+def _written(found: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    return wanted if wanted is not None and found.is_floating_point else found
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether a name in a ``state_dict`` is that of a module's extra state."""
+    return name.rpartition(".")[2] == _EXTRA_STATE

@@ -1,0 +1,346 @@
+"""Weights to and from folders of safetensors, as Hugging Face libraries read and write them.
+
+Nothing is gathered and no tensor travels between ranks: from names, shapes and dtypes alone every
+rank knows which bytes of which file its slices are (``safetensors_file.py``), and writes or reads
+those through one buffer. In an export
+
+1. all ranks make the same plan, and agree that they have; rank 0 makes the files, with headers and
+   final sizes, in a folder that nobody takes for a model;
+2. every rank writes its slices. Where ranks hold the same elements, one of them writes;
+3. when all have, rank 0 renames the files into place, an index last (``hugging_face_folder.py``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fsdp_engine.checkpoint.agreement import agree
+from fsdp_engine.checkpoint.export_source import (
+    Source,
+    checkpoint_sources,
+    engine_sources,
+    is_extra_state,
+    slice_of,
+)
+from fsdp_engine.checkpoint.hugging_face_folder import (
+    ExportFolder,
+    NamedFile,
+    file_name,
+    parse_size,
+    read_folder,
+    split,
+    tensor_bytes,
+)
+from fsdp_engine.checkpoint.model_state import ShardedModel, check_at_rest, describe_tensor
+from fsdp_engine.checkpoint.safetensors_file import (
+    TensorInFile,
+    dtype_name,
+    plan_file,
+    read_elements,
+    write_elements,
+)
+from fsdp_engine.checkpoint.storage import ReadBuffer
+
+# What a rank holds at once, beyond its own slices, while it reads or writes.
+BUFFER_BYTES = 16 << 20
+
+
+# Name in a file to name in the model; None: left out.
+Rename = Callable[[str], str | None] | Mapping[str, str | None]
+
+
+def export_safetensors(
+    engine_or_path: ShardedModel | str | os.PathLike[str],
+    directory: str | os.PathLike[str],
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+    *,
+    progress: Callable[[int], None] = lambda num_bytes: None,
+) -> None:
+    """Write weights as ``save_pretrained`` would, for anything that reads safetensors.
+
+    Main weights and persistent buffers (those of rank 0) are written under the model's own names. A
+    tied weight is written once, under its first name in the order of modules; the file's header
+    tells its other names. (A checkpoint does not say what is tied: from there it is written under
+    each name.) Modules' extra states are left out.
+
+    Args:
+        engine_or_path: what :func:`~fsdp_engine.engine.shard` returned; all ranks of its mesh call.
+            Or the folder of a checkpoint in the format of ``torch.distributed.checkpoint``, with
+            keys ``model.<name>``; one process calls, and needs no process group.
+        directory: on storage that all ranks share; made if need be. Model files of an earlier
+            export are replaced, other files (``config.json``) are left alone.
+        dtype: for floating-point tensors; None: that of the main weights.
+        max_shard_size: bytes of tensors in one file, or a text such as "5GB" (10**9 bytes each). A
+            tensor that is larger has a file of its own.
+        progress: is told the number of bytes that this rank has written, as they are held (before
+            a cast).
+
+    Raises:
+        ValueError, TypeError: an argument, one that differs between ranks, or a tensor whose dtype
+            the format does not know.
+        RuntimeError: within a forward, a backward or ``engine.unsharded()``.
+        OSError: ``directory`` cannot be written, or there is no checkpoint.
+
+        On every rank if on one. Nothing of the new export is then left, unless renaming files into
+        place failed half way.
+    """
+    what = "export_safetensors"
+    group, rank = None, 0
+    folder: ExportFolder | None = None
+    sources: list[Source] = []
+    files: list[NamedFile] = []
+    staging: Path | None = None
+    error: Exception | None = None
+    buffer_bytes = BUFFER_BYTES
+    if not isinstance(engine_or_path, str | os.PathLike):
+        if not hasattr(engine_or_path, "mesh"):
+            raise TypeError(
+                "engine_or_path: expected an Engine or the path of a checkpoint; found "
+                f"{type(engine_or_path).__name__}"
+            )
+        group, rank = engine_or_path.mesh.control_group, engine_or_path.mesh.rank
+    try:
+        max_bytes = parse_size(max_shard_size)
+        if dtype is not None:
+            _check_dtype(dtype)
+        if isinstance(engine_or_path, str | os.PathLike):
+            buffer_bytes //= 4  # one to read through, one to read into, one to convert in
+            sources = checkpoint_sources(Path(engine_or_path), dtype, buffer_bytes)
+        else:
+            sources = engine_sources(engine_or_path, dtype)
+        files = _plan(sources, max_bytes)
+        if rank == 0:
+            folder = ExportFolder(Path(directory))
+            staging = folder.begin(files)
+    except Exception as caught:
+        error = caught
+    try:
+        digest = hashlib.sha256(b"".join(file.plan.head for file in files)).hexdigest()
+        agreed = agree(what, error, group, (staging, digest))
+        if any(other != agreed[0][1] for _, other in agreed):
+            raise ValueError(
+                "dtype, max_shard_size: expected the same on all ranks; found different plans"
+            )
+        try:
+            _write(agreed[0][0], files, sources, ReadBuffer(buffer_bytes), progress)
+        except Exception as caught:
+            error = caught
+        agree(what, error, group)
+        if folder is not None:
+            folder.publish(files, sum(map(tensor_bytes, sources)))
+    except Exception as caught:
+        error = caught
+    finally:
+        if folder is not None:
+            folder.discard()
+    # Nobody returns or raises before the folder is as it shall stay.
+    agree(what, error, group)
+
+
+def load_safetensors(
+    engine: ShardedModel, directory: str | os.PathLike[str], rename: Rename | None = None
+) -> None:
+    """Read weights that ``save_pretrained`` or :func:`export_safetensors` wrote. Collective.
+
+    Every rank reads the bytes of its own slices, so that ranks that hold different slices read
+    every file about once together. Values are converted to the main weights' dtypes, and the next
+    forward uses them. A model that was built on the meta device takes them as any other does.
+
+    Args:
+        engine: whose weights and persistent buffers are replaced.
+        directory: has ``model.safetensors``, or else the files that
+            ``model.safetensors.index.json`` names, or else any files ``*.safetensors``.
+        rename: from a name in the files to the model's name, or to None for a tensor to leave out:
+            a function, or a mapping, in which names that stay as they are need not stand. None:
+            names are the model's.
+
+    Raises:
+        ValueError: tensors are missing, unexpected, of another shape, or of a dtype that does not
+            convert (all of them are listed; a tied weight may stand under any of its names), or a
+            file is damaged.
+        TypeError: ``rename`` is or returns something else.
+        OSError: the folder or a file is missing.
+        RuntimeError: within a forward, a backward or ``engine.unsharded()``; or reading failed
+            half way, and weights are partly replaced.
+
+        All but the last before anything is changed, and on every rank if on one.
+    """
+    what = "load_safetensors"
+    group = engine.mesh.control_group
+    targets: list[_Target] = []
+    error: Exception | None = None
+    try:
+        check_at_rest(engine)
+        targets = _match(engine, Path(directory), rename)
+    except Exception as caught:
+        error = caught
+    agree(what, error, group)
+    try:
+        _read(targets, ReadBuffer(BUFFER_BYTES))
+    except Exception as caught:
+        error = RuntimeError(
+            f"{what} failed while reading, and weights are partly replaced: "
+            f"{type(caught).__name__}: {caught}"
+        )
+        error.__cause__ = caught
+    finally:
+        engine.weights_changed()
+    agree(what, error, group)
+
+
+# --- writing ---
+
+
+def _check_dtype(dtype: torch.dtype) -> None:
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"dtype: expected a floating-point dtype or None; found {dtype!r}")
+    dtype_name("dtype", dtype)
+
+
+def _plan(sources: Sequence[Source], max_bytes: int) -> list[NamedFile]:
+    """Which file each tensor is in, and where."""
+    groups = split(sources, max_bytes)
+    files = []
+    for number, members in enumerate(groups):
+        # As huggingface_hub notes weights that share memory: dropped name, and the one that stays.
+        aliases = {alias: source.name for source in members for alias in source.aliases}
+        plan = plan_file(
+            [(source.name, source.dtype, source.shape) for source in members],
+            {"format": "pt", **aliases},
+        )
+        names = tuple(source.name for source in members)
+        files.append(NamedFile(file_name(number, len(groups)), plan, names))
+    return files
+
+
+def _write(
+    staging: Path,
+    files: Sequence[NamedFile],
+    sources: Sequence[Source],
+    buffer: ReadBuffer,
+    progress: Callable[[int], None],
+) -> None:
+    """Write what this rank has to; on the disk when this returns."""
+    by_name = {source.name: source for source in sources}
+    for file in files:
+        descriptor: int | None = None  # a rank opens what it has a part of
+        try:
+            for name in file.tensors:
+                source = by_name[name]
+                for first, tensor in source.parts():
+                    if descriptor is None:
+                        descriptor = os.open(staging / file.name, os.O_WRONLY)
+                    start = file.plan.starts[name] + first * source.dtype.itemsize
+                    write_elements(descriptor, start, tensor, source.dtype, buffer)
+                    progress(tensor.nbytes)
+            if descriptor is not None:
+                os.fsync(descriptor)
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+
+
+# --- reading ---
+
+
+@dataclass(frozen=True)
+class _Target:
+    """What to read: as many elements as ``local`` has, from element ``first`` of ``stored`` on."""
+
+    stored: TensorInFile
+    first: int
+    local: Tensor
+
+
+def _match(engine: ShardedModel, directory: Path, rename: Rename | None) -> list[_Target]:
+    """What this rank has to read, if everything fits.
+
+    Raises:
+        OSError, TypeError, ValueError: see :func:`load_safetensors`.
+    """
+    stored: dict[str, TensorInFile] = {}
+    problems: list[str] = []
+    for each in read_folder(directory):
+        name = _renamed(each.name, rename)
+        if name is None:
+            continue
+        if name in stored:
+            problems.append(
+                f"{name}: expected one tensor of the files to become it; found "
+                f"{stored[name].name} and {each.name}"
+            )
+        stored[name] = each
+    owned: dict[int, tuple[Tensor, list[str]]] = {}
+    for name, value in engine.model.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor) and not is_extra_state(name):
+            owned.setdefault(id(value), (value, []))[1].append(name)
+    unexpected = dict(stored)
+    targets = []
+    for tensor, names in owned.values():
+        expected = describe_tensor(tuple(tensor.shape), tensor.dtype)
+        present = [unexpected.pop(name) for name in names if name in stored]
+        if not present:
+            problems.append(f"missing {names[0]}: expected {expected}; found nothing")
+        for found in present:
+            # Rounding is meant; a number without its fraction, or a count from one, is not.
+            if found.shape != tuple(tensor.shape) or not torch.can_cast(found.dtype, tensor.dtype):
+                problems.append(
+                    f"{names[0]}: expected {expected}; found "
+                    f"{describe_tensor(found.shape, found.dtype)} ({_place(found)})"
+                )
+        if present:
+            targets.append(_Target(present[0], *slice_of(tensor)))
+    problems += [
+        f"unexpected {name}: expected nothing; found "
+        f"{describe_tensor(found.shape, found.dtype)} ({_place(found)})"
+        for name, found in unexpected.items()
+    ]
+    if problems:
+        lines = "\n  ".join(problems)
+        raise ValueError(
+            f"{directory}: expected the tensors of this model; found {len(problems)} that differ\n"
+            f"  {lines}"
+        )
+    return targets
+
+
+def _renamed(name: str, rename: Rename | None) -> str | None:
+    if rename is None:
+        return name
+    if isinstance(rename, Mapping):
+        new = rename.get(name, name)
+    elif callable(rename):
+        new = rename(name)
+    else:
+        raise TypeError(f"rename: expected a function or a mapping; found {rename!r}")
+    if not isinstance(new, str | None):
+        raise TypeError(f"rename: expected a name or None for {name}; found {new!r}")
+    return new
+
+
+def _place(tensor: TensorInFile) -> str:
+    return f"{tensor.name} in {tensor.path.name}"
+
+
+def _read(targets: Sequence[_Target], buffer: ReadBuffer) -> None:
+    """Fill what this rank holds, file by file and in the files' order."""
+    wanted = [target for target in targets if target.local.numel()]
+    wanted.sort(key=lambda target: (target.stored.path, target.stored.start))
+    for path, members in groupby(wanted, lambda target: target.stored.path):
+        # Unbuffered: what is read ahead belongs to others.
+        with open(path, "rb", buffering=0) as file:
+            for target in members:
+                start = target.stored.start + target.first * target.stored.dtype.itemsize
+                read_elements(file, start, target.stored.dtype, target.local, buffer)
+
+
+# --- together ---

@@ -1,0 +1,270 @@
+"""A model's folder as Hugging Face libraries write and read it: which tensor is in which file.
+
+    model.safetensors                       all tensors, if they fit into one file; otherwise
+    model-00001-of-00003.safetensors        files of at most so many bytes of tensors, and
+    model.safetensors.index.json            {"metadata": {"total_size": bytes of all tensors},
+                                             "weight_map": {name: file, ...}}
+
+An export is written into a folder of its own inside, which nobody takes for a model, and its files
+are renamed into place when all of them are whole.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from fsdp_engine.checkpoint.directory import sync_folder
+from fsdp_engine.checkpoint.safetensors_file import PlannedFile, TensorInFile, read_header
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_OURS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors")
+_STAGING = ".exporting-"
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]B)\s*", re.IGNORECASE)
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+class Sized(Protocol):
+    """What is known of a tensor before it is written."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the elements that are written."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the tensor."""
+        ...
+
+
+SizedT = TypeVar("SizedT", bound=Sized)
+
+
+@dataclass(frozen=True)
+class NamedFile:
+    """A file of an export: its name in the folder, what it is to hold, and whose tensors."""
+
+    name: str
+    plan: PlannedFile
+    tensors: tuple[str, ...]
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes from a number, or from a text such as "5GB" (10**9 bytes each, as on the Hub).
+
+    Raises:
+        ValueError: it is neither, or less than a byte.
+    """
+    found = 0
+    if isinstance(size, int) and not isinstance(size, bool):
+        found = size
+    elif isinstance(size, str) and (match := _SIZE.fullmatch(size)):
+        found = int(float(match[1]) * _UNITS[match[2].upper()])
+    if found < 1:
+        raise ValueError(
+            "max_shard_size: expected a positive number of bytes, or a text such as '5GB' "
+            f"({', '.join(_UNITS)}); found {size!r}"
+        )
+    return found
+
+
+def split(tensors: Sequence[SizedT], max_bytes: int) -> list[list[SizedT]]:
+    """Tensors by file, as ``huggingface_hub`` splits them: in order, each file as full as can be.
+
+    Args:
+        tensors: in the order of the model.
+        max_bytes: of tensors in one file; a larger tensor has a file of its own.
+    """
+    files: list[list[SizedT]] = []
+    current: list[SizedT] = []
+    size = 0
+    for tensor in tensors:
+        num_bytes = tensor_bytes(tensor)
+        if num_bytes > max_bytes:
+            files.append([tensor])
+            continue
+        if size + num_bytes > max_bytes:
+            files.append(current)
+            current, size = [], 0
+        current.append(tensor)
+        size += num_bytes
+    if current or not files:
+        files.append(current)
+    return files
+
+
+def tensor_bytes(tensor: Sized) -> int:
+    """Bytes of a tensor's elements as they are written."""
+    return math.prod(tensor.shape) * tensor.dtype.itemsize
+
+
+def file_name(number: int, count: int) -> str:
+    """Name of file ``number`` (from 0) of ``count``."""
+    return SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+class ExportFolder:
+    """The folder as one export sees it. One process makes one.
+
+    Args:
+        directory: where the model shall stand.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory.absolute()
+        self._staging: Path | None = None
+        self._made: list[Path] = []
+
+    def begin(self, files: Sequence[NamedFile]) -> Path:
+        """Make a folder to write into; its files have their headers and their sizes.
+
+        Raises:
+            OSError: they cannot be made.
+        """
+        if self._directory.exists() and not self._directory.is_dir():
+            raise NotADirectoryError(
+                f"directory: expected a folder; found the file {self._directory}"
+            )
+        parents = (self._directory, *self._directory.parents)
+        self._made = [folder for folder in parents if not folder.exists()]
+        self._directory.mkdir(parents=True, exist_ok=True)
+        for left in self._directory.glob(f"{_STAGING}*"):  # by a job that died
+            shutil.rmtree(left, ignore_errors=True)
+        self._staging = self._directory / f"{_STAGING}{uuid.uuid4().hex[:8]}"
+        self._staging.mkdir()
+        for file in files:
+            with open(self._staging / file.name, "wb") as made:
+                made.write(file.plan.head)
+                made.truncate(file.plan.num_bytes)
+                made.flush()
+                os.fsync(made.fileno())
+        return self._staging
+
+    def publish(self, files: Sequence[NamedFile], total_bytes: int) -> None:
+        """Put the files in place of those of an earlier export; the index comes last.
+
+        Args:
+            files: that are whole, and on the disk.
+            total_bytes: of all tensors.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        assert self._staging is not None
+        new = {file.name for file in files}
+        index = self._staging / INDEX
+        if len(files) > 1:
+            weight_map = {name: file.name for file in files for name in file.tensors}
+            content = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+            with open(index, "w", encoding="utf-8") as made:
+                made.write(json.dumps(content, indent=2, sort_keys=True) + "\n")
+                made.flush()
+                os.fsync(made.fileno())
+        # Never may older and newer files stand for one model: where names are taken, the older
+        # model goes first. (A single file is replaced at once.)
+        taken = [self._directory / name for name in sorted(new - {SINGLE})]
+        if any(path.exists() for path in taken):
+            for path in (self._directory / INDEX, *taken):
+                path.unlink(missing_ok=True)
+        for name in sorted(new):
+            os.replace(self._staging / name, self._directory / name)
+        if index.exists():
+            os.replace(index, self._directory / INDEX)
+        else:
+            (self._directory / INDEX).unlink(missing_ok=True)
+        # Until here readers saw an older single file, which they look for first.
+        for path in list(self._directory.iterdir()):
+            if _OURS.fullmatch(path.name) and path.name not in new:
+                path.unlink()
+        self._made = []
+        sync_folder(self._directory)
+
+    def discard(self) -> None:
+        """Remove what was not published, and the folders that were made for it."""
+        if self._staging is not None:
+            shutil.rmtree(self._staging, ignore_errors=True)
+        for folder in self._made:
+            # Somebody else may have put something there in the meantime.
+            if folder.is_dir() and not any(folder.iterdir()):
+                folder.rmdir()
+
+
+def read_folder(directory: Path) -> list[TensorInFile]:
+    """All tensors of a model's folder: of the single file, of the index's, or of every file.
+
+    Raises:
+        OSError: the folder or a file is missing, or cannot be read.
+        ValueError: a file is not in the format, or does not hold what the index says; or several
+            hold a tensor of one name.
+    """
+    if not directory.is_dir():
+        kind = NotADirectoryError if directory.exists() else FileNotFoundError
+        found = "a file" if directory.exists() else "nothing"
+        raise kind(f"directory: expected a folder at {directory}; found {found}")
+    weight_map: dict[str, str] = {}
+    if (directory / SINGLE).is_file():
+        names = [SINGLE]
+    elif (directory / INDEX).is_file():
+        weight_map = _read_index(directory / INDEX)
+        names = sorted(set(weight_map.values()))
+        missing = [name for name in names if not (directory / name).is_file()]
+        if missing:
+            raise FileNotFoundError(
+                f"{directory / INDEX}: expected the {len(names)} files that it names beside it; "
+                f"found no {', '.join(missing)}"
+            )
+    else:
+        names = sorted(path.name for path in directory.glob("*.safetensors"))
+        if not names:
+            raise FileNotFoundError(
+                f"directory: expected {SINGLE}, {INDEX} or other *.safetensors in {directory}; "
+                "found none"
+            )
+    tensors: dict[str, TensorInFile] = {}
+    for name in names:
+        for tensor in read_header(directory / name):
+            if weight_map.get(tensor.name, name) != name:
+                continue  # the index says that another file's counts
+            if tensor.name in tensors:
+                raise ValueError(
+                    f"{directory}: expected one tensor {tensor.name}; found it in "
+                    f"{tensors[tensor.name].path.name} and in {name}"
+                )
+            tensors[tensor.name] = tensor
+    lost = [f"{name} in {file}" for name, file in weight_map.items() if name not in tensors]
+    if lost:
+        raise ValueError(
+            f"{directory / INDEX}: expected tensors where it says; found no {', '.join(lost[:16])}"
+        )
+    return list(tensors.values())
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        weight_map: Any = json.loads(path.read_bytes())["weight_map"]
+        is_right = all(
+            isinstance(name, str) and Path(name).name == name for name in weight_map.values()
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"{path}: expected JSON with a weight_map; found none ({type(error).__name__}: {error})"
+        ) from error
+    if not is_right or not weight_map:
+        raise ValueError(
+            f"{path}: expected a weight_map from tensors to names of files beside it; found "
+            f"{str(weight_map)[:80]}"
+        )
+    return dict(weight_map)

@@ -1,0 +1,174 @@
+"""What the command line shows of checkpoints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from rich.markup import escape
+from rich.table import Table
+
+from fsdp_engine.checkpoint.difference import TensorDifference
+from fsdp_engine.checkpoint.inspection import (
+    Description,
+    TensorGroup,
+    group_tensors,
+    tensor_bytes,
+)
+from fsdp_engine.checkpoint.manifest import TensorRow
+from fsdp_engine.checkpoint.model_state import EXTRA, MODEL, RANKS
+from fsdp_engine.checkpoint.offline import StoredCheckpoint
+from fsdp_engine.terminal import format_bytes
+
+# More tensors than these are shown in groups.
+MAX_TENSORS = 100
+# More lines than these are shown if asked for.
+MAX_LINES = 40
+
+_NO_MANIFEST = (
+    "unknown: no manifest.json (written by save_checkpoint or torch.distributed.checkpoint)"
+)
+
+
+def title(checkpoint: StoredCheckpoint) -> str:
+    """A checkpoint on one line."""
+    manifest = checkpoint.manifest
+    if manifest is None:
+        return f"{checkpoint.folder}: without a manifest"
+    mesh = " x ".join(str(size) for size in manifest.mesh.values())
+    return (
+        f"{checkpoint.folder}: step {manifest.step}, {manifest.world_size} ranks ({mesh}), "
+        f"{_pair(manifest.strategy)}"
+    )
+
+
+def summary(found: Description, steps: Sequence[int], left: Sequence[str]) -> Table:
+    """Everything but tensors.
+
+    Args:
+        found: the checkpoint.
+        steps: of its directory; empty if it was given by itself.
+        left: folders of its directory that are no checkpoints.
+    """
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+
+    def line(name: str, *values: str) -> None:
+        for number, value in enumerate(values):
+            table.add_row("" if number else name, escape(value))
+
+    line("checkpoint", found.path)
+    line("step", _NO_MANIFEST if found.step is None else str(found.step))
+    if steps:
+        line("steps", f"{listed([f'{each}' for each in steps[::-1]], 16)} (latest first)")
+    if left:
+        line("left over", f"{listed(left)} (of a save under way, or one that failed)")
+    line("saved", found.saved_at)
+    if found.mesh is not None and found.strategy is not None:
+        mesh = ", ".join(f"{axis} {size}" for axis, size in found.mesh.items())
+        line("world", f"{found.world_size} ranks ({mesh})")
+        line("strategy", _pair(found.strategy))
+    if found.libraries is not None:
+        line("libraries", ", ".join(f"{name} {value}" for name, value in found.libraries.items()))
+    line("files", f"{found.num_files}, {format_bytes(found.num_bytes)}")
+    if found.missing_files:
+        line("MISSING", listed(found.missing_files))
+    if found.stray_files:
+        line("stray", listed(found.stray_files))
+    for name, section in found.sections.items():
+        if name in (EXTRA, RANKS) and not section.tensors:
+            continue  # they have lines of their own
+        parts = []
+        if section.tensors:
+            parts.append(
+                f"{section.elements:,} elements in {section.tensors:,} tensors, "
+                f"{format_bytes(section.bytes)}"
+            )
+        if section.objects:
+            parts.append(f"{section.objects:,} objects")
+        line(name, ", ".join(parts))
+    if found.optimizer is not None:
+        line("class", found.optimizer)
+    for group in found.groups:
+        values = ", ".join(f"{key} {value}" for key, value in group.hyperparameters.items())
+        line(f"group {group.number}", f"{group.parameters:,} parameters: {values}")
+    if found.num_groups > len(found.groups):
+        line("", f"and {found.num_groups - len(found.groups):,} groups more")
+    line("extra of rank 0", *(f"{key}: {value}" for key, value in found.extra.items()))
+    if found.num_ranks:
+        line("each rank's own", f"random states and extra of {found.num_ranks:,} ranks")
+    return table
+
+
+def tensors(rows: Sequence[TensorRow], every: bool) -> Table:
+    """Tensors, one by one or (if there are many) those of one kind together.
+
+    Args:
+        rows: at least one.
+        every: one by one, however many.
+    """
+    is_grouped = len(rows) > MAX_TENSORS and not every
+    elements = sum(math.prod(row.shape) for row in rows)
+    table = Table(
+        title=f"{len(rows):,} tensors, {elements:,} elements",
+        caption="names that differ in numbers only are one line (--all lists each)"
+        if is_grouped
+        else None,
+        title_justify="left",
+        caption_justify="left",
+    )
+    table.add_column("name", no_wrap=True)
+    if is_grouped:
+        table.add_column("tensors", justify="right", no_wrap=True)
+    for column in ("shape", "dtype", "elements", "bytes"):
+        table.add_column(column, justify="right", no_wrap=True)
+    lines = (
+        group_tensors(rows)
+        if is_grouped
+        else [TensorGroup(r.name, 1, r.shape, r.dtype) for r in rows]
+    )
+    for each in lines[: None if every else 2 * MAX_TENSORS]:
+        row = TensorRow(each.name, each.shape, each.dtype)
+        cells = [escape(each.name), *([f"{each.count:,}"] if is_grouped else [])]
+        cells += [escape(str([*each.shape])), each.dtype]
+        elements = each.count * math.prod(each.shape)
+        table.add_row(*cells, f"{elements:,}", format_bytes(each.count * tensor_bytes(row)))
+    if not every and len(lines) > 2 * MAX_TENSORS:
+        table.add_row(f"and {len(lines) - 2 * MAX_TENSORS:,} lines more (--match, --all)")
+    return table
+
+
+def differences(found: Sequence[TensorDifference], limit: int | None) -> Table:
+    """Tensors that differ: the model's first, and of those the largest differences.
+
+    Args:
+        found: which.
+        limit: how many are shown; None: all.
+    """
+    has_nan = any(each.num_nan for each in found)
+    table = Table(title=f"{len(found):,} tensors with other values", title_justify="left")
+    table.add_column("name", no_wrap=True)
+    columns = ["elements", "different", *(["NaN in one"] if has_nan else [])]
+    for column in (*columns, "max |A - B|", "norm of A - B"):
+        table.add_column(column, justify="right", no_wrap=True)
+    ordered = sorted(
+        found, key=lambda each: (each.section != MODEL, each.num_nan == 0, -each.max_abs)
+    )
+    for each in ordered[:limit]:
+        counts = [each.num_elements, each.num_different, *([each.num_nan] if has_nan else [])]
+        cells = [f"{count:,}" for count in counts]
+        table.add_row(escape(each.name), *cells, f"{each.max_abs:.6g}", f"{each.norm:.6g}")
+    if limit is not None and len(ordered) > limit:
+        table.add_row(f"and {len(ordered) - limit:,} more (--all lists them)")
+    return table
+
+
+def listed(names: Sequence[str], limit: int = 8) -> str:
+    """Names, of which the first are shown."""
+    more = f" and {len(names) - limit:,} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+def _pair(strategy: dict[str, str]) -> str:
+    return ", ".join(f"{axis} {name}" for axis, name in strategy.items())
