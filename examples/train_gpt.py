@@ -151,7 +151,7 @@ class Job:
             )
         step = source.load().step
         line = f"resumed after step {step} from {folder}"
-        if step == self.settings.last_step:
+        if step is not None and step >= self.settings.last_step:
             line += "; nothing is left to train: raise --steps, or start anew in another --out"
         return line
 
