@@ -132,7 +132,7 @@ def _tell(verdict: Verdict) -> None:
     """A line for a checkpoint, and one for each thing that is wrong."""
     size = f"{verdict.num_files} files, {format_bytes(verdict.num_bytes)}"
     if verdict.damages:
-        typer.echo(f"DAMAGED {verdict.folder}: {len(verdict.damages)} damages ({size})")
+        typer.echo(f"DAMAGED {verdict.folder} ({size})")
     elif verdict.has_checksums:
         typer.echo(f"ok {verdict.folder}: every byte is as it was written ({size})")
     else:
