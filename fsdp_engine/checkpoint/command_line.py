@@ -29,7 +29,6 @@ from rich.progress import (
     DownloadColumn,
     Progress,
     TextColumn,
-    TimeElapsedColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
@@ -38,8 +37,8 @@ from fsdp_engine.checkpoint import tables
 from fsdp_engine.checkpoint.difference import compare, shared_bytes
 from fsdp_engine.checkpoint.directory import CheckpointDirectory
 from fsdp_engine.checkpoint.hugging_face import export_safetensors
-from fsdp_engine.checkpoint.inspection import describe, matches
-from fsdp_engine.checkpoint.manifest import MANIFEST, Manifest
+from fsdp_engine.checkpoint.inspection import describe, matches, tensor_bytes
+from fsdp_engine.checkpoint.model_state import MODEL
 from fsdp_engine.checkpoint.offline import (
     StoredCheckpoint,
     Verdict,
@@ -57,7 +56,7 @@ DTYPES = {
 }
 
 # The last two are what torch.load makes of damaged bytes.
-_MISTAKES = (OSError, ValueError, TypeError, EOFError, RuntimeError, PickleError, BadZipFile)
+_MISTAKES = (OSError, ValueError, EOFError, RuntimeError, PickleError, BadZipFile)
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -161,10 +160,16 @@ def export(
         raise typer.BadParameter(f"--dtype: expected one of {', '.join(DTYPES)}; found {dtype!r}")
     with _mistakes_told():
         (folder,) = find_folders(path, step)
-        if (folder / MANIFEST).is_file():
-            Manifest.read(folder)  # not of a newer format, and not damaged
-        with _progress(f"export of {folder.name}", None):  # it does not tell how far it is
-            export_safetensors(folder, directory, DTYPES.get(dtype or ""), max_shard_size)
+        checkpoint = StoredCheckpoint(folder)
+        num_bytes = sum(
+            tensor_bytes(row)
+            for key, row in checkpoint.tensors.items()
+            if checkpoint.section(key) == MODEL
+        )
+        with _progress(f"export of {folder.name}", num_bytes) as progress:
+            export_safetensors(
+                folder, directory, DTYPES.get(dtype or ""), max_shard_size, progress=progress
+            )
     files = sorted(directory.glob("*.safetensors"))
     size = sum(file.stat().st_size for file in files)
     typer.echo(f"{folder} -> {directory}: {len(files)} files, {format_bytes(size)}")
@@ -234,13 +239,11 @@ def _mistakes_told() -> Iterator[None]:
 
 
 @contextmanager
-def _progress(what: str, num_bytes: int | None) -> Iterator[Callable[[int], None]]:
-    """A bar of bytes on stderr, if somebody watches. None: of nobody knows how many."""
+def _progress(what: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
+    """A bar of bytes on stderr, if somebody watches."""
     console = Console(stderr=True)
     columns: list[Any] = [TextColumn("{task.description}", markup=False), BarColumn()]
-    if num_bytes is not None:
-        columns += [DownloadColumn(binary_units=True), TransferSpeedColumn()]
-    columns.append(TimeElapsedColumn() if num_bytes is None else TimeRemainingColumn())
+    columns += [DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn()]
     with Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal
     ) as bar:

@@ -54,7 +54,7 @@ class CheckpointDirectory:
         return {step: newest[step][1] for step in sorted(newest)}
 
     def incomplete(self) -> list[Path]:
-        """Folders with the name of a checkpoint but without a manifest, which no save leaves."""
+        """Folders with the name of a checkpoint but without a manifest: no save here leaves one."""
         if not self.path.is_dir():
             return []
         return sorted(

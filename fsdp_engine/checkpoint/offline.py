@@ -60,8 +60,8 @@ def find_folders(
         )
     if not path.exists():
         raise FileNotFoundError(f"path: expected a checkpoint at {path}; found nothing")
-    lost = path in CheckpointDirectory(path.parent).incomplete()
-    if (path / MANIFEST).is_file() or (path / METADATA).is_file() or (lost and broken):
+    is_one = (path / MANIFEST).is_file() or (path / METADATA).is_file()
+    if is_one or (broken and _has_lost_manifest(path)):
         _check_step(path, step)
         return [path]
     directory = CheckpointDirectory(path)
@@ -77,7 +77,7 @@ def find_folders(
     if not complete and not incomplete:
         raise FileNotFoundError(
             f"path: expected a checkpoint, or a directory of checkpoints; found neither {MANIFEST} "
-            f"nor {METADATA} in {path}, and no step-... below it"
+            f"nor {METADATA} in {path}, and no complete step-... below it"
         )
     return [*list(complete.values())[0 if every else -1 :], *incomplete]
 
@@ -230,7 +230,7 @@ def verify(folder: Path, progress: Callable[[int], None] = lambda num_bytes: Non
             raise
         except ValueError as error:
             damages.append(str(error).removeprefix(f"{folder}/"))
-    elif folder in CheckpointDirectory(folder.parent).incomplete():
+    elif _has_lost_manifest(folder):
         damages.append(f"{MANIFEST}: expected the manifest of {folder.name}; found none")
     if manifest is not None:
         files = _files(manifest, None)
@@ -266,6 +266,17 @@ def count_files(folder: Path, names: set[str] | None = None) -> tuple[int, int]:
 def stray_files(folder: Path, names: set[str]) -> list[str]:
     """What is in a folder besides these files."""
     return sorted(path.name for path in folder.iterdir() if path.name not in names)
+
+
+def _has_lost_manifest(folder: Path) -> bool:
+    """Whether a folder without a manifest looks like one that a ``Checkpointer`` has written."""
+    folder = folder.resolve()
+    if folder not in CheckpointDirectory(folder.parent).incomplete():
+        return False
+    try:  # others may name their folders so, but have no entries of ranks
+        return bool(Saved(read_metadata(folder)).below(RANKS))
+    except (OSError, ValueError):
+        return True
 
 
 def _files(manifest: Manifest | None, metadata: Metadata | None) -> set[str]:

@@ -48,7 +48,7 @@ def summary(found: Description, steps: Sequence[int], left: Sequence[str]) -> Ta
     Args:
         found: the checkpoint.
         steps: of its directory; empty if it was given by itself.
-        left: folders of its directory that are no checkpoints.
+        left: folders of its directory that are not complete.
     """
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
@@ -63,7 +63,7 @@ def summary(found: Description, steps: Sequence[int], left: Sequence[str]) -> Ta
     if steps:
         line("steps", f"{listed([f'{each}' for each in steps[::-1]], 16)} (latest first)")
     if left:
-        line("left over", f"{listed(left)} (of a save under way, or one that failed)")
+        line("besides", f"{listed(left)} (not complete)")
     line("saved", found.saved_at)
     if found.mesh is not None and found.strategy is not None:
         mesh = ", ".join(f"{axis} {size}" for axis, size in found.mesh.items())
