@@ -4,7 +4,8 @@
 
 Two gloo ranks; all ways take their turn in every round, in an order drawn anew; ratios are taken
 round by round. Files go to one disk and are synced by all ways. "torch.save" is the same bytes
-written by one rank alone, with fsync. Loads come from the page cache.
+written by one rank alone, with fsync. Loads come from the page cache. Older checkpoints of this engine are
+removed after a save has returned, and before the next way's turn.
 
 *Blocked* is how long an asynchronous save keeps the caller; *total* until it has landed.
 Resharding is a load by four ranks of what two have saved, against what four have saved. Planning
@@ -44,6 +45,8 @@ SIZES = {
     "85M": GPTConfig(sequence_length=128, num_layers=12, width=768, num_heads=12),
 }
 ENGINE, FSDP2, PLAIN = "fsdp_engine", "FSDP2 + DCP", "torch.save, one rank"
+# The first rounds touch pages of the machine's memory, and of the disk, for the first time.
+WARMUP = 3
 TARGETS = (
     # what, way, over, at most
     ("save", ENGINE, f"save: {FSDP2}", 1.0),
@@ -152,9 +155,10 @@ def measure(size: str, rounds: int, folder: str) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {}
     draw = harness.random.Random(0)
     names = list(steps)
-    for round_number in range(1 + rounds):
+    for round_number in range(WARMUP + rounds):
         draw.shuffle(names)
         for name in names:
+            checkpointer.wait()
             os.sync()  # what others have written is not this one's to bring to the disk
             dist.barrier()
             start = time.perf_counter()
@@ -162,7 +166,7 @@ def measure(size: str, rounds: int, folder: str) -> dict[str, list[float]]:
                 call()
                 if what != "blocked":
                     dist.barrier()
-                if round_number:  # the first touches memory and files for the first time
+                if round_number >= WARMUP:
                     key = f"{what}: {name.partition(': ')[2]}"
                     times.setdefault(key, []).append(time.perf_counter() - start)
     written = sum(f.stat().st_size for f in Path(folder, "engine").rglob("*") if f.is_file())

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import fsdp_engine as fe
 from fsdp_engine.checkpoint import manifest as manifest_module
-from fsdp_engine.checkpoint import storage
+from fsdp_engine.checkpoint import reader, writer
 from fsdp_engine.checkpoint.directory import CheckpointDirectory
 from fsdp_engine.checkpoint.manifest import FORMAT_VERSION, MANIFEST, Manifest
 from fsdp_engine.checkpoint.verification import verify_files
@@ -236,18 +236,18 @@ def test_what_lands_is_the_moment_of_the_call_though_training_goes_on() -> None:
 def held_up_writes() -> Iterator[threading.Event]:
     """Nothing is written before the event is set."""
     go = threading.Event()
-    original = storage.Writer.write_data
+    original = writer.Writer.write_data
 
     def waits(self: Any, *args: Any) -> Any:
         assert go.wait(30)
         return original(self, *args)
 
-    storage.Writer.write_data = waits  # type: ignore[method-assign]
+    writer.Writer.write_data = waits  # type: ignore[method-assign]
     try:
         yield go
     finally:
         go.set()
-        storage.Writer.write_data = original  # type: ignore[method-assign]
+        writer.Writer.write_data = original  # type: ignore[method-assign]
 
 
 @on_ranks(2)
@@ -311,7 +311,7 @@ def test_a_rank_without_host_memory_is_an_error_on_all() -> None:
 @contextmanager
 def no_space(on_rank: int, after_bytes: int = 1000) -> Iterator[None]:
     """The disk of one rank is full after some bytes."""
-    original = storage._ChecksummedFile.write
+    original = writer._ChecksummedFile.write
 
     def write(self: Any, data: Any) -> int:
         if self.num_bytes > after_bytes:
@@ -319,11 +319,11 @@ def no_space(on_rank: int, after_bytes: int = 1000) -> Iterator[None]:
         return original(self, data)
 
     if dist.get_rank() == on_rank:
-        storage._ChecksummedFile.write = write  # type: ignore[method-assign]
+        writer._ChecksummedFile.write = write  # type: ignore[method-assign]
     try:
         yield
     finally:
-        storage._ChecksummedFile.write = original  # type: ignore[method-assign]
+        writer._ChecksummedFile.write = original  # type: ignore[method-assign]
 
 
 @on_ranks(2)
@@ -428,7 +428,7 @@ def test_a_flipped_byte_is_found_in_any_file_with_the_tensor_it_is_in(
     manifest = Manifest.read(folder)
     verify_files(folder, manifest)
     draw = random.Random(1)
-    places = dict(storage.dcp.FileSystemReader(folder).read_metadata().storage_data)
+    places = dict(writer.dcp.FileSystemReader(folder).read_metadata().storage_data)
     for path in sorted(folder.iterdir()):
         whole = path.read_bytes()
         for _ in range(12):
@@ -445,12 +445,9 @@ def test_a_flipped_byte_is_found_in_any_file_with_the_tensor_it_is_in(
     path = folder / place.relative_path
     whole = bytearray(path.read_bytes())
     with open(path, "rb") as file:
-        file.seek(place.offset)
-        chunk = storage.StoredChunk.find(
-            storage.FileView(file, place.offset, place.length), place.offset
-        )
-    assert chunk.start is not None
-    whole[chunk.start] ^= 64
+        start = reader._data_offset(reader.FileView(file, place.offset, place.length), 0)
+    assert start is not None
+    whole[place.offset + start] ^= 64
     path.write_bytes(bytes(whole))
     ranks.run(refuse_load, str(tmp_path), True, ValueError, path.name, index.fqn, world_size=2)
 

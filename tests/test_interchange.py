@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import fsdp_engine as fe
-from fsdp_engine.checkpoint.storage import READ_BUFFER_BYTES, ReadBuffer, read_box
+from fsdp_engine.checkpoint.reader import READ_BUFFER_BYTES, ReadBuffer, read_box
 from tests.models import Transformer, token_batch
 from tests.pool import Ranks
 

@@ -30,7 +30,8 @@ from fsdp_engine.checkpoint.difference import TensorDifference, compare, shared_
 from fsdp_engine.checkpoint.inspection import group_tensors, matches
 from fsdp_engine.checkpoint.manifest import FORMAT_VERSION, MANIFEST, TensorRow
 from fsdp_engine.checkpoint.offline import StoredCheckpoint, find_folders, verify
-from fsdp_engine.checkpoint.storage import METADATA, FileView, StoredChunk
+from fsdp_engine.checkpoint.reader import FileView, StoredChunk
+from fsdp_engine.checkpoint.writer import METADATA
 from tests.models import Transformer
 from tests.pool import Ranks
 from tests.test_checkpointer import Position, small, train

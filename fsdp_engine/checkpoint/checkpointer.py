@@ -4,7 +4,7 @@ What happens in :meth:`Checkpointer.save`, on all ranks:
 
 1. Everything is checked, and all ranks agree that nothing is wrong (one small message). Rank 0 has
    made a folder that nobody takes for a checkpoint.
-2. Every rank writes its slices into files of its own, synced (``storage.py``, DCP).
+2. Every rank writes its slices into files of its own, synced (``writer.py``, DCP).
 3. When all have, rank 0 writes the metadata and the manifest, and one rename makes the folder a
    checkpoint. Then it removes the oldest ones.
 
@@ -41,8 +41,8 @@ from fsdp_engine.checkpoint.run_state import (
     unpack,
 )
 from fsdp_engine.checkpoint.snapshot import HostMemory
-from fsdp_engine.checkpoint.storage import Writer
 from fsdp_engine.checkpoint.verification import check_sizes, verify_files
+from fsdp_engine.checkpoint.writer import Writer
 from fsdp_engine.collectives import gather_objects
 
 

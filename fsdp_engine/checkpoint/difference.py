@@ -20,7 +20,7 @@ from fsdp_engine.checkpoint.export_source import saved_parts
 from fsdp_engine.checkpoint.inspection import matches, shorten, tensor_bytes
 from fsdp_engine.checkpoint.model_state import RANKS
 from fsdp_engine.checkpoint.offline import StoredCheckpoint
-from fsdp_engine.checkpoint.storage import READ_BUFFER_BYTES, ReadBuffer, Reader
+from fsdp_engine.checkpoint.reader import READ_BUFFER_BYTES, ReadBuffer, Reader
 
 # What comparing two elements needs besides, at most (complex ones): both, their sizes, and flags.
 _WORK_BYTES = 2 * 16 + 2 * 8 + 8

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from fsdp_engine.checkpoint.folder import read_metadata
 from fsdp_engine.checkpoint.model_state import MODEL, Saved, ShardedModel, check_at_rest
-from fsdp_engine.checkpoint.storage import ReadBuffer, Reader
+from fsdp_engine.checkpoint.reader import ReadBuffer, Reader
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.flat_dtensor.placement import Box, flat_range_boxes
 from fsdp_engine.strategies import Axis, Role

@@ -64,8 +64,9 @@ from fsdp_engine.checkpoint.optimizer_state import (
     group_targets,
     optimizer_entries,
 )
+from fsdp_engine.checkpoint.reader import Reader
 from fsdp_engine.checkpoint.run_state import pack, unpack
-from fsdp_engine.checkpoint.storage import METADATA, PREFIX, SUFFIX, Reader, SavePlanner, Writer
+from fsdp_engine.checkpoint.writer import METADATA, PREFIX, SUFFIX, SavePlanner, Writer
 
 
 @dataclass(frozen=True)

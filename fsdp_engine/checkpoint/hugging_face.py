@@ -40,6 +40,7 @@ from fsdp_engine.checkpoint.hugging_face_folder import (
     tensor_bytes,
 )
 from fsdp_engine.checkpoint.model_state import ShardedModel, check_at_rest, describe_tensor
+from fsdp_engine.checkpoint.reader import ReadBuffer
 from fsdp_engine.checkpoint.safetensors_file import (
     TensorInFile,
     dtype_name,
@@ -47,7 +48,6 @@ from fsdp_engine.checkpoint.safetensors_file import (
     read_elements,
     write_elements,
 )
-from fsdp_engine.checkpoint.storage import ReadBuffer
 
 # What a rank holds at once, beyond its own slices, while it reads or writes.
 BUFFER_BYTES = 16 << 20

@@ -31,9 +31,10 @@ from fsdp_engine.checkpoint.manifest import (
     tensor_rows,
 )
 from fsdp_engine.checkpoint.model_state import EXTRA, MODEL, OPTIMIZER, RANKS, Saved
+from fsdp_engine.checkpoint.reader import FileView
 from fsdp_engine.checkpoint.run_state import unpack
-from fsdp_engine.checkpoint.storage import METADATA, FileView
 from fsdp_engine.checkpoint.verification import find_damaged_archives, find_damages
+from fsdp_engine.checkpoint.writer import METADATA
 
 OTHER = "other"
 _SECTIONS = (MODEL, OPTIMIZER, EXTRA, RANKS)

@@ -27,7 +27,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from fsdp_engine.checkpoint.storage import ReadBuffer, read_box
+from fsdp_engine.checkpoint.reader import ReadBuffer, read_box
 
 # Not all of these are in every torch that the engine runs on.
 _NAMES = {

@@ -13,7 +13,8 @@ from typing import Any
 
 from fsdp_engine.checkpoint.folder import read_metadata
 from fsdp_engine.checkpoint.manifest import Manifest, file_row
-from fsdp_engine.checkpoint.storage import METADATA, FileView
+from fsdp_engine.checkpoint.reader import FileView
+from fsdp_engine.checkpoint.writer import METADATA
 
 
 def check_sizes(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:

@@ -1,14 +1,12 @@
-"""Bytes of a checkpoint: DCP's files, with a checksum for each, read through a small buffer.
+"""Reads a checkpoint's bytes: the ranges that a rank holds, through a small buffer.
 
-Files are those of ``torch.distributed.checkpoint``: anything that reads its format reads them. The
-writer only looks at what passes by; the reader goes around ``torch.load``, which would bring in
-every saved chunk whole, and reads the ranges that this rank holds.
+The reader goes around ``torch.load``, which would bring in every saved chunk whole.
 
 [Note: Tensors within files]
 DCP stores a chunk as ``torch.save`` writes a tensor: an uncompressed zip archive whose entry
 ``data/0`` is the storage. A chunk that is contiguous from the start of its storage (all that DCP
 writes are, because it clones views) is a row-major box of the tensor, at a known place in the file.
-Anything else is left to ``torch.load``.
+Anything else, and what is small, is left to ``torch.load``.
 """
 
 from __future__ import annotations
@@ -16,177 +14,26 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
-import os
 import struct
-import uuid
 import zipfile
-import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    WriteItem,
-)
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from fsdp_engine import memory
-from fsdp_engine.checkpoint.manifest import FileRow
-
-# Before the first underscore after it stand eight digits of the save, then the rank.
-PREFIX, SUFFIX = "__shards_", ".distcp"
-METADATA = ".metadata"
 
 # What a rank holds at once, beyond its own shards, while it reads.
 READ_BUFFER_BYTES = 16 << 20
 
-_WRITE_BUFFER_BYTES = 1 << 18
+# Chunks up to this size are read whole: finding out where their elements lie would take longer.
+_SMALL_BYTES = 1 << 18
 _ZIP_HEADER_BYTES = 30  # of an entry; its name and an extra field follow
-
-
-class _ChecksummedFile(io.BufferedWriter):
-    """A file that is written from start to end, and the checksum of what was written."""
-
-    def __init__(self, path: Path) -> None:
-        # Buffered, because torch.save writes a tensor's frame in a dozen small pieces. What is
-        # larger than the buffer goes past it.
-        super().__init__(io.FileIO(path, "wb"), _WRITE_BUFFER_BYTES)
-        self.num_bytes = 0
-        self.crc = 0
-
-    def write(self, data: Any) -> int:
-        """Write all of ``data``."""
-        view = memoryview(data).cast("B")
-        self.crc = zlib.crc32(view, self.crc)
-        super().write(view)
-        self.num_bytes += len(view)
-        return len(view)
-
-    def tell(self) -> int:
-        """Bytes written."""
-        return self.num_bytes
-
-    def fileno(self) -> int:
-        """The descriptor, for fsync: so with everything handed to the system."""
-        self.flush()
-        return super().fileno()
-
-
-class _ChecksummingFiles(FileSystem):
-    """The file system as DCP's writer sees it; keeps a row for each file written."""
-
-    def __init__(self) -> None:
-        self.rows: dict[str, FileRow] = {}
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        """See ``FileSystem``."""
-        if mode != "wb":
-            with super().create_stream(path, mode) as stream:
-                yield stream
-            return
-        with _ChecksummedFile(Path(path)) as file:
-            yield file
-        self.rows[Path(path).name] = FileRow(file.num_bytes, f"{file.crc:08x}")
-
-
-@dataclasses.dataclass(frozen=True)
-class _Written(WriteResult):
-    """A rank's first result carries the rows of its files."""
-
-    rows: dict[str, FileRow] = dataclasses.field(default_factory=dict)
-
-
-class SavePlanner(dcp.DefaultSavePlanner):
-    """Hands tensors to the writer in such a form that it does not copy them.
-
-    DCP writes whole storages: a slice of a flat buffer, whose storage is the buffer, it would
-    clone. Here the slice gets a storage of its own over the same memory.
-    """
-
-    def resolve_data(self, write_item: WriteItem) -> Any:
-        """What to write for an item of the plan."""
-        value = super().resolve_data(write_item)
-        if isinstance(value, Tensor) and value.device.type == "cpu" and value.is_contiguous():
-            return memory.with_own_storage(value)
-        return value
-
-
-class Writer(dcp.FileSystemWriter):
-    """Writes a checkpoint's files, each on the disk when it is done.
-
-    Args:
-        folder: where to.
-        finished: called on the coordinator when everything is written, with the metadata and a row
-            for each file. What it raises is raised on every rank.
-    """
-
-    def __init__(
-        self, folder: Path, finished: Callable[[Metadata, dict[str, FileRow]], None]
-    ) -> None:
-        super().__init__(folder)
-        self.fs = self._files = _ChecksummingFiles()
-        self._finished = finished
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Without the warning that a checkpoint is there."""
-        self.fs.mkdir(self.path)
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the coordinator: names for all ranks' files, which no other save has.
-
-        Torch's own would write over the files that an older metadata still points to.
-        """
-        save = uuid.uuid4().hex[:8]
-        return [
-            dataclasses.replace(
-                plan,
-                storage_data=dataclasses.replace(
-                    plan.storage_data, prefix=f"{PREFIX}{save}_{rank}_"
-                ),
-            )
-            for rank, plan in enumerate(super().prepare_global_plan(plans))
-        ]
-
-    def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's part."""
-        results = super().write_data(plan, planner).wait()
-        if results:
-            first = results[0]
-            results[0] = _Written(
-                first.index, first.size_in_bytes, first.storage_data, self._files.rows
-            )
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the coordinator, when all ranks have written."""
-        super().finish(metadata, results)
-        rows = {
-            name: row
-            for written in results
-            for result in written
-            if isinstance(result, _Written)
-            for name, row in result.rows.items()
-        }
-        rows[METADATA] = next(
-            row for name, row in self._files.rows.items() if name.startswith(METADATA)
-        )
-        self._finished(metadata, rows)
 
 
 class Reader(dcp.FileSystemReader):
@@ -205,9 +52,9 @@ class Reader(dcp.FileSystemReader):
         buffer = ReadBuffer(self._buffer_bytes)
         for relative_path, items in per_file.items():
             with self.fs.create_stream(self.fs.concat_path(self.path, relative_path), "rb") as file:
-                chunks: dict[int, StoredChunk] = {}
+                chunk: tuple[int, StoredChunk] | None = None  # the last one: several items share it
                 for item in sorted(items, key=self._offset):
-                    self._read_item(file, item, planner, buffer, chunks)
+                    chunk = self._read_item(file, item, planner, buffer, chunk)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -221,24 +68,24 @@ class Reader(dcp.FileSystemReader):
         item: ReadItem,
         planner: LoadPlanner,
         buffer: ReadBuffer,
-        chunks: dict[int, StoredChunk],
-    ) -> None:
+        last: tuple[int, StoredChunk] | None,
+    ) -> tuple[int, StoredChunk] | None:
         place = self.storage_data[item.storage_index]
-        whole = FileView(file, place.offset, place.length)
         if place.transform_descriptors:
             raise ValueError(
                 f"{place.relative_path}: expected plain entries; found transformed ones "
                 f"({', '.join(place.transform_descriptors)})"
             )
         if item.type == LoadItemType.BYTE_IO:
-            planner.load_bytes(item, io.BytesIO(whole.read(-1)))
-            return
+            content = FileView(file, place.offset, place.length).read(-1)
+            planner.load_bytes(item, io.BytesIO(content))
+            return None
         target = planner.resolve_tensor(item).detach()
-        if place.offset not in chunks:
-            chunks[place.offset] = StoredChunk.find(whole, place.offset)
-        region = tuple(item.storage_offsets), tuple(item.lengths)
-        chunks[place.offset].read_into(target, *region, file, whole, buffer)
+        if last is None or last[0] != place.offset:
+            last = place.offset, StoredChunk.find(file, place.offset, place.length)
+        last[1].read_into(target, item.storage_offsets, item.lengths, file, buffer)
         planner.commit_tensor(item, target)
+        return last
 
 
 class FileView(io.RawIOBase):
@@ -299,24 +146,37 @@ class StoredChunk:
     Attributes:
         shape: of the chunk.
         dtype: of its elements.
-        start: byte of the file at which its row-major elements begin; None: only ``torch.load``
-            understands it.
+        start: byte of the file at which its row-major elements begin; None where they were read.
+        values: the chunk itself, if it is small, or only ``torch.load`` understands it.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     start: int | None
+    values: Tensor | None = None
 
     @classmethod
-    def find(cls, whole: FileView, offset: int) -> StoredChunk:
-        """The chunk that ``whole``, a view of a file from ``offset``, holds."""
-        outline = torch.load(whole, map_location="meta", weights_only=True)  # type: ignore[arg-type]
+    def find(cls, file: BinaryIO, offset: int, num_bytes: int) -> StoredChunk:
+        """The chunk in ``num_bytes`` of a file from ``offset``."""
+        view = FileView(file, offset, num_bytes)
+        if num_bytes <= _SMALL_BYTES:
+            return cls._read(io.BytesIO(view.read(-1)))
+        # Buffered: an archive's directory is read in small pieces.
+        archive: Any = io.BufferedReader(view, 1 << 14)
+        outline = torch.load(archive, map_location="meta", weights_only=True)
         shape, dtype = tuple(outline.shape), outline.dtype
         start = None
         if outline.is_contiguous() and outline.storage_offset() == 0:
-            whole.seek(0)
-            start = _data_offset(whole, outline.numel() * dtype.itemsize)
-        return cls(shape, dtype, None if start is None else offset + start)
+            start = _data_offset(archive, outline.numel() * dtype.itemsize)
+        if start is None:
+            archive.seek(0)
+            return cls._read(archive)
+        return cls(shape, dtype, offset + start)
+
+    @classmethod
+    def _read(cls, archive: Any) -> StoredChunk:
+        values = torch.load(archive, map_location="cpu", weights_only=True)
+        return cls(tuple(values.shape), values.dtype, None, values)
 
     def read_into(
         self,
@@ -324,18 +184,17 @@ class StoredChunk:
         offsets: Sequence[int],
         lengths: Sequence[int],
         file: BinaryIO,
-        whole: FileView,
         buffer: ReadBuffer,
     ) -> None:
         """Read a box of the chunk into a tensor of the box's shape."""
-        if self.start is None:
-            whole.seek(0)
-            tensor = torch.load(whole, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
-            for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
-                tensor = tensor.narrow(dim, offset, length)
-            target.copy_(tensor)
-        else:
+        if self.start is not None:
             read_box(file, self.start, self.shape, self.dtype, offsets, lengths, target, buffer)
+            return
+        part = self.values
+        assert part is not None
+        for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
+            part = part.narrow(dim, offset, length)
+        target.copy_(part)
 
 
 def read_box(
@@ -432,7 +291,7 @@ def _read_exactly(file: BinaryIO, start: int, out: Tensor) -> None:
         view = view[count:]
 
 
-def _data_offset(whole: FileView, num_bytes: int) -> int | None:
+def _data_offset(whole: BinaryIO, num_bytes: int) -> int | None:
     """Where in an archive of ``torch.save`` its only storage lies; None if it is not so simple."""
     with zipfile.ZipFile(whole) as archive:
         found = [entry for entry in archive.infolist() if "/data/" in entry.filename]

@@ -1,0 +1,199 @@
+"""Writes a checkpoint: DCP's files, with a checksum for each, on the disk when they are done.
+
+Files are those of ``torch.distributed.checkpoint``: anything that reads its format reads them. This
+only looks at what passes by.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import threading
+import uuid
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from fsdp_engine import memory
+from fsdp_engine.checkpoint.manifest import FileRow
+
+# Before the first underscore after it stand eight digits of the save, then the rank.
+PREFIX, SUFFIX = "__shards_", ".distcp"
+METADATA = ".metadata"
+
+_WRITE_BUFFER_BYTES = 1 << 18
+# What is written goes to the disk in such pieces while the next piece is written.
+_SYNC_BYTES = 64 << 20
+
+
+class _ChecksummedFile(io.BufferedWriter):
+    """A file that is written from start to end, and the checksum of what was written."""
+
+    def __init__(self, path: Path) -> None:
+        # Buffered, because torch.save writes a tensor's frame in a dozen small pieces. What is
+        # larger than the buffer goes past it.
+        super().__init__(io.FileIO(path, "wb"), _WRITE_BUFFER_BYTES)
+        self.num_bytes = 0
+        self.crc = 0
+        self._num_synced = 0
+        self._sync: threading.Thread | None = None
+        self._error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Write all of ``data``."""
+        view = memoryview(data).cast("B")
+        self.crc = zlib.crc32(view, self.crc)
+        super().write(view)
+        self.num_bytes += len(view)
+        idle = self._sync is None or not self._sync.is_alive()
+        if idle and self.num_bytes - self._num_synced >= _SYNC_BYTES:
+            self.flush()
+            self._num_synced = self.num_bytes
+            self._sync = threading.Thread(target=self._bring_to_disk, name="fdatasync")
+            self._sync.start()
+        return len(view)
+
+    def tell(self) -> int:
+        """Bytes written."""
+        return self.num_bytes
+
+    def fileno(self) -> int:
+        """The descriptor, for the last fsync: so with everything handed to the system."""
+        self._end_sync()
+        if self._error is not None:
+            # The system tells an error once: a later fsync would succeed.
+            raise self._error
+        self.flush()
+        return super().fileno()
+
+    def close(self) -> None:
+        """Close the file, once nobody syncs it any more."""
+        self._end_sync()
+        super().close()
+
+    def _end_sync(self) -> None:
+        if self._sync is not None:
+            self._sync.join()
+            self._sync = None
+
+    def _bring_to_disk(self) -> None:
+        try:
+            os.fdatasync(super().fileno())
+        except OSError as error:
+            self._error = error
+
+
+class _ChecksummingFiles(FileSystem):
+    """The file system as DCP's writer sees it; keeps a row for each file written."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, FileRow] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        """See ``FileSystem``."""
+        if mode != "wb":
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        with _ChecksummedFile(Path(path)) as file:
+            yield file
+        self.rows[Path(path).name] = FileRow(file.num_bytes, f"{file.crc:08x}")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Written(WriteResult):
+    """A rank's first result carries the rows of its files."""
+
+    rows: dict[str, FileRow] = dataclasses.field(default_factory=dict)
+
+
+class SavePlanner(dcp.DefaultSavePlanner):
+    """Hands tensors to the writer in such a form that it does not copy them.
+
+    DCP writes whole storages: a slice of a flat buffer, whose storage is the buffer, it would
+    clone. Here the slice gets a storage of its own over the same memory.
+    """
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        """What to write for an item of the plan."""
+        value = super().resolve_data(write_item)
+        if isinstance(value, Tensor) and value.device.type == "cpu" and value.is_contiguous():
+            return memory.with_own_storage(value)
+        return value
+
+
+class Writer(dcp.FileSystemWriter):
+    """Writes a checkpoint's files, each on the disk when it is done.
+
+    Args:
+        folder: where to.
+        finished: called on the coordinator when everything is written, with the metadata and a row
+            for each file. What it raises is raised on every rank.
+    """
+
+    def __init__(
+        self, folder: Path, finished: Callable[[Metadata, dict[str, FileRow]], None]
+    ) -> None:
+        super().__init__(folder)
+        self.fs = self._files = _ChecksummingFiles()
+        self._finished = finished
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Without the warning that a checkpoint is there."""
+        self.fs.mkdir(self.path)
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On the coordinator: names for all ranks' files, which no other save has.
+
+        Torch's own would write over the files that an older metadata still points to.
+        """
+        save = uuid.uuid4().hex[:8]
+        return [
+            dataclasses.replace(
+                plan,
+                storage_data=dataclasses.replace(
+                    plan.storage_data, prefix=f"{PREFIX}{save}_{rank}_"
+                ),
+            )
+            for rank, plan in enumerate(super().prepare_global_plan(plans))
+        ]
+
+    def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's part."""
+        results = super().write_data(plan, planner).wait()
+        if results:
+            first = results[0]
+            results[0] = _Written(
+                first.index, first.size_in_bytes, first.storage_data, self._files.rows
+            )
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the coordinator, when all ranks have written."""
+        super().finish(metadata, results)
+        rows = {
+            name: row
+            for written in results
+            for result in written
+            if isinstance(result, _Written)
+            for name, row in result.rows.items()
+        }
+        rows[METADATA] = next(
+            row for name, row in self._files.rows.items() if name.startswith(METADATA)
+        )
+        self._finished(metadata, rows)
