@@ -4,8 +4,9 @@
 
 Two gloo ranks; all ways take their turn in every round, in an order drawn anew; ratios are taken
 round by round. Files go to one disk and are synced by all ways. "torch.save" is the same bytes
-written by one rank alone, with fsync. Loads come from the page cache. Older checkpoints of this engine are
-removed after a save has returned, and before the next way's turn.
+written by one rank alone, with fsync. Loads come from the page cache. DCP writes over its older
+checkpoint, so that a crash leaves none ("in place"); this engine writes beside it and removes it
+after the save has returned, before the next way's turn, as "new folder" does with DCP.
 
 *Blocked* is how long an asynchronous save keeps the caller; *total* until it has landed.
 Resharding is a load by four ranks of what two have saved, against what four have saved. Planning
@@ -45,11 +46,13 @@ SIZES = {
     "85M": GPTConfig(sequence_length=128, num_layers=12, width=768, num_heads=12),
 }
 ENGINE, FSDP2, PLAIN = "fsdp_engine", "FSDP2 + DCP", "torch.save, one rank"
+BESIDE = "new folder"
 # The first rounds touch pages of the machine's memory, and of the disk, for the first time.
 WARMUP = 3
 TARGETS = (
     # what, way, over, at most
     ("save", ENGINE, f"save: {FSDP2}", 1.0),
+    ("save", ENGINE, f"save: {FSDP2}, {BESIDE}", 1.0),
     ("load", ENGINE, f"load: {FSDP2}", 1.0),
     ("blocked", ENGINE, f"save: {ENGINE}", 0.15),
 )
@@ -96,6 +99,7 @@ def measure(size: str, rounds: int, folder: str) -> dict[str, list[float]]:
     plain = [torch.zeros(numel) for _ in range(3)] if dist.get_rank() == 0 else []
     started = {ENGINE: 0.0, FSDP2: 0.0}
     count = iter(range(10**6))
+    beside: list[str] = []
 
     def state() -> dict[str, Any]:
         model_state, optimizer_state = get_state_dict(other, other_optimizer)
@@ -103,6 +107,11 @@ def measure(size: str, rounds: int, folder: str) -> dict[str, list[float]]:
 
     def fsdp2_save() -> None:
         dcp.save(state(), checkpoint_id=f"{folder}/fsdp2")
+
+    def fsdp2_save_beside() -> None:
+        path = f"{folder}/fsdp2-{next(count)}"
+        dcp.save(state(), checkpoint_id=path)
+        beside.append(path)
 
     def fsdp2_load() -> None:
         read = state()
@@ -142,6 +151,7 @@ def measure(size: str, rounds: int, folder: str) -> dict[str, list[float]]:
     steps: dict[str, list[tuple[str, Callable[[], Any]]]] = {
         f"save: {ENGINE}": [("save", lambda: checkpointer.save(next(count)))],
         f"save: {FSDP2}": [("save", fsdp2_save)],
+        f"save: {FSDP2}, {BESIDE}": [("save", fsdp2_save_beside)],
         f"save: {PLAIN}": [("save", plain_save)],
         f"load: {ENGINE}": [("load", checkpointer.load)],
         f"load: {ENGINE}, verified": [("load", verified_load)],
@@ -151,7 +161,7 @@ def measure(size: str, rounds: int, folder: str) -> dict[str, list[float]]:
         f"async: {FSDP2}": [("blocked", fsdp2_async), ("total", fsdp2_wait)],
     }
     for _, save in (steps[f"save: {way}"][0] for way in (ENGINE, FSDP2, PLAIN)):
-        save()
+        save()  # for the loads
     times: dict[str, list[float]] = {}
     draw = harness.random.Random(0)
     names = list(steps)
@@ -159,6 +169,8 @@ def measure(size: str, rounds: int, folder: str) -> dict[str, list[float]]:
         draw.shuffle(names)
         for name in names:
             checkpointer.wait()
+            while len(beside) > 1:
+                shutil.rmtree(beside.pop(0), ignore_errors=True)  # by whichever rank is first
             os.sync()  # what others have written is not this one's to bring to the disk
             dist.barrier()
             start = time.perf_counter()

@@ -445,7 +445,7 @@ def test_a_flipped_byte_is_found_in_any_file_with_the_tensor_it_is_in(
     path = folder / place.relative_path
     whole = bytearray(path.read_bytes())
     with open(path, "rb") as file:
-        start = reader._data_offset(reader.FileView(file, place.offset, place.length), 0)
+        start = reader.data_offset(reader.FileView(file, place.offset, place.length), 0)
     assert start is not None
     whole[place.offset + start] ^= 64
     path.write_bytes(bytes(whole))

@@ -30,7 +30,7 @@ from fsdp_engine.checkpoint.difference import TensorDifference, compare, shared_
 from fsdp_engine.checkpoint.inspection import group_tensors, matches
 from fsdp_engine.checkpoint.manifest import FORMAT_VERSION, MANIFEST, TensorRow
 from fsdp_engine.checkpoint.offline import StoredCheckpoint, find_folders, verify
-from fsdp_engine.checkpoint.reader import FileView, StoredChunk
+from fsdp_engine.checkpoint.reader import FileView, data_offset
 from fsdp_engine.checkpoint.writer import METADATA
 from tests.models import Transformer
 from tests.pool import Ranks
@@ -125,9 +125,9 @@ def byte_of(folder: Path, key: str) -> tuple[Path, int]:
     place = next(place for index, place in places.items() if index.fqn == key)
     path = folder / place.relative_path
     with open(path, "rb") as file:
-        chunk = StoredChunk.find(FileView(file, place.offset, place.length), place.offset)
-    assert chunk.start is not None
-    return path, chunk.start
+        start = data_offset(FileView(file, place.offset, place.length), 0)
+    assert start is not None
+    return path, place.offset + start
 
 
 def flip(path: Path, place: int, bits: int = 64) -> None:

@@ -167,7 +167,7 @@ class StoredChunk:
         shape, dtype = tuple(outline.shape), outline.dtype
         start = None
         if outline.is_contiguous() and outline.storage_offset() == 0:
-            start = _data_offset(archive, outline.numel() * dtype.itemsize)
+            start = data_offset(archive, outline.numel() * dtype.itemsize)
         if start is None:
             archive.seek(0)
             return cls._read(archive)
@@ -291,7 +291,7 @@ def _read_exactly(file: BinaryIO, start: int, out: Tensor) -> None:
         view = view[count:]
 
 
-def _data_offset(whole: BinaryIO, num_bytes: int) -> int | None:
+def data_offset(whole: BinaryIO, num_bytes: int) -> int | None:
     """Where in an archive of ``torch.save`` its only storage lies; None if it is not so simple."""
     with zipfile.ZipFile(whole) as archive:
         found = [entry for entry in archive.infolist() if "/data/" in entry.filename]
