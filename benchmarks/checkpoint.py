@@ -4,7 +4,8 @@
 
 Two gloo ranks; all ways take their turn in every round, in an order drawn anew; ratios are taken
 round by round. Files go to one disk and are synced by all ways. "torch.save" is the same bytes
-written by one rank alone, with fsync. Loads come from the page cache. DCP writes over its older
+written by one rank alone, with fsync. Loads come from the page cache, and "cold" ones from the disk.
+DCP writes over its older
 checkpoint, so that a crash leaves none ("in place"); this engine writes beside it and removes it
 after the save has returned, before the next way's turn, as "new folder" does with DCP.
 
@@ -54,6 +55,7 @@ TARGETS = (
     ("save", ENGINE, f"save: {FSDP2}", 1.0),
     ("save", ENGINE, f"save: {FSDP2}, {BESIDE}", 1.0),
     ("load", ENGINE, f"load: {FSDP2}", 1.0),
+    ("load", f"{ENGINE}, cold", f"load: {FSDP2}, cold", 1.0),
     ("blocked", ENGINE, f"save: {ENGINE}", 0.15),
 )
 
@@ -86,6 +88,19 @@ def make_fsdp2(config: GPTConfig) -> tuple[nn.Module, torch.optim.Optimizer]:
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     fill(optimizer)
     return model, optimizer
+
+
+def prepare(folder: str, cold: bool) -> None:
+    """Bring all files into the page cache, or out of it."""
+    if dist.get_rank() == 0:
+        for path in Path(folder).rglob("*"):
+            if path.is_file():
+                with open(path, "rb") as file:
+                    if cold:
+                        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                    else:
+                        while file.read(1 << 24):
+                            pass
 
 
 def measure(size: str, rounds: int, folder: str) -> dict[str, list[float]]:
@@ -155,6 +170,8 @@ def measure(size: str, rounds: int, folder: str) -> dict[str, list[float]]:
         f"save: {PLAIN}": [("save", plain_save)],
         f"load: {ENGINE}": [("load", checkpointer.load)],
         f"load: {ENGINE}, verified": [("load", verified_load)],
+        f"load: {ENGINE}, cold": [("load", checkpointer.load)],
+        f"load: {FSDP2}, cold": [("load", fsdp2_load)],
         f"load: {FSDP2}": [("load", fsdp2_load)],
         f"load: {PLAIN}": [("load", plain_load)],
         f"async: {ENGINE}": [("blocked", engine_async), ("total", checkpointer.wait)],
@@ -172,6 +189,7 @@ def measure(size: str, rounds: int, folder: str) -> dict[str, list[float]]:
             while len(beside) > 1:
                 shutil.rmtree(beside.pop(0), ignore_errors=True)  # by whichever rank is first
             os.sync()  # what others have written is not this one's to bring to the disk
+            prepare(folder, cold=name.endswith("cold"))
             dist.barrier()
             start = time.perf_counter()
             for what, call in steps[name]:

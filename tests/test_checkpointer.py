@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp_engine as fe
+from fsdp_engine.checkpoint import direct_file, reader, writer
 from fsdp_engine.checkpoint import manifest as manifest_module
-from fsdp_engine.checkpoint import reader, writer
 from fsdp_engine.checkpoint.directory import CheckpointDirectory
 from fsdp_engine.checkpoint.manifest import FORMAT_VERSION, MANIFEST, Manifest
 from fsdp_engine.checkpoint.verification import verify_files
@@ -311,7 +311,7 @@ def test_a_rank_without_host_memory_is_an_error_on_all() -> None:
 @contextmanager
 def no_space(on_rank: int, after_bytes: int = 1000) -> Iterator[None]:
     """The disk of one rank is full after some bytes."""
-    original = writer._ChecksummedFile.write
+    original = direct_file.DirectFile.write
 
     def write(self: Any, data: Any) -> int:
         if self.num_bytes > after_bytes:
@@ -319,11 +319,11 @@ def no_space(on_rank: int, after_bytes: int = 1000) -> Iterator[None]:
         return original(self, data)
 
     if dist.get_rank() == on_rank:
-        writer._ChecksummedFile.write = write  # type: ignore[method-assign]
+        direct_file.DirectFile.write = write  # type: ignore[method-assign]
     try:
         yield
     finally:
-        writer._ChecksummedFile.write = original  # type: ignore[method-assign]
+        direct_file.DirectFile.write = original  # type: ignore[method-assign]
 
 
 @on_ranks(2)

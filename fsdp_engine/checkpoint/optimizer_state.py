@@ -268,7 +268,7 @@ class OptimizerMatch:
             target = self._saved.empty(key)
             if target is not None and self._is_like_parameter(member.record, state, key):
                 if target.shape == member.param.shape:
-                    target = _like(member, target.dtype)
+                    target = self._target_like(member, state, target.dtype)
                 else:
                     expected = describe_tensor(tuple(member.param.shape), target.dtype)
                     self.problems.append(
@@ -276,6 +276,18 @@ class OptimizerMatch:
                     )
                     continue
             self.targets[key] = target
+
+    def _target_like(self, member: NamedParam, state: str, dtype: torch.dtype) -> Tensor:
+        """The state that is there already, if it lies as the parameter does; else new memory."""
+        there = self._optimizer.state.get(member.param, {}).get(state)
+        if isinstance(there, Tensor) and there.dtype == dtype:
+            if isinstance(there, FlatDTensor):
+                fits = member.placement is not None and there.flat_placement == member.placement
+            else:
+                fits = member.placement is None and there.shape == member.param.shape
+            if fits:
+                return there.detach()
+        return _like(member, dtype)
 
     def _is_like_parameter(self, record: ParamRecord, state: str, key: str) -> bool:
         """Whether a state has its parameter's shape. See [Note: State without a step]."""

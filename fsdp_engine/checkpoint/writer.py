@@ -7,11 +7,8 @@ only looks at what passes by.
 from __future__ import annotations
 
 import dataclasses
-import io
 import os
-import threading
 import uuid
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,72 +23,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from fsdp_engine import memory
+from fsdp_engine.checkpoint.direct_file import DirectFile
 from fsdp_engine.checkpoint.manifest import FileRow
 
 # Before the first underscore after it stand eight digits of the save, then the rank.
 PREFIX, SUFFIX = "__shards_", ".distcp"
 METADATA = ".metadata"
-
-_WRITE_BUFFER_BYTES = 1 << 18
-# What is written goes to the disk in such pieces while the next piece is written.
-_SYNC_BYTES = 64 << 20
-
-
-class _ChecksummedFile(io.BufferedWriter):
-    """A file that is written from start to end, and the checksum of what was written."""
-
-    def __init__(self, path: Path) -> None:
-        # Buffered, because torch.save writes a tensor's frame in a dozen small pieces. What is
-        # larger than the buffer goes past it.
-        super().__init__(io.FileIO(path, "wb"), _WRITE_BUFFER_BYTES)
-        self.num_bytes = 0
-        self.crc = 0
-        self._num_synced = 0
-        self._sync: threading.Thread | None = None
-        self._error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        """Write all of ``data``."""
-        view = memoryview(data).cast("B")
-        self.crc = zlib.crc32(view, self.crc)
-        super().write(view)
-        self.num_bytes += len(view)
-        idle = self._sync is None or not self._sync.is_alive()
-        if idle and self.num_bytes - self._num_synced >= _SYNC_BYTES:
-            self.flush()
-            self._num_synced = self.num_bytes
-            self._sync = threading.Thread(target=self._bring_to_disk, name="fdatasync")
-            self._sync.start()
-        return len(view)
-
-    def tell(self) -> int:
-        """Bytes written."""
-        return self.num_bytes
-
-    def fileno(self) -> int:
-        """The descriptor, for the last fsync: so with everything handed to the system."""
-        self._end_sync()
-        if self._error is not None:
-            # The system tells an error once: a later fsync would succeed.
-            raise self._error
-        self.flush()
-        return super().fileno()
-
-    def close(self) -> None:
-        """Close the file, once nobody syncs it any more."""
-        self._end_sync()
-        super().close()
-
-    def _end_sync(self) -> None:
-        if self._sync is not None:
-            self._sync.join()
-            self._sync = None
-
-    def _bring_to_disk(self) -> None:
-        try:
-            os.fdatasync(super().fileno())
-        except OSError as error:
-            self._error = error
 
 
 class _ChecksummingFiles(FileSystem):
@@ -107,7 +44,7 @@ class _ChecksummingFiles(FileSystem):
             with super().create_stream(path, mode) as stream:
                 yield stream
             return
-        with _ChecksummedFile(Path(path)) as file:
+        with DirectFile(Path(path)) as file:
             yield file
         self.rows[Path(path).name] = FileRow(file.num_bytes, f"{file.crc:08x}")
 
