@@ -4,10 +4,9 @@
 
 Two gloo ranks; all ways take their turn in every round, in an order drawn anew; ratios are taken
 round by round. Files go to one disk and are synced by all ways. "torch.save" is the same bytes
-written by one rank alone, with fsync. Loads come from the page cache, and "cold" ones from the disk.
-DCP writes over its older
-checkpoint, so that a crash leaves none ("in place"); this engine writes beside it and removes it
-after the save has returned, before the next way's turn, as "new folder" does with DCP.
+written by one rank alone, with fsync. Loads come from the page cache, "cold" ones from the disk.
+DCP writes over its older checkpoint, so that a crash leaves none; this engine writes beside it and
+removes it after the save has returned, before the next way's turn, as "new folder" does with DCP.
 
 *Blocked* is how long an asynchronous save keeps the caller; *total* until it has landed.
 Resharding is a load by four ranks of what two have saved, against what four have saved. Planning

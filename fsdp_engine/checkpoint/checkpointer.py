@@ -29,7 +29,13 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from fsdp_engine.checkpoint.agreement import agree
 from fsdp_engine.checkpoint.directory import CheckpointDirectory
-from fsdp_engine.checkpoint.folder import FolderMatch, LoadReport, training_entries, write_entries
+from fsdp_engine.checkpoint.folder import (
+    FolderMatch,
+    LoadReport,
+    collector_paused,
+    training_entries,
+    write_entries,
+)
 from fsdp_engine.checkpoint.manifest import FileRow, Manifest, library_versions, tensor_rows
 from fsdp_engine.checkpoint.model_state import EXTRA, RANKS, ShardedModel
 from fsdp_engine.checkpoint.run_state import (
@@ -171,34 +177,8 @@ class Checkpointer:
             All but the last before anything is changed, and on every rank if on one.
         """
         self.wait()
-        folder = self._find(step)
-        ranks_key = f"{RANKS}.{self._mesh.rank}"
-        manifest = self._check_files(folder, verify)
-        match: FolderMatch | None = None
-        error: Exception | None = None
-        try:
-            match = FolderMatch(folder, self._engine, self._optimizer, (EXTRA, ranks_key))
-            if strict:
-                match.raise_problems()
-        except Exception as caught:
-            error = caught
-        agree(f"load({step!r})", error, self._control)
-        assert match is not None
-        try:
-            match.load(self._control)
-        except CheckpointException as caught:
-            raise RuntimeError(
-                f"load({step!r}) failed while reading: {_reason(caught)}"
-            ) from caught
-        extra = unpack(match.targets.get(EXTRA))
-        if manifest.world_size == self._mesh.size:
-            own = unpack(match.targets.get(ranks_key))
-            set_random_state(own["random"], self._mesh.device)
-            extra = own["extra"]
-        for name, value in self._extra.items():
-            if name in extra:
-                value.load_state_dict(extra[name])
-        return LoadReport(manifest.step, match.problems, extra)
+        with collector_paused():
+            return self._load(step, strict, verify)
 
     def steps(self) -> list[int]:
         """Steps whose checkpoints are complete, in rising order, as rank 0 sees them."""
@@ -247,6 +227,36 @@ class Checkpointer:
                 self._directory.discard(staging)
             raise
         return _Save(self, entries, agreed[0][0], step)
+
+    def _load(self, step: int | Literal["latest"], strict: bool, verify: bool) -> LoadReport:
+        folder = self._find(step)
+        ranks_key = f"{RANKS}.{self._mesh.rank}"
+        manifest = self._check_files(folder, verify)
+        match: FolderMatch | None = None
+        error: Exception | None = None
+        try:
+            match = FolderMatch(folder, self._engine, self._optimizer, (EXTRA, ranks_key))
+            if strict:
+                match.raise_problems()
+        except Exception as caught:
+            error = caught
+        agree(f"load({step!r})", error, self._control)
+        assert match is not None
+        try:
+            match.load(self._control)
+        except CheckpointException as caught:
+            raise RuntimeError(
+                f"load({step!r}) failed while reading: {_reason(caught)}"
+            ) from caught
+        extra = unpack(match.targets.get(EXTRA))
+        if manifest.world_size == self._mesh.size:
+            own = unpack(match.targets.get(ranks_key))
+            set_random_state(own["random"], self._mesh.device)
+            extra = own["extra"]
+        for name, value in self._extra.items():
+            if name in extra:
+                value.load_state_dict(extra[name])
+        return LoadReport(manifest.step, match.problems, extra)
 
     def _find(self, step: int | Literal["latest"]) -> Path:
         """The folder of a step, as rank 0 sees it."""

@@ -32,6 +32,7 @@ Checkpoints hold pickles. Load only what you trust.
 
 from __future__ import annotations
 
+import gc
 import os
 import warnings
 from collections.abc import Iterator
@@ -170,14 +171,15 @@ def load_checkpoint(
     group = engine.mesh.control_group
     match: FolderMatch | None = None
     error: Exception | None = None
-    try:
-        match = FolderMatch(Path(path), engine, optimizer)
-        match.raise_problems()
-    except Exception as caught:
-        error = caught
-    agree("load_checkpoint()", error, group)
-    assert match is not None
-    match.load(group)
+    with collector_paused():
+        try:
+            match = FolderMatch(Path(path), engine, optimizer)
+            match.raise_problems()
+        except Exception as caught:
+            error = caught
+        agree("load_checkpoint()", error, group)
+        assert match is not None
+        match.load(group)
     extra: dict[str, Any] = unpack(match.targets.get(EXTRA))
     return extra
 
@@ -307,6 +309,19 @@ def read_entries(
             process_group=group,
             no_dist=alone,
         )
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """No collection of garbage meanwhile: plans are so many objects that it would start one of the
+    whole heap, on some rank, for which all others wait."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager
