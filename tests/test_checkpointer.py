@@ -209,6 +209,19 @@ def test_every_rank_goes_on_with_its_own_random_state_and_place(
     assert [found[2] for found in others] == [saved[0][2]] * 4
 
 
+@on_ranks(2)
+def test_an_extra_that_was_not_saved_stays_with_a_warning() -> None:
+    folder = shared_folder()
+    _, engine, optimizer = small()
+    fe.Checkpointer(folder, engine, optimizer, extra={"data": Position(3)}).save(1)
+    known, new = Position(), Position(8)
+    checkpointer = fe.Checkpointer(folder, engine, optimizer, extra={"data": known, "new": new})
+    with pytest.warns(UserWarning, match=r"missing extra\.new: expected its state"):
+        report = checkpointer.load()
+    assert (known.index, new.index) == (3, 8)
+    assert len(report.problems) == 1
+
+
 # --- in the background ---
 
 
@@ -500,6 +513,8 @@ def load_differently(folder: str) -> None:
     assert torch.equal(found["model.extra.weight"], before["model.extra.weight"])
     assert not torch.equal(found["model.head.weight"], before["model.head.weight"])
     other = fe.Checkpointer(folder, engine, torch.optim.SGD(model.parameters(), lr=0.3))
+    with pytest.raises(ValueError, match="expected the state of SGD; found that of AdamW"):
+        other.load()
     report = other.load(strict=False)
     assert any("expected the state of SGD" in line for line in report.problems)
     assert other._optimizer is not None

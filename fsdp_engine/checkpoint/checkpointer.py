@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -157,7 +158,8 @@ class Checkpointer:
 
         Weights and optimizer state are bit by bit what was saved, and the next forward uses them.
         Random states come back, and each rank's ``extra``, if as many ranks load as have saved;
-        otherwise every rank takes the ``extra`` of rank 0.
+        otherwise every rank takes the ``extra`` of rank 0. An ``extra`` that was not saved stays as
+        it is, with a warning.
 
         Args:
             step: which; "latest": the newest complete one.
@@ -253,10 +255,15 @@ class Checkpointer:
             own = unpack(match.targets.get(ranks_key))
             set_random_state(own["random"], self._mesh.device)
             extra = own["extra"]
+        problems = list(match.problems)
         for name, value in self._extra.items():
             if name in extra:
                 value.load_state_dict(extra[name])
-        return LoadReport(manifest.step, match.problems, extra)
+                continue
+            # Known only now that the entry has been read: too late to refuse, too bad to hide.
+            problems.append(f"missing {EXTRA}.{name}: expected its state; found nothing")
+            warnings.warn(f"load of {folder}: {problems[-1]}; it stays as it is", stacklevel=4)
+        return LoadReport(manifest.step, problems, extra)
 
     def _find(self, step: int | Literal["latest"]) -> Path:
         """The folder of a step, as rank 0 sees it."""
