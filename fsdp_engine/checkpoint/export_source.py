@@ -19,14 +19,18 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from fsdp_engine.checkpoint.folder import read_metadata
-from fsdp_engine.checkpoint.model_state import MODEL, Saved, ShardedModel, check_at_rest
+from fsdp_engine.checkpoint.model_state import (
+    EXTRA_STATE,
+    MODEL,
+    Saved,
+    ShardedModel,
+    check_at_rest,
+    is_extra_state,
+)
 from fsdp_engine.checkpoint.reader import ReadBuffer, Reader
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.flat_dtensor.placement import Box, flat_range_boxes
 from fsdp_engine.strategies import Axis, Role
-
-# Torch's name for what nn.Module.get_extra_state returns, which safetensors cannot hold.
-_EXTRA_STATE = "_extra_state"
 
 # First row-major element, and a tensor with it and the following ones.
 Part = tuple[int, Tensor]
@@ -114,7 +118,7 @@ def checkpoint_sources(folder: Path, dtype: torch.dtype | None, buffer_bytes: in
     sources = []
     for key in saved.below(MODEL):
         entry, path = saved.entries[key], saved.paths[key]
-        name = str(path[1]) if len(path) == 2 else _EXTRA_STATE  # an extra state has insides
+        name = str(path[1]) if len(path) == 2 else EXTRA_STATE  # an extra state has insides
         if isinstance(entry, TensorStorageMetadata) and not is_extra_state(name):
             written = _written(entry.properties.dtype, dtype)
 
@@ -204,8 +208,3 @@ def slice_of(tensor: Tensor) -> Part:
 
 def _written(found: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
     return wanted if wanted is not None and found.is_floating_point else found
-
-
-def is_extra_state(name: str) -> bool:
-    """Whether a name in a ``state_dict`` is that of a module's extra state."""
-    return name.rpartition(".")[2] == _EXTRA_STATE

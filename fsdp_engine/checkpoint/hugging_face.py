@@ -27,7 +27,6 @@ from fsdp_engine.checkpoint.export_source import (
     Source,
     checkpoint_sources,
     engine_sources,
-    is_extra_state,
     slice_of,
 )
 from fsdp_engine.checkpoint.hugging_face_folder import (
@@ -39,7 +38,12 @@ from fsdp_engine.checkpoint.hugging_face_folder import (
     split,
     tensor_bytes,
 )
-from fsdp_engine.checkpoint.model_state import ShardedModel, check_at_rest, describe_tensor
+from fsdp_engine.checkpoint.model_state import (
+    ShardedModel,
+    check_at_rest,
+    describe_tensor,
+    is_extra_state,
+)
 from fsdp_engine.checkpoint.reader import ReadBuffer
 from fsdp_engine.checkpoint.safetensors_file import (
     TensorInFile,

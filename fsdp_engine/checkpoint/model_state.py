@@ -21,7 +21,7 @@ from fsdp_engine.strategies import Strategy
 
 MODEL, OPTIMIZER, EXTRA, RANKS = "model", "optimizer", "extra", "ranks"
 
-_EXTRA_STATE = "_extra_state"  # torch's name for what nn.Module.get_extra_state returns
+EXTRA_STATE = "_extra_state"  # torch's name for what nn.Module.get_extra_state returns
 
 Path = tuple[str | int, ...]
 # What is read, by flat key: a tensor to fill, or None for an object.
@@ -96,6 +96,11 @@ def nested(values: Mapping[Path, Any]) -> Any:
     return made
 
 
+def is_extra_state(name: str) -> bool:
+    """Whether a name in a ``state_dict`` is that of a module's extra state."""
+    return name.rpartition(".")[2] == EXTRA_STATE
+
+
 def check_at_rest(engine: ShardedModel) -> None:
     """Whether the modules hold the sharded parameters.
 
@@ -138,7 +143,7 @@ def match_model(engine: ShardedModel, saved: Saved) -> tuple[Targets, list[str],
     extra_states: list[str] = []
     tensors: dict[int, tuple[Tensor, list[str]]] = {}
     for key, value in engine.model.state_dict(keep_vars=True).items():
-        if key.rpartition(".")[2] == _EXTRA_STATE:
+        if is_extra_state(key):
             found = saved.below(MODEL, key)
             known.update(found)
             extra_states.append(key)
@@ -173,7 +178,7 @@ def set_extra_states(
     """Give modules the extra states that were read."""
     for key in keys:
         values = {saved.paths[each][2:]: read[each] for each in saved.below(MODEL, key)}
-        module = engine.model.get_submodule(key.removesuffix(_EXTRA_STATE).rstrip("."))
+        module = engine.model.get_submodule(key.removesuffix(EXTRA_STATE).rstrip("."))
         module.set_extra_state(nested(values))
 
 

@@ -41,7 +41,7 @@ class Reader(dcp.FileSystemReader):
 
     def __init__(self, folder: Path, buffer_bytes: int = READ_BUFFER_BYTES) -> None:
         super().__init__(folder)
-        self._buffer_bytes = buffer_bytes
+        self._buffer = ReadBuffer(buffer_bytes)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read this rank's part."""
@@ -49,12 +49,11 @@ class Reader(dcp.FileSystemReader):
         for item in plan.items:
             place = self.storage_data[item.storage_index]
             per_file.setdefault(place.relative_path, []).append(item)
-        buffer = ReadBuffer(self._buffer_bytes)
         for relative_path, items in per_file.items():
             with self.fs.create_stream(self.fs.concat_path(self.path, relative_path), "rb") as file:
                 chunk: tuple[int, StoredChunk] | None = None  # the last one: several items share it
                 for item in sorted(items, key=self._offset):
-                    chunk = self._read_item(file, item, planner, buffer, chunk)
+                    chunk = self._read_item(file, item, planner, chunk)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -67,7 +66,6 @@ class Reader(dcp.FileSystemReader):
         file: Any,
         item: ReadItem,
         planner: LoadPlanner,
-        buffer: ReadBuffer,
         last: tuple[int, StoredChunk] | None,
     ) -> tuple[int, StoredChunk] | None:
         place = self.storage_data[item.storage_index]
@@ -83,7 +81,7 @@ class Reader(dcp.FileSystemReader):
         target = planner.resolve_tensor(item).detach()
         if last is None or last[0] != place.offset:
             last = place.offset, StoredChunk.find(file, place.offset, place.length)
-        last[1].read_into(target, item.storage_offsets, item.lengths, file, buffer)
+        last[1].read_into(target, item.storage_offsets, item.lengths, file, self._buffer)
         planner.commit_tensor(item, target)
         return last
 

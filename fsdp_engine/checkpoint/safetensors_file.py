@@ -253,22 +253,8 @@ def read_elements(
     Raises:
         EOFError: the file is too short.
     """
-    if target.is_contiguous():
-        flat = target.view(-1)
-        _read_flat(file, start, dtype, flat, buffer)
-        return
-    for part in _parts(target, max(buffer.num_bytes // dtype.itemsize, 1)):
-        read = buffer.tensor(part.numel(), dtype)
-        _read_flat(file, start, dtype, read, buffer)
-        part.copy_(read.view(part.shape))
-        start += part.numel() * dtype.itemsize
-
-
-def _read_flat(
-    file: BinaryIO, start: int, dtype: torch.dtype, flat: Tensor, buffer: ReadBuffer
-) -> None:
-    shape = [flat.numel()]
-    read_box(file, start, shape, dtype, [0], shape, flat, buffer)
+    shape = tuple(target.shape)
+    read_box(file, start, shape, dtype, [0] * len(shape), shape, target, buffer)
 
 
 def _parts(tensor: Tensor, limit: int) -> Iterator[Tensor]:
