@@ -1,44 +1,236 @@
-"""Everything about the engine that is neither mesh, strategy, units nor dtypes."""
+"""Everything about the engine that is neither mesh, units nor granules, by Megatron-Core's names.
+
+``docs/megatron.md`` has a row for each field: what it does here, and the test that shows it.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import warnings
 from dataclasses import dataclass
+
+import torch
+
+from fsdp_engine.precision import MixedPrecisionPolicy
+from fsdp_engine.strategies import LEVELS, Role, Strategy, level_from_name
+
+# Megatron-Core's defaults: below the first, collectives are too small for their latency.
+_LEAST_BUCKET_ELEMENTS = 40_000_000
+_BUCKET_ELEMENTS_PER_RANK = 1_000_000
+
+_COUNTS = {  # integers that may be None: the least legal value
+    "bucket_size": 1,
+    "num_buckets": 1,
+    "suggested_communication_unit_size": 0,
+}
 
 
 @dataclass(frozen=True)
 class DistributedDataParallelConfig:
-    """Options of the engine, by the names that Megatron-Core users know.
+    """Options of the engine, by the names that Megatron-Core users know. Sizes are in elements.
+
+    ``fe.shard`` takes it, too. Of the fields that say *when* (``overlap_grad_reduce``,
+    ``overlap_param_gather``, ``align_param_gather``) it takes none: it always overlaps, and its
+    backward ends with reduced gradients.
 
     Attributes:
-        suggested_communication_unit_size: elements that may be gathered ahead of use; at least
-            one unit is, unless it is 0. Gradient buffers in use (the one being filled and those
-            being reduced) obey the same number: past it, the oldest reduction is waited for.
-            None: twice the mean unit.
+        grad_reduce_in_fp32: gradients are accumulated and reduced in fp32; otherwise in the dtype
+            that the policy says, for ``DistributedDataParallel`` the parameter's.
+        overlap_grad_reduce: reductions start during backward, as buckets fill. False: all in
+            ``finish_grad_sync``. What is cut along an axis is always reduced in backward along it.
+        overlap_param_gather: after a step parameters are gathered during the next forward. False:
+            right after the step. Cut parameters are always gathered in forward.
+        align_param_gather: nothing is gathered ahead except by ``start_param_sync``.
+        use_distributed_optimizer: level "optim" instead of "no_shard" where no strategy is named.
+        num_distributed_optimizer_instances: outer size of the mesh: optimizer state is cut over
+            the ranks of one instance and replicated over instances.
+        check_for_nan_in_grad: NaN and Inf are looked for before gradients travel, and raise on
+            every rank, naming parameters and ranks.
+        check_for_large_grads: a warning where the norm of a buffer's gradients exceeds ten times
+            the largest of the last 100.
+        bucket_size: parameters that belong to no unit are split into buckets, in reverse
+            registration order; the parameter that reaches the size closes a bucket. None:
+            40,000,000, or 1,000,000 for each data-parallel rank if that is more.
+        num_buckets: instead of ``bucket_size``: so many buckets, as even as parameters allow.
+        pad_buckets_for_high_nccl_busbw: every rank's part of a flat buffer is a multiple of 2^16.
         reduce_scatter_with_fp32_accumulation: low-precision gradients travel as they are and are
             summed in fp32 by the receiving rank.
         average_in_collective: the collective averages. False: gradients are scaled as they are
             copied into the buffer, then summed. The result is the same.
+        fp8_param_gather: parameters travel as fp8 bytes.
+        reuse_grad_buf_for_mxfp8_param_ag: MXFP8 gathers go through the gradients' memory.
+        use_megatron_fsdp: ``data_parallel_sharding_strategy`` says the level; otherwise
+            ``use_distributed_optimizer`` does.
+        use_custom_fsdp: deprecated name of ``use_megatron_fsdp``.
+        data_parallel_sharding_strategy: level of the inner axis.
+        outer_dp_sharding_strategy: level of the outer axis, at most the inner one's.
+        gradient_reduce_div_fusion: gradients are scaled while they are copied. False: by a pass of
+            its own before they travel.
+        suggested_communication_unit_size: elements that may be gathered ahead of use; at least
+            one unit is, unless it is 0. Gradient buffers in use (the one being filled and those
+            being reduced) obey the same number: past it, the oldest reduction is waited for.
+            None: twice the mean unit.
+        preserve_fp32_weights: fp32 main weights beside low-precision compute weights. False: the
+            compute weights are the main weights.
+        keep_fp8_transpose_cache: fp8 transposes are kept between forward and backward.
+        nccl_ub: communication buffers lie in memory registered with NCCL; implies
+            ``fsdp_double_buffer``.
+        fsdp_double_buffer: transient buffers are two persistent slots that units take in turn.
+        disable_symmetric_registration: with ``nccl_ub``: plain instead of window registration.
+        delay_wgrad_compute: modules may compute weight gradients after backward
+            (``backward_dw``); the reduction of such parameters waits for it.
 
     Raises:
-        ValueError: a negative ``suggested_communication_unit_size``.
-        TypeError: it is not an integer.
+        ValueError: a value or a combination is not legal; names fields and legal values.
+        TypeError: a field has another type.
     """
 
-    suggested_communication_unit_size: int | None = None
+    grad_reduce_in_fp32: bool = False
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    align_param_gather: bool = False
+    use_distributed_optimizer: bool = False
+    num_distributed_optimizer_instances: int = 1
+    check_for_nan_in_grad: bool = False
+    check_for_large_grads: bool = False
+    bucket_size: int | None = None
+    num_buckets: int | None = None
+    pad_buckets_for_high_nccl_busbw: bool = False
     reduce_scatter_with_fp32_accumulation: bool = False
     average_in_collective: bool = False
+    fp8_param_gather: bool = False
+    reuse_grad_buf_for_mxfp8_param_ag: bool = False
+    use_megatron_fsdp: bool = False
+    use_custom_fsdp: bool = False
+    data_parallel_sharding_strategy: str = "no_shard"
+    outer_dp_sharding_strategy: str = "no_shard"
+    gradient_reduce_div_fusion: bool = True
+    suggested_communication_unit_size: int | None = None
+    preserve_fp32_weights: bool = True
+    keep_fp8_transpose_cache: bool = False
+    nccl_ub: bool = False
+    fsdp_double_buffer: bool = False
+    disable_symmetric_registration: bool = False
+    delay_wgrad_compute: bool = False
 
     def __post_init__(self) -> None:
-        size = self.suggested_communication_unit_size
-        if size is None:
-            return
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise TypeError(
-                "suggested_communication_unit_size: expected a number of elements (int) or None; "
-                f"found {size!r}"
+        for field in dataclasses.fields(self):
+            if isinstance(field.default, bool):
+                self._check_bool(field.name)
+        for name, least in _COUNTS.items():
+            if getattr(self, name) is not None:
+                self._check_count(name, least)
+        self._check_count("num_distributed_optimizer_instances", 1)
+        if self.use_custom_fsdp:
+            warnings.warn(
+                "use_custom_fsdp is the old name of use_megatron_fsdp: use that",
+                DeprecationWarning,
+                stacklevel=3,
             )
-        if size < 0:
+            object.__setattr__(self, "use_megatron_fsdp", True)
+        if self.nccl_ub:
+            object.__setattr__(self, "fsdp_double_buffer", True)
+        self._check_strategy()
+        self._needs("overlap_param_gather", "overlap_grad_reduce")
+        self._needs("align_param_gather", "overlap_param_gather")
+        self._needs("reuse_grad_buf_for_mxfp8_param_ag", "fp8_param_gather")
+        self._needs("keep_fp8_transpose_cache", "fp8_param_gather")
+        self._needs("disable_symmetric_registration", "nccl_ub")
+        if self.bucket_size is not None and self.num_buckets is not None:
             raise ValueError(
-                "suggested_communication_unit_size: expected 0 or more elements, or None; "
-                f"found {size}"
+                "bucket_size, num_buckets: expected at most one of them; found "
+                f"{self.bucket_size} and {self.num_buckets}"
+            )
+        if self.reduce_scatter_with_fp32_accumulation and self.grad_reduce_in_fp32:
+            raise ValueError(
+                "reduce_scatter_with_fp32_accumulation: expected grad_reduce_in_fp32=False, since "
+                "it sends gradients in low precision; found grad_reduce_in_fp32=True"
+            )
+
+    @property
+    def names_strategy(self) -> bool:
+        """Whether the fields say a level."""
+        return self.use_megatron_fsdp or self.use_distributed_optimizer
+
+    @property
+    def level_names(self) -> tuple[str, str]:
+        """The (inner, outer) levels that the fields say."""
+        if self.use_megatron_fsdp:
+            return self.data_parallel_sharding_strategy, self.outer_dp_sharding_strategy
+        return ("optim" if self.use_distributed_optimizer else "no_shard"), "no_shard"
+
+    def bucket_elements(self, num_elements: int, num_ranks: int) -> int:
+        """The size that closes a bucket.
+
+        Args:
+            num_elements: elements of all parameters to be put into buckets.
+            num_ranks: data-parallel ranks.
+        """
+        if self.num_buckets is not None:
+            return -(-num_elements // self.num_buckets)
+        if self.bucket_size is not None:
+            return self.bucket_size
+        return max(_LEAST_BUCKET_ELEMENTS, _BUCKET_ELEMENTS_PER_RANK * num_ranks)
+
+    def applied_to(self, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+        """``policy`` with what the fields say about dtypes.
+
+        Raises:
+            ValueError: the policy says otherwise.
+        """
+        changes: dict[str, object] = {}
+        if self.grad_reduce_in_fp32:
+            for name in ("main_grads_dtype", "reduce_dtype", "grad_comm_dtype"):
+                if getattr(policy, name) not in (None, torch.float32):
+                    raise ValueError(
+                        f"grad_reduce_in_fp32, {name}: expected torch.float32 or None in the "
+                        f"policy; found {getattr(policy, name)}"
+                    )
+                changes[name] = torch.float32
+        if not self.preserve_fp32_weights:
+            if policy.main_params_dtype not in (None, policy.param_dtype):
+                raise ValueError(
+                    "preserve_fp32_weights, main_params_dtype: expected None in the policy, since "
+                    f"compute weights are the main weights; found {policy.main_params_dtype}"
+                )
+            changes["preserve_fp32_weights"] = False
+        return dataclasses.replace(policy, **changes) if changes else policy  # type: ignore[arg-type]
+
+    def _check_bool(self, name: str) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}: expected True or False; found {value!r}")
+
+    def _check_count(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name}: expected an integer of {least} or more; found {value!r}")
+        if value < least:
+            raise ValueError(f"{name}: expected {least} or more; found {value}")
+
+    def _needs(self, name: str, other: str) -> None:
+        if getattr(self, name) and not getattr(self, other):
+            raise ValueError(f"{name}: expected {other}=True beside it; found {other}=False")
+
+    def _check_strategy(self) -> None:
+        inner = level_from_name(
+            self.data_parallel_sharding_strategy, "data_parallel_sharding_strategy"
+        )
+        outer = level_from_name(self.outer_dp_sharding_strategy, "outer_dp_sharding_strategy")
+        if outer.value > inner.value:
+            raise ValueError(
+                "outer_dp_sharding_strategy: expected a level at most that of "
+                f"data_parallel_sharding_strategy={inner.name!r}; found {outer.name!r}"
+            )
+        if not self.use_megatron_fsdp and inner.value:
+            raise ValueError(
+                "data_parallel_sharding_strategy: expected use_megatron_fsdp=True beside "
+                f"{inner.name!r}; found False (use_distributed_optimizer then says the level)"
+            )
+        instances = self.num_distributed_optimizer_instances
+        if instances > 1 and not Strategy.from_names(*self.level_names).depth(Role.OPTIM):
+            raise ValueError(
+                "num_distributed_optimizer_instances: expected use_distributed_optimizer=True, or "
+                "use_megatron_fsdp=True with a data_parallel_sharding_strategy of "
+                f"{', '.join(list(LEVELS)[1:])}, beside {instances}; found {self.level_names[0]!r}"
             )

@@ -29,6 +29,7 @@ class ParamDtypes:
     main_grad: torch.dtype
     reduce: torch.dtype
     comm: torch.dtype
+    optim_grad: torch.dtype  # as the optimizer gets it
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,10 @@ class MixedPrecisionPolicy:
             ranks exchange parts in this dtype and sum in ``reduce_dtype``.
         output_dtype: floating-point outputs of the root module are cast to it. None: left alone.
         cast_forward_inputs: cast floating-point inputs of every unit to ``param_dtype``.
+        preserve_fp32_weights: False: where ``main_params_dtype`` is None, main weights are the
+            compute weights, in their dtype.
+        narrow_grads: where ``main_grads_dtype`` is None, gradients are kept and summed in
+            the compute dtype, and handed to the optimizer in that of the main weights.
 
     Raises:
         TypeError: a field is not a floating-point ``torch.dtype``.
@@ -60,6 +65,8 @@ class MixedPrecisionPolicy:
     grad_comm_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    preserve_fp32_weights: bool = True
+    narrow_grads: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -83,19 +90,22 @@ class MixedPrecisionPolicy:
         """
         own = param.dtype
         if not own.is_floating_point:
-            return ParamDtypes(own, own, own, own, own)
+            return ParamDtypes(own, own, own, own, own, own)
         compute = self.param_dtype or own
         if not param.requires_grad:
             main = own
-        else:
+        elif self.preserve_fp32_weights:
             main = self.main_params_dtype or (torch.float32 if own in _LOW_PRECISION else own)
-        main_grad = self.main_grads_dtype or main
+        else:
+            main = self.main_params_dtype or compute
+        narrow = self.narrow_grads and self.main_grads_dtype is None
+        main_grad = compute if narrow else self.main_grads_dtype or main
         reduce = self.reduce_dtype or main_grad
         comm = self.grad_comm_dtype or reduce
         if wire_override and compute in _LOW_PRECISION:
             reduce, comm = torch.float32, compute
         _check_wire(comm, reduce)
-        return ParamDtypes(compute, main, main_grad, reduce, comm)
+        return ParamDtypes(compute, main, main_grad, reduce, comm, main if narrow else main_grad)
 
 
 def _check_wire(comm: torch.dtype, reduce: torch.dtype) -> None:
