@@ -8,12 +8,13 @@ from fsdp_engine.checkpoint import (
     save_checkpoint,
 )
 from fsdp_engine.config import DistributedDataParallelConfig
-from fsdp_engine.engine import Engine, shard
+from fsdp_engine.engine import Engine
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.hooks import register_forward_method
 from fsdp_engine.optimizer import shard_optimizer
 from fsdp_engine.planner import Estimate, estimate
 from fsdp_engine.precision import MixedPrecisionPolicy
+from fsdp_engine.sharding import shard
 
 __all__ = [
     "Checkpointer",

@@ -1,4 +1,4 @@
-"""From a model to units with buffers: check everything, agree with all ranks, then change things.
+"""From a plan to units with buffers: agree with all ranks, then change things.
 
 Nothing is changed before every rank has checked its arguments and all ranks have told each other
 so: an error on one rank is raised on all, and no rank is left waiting.
@@ -6,128 +6,38 @@ so: an error on one rank is raised on all, and no rank is left waiting.
 
 from __future__ import annotations
 
-import gc
 import hashlib
-import math
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
 
-from fsdp_engine.assignment import UnitSelector, assign, collect_records, find_units
 from fsdp_engine.buffer import Ladder
-from fsdp_engine.codecs import CastCodec, CodecRule, ParamCodec
 from fsdp_engine.collectives import broadcast_, gather_objects
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.lanes import Lanes
-from fsdp_engine.layout import Layout
-from fsdp_engine.materialize import check_meta, materialize, materialize_buffers
+from fsdp_engine.materialize import materialize, materialize_buffers
 from fsdp_engine.memory import Memory
 from fsdp_engine.mesh import DataMesh
-from fsdp_engine.param_and_grad_buffer import (
-    FIRST_TAG,
-    BufferKind,
-    ParamAndGradBuffer,
-    ParamRecord,
-)
-from fsdp_engine.placement import TensorRequest, plan_layouts
-from fsdp_engine.precision import MixedPrecisionPolicy
-from fsdp_engine.strategies import Axis, Role, Strategy
+from fsdp_engine.param_and_grad_buffer import FIRST_TAG, BufferKind, ParamAndGradBuffer
+from fsdp_engine.plan import Ground, Grounds, Plan
+from fsdp_engine.strategies import Axis, Role
 from fsdp_engine.unit import Unit
 
-Granule = Callable[[str, nn.Parameter], int]
-
 
 @dataclass(frozen=True)
-class PlannedBuffer:
-    """One buffer to be: its kind, its layout, its parameters, and how its codec is made."""
+class Sites:
+    """Where buffers are built: the levels of all data-parallel ranks and of experts' ranks, and the
+    communicators of each."""
 
-    kind: BufferKind
-    layout: Layout
-    records: list[ParamRecord]
-    make_codec: Callable[[], ParamCodec]
+    grounds: Grounds
+    data: Ladder
+    expert: Ladder | None = None
 
-
-@dataclass(frozen=True)
-class PlannedUnit:
-    """One unit to be."""
-
-    name: str
-    module: nn.Module
-    buffers: list[PlannedBuffer]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Everything about a model that is decided before it is changed."""
-
-    units: list[PlannedUnit]
-    records: list[ParamRecord]
-    on_meta: bool
-
-    def signature(self) -> list[str]:
-        """A line for each parameter, which must be the same on all ranks."""
-        params = [
-            f"{record.name}: shape {tuple(record.param.shape)}, {record.param.dtype}, "
-            f"{'trainable' if record.param.requires_grad else 'frozen'}"
-            for record in self.records
-        ]
-        places = [
-            f"{record.name}: in unit {unit.name or 'root'}, at {slot.offset} of "
-            f"{buffer.layout.numel}"
-            for unit in self.units
-            for buffer in unit.buffers
-            for record, slot in zip(buffer.records, buffer.layout.slots, strict=True)
-        ]
-        return [*params, *places]
-
-
-def make_plan(
-    model: nn.Module,
-    units: UnitSelector | Iterable[UnitSelector] | None,
-    policy: MixedPrecisionPolicy,
-    config: DistributedDataParallelConfig,
-    strategy: Strategy,
-    axis_sizes: dict[Axis, int],
-    granule: Granule | None,
-    codec_rules: Sequence[CodecRule] = (),
-) -> Plan:
-    """Decide which parameter lies where. Changes nothing, sends nothing.
-
-    Raises:
-        ValueError: units that match nothing, a granule that does not divide its parameter, a
-            model without parameters, uninitialised lazy parameters, DTensors, or an optimizer
-            that holds the model's parameters already.
-    """
-    records = collect_records(model)
-    if not records:
-        raise ValueError(f"model: expected parameters; found none in {type(model).__name__}")
-    for record in records:
-        if isinstance(record.param, nn.parameter.UninitializedParameter):
-            raise ValueError(
-                f"{record.name}: expected a parameter with a shape; found a lazy one that no "
-                "forward has initialised"
-            )
-        if isinstance(record.param, DTensor):
-            raise ValueError(
-                f"{record.name}: expected a plain parameter; found a {type(record.param).__name__} "
-                f"over {record.param.device_mesh} (sharded elsewhere; tensor parallelism has to "
-                "keep plain local parameters)"
-            )
-    _check_no_optimizer(records)
-    on_meta = check_meta(model, records)
-    modules = find_units(model, units)
-    owned = assign(model, modules, records)
-    sizes = {a: axis_sizes[a] if strategy.cuts(Role.OPTIM, a) else 1 for a in Axis}
-    planned = []
-    for name, module in {"": model, **modules}.items():
-        buffers = _plan_buffers(owned[name], policy, config, sizes, granule, codec_rules)
-        if buffers or not name:
-            planned.append(PlannedUnit(name, module, buffers))
-    return Plan(planned, records, on_meta)
+    def of(self, kind: BufferKind) -> tuple[Ground, Ladder]:
+        """Those of parameters of ``kind``."""
+        is_expert = kind.is_expert and self.expert is not None
+        return self.grounds.of(kind), self.expert if is_expert and self.expert else self.data
 
 
 def agree(plan: Plan | None, error: Exception | None, options: str, mesh: DataMesh) -> int:
@@ -153,123 +63,68 @@ def agree(plan: Plan | None, error: Exception | None, options: str, mesh: DataMe
 
 def build_units(
     plan: Plan,
-    strategy: Strategy,
-    ladder: Ladder,
+    sites: Sites,
     lanes: Lanes,
     memory: Memory,
     config: DistributedDataParallelConfig,
     seed: int,
+    *,
+    broadcast: bool = False,
 ) -> list[Unit]:
-    """Make the buffers and put sharded parameters into the model, unit by unit."""
-    mesh = ladder.mesh
+    """Make the buffers and put sharded parameters into the model, unit by unit.
+
+    Args:
+        broadcast: all values are those of the first rank; else each rank's slices are its own, and
+            only those that several ranks hold are made the same.
+    """
+    device = sites.data.mesh.device
     tag = FIRST_TAG
     units = []
     for index, planned in enumerate(plan.units):
         if plan.on_meta:
             records = [record for buffer in planned.buffers for record in buffer.records]
-            materialize(plan.units[0].module, records, mesh.device, seed + index)
+            materialize(plan.units[0].module, records, device, seed + index)
         buffers: list[ParamAndGradBuffer] = []
         for number, part in enumerate(planned.buffers):
             label = planned.name or "the root module"
             if len(planned.buffers) > 1:
                 label += f" (buffer {number})"
-            buffers.append(
-                ParamAndGradBuffer(
-                    label,
-                    part.records,
-                    part.layout,
-                    part.kind,
-                    part.make_codec(),
-                    strategy,
-                    ladder,
-                    lanes,
-                    memory,
-                    config,
-                    tag,
-                )
+            ground, ladder = sites.of(part.kind)
+            buffer = ParamAndGradBuffer(
+                label,
+                part.records,
+                part.layout,
+                part.kind,
+                part.make_codec(),
+                ground.strategy,
+                ladder,
+                lanes,
+                memory,
+                config,
+                tag,
+                broadcast=broadcast,
             )
-            _same_on_replicas(buffers[-1], strategy, mesh)
+            buffers.append(buffer)
+            if not broadcast:
+                same_on_replicas(buffer)
             tag += 2  # a reduction may take two messages
         units.append(Unit(index, planned.name, planned.module, buffers, lanes))
         for buffer in buffers:
             for record in buffer.records:
                 # The user's own tensor goes now, so that one unit at a time is held twice.
                 del record.param
-    materialize_buffers(plan.units[0].module, mesh.device, seed + len(units))
+    materialize_buffers(plan.units[0].module, device, seed + len(units))
+    units[0].parts = tuple(
+        unit for unit, planned in zip(units, plan.units, strict=True) if planned.is_bucket
+    )
     return units
 
 
-def _plan_buffers(
-    records: Sequence[ParamRecord],
-    policy: MixedPrecisionPolicy,
-    config: DistributedDataParallelConfig,
-    sizes: dict[Axis, int],
-    granule: Granule | None,
-    codec_rules: Sequence[CodecRule],
-) -> list[PlannedBuffer]:
-    groups: dict[BufferKind, list[ParamRecord]] = {}
-    makers: dict[BufferKind, Callable[[], ParamCodec]] = {}
-    for record in records:
-        kind, maker = _kind_of(record, policy, config, codec_rules)
-        groups.setdefault(kind, []).append(record)
-        makers.setdefault(kind, maker)
-    planned = []
-    for kind, members in groups.items():
-        by_name = {record.name: record for record in members}
-        codec = makers[kind]()
-        requests = []
-        for record in members:
-            shape = tuple(record.param.shape)
-            wanted = granule(record.name, record.param) if granule is not None else 1
-            checked = TensorRequest(record.name, shape, wanted).granule
-            together = math.lcm(checked, codec.granule(shape))
-            requests.append(TensorRequest(record.name, shape, together))
-        for layout in plan_layouts(
-            requests, inner_size=sizes[Axis.INNER], outer_size=sizes[Axis.OUTER]
-        ):
-            inside = [by_name[slot.name] for slot in layout.slots]
-            planned.append(PlannedBuffer(kind, layout, inside, makers[kind]))
-    return planned
-
-
-def _kind_of(
-    record: ParamRecord,
-    policy: MixedPrecisionPolicy,
-    config: DistributedDataParallelConfig,
-    codec_rules: Sequence[CodecRule],
-) -> tuple[BufferKind, Callable[[], ParamCodec]]:
-    param = record.param
-    dtypes = policy.resolve(param, config.reduce_scatter_with_fp32_accumulation)
-    divisor = float(getattr(param, "gradient_divisor", 1.0))
-    for rule in codec_rules:
-        found = rule(record.name, param, dtypes)
-        if found is not None:
-            key, maker = found
-            return BufferKind(key, dtypes, param.requires_grad, divisor), maker
-    return (
-        BufferKind("cast", dtypes, param.requires_grad, divisor),
-        lambda: CastCodec(dtypes.main, dtypes.compute),
-    )
-
-
-def _check_no_optimizer(records: Sequence[ParamRecord]) -> None:
-    names = {id(record.param): record.name for record in records}
-    for thing in gc.get_objects():
-        if not issubclass(type(thing), torch.optim.Optimizer):
-            continue
-        for group in vars(thing).get("param_groups", ()):
-            for param in group["params"]:
-                if id(param) in names:
-                    raise ValueError(
-                        f"optimizer: expected it to be built after shard(); found a "
-                        f"{type(thing).__name__} that already holds {names[id(param)]}"
-                    )
-
-
-def _same_on_replicas(buffer: ParamAndGradBuffer, strategy: Strategy, mesh: DataMesh) -> None:
-    """Ranks that hold the same weights start from the same values: those of the first."""
+def same_on_replicas(buffer: ParamAndGradBuffer) -> None:
+    """Ranks that hold the same main weights get those of the first of them. Collective."""
+    mesh = buffer.mesh
     for axis in Axis:
-        if not strategy.cuts(Role.OPTIM, axis):
+        if not buffer.strategy.cuts(Role.OPTIM, axis):
             broadcast_(buffer.weights.main.tensor, mesh.axis(axis).reduce_group)
 
 

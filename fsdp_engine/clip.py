@@ -13,7 +13,11 @@ from fsdp_engine.collectives import all_reduce_
 
 
 def total_norm(
-    shards: Sequence[Tensor], norm_type: float, group: ProcessGroup | None, device: torch.device
+    shards: Sequence[Tensor],
+    norm_type: float,
+    group: ProcessGroup | None,
+    device: torch.device,
+    copies: Sequence[int] | None = None,
 ) -> Tensor:
     """The p-norm over all elements of all ranks' shards.
 
@@ -23,6 +27,7 @@ def total_norm(
         norm_type: p; ``math.inf`` for the largest magnitude.
         group: the ranks over which the elements are spread; None if this rank has them all.
         device: where the result lives.
+        copies: how many ranks of ``group`` hold the elements of each shard. None: one each.
 
     Returns:
         A 0-d fp32 tensor (fp64 for fp64 gradients), the same on every rank of ``group``.
@@ -34,7 +39,9 @@ def total_norm(
         raise ValueError(f"norm_type: expected a positive number or inf; found {norm_type!r}")
     dtype = torch.float64 if any(s.dtype == torch.float64 for s in shards) else torch.float32
     norms = [
-        torch.linalg.vector_norm(shard, norm_type, dtype=dtype) for shard in shards if shard.numel()
+        torch.linalg.vector_norm(shard, norm_type, dtype=dtype) * count ** (-1.0 / norm_type)
+        for shard, count in zip(shards, copies or [1] * len(shards), strict=True)
+        if shard.numel()
     ]
     if not norms:
         norms = [torch.zeros((), dtype=dtype, device=device)]

@@ -159,15 +159,8 @@ class DistributedDataParallelConfig:
             return self.data_parallel_sharding_strategy, self.outer_dp_sharding_strategy
         return ("optim" if self.use_distributed_optimizer else "no_shard"), "no_shard"
 
-    def bucket_elements(self, num_elements: int, num_ranks: int) -> int:
-        """The size that closes a bucket.
-
-        Args:
-            num_elements: elements of all parameters to be put into buckets.
-            num_ranks: data-parallel ranks.
-        """
-        if self.num_buckets is not None:
-            return -(-num_elements // self.num_buckets)
+    def closing_size(self, num_ranks: int) -> int:
+        """The elements that close a bucket, where ``num_buckets`` does not say it."""
         if self.bucket_size is not None:
             return self.bucket_size
         return max(_LEAST_BUCKET_ELEMENTS, _BUCKET_ELEMENTS_PER_RANK * num_ranks)
@@ -234,3 +227,34 @@ class DistributedDataParallelConfig:
                 "use_megatron_fsdp=True with a data_parallel_sharding_strategy of "
                 f"{', '.join(list(LEVELS)[1:])}, beside {instances}; found {self.level_names[0]!r}"
             )
+
+
+@dataclass(frozen=True)
+class Timing:
+    """When gradients are reduced and weights gathered, and on whose word.
+
+    Attributes:
+        reduces_in_backward: the last backward of a step issues its reductions as gradients come.
+            False: they wait for ``finish_grad_sync``.
+        finishes_backward: the last backward ends with reduced gradients. False: only
+            ``finish_grad_sync`` shows them, and only ``zero_grad_buffer`` or cleared gradients
+            begin a new step.
+        gathers_in_forward: after a step weights are brought up to date in the next forward.
+            False: right after the step.
+        gathers_ahead: forward begins with bringing all of them up to date, ahead of use.
+    """
+
+    reduces_in_backward: bool = True
+    finishes_backward: bool = True
+    gathers_in_forward: bool = True
+    gathers_ahead: bool = True
+
+    @classmethod
+    def of(cls, config: DistributedDataParallelConfig) -> Timing:
+        """What the config's fields say."""
+        return cls(
+            reduces_in_backward=config.overlap_grad_reduce,
+            finishes_backward=False,
+            gathers_in_forward=config.overlap_param_gather,
+            gathers_ahead=not config.align_param_gather,
+        )

@@ -1,35 +1,34 @@
-"""What the user holds: :func:`shard` and the :class:`Engine` that it returns."""
+"""What the user holds: the :class:`Engine` of a sharded model."""
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fsdp_engine import lanes as lanes_module
-from fsdp_engine.assignment import UnitSelector
-from fsdp_engine.buffer import Ladder
-from fsdp_engine.build import Granule, Plan, agree, build_units, make_plan
+from fsdp_engine.bucket_hooks import hook_bucket
+from fsdp_engine.build import Sites, build_units, same_on_replicas
 from fsdp_engine.clip import clip_, total_norm
-from fsdp_engine.codecs import CodecRule
-from fsdp_engine.config import DistributedDataParallelConfig
+from fsdp_engine.config import DistributedDataParallelConfig, Timing
+from fsdp_engine.delayed_gradients import hook_delayed_gradients
 from fsdp_engine.description import Description, describe_units
 from fsdp_engine.flat_dtensor import FlatDTensor
+from fsdp_engine.gradient_checks import GradientChecks
 from fsdp_engine.hooks import UnitHooks, hook_gradients
 from fsdp_engine.memory import Memory
-from fsdp_engine.mesh import DataMesh
 from fsdp_engine.param_and_grad_buffer import ParamAndGradBuffer
+from fsdp_engine.plan import Plan
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.reductions import Reductions
 from fsdp_engine.scheduler import Scheduler
-from fsdp_engine.strategies import Axis, Role, Strategy
+from fsdp_engine.strategies import Role
 from fsdp_engine.unit import Unit, install_into
 
 # Weak both ways: an engine knows its model, and a value that holds its key would never go. The
@@ -40,71 +39,8 @@ _ENGINES: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.We
 _LIVE: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
-def shard(
-    model: nn.Module,
-    mesh: DeviceMesh | None = None,
-    strategy: str = "optim_grads_params",
-    outer_strategy: str = "no_shard",
-    units: UnitSelector | Iterable[UnitSelector] | None = None,
-    mp_policy: MixedPrecisionPolicy | None = None,
-    config: DistributedDataParallelConfig | None = None,
-    granule: Granule | None = None,
-    *,
-    codec_rules: Iterable[CodecRule] = (),
-) -> Engine:
-    """Shard ``model``'s parameters, gradients and optimizer state; the model is changed in place.
-
-    Modules keep their class, names and identity. Outside forward and backward their parameters
-    are :class:`FlatDTensor`\\ s over this rank's slices (plain tensors where nothing is cut and
-    main weights are compute weights). Build the optimizer afterwards.
-
-    Args:
-        model: any module, also on the meta device.
-        mesh: data-parallel ranks: (inner,) or (outer, inner). None: all ranks on one axis.
-        strategy: level of the inner axis: "no_shard", "optim", "optim_grads" or
-            "optim_grads_params".
-        outer_strategy: level of the outer axis, at most ``strategy``.
-        units: what is gathered and reduced as one: see :func:`~fsdp_engine.assignment.find_units`.
-        mp_policy: dtypes. None: each parameter's own, with fp32 main weights.
-        config: everything else.
-        granule: ``granule(name, parameter)`` elements of a parameter stay on one rank; it must
-            divide the parameter.
-        codec_rules: encodings of parameters on the wire, asked in turn before the default cast.
-
-    Raises:
-        ValueError: an argument, or how arguments of ranks differ; on all ranks, before anything
-            is changed.
-        TypeError: likewise.
-    """
-    levels = Strategy.from_names(strategy, outer_strategy)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module; found {type(model).__name__}")
-    policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
-    if not isinstance(policy, MixedPrecisionPolicy):
-        raise TypeError(f"mp_policy: expected a MixedPrecisionPolicy or None; found {mp_policy!r}")
-    options = config if config is not None else DistributedDataParallelConfig()
-    if not isinstance(options, DistributedDataParallelConfig):
-        raise TypeError(
-            f"config: expected a DistributedDataParallelConfig or None; found {config!r}"
-        )
-    data_mesh = DataMesh.create(mesh)
-    levels = levels.on(data_mesh.outer.size)
-    rules = tuple(codec_rules)
-    plan: Plan | None = None
-    error: Exception | None = None
-    try:
-        _check_unsharded(model)
-        sizes = {axis: data_mesh.axis(axis).size for axis in Axis}
-        plan = make_plan(model, units, policy, options, levels, sizes, granule, rules)
-    except (ValueError, TypeError) as caught:
-        error = caught
-    seed = agree(plan, error, f"{levels}, {policy}, {options}", data_mesh)
-    assert plan is not None
-    return Engine(model, plan, data_mesh, levels, policy, options, seed)
-
-
 class Engine:
-    """A sharded model's engine. Made by :func:`shard`.
+    """A sharded model's engine. Made by :func:`~fsdp_engine.sharding.shard`.
 
     Attributes:
         model: the user's module.
@@ -118,30 +54,42 @@ class Engine:
         self,
         model: nn.Module,
         plan: Plan,
-        mesh: DataMesh,
-        strategy: Strategy,
+        sites: Sites,
         policy: MixedPrecisionPolicy,
         config: DistributedDataParallelConfig,
+        timing: Timing,
         seed: int,
+        *,
+        broadcast: bool,
     ) -> None:
+        mesh = sites.data.mesh
         self.model = model
         self.mesh = mesh
-        self.strategy = strategy
+        self.strategy = sites.grounds.data.strategy
         self.config = config
         self.policy = policy
+        self._timing = timing
         self._memory = Memory(mesh.device)
         self._lanes = lanes_module.make_lanes(mesh.device)
-        ladder = Ladder(mesh)
-        self.units = build_units(plan, strategy, ladder, self._lanes, self._memory, config, seed)
-        self.budget = _budget(self.units, config)
-        root = self.units[0]
-        reductions = Reductions(
-            self.units, root, self._lanes, mesh.control_group, mesh.device, self.budget
+        self.units = build_units(
+            plan, sites, self._lanes, self._memory, config, seed, broadcast=broadcast
         )
-        self._scheduler = Scheduler(self.units, root, self._memory, self.budget, reductions)
+        self.budget = _budget(self.units, config)
+        root, group = self.units[0], mesh.control_group
+        checks = None
+        if config.check_for_nan_in_grad or config.check_for_large_grads:
+            trainable = [buffer for unit in self.units for buffer in unit.trainable]
+            checks = GradientChecks(trainable, config, group, mesh.device)
+        self._reductions = Reductions(
+            self.units, root, self._lanes, group, mesh.device, self.budget, timing, checks
+        )
+        self._scheduler = Scheduler(
+            self.units, root, self._memory, self.budget, self._reductions, timing
+        )
         self._hooks: dict[int, UnitHooks] = {}
         for unit in self.units:
             self._hook(unit, is_root=unit is root)
+        self._sharded_ids = {id(param) for each in self.buffers for param in each.sharded_params}
         for module in model.modules():
             _ENGINES[module] = weakref.ref(self)
         _LIVE.add(self)
@@ -158,13 +106,51 @@ class Engine:
 
         Gradients are accumulated; only axes along which gradients are cut are reduced.
         """
-        reductions = self._scheduler.reductions
-        before = reductions.sync
-        reductions.sync = False
+        before = self._reductions.sync
+        self._reductions.sync = False
         try:
             yield
         finally:
-            reductions.sync = before
+            self._reductions.sync = before
+
+    def start_grad_sync(self) -> None:
+        """Issue the step's last reductions, if backward has not. Collective; does not wait."""
+        self._reductions.start()
+
+    def finish_grad_sync(self) -> None:
+        """On return gradients are final: ``.grad`` of sharded parameters. Collective.
+
+        Raises:
+            RuntimeError: a backward is not over, or modules have put off weight gradients; names
+                the parameters. Or, on all ranks, what checks of gradients found.
+        """
+        self._reductions.finish()
+
+    def start_param_sync(self, *, wait: bool = False) -> None:
+        """Issue gathers of what changed, ahead of the next forward. Collective.
+
+        Args:
+            wait: return when they are done.
+        """
+        self._scheduler.gather_before_forward(wait=wait)
+
+    def zero_grad_buffer(self, *, zero: bool = True) -> None:
+        """Begin a step: gradients are cleared, ``.grad`` is None.
+
+        Args:
+            zero: write zeros, too. False: the next gradients overwrite what is there.
+        """
+        self._reductions.clear(zero=zero)
+
+    def scale_gradients(self, factor: float | Tensor) -> None:
+        """Multiply all gradients by ``factor`` (a number, or a 0-d tensor), in place."""
+        self._reductions.scale(factor)
+
+    def broadcast_params(self) -> None:
+        """Ranks that hold the same weights get those of the first of them. Collective."""
+        for buffer in self.buffers:
+            same_on_replicas(buffer)
+        self.weights_changed()
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -183,12 +169,18 @@ class Engine:
             RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
             ValueError: ``norm_type`` is not positive.
         """
-        shards = [
-            shard
+        present = [
+            (buffer, shard)
             for buffer in self.buffers
             if buffer.grads is not None and (shard := buffer.grads.optim_grads) is not None
         ]
-        norm = total_norm(shards, norm_type, self._optim_group(), self.mesh.device)
+        shards = [shard for _, shard in present]
+        group, copies = self._optim_group(), None
+        if any(buffer.kind.is_expert for buffer in self.buffers):
+            # Ranks hold different experts: the norm is over all ranks, each element counted once.
+            group = self.mesh.control_group
+            copies = [buffer.mesh.size // buffer.layout.num_shards for buffer, _ in present]
+        norm = total_norm(shards, norm_type, group, self.mesh.device, copies)
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
             raise RuntimeError(f"clip_grad_norm_: expected a finite gradient norm; found {norm}")
         clip_(shards, norm, max_norm)
@@ -315,20 +307,32 @@ class Engine:
         for buffer in self.buffers:
             buffer.weights.mark_stale()
 
-    def _optimizer_stepped(self) -> None:
+    def _optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         for buffer in self.buffers:
             if buffer.grads is not None:  # frozen weights are changed by nobody but the user
                 buffer.weights.mark_stale()
+        if not self._timing.gathers_in_forward and self._is_stepped_by(optimizer):
+            self._scheduler.gather_before_forward(wait=True)
+
+    def _is_stepped_by(self, optimizer: torch.optim.Optimizer) -> bool:
+        own = self._sharded_ids
+        return any(
+            id(param) in own for group in optimizer.param_groups for param in group["params"]
+        )
 
     def _hook(self, unit: Unit, is_root: bool) -> None:
-        casts = self.policy.param_dtype if self.policy.cast_forward_inputs else None
-        output = self.policy.output_dtype if is_root else None
-        # The root is always seen, since its forward frames all others.
-        if is_root or unit.reshards or unit.needs_refresh or casts is not None:
-            hooks = UnitHooks(self._scheduler, unit, casts, output, self)
-            hooks.register()
-            self._hooks[unit.index] = hooks
+        if unit in self.units[0].parts:
+            hook_bucket(self._scheduler, unit)
+        else:
+            casts = self.policy.param_dtype if self.policy.cast_forward_inputs else None
+            output = self.policy.output_dtype if is_root else None
+            # The root is always seen, since its forward frames all others.
+            if is_root or unit.reshards or unit.needs_refresh or casts is not None:
+                hooks = UnitHooks(self._scheduler, unit, casts, output, self)
+                hooks.register()
+                self._hooks[unit.index] = hooks
         hook_gradients(self._scheduler, unit)
+        hook_delayed_gradients(self._scheduler, unit)
 
     def _pause(self, unit: Unit, paused: bool) -> None:
         if unit.index in self._hooks:
@@ -376,13 +380,12 @@ def _engine_of(module: nn.Module) -> Engine | None:
     return reference() if reference is not None else None
 
 
-def _check_unsharded(model: nn.Module) -> None:
+def engine_within(model: nn.Module) -> str | None:
+    """Name of a module of ``model`` that an engine has already; None if there is none."""
     for name, module in model.named_modules():
         if _engine_of(module) is not None:
-            raise ValueError(
-                "model: expected one that was not sharded before; found "
-                f"{name or 'the root module'} in the hands of another engine"
-            )
+            return name or "the root module"
+    return None
 
 
 _is_watching = False
@@ -397,6 +400,6 @@ def _watch_optimizers() -> None:
 
     def stepped(optimizer: torch.optim.Optimizer, *args: object) -> None:
         for engine in _LIVE:
-            engine._optimizer_stepped()
+            engine._optimizer_stepped(optimizer)
 
     register_optimizer_step_post_hook(stepped)

@@ -82,7 +82,11 @@ class Footprint:
         """Gradients at rest."""
         if not self.buffer.trainable:
             return 0
-        return self.held(Role.GRAD) * self.buffer.dtypes.main_grad.itemsize
+        dtypes = self.buffer.dtypes
+        kept = self.held(Role.GRAD) * dtypes.main_grad.itemsize
+        if dtypes.optim_grad != dtypes.main_grad:
+            kept += self.held(Role.OPTIM) * dtypes.optim_grad.itemsize
+        return kept
 
     @property
     def staged_elements(self) -> int:

@@ -17,17 +17,21 @@ rounded again.
 Every rank contributes its mean loss; the result is the gradient of the mean over all ranks. The
 factor ``1 / (ranks * extra divisor)`` is applied here and nowhere else: while gradients are
 written, or (``average_in_collective``) the ranks' part of it by the collectives, axis by axis.
+Without ``gradient_reduce_div_fusion`` what is not the collectives' part is a pass of its own, just
+before gradients travel for the first time.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from fsdp_engine.buffer import Ladder, ShardedBuffer
 from fsdp_engine.collectives import Steps
+from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.lanes import Chain, Lanes, Operation, Ticket
 from fsdp_engine.layout import Layout
 from fsdp_engine.memory import Memory, TransientStorage
@@ -55,7 +59,7 @@ class GradTower:
         dtypes: ParamDtypes,
         optim_depth: int,
         grad_depth: int,
-        average_in_collective: bool,
+        config: DistributedDataParallelConfig,
         extra_divisor: float,
         tag: int,
     ) -> None:
@@ -67,10 +71,14 @@ class GradTower:
         self._dtypes = dtypes
         self._optim_depth = optim_depth
         self._grad_depth = grad_depth
-        self._average = average_in_collective
+        self._average = config.average_in_collective
         self._tag = tag
         self._at = ladder.mesh.coordinate
-        self._scale = 1.0 / (extra_divisor * (1 if average_in_collective else ladder.mesh.size))
+        scale = 1.0 / (extra_divisor * (1 if self._average else ladder.mesh.size))
+        fused = config.gradient_reduce_div_fusion
+        self._scale = scale if fused else 1.0
+        # What a pass of its own multiplies with before gradients travel; 1.0: there is none.
+        self._later_scale = 1.0 if fused else scale
         # A power of two is exact in any dtype. Another factor must not be rounded with the
         # gradient's own dtype; as a tensor of one element it takes part in type promotion.
         exact = math.frexp(self._scale)[0] == 0.5
@@ -89,6 +97,10 @@ class GradTower:
         self._gaps: list[Tensor] = []
         self._staging: TransientStorage | None = None
         self._wire: TransientStorage | None = None
+        # What the optimizer gets, where gradients are kept in another dtype.
+        self._handed: ShardedBuffer | None = None
+        self._hands_over = dtypes.optim_grad != dtypes.main_grad
+        self._staged_flat: Tensor | None = None
         if self.writes_to_staging:
             self._staging = memory.transient(layout.numel, dtypes.comm, "staging")
         if dtypes.comm != dtypes.main_grad and self._last_axes:
@@ -107,7 +119,10 @@ class GradTower:
     @property
     def rest_bytes(self) -> int:
         """Bytes of the persistent gradients, from the first backward on."""
-        return self._numel(self._grad_depth) * self._dtypes.main_grad.itemsize
+        kept = self._numel(self._grad_depth) * self._dtypes.main_grad.itemsize
+        if self._hands_over:
+            kept += self._numel(self._optim_depth) * self._dtypes.optim_grad.itemsize
+        return kept
 
     @property
     def transient_bytes(self) -> int:
@@ -118,7 +133,14 @@ class GradTower:
     @property
     def optim_grads(self) -> Tensor | None:
         """This rank's part of the reduced gradients, 1-D, padding included; None before any."""
+        if self._handed is not None:
+            return self._handed.tensor
         return None if self._accum is None else self._accum.narrow(self._optim_depth)
+
+    def for_optimizer(self) -> ShardedBuffer:
+        """The buffer whose part at the depth of OPTIM the optimizer gets."""
+        main = self.main_grads()
+        return self._handed if self._handed is not None else main
 
     def main_grads(self) -> ShardedBuffer:
         """The persistent buffer, allocated when gradients first appear."""
@@ -127,6 +149,11 @@ class GradTower:
             flat = self._memory.persistent(numel, self._dtypes.main_grad, "grad")
             self._accum = ShardedBuffer(self._layout, self._at, self._grad_depth, flat)
             self._make_views(self._accum)
+            if self._hands_over:
+                numel = self._numel(self._optim_depth)
+                handed = self._memory.persistent(numel, self._dtypes.optim_grad, "grad")
+                self._handed = ShardedBuffer(self._layout, self._at, self._optim_depth, handed)
+                self._add_copy(self._accum.narrow(self._optim_depth), handed)
         return self._accum
 
     def begin(self) -> None:
@@ -171,15 +198,45 @@ class GradTower:
         if not self.writes_to_staging:
             self.fresh = [False] * count
 
-    def reduce(self, last: bool) -> Ticket | None:
-        """Submit what this microbatch has to reduce; returns a ticket, None if there is nothing.
+    def written(self) -> Sequence[Tensor]:
+        """Where gradients lie that have not travelled yet, one tensor for each parameter."""
+        return self._views
+
+    def zero_fresh(self) -> None:
+        """What no backward has written since gradients were cleared becomes zero."""
+        accum = self.main_grads()
+        for index, fresh in enumerate(self.fresh):
+            if fresh:
+                accum.local(index, self._grad_depth).zero_()
+        self.fresh = [False] * len(self.fresh)
+
+    def zero(self) -> None:
+        """All gradients become zero, padding included."""
+        if self._accum is not None:
+            self._lanes.compute.access(writes=(self._accum.tensor,))
+            self._accum.tensor.zero_()
+
+    def scale(self, factor: float | Tensor, is_reduced: bool) -> None:
+        """Multiply what is accumulated, or (``is_reduced``) the part that the optimizer gets."""
+        if self._accum is None:
+            return
+        part = self.optim_grads if is_reduced else self._accum.tensor
+        assert part is not None
+        part.mul_(factor.to(part.dtype) if isinstance(factor, Tensor) else factor)
+
+    def reduce(self, *, microbatch: bool, last: bool) -> Ticket | None:
+        """Submit what is to be reduced now; returns a ticket, None if there is nothing.
 
         Args:
-            last: this is the last microbatch of the step.
+            microbatch: a backward has just written its gradients.
+            last: it was the last one of the step.
         """
         ticket: Ticket | None = None
+        if self._later_scale != 1.0 and (microbatch if self.writes_to_staging else last):
+            flat = self._staged_flat if self._staged_flat is not None else self.main_grads().tensor
+            flat.mul_(self._later_scale)
         after: tuple[Ticket, ...] = (self._lanes.compute.record(),)
-        if self.writes_to_staging:
+        if self.writes_to_staging and microbatch:
             self._accumulates = not all(self.fresh)
             self._stale = []
             if self._accumulates and any(self.fresh):
@@ -223,7 +280,8 @@ class GradTower:
         layout = self._layout
         if self._staging is not None:
             with self._staging.while_filled() as staging:
-                flat = ShardedBuffer(layout, self._at, 0, staging.view(0, (layout.numel,)))
+                self._staged_flat = staging.view(0, (layout.numel,))
+                flat = ShardedBuffer(layout, self._at, 0, self._staged_flat)
                 self._views = [staging.view(slot.offset, slot.shape) for slot in layout.slots]
                 self._gaps = [staging.view(a, (b - a,)) for a, b in layout.gaps]
                 self._descend_from_staging(flat, accum)

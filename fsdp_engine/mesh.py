@@ -47,7 +47,7 @@ class DataMesh:
     control_group: dist.ProcessGroup | None
 
     @classmethod
-    def create(cls, device_mesh: DeviceMesh | None) -> DataMesh:
+    def create(cls, device_mesh: DeviceMesh | None, *, num_instances: int = 1) -> DataMesh:
         """The axes with their groups; every rank of the mesh must call it.
 
         Groups are made once for each set of ranks: a communicator costs memory and threads, and
@@ -55,16 +55,21 @@ class DataMesh:
 
         Args:
             device_mesh: one axis (inner) or two (outer, inner). None: all ranks on one axis.
+            num_instances: ranks of one axis become so many rows of consecutive ranks, the outer
+                axis; two axes must have that outer size already.
 
         Raises:
             TypeError: not a DeviceMesh.
-            ValueError: it has more than two axes, or does not cover this rank.
+            ValueError: it has more than two axes, does not cover this rank, or cannot be
+                ``num_instances`` equal rows.
         """
         if device_mesh is None:
             device_mesh = _mesh_of_all_ranks()
         coordinate = check_device_mesh(device_mesh)
         known = _KNOWN.setdefault(_default_group(), {})
         ranks = device_mesh.mesh
+        if num_instances > 1:
+            ranks, coordinate = _in_rows(ranks, coordinate, num_instances)
         key = (device_mesh.device_type, *ranks.shape, *ranks.flatten().tolist())
         if key not in known:
             known[key] = _make_axes(ranks, coordinate, _timeout_of(device_mesh))
@@ -135,6 +140,31 @@ def check_device_mesh(device_mesh: DeviceMesh) -> list[int]:
             f"found ranks {device_mesh.mesh.flatten().tolist()[:16]}"
         )
     return list(coordinate)
+
+
+def mesh_of_group(group: dist.ProcessGroup) -> DeviceMesh:
+    """A mesh of one axis over the ranks of ``group``."""
+    on_cuda = torch.cuda.is_available() and "nccl" in str(dist.get_backend(group))
+    return DeviceMesh.from_group(group, "cuda" if on_cuda else "cpu")
+
+
+def _in_rows(
+    ranks: torch.Tensor, coordinate: list[int], num_rows: int
+) -> tuple[torch.Tensor, list[int]]:
+    name = "num_distributed_optimizer_instances"
+    if ranks.ndim == 2:
+        if ranks.shape[0] != num_rows:
+            raise ValueError(
+                f"{name}: expected the outer size of the mesh, {ranks.shape[0]}, or 1; "
+                f"found {num_rows}"
+            )
+        return ranks, coordinate
+    if ranks.numel() % num_rows:
+        raise ValueError(
+            f"{name}: expected a divisor of the {ranks.numel()} data-parallel ranks; "
+            f"found {num_rows}"
+        )
+    return ranks.view(num_rows, -1), list(divmod(coordinate[0], ranks.numel() // num_rows))
 
 
 def init_from_environment() -> None:

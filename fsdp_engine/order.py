@@ -97,9 +97,23 @@ def leave_order(names: Sequence[str]) -> list[int]:
 
 
 def first_use_order(order: Sequence[int], num_units: int) -> list[int]:
-    """All units, those of ``order`` first, each once, the others after them by number."""
-    seen = dict.fromkeys(order)
-    return [*seen, *(unit for unit in range(num_units) if unit not in seen)]
+    """All units, each once: those of ``order`` by first use, every other right after the one
+    before it by number.
+
+    Example: ``[2, 0, 2]`` of four units, of which 1 and 3 were not used, gives ``[2, 3, 0, 1]``.
+    """
+    seen = set(order)
+    missing: dict[int, list[int]] = {}
+    before = -1
+    for unit in range(num_units):
+        if unit in seen:
+            before = unit
+        else:
+            missing.setdefault(before, []).append(unit)
+    result = missing.get(-1, [])
+    for unit in dict.fromkeys(order):
+        result += [unit, *missing.get(unit, ())]
+    return result
 
 
 def order_digest(order: Sequence[int]) -> bytes:

@@ -24,12 +24,14 @@ from torch.distributed import ProcessGroup
 from fsdp_engine import memory as mem
 from fsdp_engine.buffer import Ladder, ShardedBuffer, flat_source
 from fsdp_engine.codecs import ParamCodec
+from fsdp_engine.collectives import broadcast_
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement
 from fsdp_engine.grad_tower import GradTower
 from fsdp_engine.lanes import Lanes, Ticket
 from fsdp_engine.layout import Layout
 from fsdp_engine.memory import Memory
+from fsdp_engine.mesh import DataMesh
 from fsdp_engine.precision import ParamDtypes
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis, Role, Strategy
 from fsdp_engine.weight_tower import WeightTower
@@ -61,13 +63,16 @@ class BufferKind:
     """What the parameters of one buffer have in common.
 
     ``codec`` names the encoding; ``extra_divisor`` divides gradients once more than the mean over
-    all ranks does (a parameter's attribute ``gradient_divisor``).
+    all ranks does (a parameter's attribute ``gradient_divisor``). Experts are shared by ranks of
+    their own. ``apart`` names a parameter that has to have a buffer for itself.
     """
 
     codec: str
     dtypes: ParamDtypes
     requires_grad: bool
     extra_divisor: float = 1.0
+    is_expert: bool = False
+    apart: str = ""
 
 
 class ParamAndGradBuffer:
@@ -95,6 +100,8 @@ class ParamAndGradBuffer:
         memory: Memory,
         config: DistributedDataParallelConfig,
         tag: int,
+        *,
+        broadcast: bool = False,
     ) -> None:
         by_name = {record.name: record for record in records}
         self.label = label
@@ -129,14 +136,14 @@ class ParamAndGradBuffer:
                 kind.dtypes,
                 self._optim_depth,
                 strategy.depth(Role.GRAD),
-                config.average_in_collective,
+                config,
                 kind.extra_divisor,
                 tag,
             )
         self.is_plain = codec.is_identity and self._optim_depth == 0
         self.used = [False] * len(self.records)
         self._grad_views: list[Tensor] = []
-        self._load_initial_values()
+        self._load_initial_values(self.control_group if broadcast else None)
         self.full_params = [
             nn.Parameter(tensor, requires_grad=kind.requires_grad) for tensor in self.weights.params
         ]
@@ -146,8 +153,8 @@ class ParamAndGradBuffer:
         for record, full, sharded in zip(
             self.records, self.full_params, self.sharded_params, strict=True
         ):
-            if kind.requires_grad and kind.dtypes.main_grad != kind.dtypes.main:
-                sharded.grad_dtype = kind.dtypes.main_grad
+            if kind.requires_grad and kind.dtypes.optim_grad != kind.dtypes.main:
+                sharded.grad_dtype = kind.dtypes.optim_grad
             # Marks that users put on their parameters (tensor parallel, experts, ...) stay.
             full.__dict__.update(record.param.__dict__)
             sharded.__dict__.update(record.param.__dict__)
@@ -165,6 +172,16 @@ class ParamAndGradBuffer:
             split_groups=self.split_groups,
             num_cut_axes=self._num_cut_mesh_axes,
         )
+
+    @property
+    def mesh(self) -> DataMesh:
+        """The ranks that share these parameters."""
+        return self._ladder.mesh
+
+    @property
+    def control_group(self) -> ProcessGroup | None:
+        """All of them, as one group; None for one rank."""
+        return self._ladder.mesh.control_group
 
     @property
     def split_groups(self) -> tuple[ProcessGroup, ...]:
@@ -250,6 +267,15 @@ class ParamAndGradBuffer:
                     view.add_(grad)
                 param.grad = view
 
+    def attach_main_grads(self) -> None:
+        """Give parameters ``main_grad``, the full gradient that is accumulated, if there is one."""
+        if self.grads is None or self.grads.writes_to_staging:
+            return
+        main = self.grads.main_grads()
+        for index, params in enumerate(zip(self.full_params, self.sharded_params, strict=True)):
+            for param in params:
+                param.main_grad = main.full(index)  # type: ignore[attr-defined]
+
     def discard_gradients(self) -> None:
         """Forget what was accumulated; ``.grad`` becomes None."""
         if self.grads is not None:
@@ -298,7 +324,7 @@ class ParamAndGradBuffer:
     def _make_grad_views(self) -> list[Tensor]:
         if not self._grad_views:
             assert self.grads is not None
-            main = self.grads.main_grads()
+            main = self.grads.for_optimizer()
             if self.is_plain:
                 self._grad_views = [main.full(i) for i in range(len(self.records))]
             else:
@@ -310,12 +336,23 @@ class ParamAndGradBuffer:
                 ]
         return self._grad_views
 
-    def _load_initial_values(self) -> None:
+    def _load_initial_values(self, group: ProcessGroup | None) -> None:
+        """This rank's part of the user's values; those of the first rank of ``group``, if given."""
         at = self._ladder.mesh.coordinate
-        for index, record in enumerate(self.records):
+        sources = [flat_source(record.param) for record in self.records]
+        if group is not None:
+            # One message for the whole buffer, whatever the number of parameters.
+            main = self.weights.main.tensor
+            flat = mem.zeros(self.layout.numel, main.dtype, main.device)
+            slots = self.layout.slots
+            places = [flat[slot.offset : slot.stop] for slot in slots]
+            for place, source in zip(places, sources, strict=True):
+                place.copy_(source)
+            broadcast_(flat, group)
+            sources = places
+        for index, source in enumerate(sources):
             start, stop = self.layout.tensor_range(index, self._optim_depth, at)
-            local = self.weights.main.local(index, self._optim_depth)
-            local.copy_(flat_source(record.param)[start:stop])
+            self.weights.main.local(index, self._optim_depth).copy_(source[start:stop])
 
     def _sharded(self, index: int) -> nn.Parameter:
         local = self.weights.main.local(index, self._optim_depth)

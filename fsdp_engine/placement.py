@@ -112,6 +112,7 @@ def plan_layouts(
     inner_size: int,
     outer_size: int,
     percent_per_buffer: float = PERCENT_PER_BUFFER,
+    shard_multiple: int = ALIGNMENT,
 ) -> tuple[Layout, ...]:
     """Layouts, mostly one, that hold every request once; see [Note: Granule placement].
 
@@ -122,6 +123,9 @@ def plan_layouts(
         inner_size: ranks on the inner axis, 1 where nothing is cut along it.
         outer_size: ranks on the outer axis, likewise.
         percent_per_buffer: what an extra buffer has to save, in percent of all elements.
+        shard_multiple: elements of a shard are a multiple of it. One that does not divide
+            ``ALIGNMENT`` is the caller's choice of padding: tensors are then kept in order, in
+            one buffer.
 
     Raises:
         ValueError: an axis size is below 1, the price below 0, or two requests have one name.
@@ -131,8 +135,8 @@ def plan_layouts(
     tensors = [_Tensor.of(position, request) for position, request in enumerate(requests)]
     if not requests:
         plans = []
-    elif all(tensor.step == ALIGNMENT for tensor in tensors):
-        plans = [_pack_in_order(tensors, num_shards)]
+    elif ALIGNMENT % shard_multiple or all(tensor.step == ALIGNMENT for tensor in tensors):
+        plans = [_pack_in_order(tensors, num_shards, shard_multiple)]
     else:
         classes = _classes([t for t in tensors if t.numel])
         plans = _choose_buffers(classes, num_shards, percent_per_buffer)
@@ -325,13 +329,15 @@ def _pack(classes: Sequence[_Class], num_shards: int) -> _Plan:
     return fallback
 
 
-def _pack_in_order(tensors: Sequence[_Tensor], num_shards: int) -> _Plan:
+def _pack_in_order(
+    tensors: Sequence[_Tensor], num_shards: int, shard_multiple: int = ALIGNMENT
+) -> _Plan:
     """Tensors in order, each on a multiple of its step, and shards a multiple of all steps."""
     offsets, end = {}, 0
     for tensor in tensors:
         offsets[tensor.position] = round_up(end, tensor.step)
         end = offsets[tensor.position] + tensor.numel
-    step = math.lcm(ALIGNMENT, *(tensor.step for tensor in tensors))
+    step = math.lcm(ALIGNMENT, shard_multiple, *(tensor.step for tensor in tensors))
     return _Plan(round_up(-(-end // num_shards), step), num_shards, offsets)
 
 

@@ -28,8 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_engine.assignment import UnitSelector, assign, collect_records, find_units
-from fsdp_engine.build import Granule, _plan_buffers
+from fsdp_engine.assignment import UnitSelector, collect_records
 from fsdp_engine.codecs import CastCodec, CodecRule
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.footprint import (
@@ -41,6 +40,7 @@ from fsdp_engine.footprint import (
     peak_staging_bytes,
 )
 from fsdp_engine.placement import TensorRequest, plan_layouts
+from fsdp_engine.plan import Granule, Ground, Grounds, Recipe, plan_units
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.strategies import ALL_STRATEGIES, NO_SHARD, Axis, Role, Strategy
 
@@ -118,7 +118,7 @@ def estimate(
         world_size: ranks in all.
         outer_size: how many of them are on the outer axis; the others are on the inner one.
         strategy, outer_strategy, units, mp_policy, config, granule, codec_rules: as for
-            :func:`~fsdp_engine.engine.shard`.
+            :func:`~fsdp_engine.sharding.shard`.
         optimizer_bytes_per_element: 8 for AdamW in fp32, 4 for SGD with momentum, 0 for plain SGD.
         num_microbatches: microbatches of a step.
         num_units: for a number of elements: equal units that they are in.
@@ -136,14 +136,15 @@ def estimate(
     _check_at_least("optimizer_bytes_per_element", optimizer_bytes_per_element, 0)
     _check_at_least("num_microbatches", num_microbatches, 1)
     policy, options = mp_policy or MixedPrecisionPolicy(), config or DistributedDataParallelConfig()
-    cut = {axis: sizes[axis] if levels.cuts(Role.OPTIM, axis) else 1 for axis in Axis}
+    ground = Ground(sizes, levels)
+    recipe = Recipe(options.applied_to(policy), options, Grounds(ground), granule, codec_rules)
     planned: list[_Unit]
     if isinstance(model, nn.Module):
-        planned = _units_of(model, units, policy, options, cut, granule, codec_rules)
+        planned = _units_of(model, units, recipe)
     elif isinstance(model, int | float) and not isinstance(model, bool):
         _check_at_least("num_units", num_units, 1)
         _check_at_least("model", model, 1)
-        planned = _equal_units(round(model), num_units, dtype, policy, options, cut)
+        planned = _equal_units(round(model), num_units, dtype, recipe)
     else:
         raise TypeError(f"model: expected a module or a number of elements; found {model!r}")
     footprints = [
@@ -208,42 +209,34 @@ def _check_at_least(name: str, value: float, least: int) -> None:
 
 
 def _units_of(
-    model: nn.Module,
-    selectors: UnitSelector | Iterable[UnitSelector] | None,
-    policy: MixedPrecisionPolicy,
-    config: DistributedDataParallelConfig,
-    cut: AxisSizes,
-    granule: Granule | None,
-    codec_rules: Sequence[CodecRule],
+    model: nn.Module, selectors: UnitSelector | Iterable[UnitSelector] | None, recipe: Recipe
 ) -> list[_Unit]:
-    """As ``build.make_plan``, whose other checks (of values, of optimizers) do not matter here."""
+    """As ``plan.make_plan``, whose other checks (of values, of optimizers) do not matter here."""
     records = collect_records(model)
     if not records:
         raise ValueError(f"model: expected parameters; found none in {type(model).__name__}")
-    modules = find_units(model, selectors)
-    owned = assign(model, modules, records)
-    units: list[_Unit] = []
-    for name in ("", *modules):
-        buffers = [
-            BufferPlan(each.layout, each.kind.dtypes, each.kind.requires_grad, each.make_codec())
-            for each in _plan_buffers(owned[name], policy, config, cut, granule, codec_rules)
-        ]
-        if buffers or not name:
-            units.append((name, buffers))
-    return units
+    return [
+        (
+            unit.name,
+            [
+                BufferPlan(
+                    each.layout, each.kind.dtypes, each.kind.requires_grad, each.make_codec()
+                )
+                for each in unit.buffers
+            ],
+        )
+        for unit in plan_units(model, records, selectors, recipe)
+    ]
 
 
 def _equal_units(
-    num_elements: int,
-    num_units: int,
-    dtype: torch.dtype,
-    policy: MixedPrecisionPolicy,
-    config: DistributedDataParallelConfig,
-    cut: AxisSizes,
+    num_elements: int, num_units: int, dtype: torch.dtype, recipe: Recipe
 ) -> list[_Unit]:
     """A root without parameters and equal units, of one tensor each."""
     param = torch.empty(0, dtype=dtype, device="meta").requires_grad_()
-    dtypes = policy.resolve(param, config.reduce_scatter_with_fp32_accumulation)
+    narrow = recipe.config.reduce_scatter_with_fp32_accumulation
+    dtypes = recipe.policy.resolve(param, narrow)
+    ground = recipe.grounds.data
     codec = CastCodec(dtypes.main, dtypes.compute)
     units: list[_Unit] = [("", [])]
     for index in range(num_units):
@@ -251,7 +244,7 @@ def _equal_units(
         if count:
             requests = [TensorRequest(f"unit {index}", (count,))]
             (layout,) = plan_layouts(
-                requests, inner_size=cut[Axis.INNER], outer_size=cut[Axis.OUTER]
+                requests, inner_size=ground.cut(Axis.INNER), outer_size=ground.cut(Axis.OUTER)
             )
             units.append((f"unit {index}", [BufferPlan(layout, dtypes, True, codec)]))
     return units

@@ -6,37 +6,41 @@ orders (a rank's batch may not reach an expert, say). So they are issued strictl
 the *canonical order*: a unit that is ready early waits for those before it, and what autograd
 never reached is closed, with zeros, when backward ends. The canonical order is the module order
 until all ranks agree on a better one: the order of the last forward. They compare it, by a digest,
-in the message of [Note: Who got a gradient], and only if all digests are equal all of them adopt
-it.
+in the message of [Note: A step's gradients]
+From cleared gradients to the next clearing, a step goes through:
 
-[Note: Who got a gradient]
-A parameter that got no gradient on any rank must keep ``.grad`` None, or weight decay would move
-it; one that got a gradient elsewhere must get the sum. Each rank sends a byte for every parameter,
-and the elementwise maximum tells who was used: one small all-reduce per step, started after the
-last reduction. Its result is read, which costs a synchronisation, only by a rank that misses a
-gradient or has seen a new order; others never wait for it.
+    cleared --backward--> accumulating --backward of the last microbatch, or start--> issued
+       ^                                                                                 |
+       +------ zero_grad, zero_grad_buffer ------ final <-- end of backward, or finish --+
+
+``Timing`` says which of the two: ``shard``'s own engine goes all the way within the last backward;
+under ``DistributedDataParallel`` the last backward issues (``overlap_grad_reduce``) or only
+accumulates, and ``finish_grad_sync`` does what is left. Axes that cut gradients are reduced in
+every backward, whatever the timing.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
 
-from fsdp_engine import collectives
+from fsdp_engine.config import Timing
+from fsdp_engine.gradient_checks import GradientChecks
 from fsdp_engine.lanes import Lanes, Ticket
-from fsdp_engine.order import order_digest
+from fsdp_engine.step_message import StepMessage
 from fsdp_engine.unit import Unit
+
+_MOST_NAMED = 8
 
 
 class Reductions:
     """Issues reductions in canonical order within a memory budget.
 
     Attributes:
-        sync: this backward is the last microbatch of a step.
+        sync: this backward is the last microbatch of a step, or may be (``no_sync`` denies it).
         canonical_order: units in forward order, the same on all ranks.
     """
 
@@ -48,25 +52,34 @@ class Reductions:
         group: ProcessGroup | None,
         device: torch.device,
         budget: int,
+        timing: Timing,
+        checks: GradientChecks | None,
     ) -> None:
         self._units = tuple(units)
         self._root = root
         self._lanes = lanes
-        self._group = group
-        self._device = device
         self._budget = budget
+        self._timing = timing
+        self._checks = checks
         self.sync = True
         self._seen_order = [unit.index for unit in units]
         self.canonical_order = self._seen_order
         self._trainable = [unit for unit in units if unit.trainable]
-        self._num_params = sum(unit.num_trainable for unit in units)
+        buffers = [buffer for unit in self._trainable for buffer in unit.trainable]
+        self._message = StepMessage(buffers, group, device, checks)
         self._queue = self._make_queue()
         self._next = 0
         self._ready: set[int] = set()
-        self._in_flight: deque[tuple[Unit, list[Ticket]]] = deque()
+        # (unit, its tickets, elements of its staging)
+        self._in_flight: deque[tuple[Unit, list[Ticket], int]] = deque()
         self._num_staged = 0
+        # See [Note: A step's gradients]; none of them: cleared.
+        self._is_accumulating = False
+        self._is_issued = False
         self._is_final = False
-        self._pending_work: Any = None
+        # A backward is under way; autograd is done with it, but weight gradients are yet to come.
+        self._in_backward = False
+        self._is_closing = False
 
     def order_seen(self, order: list[int]) -> None:
         """Forward has recorded an order of all units."""
@@ -76,25 +89,29 @@ class Reductions:
         """A backward begins.
 
         Raises:
-            RuntimeError: gradients were reduced already and not cleared since.
+            RuntimeError: gradients were reduced already and not cleared since; or weight gradients
+                of the last backward were put off and have not come.
         """
-        if self._pending_work is not None:
-            self._pending_work.wait()
-            self._pending_work = None
+        self._message.finish()
+        if self._is_closing:
+            raise RuntimeError(
+                f"backward: expected the weight gradients of {self._missing()}, which the last "
+                "backward put off, to be computed first (backward_dw); found them missing"
+            )
+        if self._is_issued:
+            raise RuntimeError(
+                "backward: expected finish_grad_sync() after the last microbatch's backward; found "
+                "another backward. Run all microbatches but the last under no_sync()"
+            )
         if self._is_final:
+            self._check_cleared()
+        if self._timing.finishes_backward or not self._is_accumulating:
             for unit in self._trainable:
                 for buffer in unit.trainable:
-                    name = buffer.stale_gradient()
-                    if name is not None:
-                        raise RuntimeError(
-                            f"backward after the gradients were reduced: expected .grad of {name} "
-                            "to be cleared by zero_grad() first; found it set. To accumulate over "
-                            "microbatches, run all but the last under engine.no_sync()"
-                        )
+                    buffer.begin_backward()
         self._is_final = False
-        for unit in self._trainable:
-            for buffer in unit.trainable:
-                buffer.begin_backward()
+        self._is_accumulating = True
+        self._in_backward = True
 
     def open_unit(self, unit: Unit) -> None:
         """The unit's first gradient of this backward is about to be written."""
@@ -117,30 +134,102 @@ class Reductions:
             buffer.grads.begin()
 
     def unit_is_ready(self, unit: Unit) -> None:
-        """All gradients of the unit that this backward brings have come."""
+        """All gradients of the unit that this backward brings have come, or will come later."""
         if unit is self._root or not unit.trainable:
             return  # the root's own come in to the very end
         self._ready.add(unit.index)
-        while self._next < len(self._queue) and self._queue[self._next].index in self._ready:
-            self._reduce(self._queue[self._next])
-            self._next += 1
+        self._advance()
+
+    def late_gradient_came(self, unit: Unit) -> None:
+        """The last weight gradient that ``unit``'s modules had put off has come."""
+        self._advance()
+        if self._is_closing and self._next == len(self._queue):
+            self._close()
 
     def end_backward(self) -> None:
-        """Backward is over: reduce what is left, wait for all of it, show the gradients."""
-        for unit in self._queue[self._next :]:
-            self._reduce(unit)
-        self._next = 0
-        self._ready.clear()
-        exchange = self._start_exchange() if self.sync and self._group is not None else None
+        """Backward is over: reduce what is left, wait for it, show the gradients, as far as this
+        engine's timing has it."""
+        self._is_closing = True
+        self._advance()
+        if self._next == len(self._queue):
+            self._close()
+
+    def start(self) -> None:
+        """Issue the last reductions of the step, unless they are issued already."""
+        if self._in_backward or self._is_issued or self._is_final:
+            return  # backward issues them, or has
+        for unit in self._trainable if not self._is_accumulating else ():
+            for buffer in unit.trainable:
+                buffer.begin_backward()  # no microbatch at all on this rank: zeros
+        for unit in self._queue:
+            tickets = []
+            for buffer in unit.trainable:
+                grads = buffer.grads
+                assert grads is not None
+                grads.zero_fresh()
+                if self._checks is not None and not grads.writes_to_staging:
+                    self._checks.look(buffer)
+                ticket = grads.reduce(microbatch=False, last=True)
+                if ticket is not None:
+                    tickets.append(ticket)
+            self._in_flight.append((unit, tickets, 0))
+        self._issued()
+
+    def finish(self) -> None:
+        """On return gradients are final, and shown.
+
+        Raises:
+            RuntimeError: a backward is not over, or its weight gradients have not all come; names
+                parameters. Or what checks of gradients found, on all ranks.
+        """
+        if self._in_backward:
+            raise RuntimeError(
+                "finish_grad_sync: expected the gradients of all parameters; found a backward that "
+                "is not over, or weight gradients put off by it (backward_dw): missing are those "
+                f"of {self._missing()}"
+            )
+        if self._is_final:
+            return
+        self.start()
         while self._in_flight:
             self._retire_oldest()
-        if self.sync:
-            self._publish(exchange)
-        else:
-            self._publish_partial()
         for unit in self._trainable:
             unit.is_reduced = False
-        self._is_final = self.sync
+        self._is_issued = self._is_accumulating = False
+        self._publish()
+        self._is_final = True
+
+    def clear(self, *, zero: bool) -> None:
+        """A new step begins: what is accumulated counts no more.
+
+        Args:
+            zero: and becomes zero. False: it is overwritten by the next gradients.
+
+        Raises:
+            RuntimeError: a backward is not over.
+        """
+        if self._in_backward:
+            raise RuntimeError(
+                "zero_grad_buffer: expected no backward under way; found one without the gradients "
+                f"of {self._missing()} (after an exception, call engine.reset())"
+            )
+        while self._in_flight:
+            self._retire_oldest()
+        self._message.finish()
+        for unit in self._trainable:
+            unit.is_reduced = False
+            for buffer in unit.trainable:
+                buffer.discard_gradients()
+                if zero and buffer.grads is not None:
+                    buffer.grads.zero()
+        self._is_accumulating = self._is_issued = self._is_final = False
+
+    def scale(self, factor: float | torch.Tensor) -> None:
+        """Multiply all gradients that are there, reduced or accumulated so far."""
+        for unit in self._trainable:
+            for buffer in unit.trainable:
+                assert buffer.grads is not None
+                buffer.grads.scale(factor, self._is_final)
 
     def reset(self) -> None:
         """Forget this backward and all accumulated gradients."""
@@ -148,8 +237,9 @@ class Reductions:
         self._ready.clear()
         self._in_flight.clear()
         self._num_staged = 0
-        self._is_final = False
-        self._pending_work = None
+        self._is_accumulating = self._is_issued = self._is_final = False
+        self._in_backward = self._is_closing = False
+        self._message.forget()
         for unit in self._trainable:
             for buffer in unit.trainable:
                 buffer.discard_gradients()
@@ -160,46 +250,68 @@ class Reductions:
         order = [unit for unit in order if unit.trainable and unit is not self._root]
         return [*order, self._root] if self._root.trainable else order
 
+    def _advance(self) -> None:
+        """Reduce, in order, what is ready."""
+        queue = self._queue
+        while self._next < len(queue):
+            unit = queue[self._next]
+            if unit.num_awaited or not (self._is_closing or unit.index in self._ready):
+                return
+            self._reduce(unit)
+            self._next += 1
+
     def _reduce(self, unit: Unit) -> None:
         """Issue what this backward has to reduce of ``unit``."""
+        last = self.sync and self._timing.reduces_in_backward
         always = any(b.grads.writes_to_staging for b in unit.trainable if b.grads is not None)
         if not unit.has_open_grads:
-            if not self.sync and not always:
+            if not last and not always:
                 return  # nothing came, nothing travels: what was accumulated stays
             self.open_unit(unit)
         tickets = []
         for buffer in unit.trainable:
-            assert buffer.grads is not None
+            grads = buffer.grads
+            assert grads is not None
             buffer.note_used()
-            buffer.grads.finish_writing()
-            ticket = buffer.grads.reduce(last=self.sync)
+            grads.finish_writing()
+            if self._checks is not None and (last or grads.writes_to_staging):
+                self._checks.look(buffer)
+            ticket = grads.reduce(microbatch=True, last=last)
             if ticket is not None:
                 tickets.append(ticket)
         unit.has_open_grads = False
         unit.is_reduced = True
-        self._in_flight.append((unit, tickets))
+        self._in_flight.append((unit, tickets, unit.num_staged))
 
     def _retire_oldest(self) -> None:
-        unit, tickets = self._in_flight.popleft()
+        unit, tickets, num_staged = self._in_flight.popleft()
         for ticket in tickets:
             self._lanes.compute.wait(ticket)
-        self._num_staged -= unit.num_staged
+        self._num_staged -= num_staged
         for buffer in unit.trainable:
             assert buffer.grads is not None
             buffer.grads.release()
 
-    def _start_exchange(self) -> torch.Tensor:
-        """[Note: Who got a gradient]: start the message; returns what will hold the result."""
-        flags = bytearray()
+    def _close(self) -> None:
+        """All that this backward brings has come and is issued."""
+        self._next = 0
+        self._ready.clear()
+        self._in_backward = self._is_closing = False
+        if self.sync and self._timing.reduces_in_backward:
+            self._issued()
+            if self._timing.finishes_backward:
+                self.finish()
+            return
+        while self._in_flight:
+            self._retire_oldest()
+        if self._timing.finishes_backward:
+            self._publish_partial()
         for unit in self._trainable:
-            for buffer in unit.trainable:
-                flags += bytes(buffer.used)
-        digest = order_digest(self._seen_order)
-        flags += digest + bytes(255 - byte for byte in digest)
-        message = torch.frombuffer(flags, dtype=torch.uint8).to(self._device)
-        assert self._group is not None
-        self._pending_work = collectives.start_all_reduce_max(message, self._group)
-        return message
+            unit.is_reduced = False
+
+    def _issued(self) -> None:
+        self._is_issued = True
+        self._message.start(self._seen_order)
 
     def _publish_partial(self) -> None:
         """Between microbatches: ``.grad`` is there wherever something is accumulated, on any rank,
@@ -209,25 +321,32 @@ class Reductions:
                 for buffer in unit.trainable:
                     buffer.publish_gradients([True] * len(buffer.used))
 
-    def _publish(self, exchange: torch.Tensor | None) -> None:
-        missing = not all(all(b.used) for unit in self._trainable for b in unit.trainable)
+    def _publish(self) -> None:
         new_order = self._seen_order != self.canonical_order
-        result: list[int] | None = None
-        if exchange is not None and (missing or new_order):
-            self._pending_work.wait()
-            self._pending_work = None
-            result = exchange.tolist()
-            if new_order:
-                digest, complement = result[-16:-8], result[-8:]
-                if all(a + b == 255 for a, b in zip(digest, complement, strict=True)):
-                    self.canonical_order = self._seen_order
-                    self._queue = self._make_queue()
-        offset = 0
+        verdict = self._message.read(new_order)
+        if new_order and verdict.same_order:
+            self.canonical_order = self._seen_order
+            self._queue = self._make_queue()
+        if verdict.problem is not None:
+            self.clear(zero=False)
+            raise RuntimeError(verdict.problem)
         for unit in self._trainable:
             for buffer in unit.trainable:
-                count = len(buffer.used)
-                used: Sequence[Any] = buffer.used
-                if result is not None:
-                    used = result[offset : offset + count]
-                offset += count
-                buffer.publish_gradients(used)
+                buffer.publish_gradients(verdict.used.get(id(buffer), buffer.used))
+
+    def _check_cleared(self) -> None:
+        for unit in self._trainable:
+            for buffer in unit.trainable:
+                name = buffer.stale_gradient()
+                if name is not None:
+                    raise RuntimeError(
+                        f"backward after the gradients were reduced: expected .grad of {name} to "
+                        "be cleared by zero_grad() first; found it set. To accumulate over "
+                        "microbatches, run all but the last under no_sync()"
+                    )
+
+    def _missing(self) -> str:
+        """Names of parameters whose gradients this backward has not brought so far."""
+        names = [name for unit in self._queue[self._next :] for name in unit.missing_gradients()]
+        more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+        return ", ".join(names[:_MOST_NAMED]) + more

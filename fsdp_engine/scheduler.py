@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 import torch
 
+from fsdp_engine.config import Timing
 from fsdp_engine.memory import Memory
 from fsdp_engine.order import Walk, first_use_order, leave_order
 from fsdp_engine.reductions import Reductions
@@ -40,6 +41,7 @@ class Scheduler:
         memory: Memory,
         budget: int,
         reductions: Reductions,
+        timing: Timing,
     ) -> None:
         self.units = tuple(units)
         self._root = root
@@ -54,6 +56,9 @@ class Scheduler:
         self._backward_is_open = False
         self._touched: dict[int, Unit] = {}
         self._opened_calls: list[Call] = []
+        self._part_uses: list[tuple[int, int]] = []
+        self._gathered_before = False
+        self._refreshes_ahead = timing.gathers_ahead and budget > 0
         self._any_refresh = any(u.needs_refresh and not u.reshards for u in units)
         # Units refreshed in this forward, in canonical order (the keys of a dictionary).
         self._refreshed: dict[int, None] = {}
@@ -103,11 +108,17 @@ class Scheduler:
             for buffer in unit.trainable:
                 buffer.follow_requires_grad()
         self._refreshed.clear()
-        if self._any_refresh and self._budget:
+        if self._gathered_before:
+            self._gathered_before = False
+            for unit in self.units:
+                if unit.state is UnitState.GATHERING and not unit.is_current:
+                    unit.settle()  # changed since: to be gathered again
+        if self._any_refresh and self._refreshes_ahead:
             # Into memory that is held anyway: the sooner the better.
             self._refresh_through(None)
         self._recording = []
         self._left = []
+        self._part_uses.clear()
 
     def _end_forward(self, outermost: Unit) -> None:
         self._drop_ahead()
@@ -119,7 +130,55 @@ class Scheduler:
         if outermost is self._root:
             if self._recording != self._forward.order:
                 self._adopt_order(self._recording, self._left)
-            self.reductions.order_seen(first_use_order(self._recording, len(self.units)))
+            self.reductions.order_seen(first_use_order(self._uses(), len(self.units)))
+
+    def use_part(self, part: Unit) -> None:
+        """A module that holds weights of ``part`` is called, or all of them are to be there."""
+        if not self._open:
+            return  # in backward they are there; outside the root's forward nobody waits for them
+        self._part_uses.append((len(self._recording), part.index))
+        self._gather(part)
+        part.settle()
+        part.touch()
+        part.install()
+
+    def gather_before_forward(self, *, wait: bool) -> None:
+        """Issue what the next forward would begin with: what changed and is never cut, and what
+        forward gathers first."""
+        if not self.is_at_rest:
+            return  # under way already
+        for index in self.reductions.canonical_order:
+            unit = self.units[index]
+            if not unit.reshards and unit.needs_gather:
+                unit.gather()
+        if self._root.reshards or any(unit.reshards for unit in self.units):
+            self._forward.restart()
+            window, _ = self._forward.advance(self._root.index)
+            for index in (self._root.index, *window):
+                unit = self.units[index]
+                if unit.reshards and unit.needs_gather:
+                    unit.gather()
+                    self._ahead.add(index)
+        self._gathered_before = True
+        if wait:
+            for unit in self.units:
+                unit.settle()
+
+    def _uses(self) -> list[int]:
+        """Units in the order in which forward used them, the root's parts at their first use."""
+        uses = list(self._recording)
+        for place, part in reversed(self._part_uses):
+            uses.insert(place, part)
+        return uses
+
+    def _enter_parts(self, in_forward: bool) -> None:
+        for part in self._root.parts:
+            if not in_forward:
+                part.settle()
+                part.install()
+            elif part.uncalled or not part.needs_refresh:
+                # Some module reads its weight without being called, or nothing is known yet.
+                self.use_part(part)
 
     # Backward.
 
@@ -136,6 +195,8 @@ class Scheduler:
         unit.settle()
         unit.touch()
         unit.install()
+        if unit.parts:
+            self._enter_parts(in_forward=False)
 
     def enter_backward(self, call: Call) -> None:
         """The gradient of a call's output has come: its backward begins."""
@@ -177,6 +238,12 @@ class Scheduler:
         """A parameter of ``unit`` is about to get the first gradient of this backward."""
         self._begin_backward()
         self.reductions.open_unit(unit)
+
+    def late_gradient_came(self, unit: Unit) -> None:
+        """The last weight gradient that the unit's modules had put off has come."""
+        if unit.uses == 0:
+            unit.uninstall()
+        self.reductions.late_gradient_came(unit)
 
     def _begin_backward(self) -> None:
         if self._backward_is_open:
@@ -231,6 +298,8 @@ class Scheduler:
         unit.touch()
         # In backward, too: checkpoints within the unit run parts of its forward again.
         unit.install()
+        if unit.parts:
+            self._enter_parts(in_forward=walk is self._forward)
 
     def _gather(self, unit: Unit) -> None:
         if not unit.needs_gather:

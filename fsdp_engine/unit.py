@@ -92,6 +92,10 @@ class Unit:
         uses: how many forwards and backwards of it are under way.
         num_calls: forwards whose backward is to come and whose graph still lives.
         open_calls: those whose backward has begun.
+        parts: of the root, units whose parameters lie in modules that it calls itself; see
+            ``plan.py``.
+        uncalled: of such a part, modules that hold its parameters and were never called.
+        num_awaited: weight gradients that this backward's modules have put off.
     """
 
     def __init__(
@@ -117,6 +121,9 @@ class Unit:
         self.uses = 0
         self.num_calls = 0
         self.open_calls: list[Call] = []
+        self.parts: tuple[Unit, ...] = ()
+        self.uncalled: set[int] = set()
+        self.num_awaited = 0
         self.has_open_grads = False
         self.is_reduced = False
         self._tickets: list[Ticket] = []
@@ -197,11 +204,13 @@ class Unit:
                 parameters[name] = full
 
     def uninstall(self) -> None:
-        """Put the sharded parameters back."""
-        if self._installed:
+        """Put the sharded parameters back, unless gradients of the full ones are yet to come."""
+        if self._installed and not self.num_awaited:
             self._installed = False
             for parameters, name, _, sharded in self._table:
                 parameters[name] = sharded
+        for part in self.parts:
+            part.uninstall()
 
     def touch(self) -> None:
         """Tell the compute lane that the model reads the full parameters from here on."""
@@ -215,9 +224,22 @@ class Unit:
             buffer.grads.num_touched for buffer in self.trainable if buffer.grads
         )
 
+    def missing_gradients(self) -> list[str]:
+        """Names of trainable parameters whose gradient has not come in this backward."""
+        if self.is_reduced:
+            return []
+        return [
+            record.name
+            for buffer in self.trainable
+            if buffer.grads is not None
+            for record, came in zip(buffer.records, buffer.grads.touched, strict=True)
+            if not came
+        ]
+
     def abandon(self) -> None:
         """Back to rest from any state; communication must be over."""
         self.uses = 0
+        self.num_awaited = 0
         self._tickets.clear()
         self.num_calls = 0
         self.open_calls.clear()

@@ -114,8 +114,10 @@ def test_units_are_left_after_those_that_they_contain() -> None:
     assert leave_order(["", "a", "a.b", "a.b.c", "a.d", "e"]) == [3, 2, 4, 1, 5, 0]
 
 
-def test_units_that_were_not_used_come_last() -> None:
-    assert first_use_order([2, 0, 2], 4) == [2, 0, 1, 3]
+def test_a_unit_that_was_not_used_comes_after_the_one_before_it() -> None:
+    assert first_use_order([2, 0, 2], 4) == [2, 3, 0, 1]
+    assert first_use_order([1], 3) == [0, 1, 2]
+    assert first_use_order([], 2) == [0, 1]
 
 
 @given(st.lists(st.permutations(range(6)), min_size=2, max_size=2))

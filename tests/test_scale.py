@@ -17,9 +17,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_engine as fe
 from fsdp_engine import mesh as mesh_module
-from fsdp_engine.build import Plan, make_plan
 from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement
 from fsdp_engine.layout import ALIGNMENT, Coordinate
+from fsdp_engine.plan import Ground, Grounds, Plan, Recipe, make_plan
 from fsdp_engine.strategies import Axis, Role, Strategy
 from tests.models import Transformer, token_batch
 
@@ -106,15 +106,20 @@ def test_groups_do_not_multiply_with_ranks_or_engines(
     assert sorted(made) == expected[shape]
 
 
+def recipe(
+    outer: int, inner: int, outer_level: str, granule: Any = None, **dtypes: torch.dtype
+) -> Recipe:
+    levels = Strategy.from_names("optim_grads_params", outer_level)
+    grounds = Grounds(Ground({Axis.OUTER: outer, Axis.INNER: inner}, levels))
+    options = fe.DistributedDataParallelConfig()
+    return Recipe(fe.MixedPrecisionPolicy(**dtypes), options, grounds, granule)  # type: ignore[arg-type]
+
+
 def plan_of(model: nn.Module, num_ranks: int, granule: Any = None) -> Plan:
     return make_plan(
         model,
         None,
-        fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16),
-        fe.DistributedDataParallelConfig(),
-        Strategy.from_names("optim_grads_params", "optim"),
-        {Axis.OUTER: num_ranks // 32, Axis.INNER: 32},
-        granule,
+        recipe(num_ranks // 32, 32, "optim", granule, param_dtype=torch.bfloat16),
     )
 
 
@@ -196,11 +201,7 @@ def test_the_parts_of_all_ranks_are_the_whole_once(outer: int, inner: int) -> No
     plan = make_plan(
         meta_model(40, 1),
         None,
-        fe.MixedPrecisionPolicy(),
-        fe.DistributedDataParallelConfig(),
-        Strategy.from_names("optim_grads_params", "optim_grads_params"),
-        {Axis.OUTER: outer, Axis.INNER: inner},
-        None,
+        recipe(outer, inner, "optim_grads_params"),
     )
     places = [Coordinate(o, i) for i in range(inner) for o in range(outer)]
     for buffer in (buffer for unit in plan.units for buffer in unit.buffers):

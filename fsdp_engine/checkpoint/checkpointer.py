@@ -60,7 +60,7 @@ class Checkpointer:
 
     Args:
         directory: on storage that all ranks share; made when something is saved.
-        engine: what :func:`~fsdp_engine.engine.shard` returned.
+        engine: what :func:`~fsdp_engine.sharding.shard` returned.
         optimizer: one over the engine's parameters; None: weights only.
         extra: objects with ``state_dict()`` and ``load_state_dict()`` by name: scheduler, data
             position. Every rank saves its own.

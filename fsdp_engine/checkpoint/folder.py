@@ -96,7 +96,7 @@ def save_checkpoint(
     Args:
         path: the folder, on storage that all ranks share; made if need be. An older checkpoint in
             it is replaced, other files are left alone.
-        engine: what :func:`~fsdp_engine.engine.shard` returned.
+        engine: what :func:`~fsdp_engine.sharding.shard` returned.
         optimizer: one over the engine's parameters. State tensors that have not the parameter's
             shape must be the same on all ranks.
         extra: anything else, as ``torch.save`` takes it: step, LR scheduler, data position. That of

@@ -77,7 +77,7 @@ def export_safetensors(
     each name.) Modules' extra states are left out.
 
     Args:
-        engine_or_path: what :func:`~fsdp_engine.engine.shard` returned; all ranks of its mesh call.
+        engine_or_path: what :func:`~fsdp_engine.sharding.shard` returned; all its ranks call.
             Or the folder of a checkpoint in the format of ``torch.distributed.checkpoint``, with
             keys ``model.<name>``; one process calls, and needs no process group.
         directory: on storage that all ranks share; made if need be. Model files of an earlier

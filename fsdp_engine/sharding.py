@@ -1,0 +1,152 @@
+"""From a user's arguments to an engine: all is checked, on all ranks, before anything moves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_engine.assignment import UnitSelector
+from fsdp_engine.buffer import Ladder
+from fsdp_engine.build import Sites, agree
+from fsdp_engine.codecs import CodecRule
+from fsdp_engine.config import DistributedDataParallelConfig, Timing
+from fsdp_engine.engine import Engine, engine_within
+from fsdp_engine.mesh import DataMesh
+from fsdp_engine.plan import Granule, Ground, Grounds, Plan, Recipe, make_plan
+from fsdp_engine.precision import MixedPrecisionPolicy
+from fsdp_engine.strategies import Axis, Strategy
+
+
+def shard(
+    model: nn.Module,
+    mesh: DeviceMesh | None = None,
+    strategy: str | None = None,
+    outer_strategy: str | None = None,
+    units: UnitSelector | Iterable[UnitSelector] | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    config: DistributedDataParallelConfig | None = None,
+    granule: Granule | None = None,
+    *,
+    expert_mesh: DeviceMesh | None = None,
+    codec_rules: Iterable[CodecRule] = (),
+) -> Engine:
+    """Shard ``model``'s parameters, gradients and optimizer state; the model is changed in place.
+
+    Modules keep their class, names and identity. Outside forward and backward their parameters
+    are :class:`FlatDTensor`\\ s over this rank's slices (plain tensors where nothing is cut and
+    main weights are compute weights). Build the optimizer afterwards.
+
+    Args:
+        model: any module, also on the meta device.
+        mesh: data-parallel ranks: (inner,) or (outer, inner). None: all ranks on one axis.
+        strategy: level of the inner axis: "no_shard", "optim", "optim_grads" or
+            "optim_grads_params". None: what ``config`` says, else "optim_grads_params".
+        outer_strategy: level of the outer axis, at most ``strategy``. None: what ``config`` says,
+            else "no_shard".
+        units: what is gathered and reduced as one: see :func:`~fsdp_engine.assignment.find_units`.
+        mp_policy: dtypes. None: each parameter's own, with fp32 main weights.
+        config: everything else.
+        granule: ``granule(name, parameter)`` elements of a parameter stay on one rank; it must
+            divide the parameter.
+        expert_mesh: ranks that share the parameters whose attribute ``allreduce`` is False, such
+            as experts: each expert's own data-parallel ranks, (inner,) or (outer, inner).
+        codec_rules: encodings of parameters on the wire, asked in turn before the default cast.
+
+    Raises:
+        ValueError: an argument, or how arguments of ranks differ; on all ranks, before anything
+            is changed.
+        TypeError: likewise.
+    """
+    options = config if config is not None else DistributedDataParallelConfig()
+    _check_types(model, mp_policy, options)
+    named = options.level_names if options.names_strategy else ("optim_grads_params", "no_shard")
+    levels = Strategy.from_names(strategy or named[0], outer_strategy or named[1])
+    _check_agreement(options, strategy, outer_strategy)
+    return make_engine(
+        model,
+        DataMesh.create(mesh, num_instances=options.num_distributed_optimizer_instances),
+        levels,
+        mp_policy if mp_policy is not None else MixedPrecisionPolicy(),
+        options,
+        Timing(),
+        units=units,
+        granule=granule,
+        expert_mesh=DataMesh.create(expert_mesh) if expert_mesh is not None else None,
+        codec_rules=tuple(codec_rules),
+    )
+
+
+def make_engine(
+    model: nn.Module,
+    mesh: DataMesh,
+    levels: Strategy,
+    policy: MixedPrecisionPolicy,
+    config: DistributedDataParallelConfig,
+    timing: Timing,
+    *,
+    units: UnitSelector | Iterable[UnitSelector] | None = None,
+    granule: Granule | None = None,
+    expert_mesh: DataMesh | None = None,
+    codec_rules: Sequence[CodecRule] = (),
+    broadcast: bool = False,
+) -> Engine:
+    """Plan, agree on the plan with all ranks, build. Collective.
+
+    Args:
+        timing: when gradients are reduced and weights gathered.
+        broadcast: initial values are those of the first rank.
+        model, mesh, levels, policy, config, units, granule, expert_mesh, codec_rules: see
+            :func:`shard`.
+    """
+    grounds = Grounds(
+        _ground(mesh, levels), _ground(expert_mesh, levels) if expert_mesh is not None else None
+    )
+    plan: Plan | None = None
+    error: Exception | None = None
+    try:
+        if (name := engine_within(model)) is not None:
+            raise ValueError(
+                "model: expected one that was not sharded before; found "
+                f"{name} in the hands of another engine"
+            )
+        policy = config.applied_to(policy)
+        plan = make_plan(model, units, Recipe(policy, config, grounds, granule, codec_rules))
+    except (ValueError, TypeError) as caught:
+        error = caught
+    seed = agree(plan, error, f"{levels}, {policy}, {config}", mesh)
+    assert plan is not None
+    experts = Ladder(expert_mesh) if expert_mesh is not None else None
+    sites = Sites(grounds, Ladder(mesh), experts)
+    return Engine(model, plan, sites, policy, config, timing, seed, broadcast=broadcast)
+
+
+def _ground(mesh: DataMesh, levels: Strategy) -> Ground:
+    sizes = {axis: mesh.axis(axis).size for axis in Axis}
+    return Ground(sizes, levels.on(mesh.outer.size))
+
+
+def _check_types(model: object, policy: object, config: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module; found {type(model).__name__}")
+    if policy is not None and not isinstance(policy, MixedPrecisionPolicy):
+        raise TypeError(f"mp_policy: expected a MixedPrecisionPolicy or None; found {policy!r}")
+    if not isinstance(config, DistributedDataParallelConfig):
+        raise TypeError(
+            f"config: expected a DistributedDataParallelConfig or None; found {config!r}"
+        )
+
+
+def _check_agreement(
+    config: DistributedDataParallelConfig, strategy: str | None, outer_strategy: str | None
+) -> None:
+    """An argument and the config must not name different levels."""
+    if not config.names_strategy:
+        return
+    given = (("strategy", strategy), ("outer_strategy", outer_strategy))
+    for (name, value), said in zip(given, config.level_names, strict=True):
+        if value is not None and value != said:
+            raise ValueError(
+                f"{name}: expected None, or {said!r} as the config says; found {value!r}"
+            )
