@@ -8,6 +8,7 @@ from fsdp_engine.checkpoint import (
     save_checkpoint,
 )
 from fsdp_engine.config import DistributedDataParallelConfig
+from fsdp_engine.distributed_data_parallel import DistributedDataParallel
 from fsdp_engine.engine import Engine
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.hooks import register_forward_method
@@ -18,6 +19,7 @@ from fsdp_engine.sharding import shard
 
 __all__ = [
     "Checkpointer",
+    "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "Engine",
     "Estimate",

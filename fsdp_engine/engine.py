@@ -113,9 +113,13 @@ class Engine:
         finally:
             self._reductions.sync = before
 
-    def start_grad_sync(self) -> None:
-        """Issue the step's last reductions, if backward has not. Collective; does not wait."""
-        self._reductions.start()
+    def start_grad_sync(self, *, wait: bool = False) -> None:
+        """Issue the step's last reductions, if backward has not. Collective.
+
+        Args:
+            wait: return when they are done.
+        """
+        self._reductions.start(wait=wait)
 
     def finish_grad_sync(self) -> None:
         """On return gradients are final: ``.grad`` of sharded parameters. Collective.

@@ -154,8 +154,12 @@ class Reductions:
         if self._next == len(self._queue):
             self._close()
 
-    def start(self) -> None:
-        """Issue the last reductions of the step, unless they are issued already."""
+    def start(self, *, wait: bool = False) -> None:
+        """Issue the last reductions of the step, unless they are issued already.
+
+        Args:
+            wait: return when they are done.
+        """
         if self._in_backward or self._is_issued or self._is_final:
             return  # backward issues them, or has
         for unit in self._trainable if not self._is_accumulating else ():
@@ -174,6 +178,8 @@ class Reductions:
                     tickets.append(ticket)
             self._in_flight.append((unit, tickets, 0))
         self._issued()
+        while wait and self._in_flight:
+            self._retire_oldest()
 
     def finish(self) -> None:
         """On return gradients are final, and shown.

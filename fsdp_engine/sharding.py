@@ -60,7 +60,7 @@ def shard(
         TypeError: likewise.
     """
     options = config if config is not None else DistributedDataParallelConfig()
-    _check_types(model, mp_policy, options)
+    check_types(model, mp_policy, options)
     named = options.level_names if options.names_strategy else ("optim_grads_params", "no_shard")
     levels = Strategy.from_names(strategy or named[0], outer_strategy or named[1])
     _check_agreement(options, strategy, outer_strategy)
@@ -127,7 +127,8 @@ def _ground(mesh: DataMesh, levels: Strategy) -> Ground:
     return Ground(sizes, levels.on(mesh.outer.size))
 
 
-def _check_types(model: object, policy: object, config: object) -> None:
+def check_types(model: object, policy: object, config: object) -> None:
+    """Raise TypeError for an argument of another type."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module; found {type(model).__name__}")
     if policy is not None and not isinstance(policy, MixedPrecisionPolicy):

@@ -1,0 +1,95 @@
+"""The loop of Megatron-Core users, recorded step by step as ``reference.train`` records its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsdp_engine as fe
+from fsdp_engine.strategies import ALL_STRATEGIES, LEVELS
+from tests.reference import Data, OptimizerMaker, Step, full_gradients, mean_over_ranks, sgd
+
+Config = fe.DistributedDataParallelConfig
+
+LEVEL_NAMES = list(LEVELS)
+PAIRS = [(strategy.inner.name, strategy.outer.name) for strategy in ALL_STRATEGIES]
+
+
+def config_of(
+    inner: str, outer: str = "no_shard", *, overlap: bool = False, **fields: Any
+) -> Config:
+    """A config that names levels as Megatron-FSDP does, with both overlaps or none."""
+    return Config(
+        use_megatron_fsdp=True,
+        data_parallel_sharding_strategy=inner,
+        outer_dp_sharding_strategy=outer,
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap,
+        **fields,
+    )
+
+
+def run_step(
+    ddp: fe.DistributedDataParallel,
+    microbatches: list[Any],
+    finish: Callable[[fe.DistributedDataParallel], None] | None = None,
+    zero_buffer: bool = True,
+) -> torch.Tensor:
+    """Forward and backward of a step on this rank's parts, up to final gradients; the loss."""
+    rank = dist.get_rank()
+    ddp.zero_grad_buffer(zero_buffer)
+    total = torch.zeros(())
+    for index, parts in enumerate(microbatches):
+        last = index == len(microbatches) - 1
+        # Without overlap nothing is reduced before finish_grad_sync, whoever says so.
+        needs_no_sync = ddp.ddp_config.overlap_grad_reduce and not last
+        with ddp.no_sync() if needs_no_sync else nullcontext():
+            loss = ddp(*parts[rank]) / len(microbatches)
+            loss.backward()
+        total = total + loss.detach()
+    (finish or fe.DistributedDataParallel.finish_grad_sync)(ddp)
+    return total
+
+
+def train_wrapped(
+    ddp: fe.DistributedDataParallel,
+    data: Data,
+    make_optimizer: OptimizerMaker = sgd,
+    **options: Any,
+) -> list[Step]:
+    """Trains a wrapped module; options are those of :func:`run_step`."""
+    optimizer = make_optimizer(ddp.parameters())
+    steps = []
+    for microbatches in data:
+        loss = run_step(ddp, microbatches, **options)
+        gradients = full_gradients(ddp.module)
+        norm = ddp.engine.clip_grad_norm_(float("inf"))
+        optimizer.step()
+        weights = ddp.engine.full_state_dict()
+        steps.append(
+            Step(
+                mean_over_ranks(loss),
+                gradients,
+                norm.item(),
+                {name: weights[name] for name in gradients},
+            )
+        )
+    return steps
+
+
+class Layers(nn.Module):
+    """Ten square linears, with biases or not; the model of Megatron-Core's own bucket test."""
+
+    def __init__(self, dim: int = 95, num_layers: int = 10, bias: bool = True) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(dim, dim, bias=bias) for _ in range(num_layers)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
