@@ -62,7 +62,11 @@ def shard(
     options = config if config is not None else DistributedDataParallelConfig()
     check_types(model, mp_policy, options)
     named = options.level_names if options.names_strategy else ("optim_grads_params", "no_shard")
-    levels = Strategy.from_names(strategy or named[0], outer_strategy or named[1])
+    inner, outer = (
+        said if given is None else given
+        for given, said in zip((strategy, outer_strategy), named, strict=True)
+    )
+    levels = Strategy.from_names(inner, outer)
     _check_agreement(options, strategy, outer_strategy)
     return make_engine(
         model,
