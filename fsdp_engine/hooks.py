@@ -236,10 +236,11 @@ def _gradient_writer(scheduler: Scheduler, unit: Unit, buffer: ParamAndGradBuffe
 
     @not_compiled
     def on_grad(index: int, param: Tensor) -> None:
+        grad = param.grad
+        if grad is None:
+            return  # a function that has none for it, or computes it later
         if not unit.has_open_grads:
             scheduler.begin_gradient(unit)
-        grad = param.grad
-        assert grad is not None
         param.grad = None
         grads.write(index, grad)
         if grads.num_touched == count:

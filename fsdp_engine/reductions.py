@@ -80,6 +80,7 @@ class Reductions:
         # A backward is under way; autograd is done with it, but weight gradients are yet to come.
         self._in_backward = False
         self._is_closing = False
+        self._is_last = False
 
     def order_seen(self, order: list[int]) -> None:
         """Forward has recorded an order of all units."""
@@ -112,6 +113,8 @@ class Reductions:
         self._is_final = False
         self._is_accumulating = True
         self._in_backward = True
+        # Settled now: gradients may come late, when a no_sync() is over.
+        self._is_last = self.sync and self._timing.reduces_in_backward
 
     def open_unit(self, unit: Unit) -> None:
         """The unit's first gradient of this backward is about to be written."""
@@ -268,7 +271,7 @@ class Reductions:
 
     def _reduce(self, unit: Unit) -> None:
         """Issue what this backward has to reduce of ``unit``."""
-        last = self.sync and self._timing.reduces_in_backward
+        last = self._is_last
         always = any(b.grads.writes_to_staging for b in unit.trainable if b.grads is not None)
         if not unit.has_open_grads:
             if not last and not always:
@@ -303,7 +306,7 @@ class Reductions:
         self._next = 0
         self._ready.clear()
         self._in_backward = self._is_closing = False
-        if self.sync and self._timing.reduces_in_backward:
+        if self._is_last:
             self._issued()
             if self._timing.finishes_backward:
                 self.finish()
