@@ -8,7 +8,9 @@ ratios are taken round by round. A step is forward, backward, AdamW (fused) and 
 "pairwise" gives FSDP2 this engine's collectives through its own hooks for custom ones, so that
 engines are compared and not their collectives. In bf16 every engine computes in bf16 and keeps
 fp32 main weights: DDP by autocast, as its users do, the others by their policies with gradients
-reduced in bf16. "no communication" is one rank's bare model, the same work without a peer, and
+reduced in bf16. "wrapper" is DistributedDataParallel, Megatron-Core's loop around the same engine:
+40M-element buckets, overlap of reductions and gathers, ``finish_grad_sync``, ``zero_grad_buffer``.
+"no communication" is one rank's bare model, the same work without a peer, and
 "level 3's bytes alone" the gathers and reductions of optim_grads_params, without a model. Where
 ranks use up the cores, as here, moving bytes takes processor time from the model: the sum of the
 two is then what bounds level 3.
@@ -46,6 +48,7 @@ TARGETS = (
     ("optim_grads_params", "FSDP2 pairwise", 0.92),
     ("no_shard", "DDP", 1.00),
     ("optim", "DDP", 1.00),
+    ("wrapper no_shard", "DDP", 1.00),
 )
 
 
@@ -93,6 +96,26 @@ def make_step(model: nn.Module, parameters: Any, batch: Any, autocast: bool) -> 
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+
+    return step
+
+
+def make_wrapped_step(model: GPT, low: torch.dtype | None, batch: Any, **fields: Any) -> Any:
+    """A step of the wrapper, as users of Megatron-Core write it."""
+    config = fe.DistributedDataParallelConfig(
+        overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=40_000_000, **fields
+    )
+    policy = fe.MixedPrecisionPolicy(param_dtype=low, reduce_dtype=low)
+    ddp = fe.DistributedDataParallel(model, config, mp_policy=policy)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-4, fused=True)
+    fe.shard_optimizer(optimizer)
+    tokens, targets = batch
+
+    def step() -> None:
+        ddp.zero_grad_buffer(zero_buffer=False)
+        ddp(tokens, targets).loss.backward()
+        ddp.finish_grad_sync()
+        optimizer.step()
 
     return step
 
@@ -174,6 +197,8 @@ def make_engines(size: str, dtype: str) -> dict[str, Callable[[], None]]:
         policy = fe.MixedPrecisionPolicy(param_dtype=low, reduce_dtype=low)
         fe.shard(model, strategy=level, mp_policy=policy)
         steps[level] = make_step(model, _Sharded(model.parameters()), batch, False)
+    steps["wrapper no_shard"] = make_wrapped_step(fresh(), low, batch)
+    steps["wrapper optim"] = make_wrapped_step(fresh(), low, batch, use_distributed_optimizer=True)
     return steps
 
 

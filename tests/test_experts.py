@@ -8,6 +8,7 @@ process with both experts on all tokens says what must come out.
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -182,6 +183,15 @@ def test_an_expert_that_got_no_token_anywhere_keeps_no_gradient(level: str) -> N
     has_gradient = {name: p.grad is not None for name, p in ddp.module.named_parameters()}
     assert has_gradient.pop(f"experts.{held}") is (held == 1)
     assert all(has_gradient.values())
+
+
+@on_ranks()
+def test_a_checkpoint_that_would_mix_up_experts_is_refused() -> None:
+    folder = Path("never-made")
+    ddp, held = wrapped(config_of("optim"))
+    with pytest.raises(ValueError, match=rf"checkpoint: .*experts\.{held}.*different ones"):
+        fe.save_checkpoint(folder, ddp.engine)
+    assert not folder.exists()
 
 
 @on_ranks()

@@ -102,13 +102,20 @@ def is_extra_state(name: str) -> bool:
 
 
 def check_at_rest(engine: ShardedModel) -> None:
-    """Whether the modules hold the sharded parameters.
+    """Whether the modules hold the sharded parameters, all of them the same ranks'.
 
     Raises:
         RuntimeError: they hold full ones: a forward or backward is under way, or
             ``engine.unsharded()``.
+        ValueError: ranks hold different experts under one name.
     """
     for buffer in engine.buffers:
+        if buffer.mesh.size < engine.mesh.size:
+            raise ValueError(
+                f"checkpoint: expected parameters that all ranks share; found the expert "
+                f"{buffer.records[0].name}, of which ranks hold different ones under one name. "
+                "Save state_dict_for_save_checkpoint() under names of your own"
+            )
         for record, param in zip(buffer.records, buffer.sharded_params, strict=True):
             if any(module._parameters.get(name) is not param for module, name in record.sites):
                 raise RuntimeError(
