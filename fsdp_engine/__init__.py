@@ -7,6 +7,7 @@ from fsdp_engine.checkpoint import (
     load_safetensors,
     save_checkpoint,
 )
+from fsdp_engine.codecs import Float8
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.distributed_data_parallel import DistributedDataParallel
 from fsdp_engine.engine import Engine
@@ -24,6 +25,7 @@ __all__ = [
     "Engine",
     "Estimate",
     "FlatDTensor",
+    "Float8",
     "MixedPrecisionPolicy",
     "estimate",
     "export_safetensors",

@@ -7,13 +7,13 @@ in exactly one unit, however units nest.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import nn
 
 from fsdp_engine.param_and_grad_buffer import ParamRecord
+from fsdp_engine.patterns import compile_pattern
 
 UnitSelector = type[nn.Module] | str | Callable[[str, nn.Module], bool]
 
@@ -114,9 +114,7 @@ def _matcher(selector: Any) -> Callable[[str, nn.Module], bool]:
             raise TypeError(f"units: expected module classes; found {selector!r}")
         return lambda name, module: isinstance(module, selector)
     if isinstance(selector, str):
-        parts = re.split(r"(\*\*|\*|\?)", selector)
-        stands_for = {"**": ".*", "*": r"[^.]*", "?": r"[^.]"}
-        pattern = re.compile("".join(stands_for.get(part) or re.escape(part) for part in parts))
+        pattern = compile_pattern(selector)
         return lambda name, module: pattern.fullmatch(name) is not None
     if callable(selector):
         return selector

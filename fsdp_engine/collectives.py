@@ -229,6 +229,12 @@ def start_all_reduce_max(tensor: Tensor, group: dist.ProcessGroup) -> Work:
     return _require(dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group, async_op=True))
 
 
+def max_steps(tensor: Tensor, group: dist.ProcessGroup) -> Steps:
+    """The elementwise maximum of a small tensor over the group, in place, as part of an operation
+    on a lane."""
+    yield [_require(dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group, async_op=True))]
+
+
 def broadcast_(tensor: Tensor, group: dist.ProcessGroup | None, source: int = 0) -> Tensor:
     """Give every rank of the group the values of its rank ``source``. None: one rank."""
     if group is not None and tensor.numel():

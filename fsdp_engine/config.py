@@ -57,7 +57,7 @@ class DistributedDataParallelConfig:
             summed in fp32 by the receiving rank.
         average_in_collective: the collective averages. False: gradients are scaled as they are
             copied into the buffer, then summed. The result is the same.
-        fp8_param_gather: parameters travel as fp8 bytes.
+        fp8_param_gather: parameters of two dims and more travel as fp8 bytes (``Float8``).
         reuse_grad_buf_for_mxfp8_param_ag: MXFP8 gathers go through the gradients' memory.
         use_megatron_fsdp: ``data_parallel_sharding_strategy`` says the level; otherwise
             ``use_distributed_optimizer`` does.

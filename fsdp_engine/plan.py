@@ -139,6 +139,7 @@ def make_plan(
         raise ValueError(f"model: expected parameters; found none in {type(model).__name__}")
     for record in records:
         _check_record(record, recipe)
+    _check_fp8_fields(recipe.config)
     _check_no_optimizer(records)
     on_meta = check_meta(model, records)
     return Plan(plan_units(model, records, units, recipe), records, on_meta)
@@ -299,6 +300,15 @@ def _check_record(record: ParamRecord, recipe: Recipe) -> None:
             f"{record.name}: expected delay_wgrad_compute=True, since its module puts off weight "
             "gradients (skip_backward_post_hook); found False, so that they would be lost"
         )
+
+
+def _check_fp8_fields(config: DistributedDataParallelConfig) -> None:
+    for name in ("keep_fp8_transpose_cache", "reuse_grad_buf_for_mxfp8_param_ag"):
+        if getattr(config, name):
+            raise ValueError(
+                f"{name}: expected weights in a quantised format of Transformer Engine, which "
+                "alone have what it is about; found a model whose fp8 weights are encoded natively"
+            )
 
 
 def _check_no_optimizer(records: Sequence[ParamRecord]) -> None:

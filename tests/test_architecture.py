@@ -26,6 +26,7 @@ FLOORS: dict[str, float] = {
     "placement": 0,
     "order": 0,
     "buckets": 0,
+    "patterns": 0,
     "trees": 0,
     "terminal": 0,
     # devices and communication

@@ -2,5 +2,6 @@
 
 from fsdp_engine.codecs.base import CodecRule, ParamCodec, Piece
 from fsdp_engine.codecs.cast import CastCodec
+from fsdp_engine.codecs.float8 import Float8, Float8Codec
 
-__all__ = ["CastCodec", "CodecRule", "ParamCodec", "Piece"]
+__all__ = ["CastCodec", "CodecRule", "Float8", "Float8Codec", "ParamCodec", "Piece"]

@@ -1,0 +1,264 @@
+"""fp8 on the wire: the bytes of a cut parameter are those of a whole one, and training sees exactly
+what one process with the same quantiser sees."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import fsdp_engine as fe
+from fsdp_engine.codecs import Float8, Float8Codec, Piece
+from fsdp_engine.strategies import ALL_STRATEGIES
+from tests import reference
+from tests.megatron import Config
+from tests.models import Transformer, token_batch
+from tests.pool import on_ranks
+from tests.test_counts import Messages, Stack, count_step
+from tests.test_equivalence import mesh_of
+
+PAIRS = [(strategy.inner.name, strategy.outer.name) for strategy in ALL_STRATEGIES]
+OPTIONS = [Float8(g, p) for g in ("tensor", "row", "block") for p in (False, True)]
+LABELS = [f"{each.granularity}-{each.power_of_two_scales}" for each in OPTIONS]
+
+
+def reference_scales(matrix: Tensor, options: Float8) -> Tensor:
+    """Scales of each element, written down again: loops over tensors, rows or blocks."""
+    size = {"tensor": matrix.shape, "row": (1, matrix.shape[1]), "block": (128, 128)}
+    height, width = size[options.granularity]
+    scales = torch.empty_like(matrix)
+    for top, left in itertools.product(
+        range(0, matrix.shape[0], max(height, 1)), range(0, matrix.shape[1], max(width, 1))
+    ):
+        place = (slice(top, top + height), slice(left, left + width))
+        scale = matrix[place].abs().max() / 448
+        if options.power_of_two_scales and scale > 0:
+            scale = 2.0 ** torch.log2(scale).ceil()
+        scales[place] = max(scale, torch.tensor(2.0**-126))
+    return scales
+
+
+def reference_bytes(matrix: Tensor, scales: Tensor) -> Tensor:
+    return (matrix / scales).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def run(steps: Any) -> None:
+    for _ in steps:
+        pass
+
+
+def split_encode(
+    tensors: list[Tensor], cuts: list[int], options: Float8
+) -> list[tuple[Tensor, Tensor]]:
+    """(bytes, scales) of each part of the tensors' row of elements, cut at ``cuts``; the ranks'
+    maximum is taken here in place of a process group."""
+    line = torch.cat([tensor.flatten() for tensor in tensors])
+    ends = list(itertools.accumulate(tensor.numel() for tensor in tensors))
+    bounds = [0, *sorted(cuts), line.numel()]
+    codecs, generators, wires = [], [], []
+    for low, high in itertools.pairwise(bounds):
+        pieces = []
+        for index, end in enumerate(ends):
+            begin = end - tensors[index].numel()
+            start, stop = min(max(low, begin), end), min(max(high, begin), end)
+            pieces.append(
+                Piece(index, start - begin, max(stop, start) - begin, max(start - low, 0))
+            )
+        codec = Float8Codec(options)
+        codec.bind([tuple(t.shape) for t in tensors], pieces, ["ranks"], torch.device("cpu"))
+        codecs.append(codec)
+        wires.append(torch.full((high - low,), 77, dtype=torch.uint8))
+        generators.append(codec.encode(line[low:high], wires[-1]))
+    for generator in generators:
+        next(generator)  # up to the message
+    most = torch.stack([codec.scales for codec in codecs]).amax(0)
+    for codec in codecs:
+        codec.scales.copy_(most)
+    for generator in generators:
+        run(generator)
+    return [(wire, codec.scales) for wire, codec in zip(wires, codecs, strict=True)]
+
+
+SCALES = st.sampled_from([0.0, 1e-42, 1e-30, 1.0, 3.0, 1e30, 3e38])
+SHAPES = st.tuples(st.integers(1, 150), st.integers(1, 150)) | st.tuples(
+    st.integers(1, 5), st.integers(1, 6), st.integers(1, 7)
+)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=LABELS)
+@given(data=st.data())
+@settings(deadline=None, max_examples=25)
+def test_any_split_has_the_bytes_and_scales_of_the_whole(options: Float8, data: Any) -> None:
+    shapes = data.draw(st.lists(SHAPES, min_size=1, max_size=3))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    tensors = [
+        torch.randn(shape, generator=generator).clamp(-3, 3) / 3 * data.draw(SCALES)
+        for shape in shapes
+    ]
+    numel = sum(tensor.numel() for tensor in tensors)
+    cuts = data.draw(st.lists(st.integers(0, numel), max_size=7))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fsdp_engine.codecs.float8.max_steps", lambda tensor, group: iter([()]))
+        parts = split_encode(tensors, cuts, options)
+    wire = torch.cat([part for part, _ in parts])
+    for _, scales in parts:
+        assert torch.equal(scales, parts[0][1])
+    matrices = [tensor.reshape(tensor.shape[0], -1) for tensor in tensors]
+    expected = [reference_bytes(m, reference_scales(m, options)).flatten() for m in matrices]
+    assert torch.equal(wire, torch.cat(expected))
+
+
+def test_the_worked_example_is_exact() -> None:
+    row = torch.tensor([[0.5, -7.0, 3.5]])
+    codec = Float8Codec(Float8("row"))
+    codec.bind([(1, 3)], [Piece(0, 0, 3, 0)], [], torch.device("cpu"))
+    wire = torch.zeros(3, dtype=torch.uint8)
+    run(codec.encode(row.flatten(), wire))
+    assert codec.scales.tolist() == [1 / 64]
+    assert wire.view(torch.float8_e4m3fn).float().tolist() == [32.0, -448.0, 224.0]
+    out = torch.empty(1, 3)
+    codec.decode(wire, [0], [out])
+    assert torch.equal(out, row)
+
+
+def quantised(tensor: Tensor, options: Float8) -> Tensor:
+    matrix = tensor.detach().reshape(tensor.shape[0], -1)
+    scales = reference_scales(matrix, options)
+    fp8 = reference_bytes(matrix, scales).view(torch.float8_e4m3fn)
+    return (fp8.float() * scales).view(tensor.shape)
+
+
+class Rounded(nn.Module):
+    """One process: computes with quantised copies of ``model``'s matrices; gradients are those of
+    the copies."""
+
+    def __init__(self, model: nn.Module, options: Float8) -> None:
+        super().__init__()
+        self.model, self.options = model, options
+
+    def forward(self, *batch: Any) -> Tensor:
+        copies = {
+            name: param + (quantised(param, self.options) - param.detach())
+            if param.ndim >= 2
+            else param
+            for name, param in self.model.named_parameters()
+        }
+        return torch.func.functional_call(self.model, copies, batch)
+
+
+@pytest.mark.parametrize(("inner", "outer"), PAIRS)
+@on_ranks(4)
+def test_fp8_param_gather_trains_as_one_process_with_the_same_quantiser(
+    inner: str, outer: str
+) -> None:
+    for options in (None, Float8("tensor"), Float8("block", power_of_two_scales=True)):
+        torch.manual_seed(0)
+        model = Transformer(num_blocks=2)
+        alone = copy.deepcopy(model)
+        engine = fe.shard(
+            model,
+            mesh_of(2, 2),
+            inner,
+            outer,
+            config=Config(fp8_param_gather=True),
+            codec_rules=[] if options is None else [options],
+        )
+        rounded = Rounded(alone, options or Float8())
+        data = reference.make_data(token_batch, 3, 2, 4)
+        found = reference.train_sharded(model, engine, data)
+        optimizer = reference.sgd(alone.parameters())
+        for step, ours in zip(data, found, strict=True):
+            total = 0.0
+            for micro in step:
+                batch = [torch.cat(parts) for parts in zip(*micro, strict=True)]
+                loss = rounded(*batch) / len(step)
+                loss.backward()
+                total += loss.item()
+            assert abs(ours.loss - total) < 2e-5, (inner, outer)
+            for name, param in alone.named_parameters():
+                gradient = ours.gradients[name]
+                assert gradient is not None
+                assert param.grad is not None
+                # One weight in thousands may round to the other neighbour after a step.
+                assert reference.relative_error(gradient, param.grad) < 3e-2, name
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_fp8_param_gather_halves_the_bytes_of_bf16() -> None:
+    sent = {}
+    for fp8 in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(64, 256, bias=False) for _ in range(2)))
+        model = Wide(model)
+        engine = fe.shard(
+            model,
+            config=Config(fp8_param_gather=fp8),
+            mp_policy=fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+            codec_rules=[Float8("tensor")] if fp8 else [],
+        )
+        messages = Messages()
+        with messages.counting():
+            model(torch.randn(2, 64)).backward()
+        group = engine.mesh.inner.gather_group
+        assert group is not None
+        sent[fp8] = messages.sent[group.group_name]
+    assert sent[True] <= sent[False] * 0.505
+    assert sent[True] >= sent[False] * 0.5
+
+
+class Wide(nn.Module):
+    """Matrices of one width, one after another."""
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))[..., :64]
+        return x.float().square().mean()
+
+
+@on_ranks(2)
+def test_vectors_and_excluded_names_travel_in_the_compute_dtype() -> None:
+    model = Stack()
+    engine = fe.shard(model, codec_rules=[Float8(exclude=("blocks.0.*", "last.weight"))])
+    kinds = {
+        record.name: buffer.kind.codec for buffer in engine.buffers for record in buffer.records
+    }
+    for name, param in model.named_parameters():
+        plain = param.ndim < 2 or name.startswith("blocks.0.") or name == "last.weight"
+        if name.startswith("blocks.0."):
+            plain = param.ndim < 2  # a star does not cross dots
+        assert kinds[name] == ("cast" if plain else "float8 row"), name
+    count_step(model, engine, torch.optim.SGD(model.parameters(), lr=0.1), 1)
+
+
+@pytest.mark.parametrize("field", ["keep_fp8_transpose_cache", "reuse_grad_buf_for_mxfp8_param_ag"])
+def test_fields_for_transformer_engine_need_its_weights(field: str, ranks: Any) -> None:
+    ranks.run(refused_by_name, field, world_size=2)
+
+
+def refused_by_name(field: str) -> None:
+    config = Config(fp8_param_gather=True, **{field: True})  # type: ignore[arg-type]
+    model = Stack()
+    with pytest.raises(ValueError, match=rf"{field}: expected weights in a quantised format"):
+        fe.shard(model, config=config)
+    assert dist.get_world_size() == 2
+    fe.shard(model)  # nothing was changed
+
+
+def test_unknown_granularities_are_refused() -> None:
+    with pytest.raises(ValueError, match="granularity: expected one of tensor, row, block"):
+        Float8("column")
+    with pytest.raises(TypeError, match="exclude: expected a tuple"):
+        Float8(exclude="head")  # type: ignore[arg-type]
