@@ -37,6 +37,8 @@ FLOORS: dict[str, float] = {
     "flat_dtensor": 2,
     "codecs": 2,
     "clip": 2,
+    "model_parallel_groups": 2,
+    "router_bias": 2,
     # the two towers
     "weight_tower": 3,
     "grad_tower": 3,
@@ -46,6 +48,7 @@ FLOORS: dict[str, float] = {
     "materialize": 4,
     "unit": 4,
     "footprint": 4,
+    "marked_grads": 4,
     "build": 4.5,
     "description": 4.5,
     "reductions": 4.5,
