@@ -11,8 +11,10 @@ from fsdp_engine.codecs import Float8
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.distributed_data_parallel import DistributedDataParallel
 from fsdp_engine.engine import Engine
+from fsdp_engine.finalize_model_grads import finalize_model_grads
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.hooks import register_forward_method
+from fsdp_engine.model_parallel_groups import ModelParallelGroups
 from fsdp_engine.optimizer import shard_optimizer
 from fsdp_engine.planner import Estimate, estimate
 from fsdp_engine.precision import MixedPrecisionPolicy
@@ -27,8 +29,10 @@ __all__ = [
     "FlatDTensor",
     "Float8",
     "MixedPrecisionPolicy",
+    "ModelParallelGroups",
     "estimate",
     "export_safetensors",
+    "finalize_model_grads",
     "load_checkpoint",
     "load_safetensors",
     "register_forward_method",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -112,6 +113,28 @@ Axes = tuple[MeshAxis, MeshAxis, dist.ProcessGroup | None]
 _KNOWN: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], Axes]] = (
     weakref.WeakKeyDictionary()
 )
+
+
+_BY_RANKS: weakref.WeakKeyDictionary[
+    dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]
+] = weakref.WeakKeyDictionary()
+
+
+def group_of_ranks(
+    ranks: Iterable[int], like: dist.ProcessGroup, device: torch.device
+) -> dist.ProcessGroup:
+    """The group of these global ranks, made once; they must all call it, and nobody else.
+
+    Args:
+        ranks: in any order, this rank among them.
+        like: whose timeout it gets.
+        device: of the tensors that shall travel.
+    """
+    members = tuple(sorted(ranks))
+    known = _BY_RANKS.setdefault(_default_group(), {})
+    if members not in known:
+        known[members] = _new_group(list(members), _timeout_of_group(like, device))
+    return known[members]
 
 
 def _default_group() -> dist.ProcessGroup:
@@ -224,8 +247,11 @@ def _new_group(
 
 def _timeout_of(device_mesh: DeviceMesh) -> timedelta | None:
     """The timeout that the user chose for the mesh's own groups, which ours inherit."""
-    backend = backend_of(device_mesh.get_group(0), torch.device(device_mesh.device_type))
-    return getattr(getattr(backend, "options", None), "_timeout", None)
+    return _timeout_of_group(device_mesh.get_group(0), torch.device(device_mesh.device_type))
+
+
+def _timeout_of_group(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    return getattr(getattr(backend_of(group, device), "options", None), "_timeout", None)
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> object | None:

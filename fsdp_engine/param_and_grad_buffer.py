@@ -276,6 +276,17 @@ class ParamAndGradBuffer:
             for param in params:
                 param.main_grad = main.full(index)  # type: ignore[attr-defined]
 
+    def publish_gradient(self, index: int) -> Tensor:
+        """Make ``.grad`` of one parameter its place among the gradients, which the caller fills.
+
+        For a gradient that came about outside backward; the next backward adds to it.
+        """
+        assert self.grads is not None
+        view = self._make_grad_views()[index]
+        self.sharded_params[index].grad = view
+        self.used[index], self.grads.fresh[index] = True, False
+        return view
+
     def discard_gradients(self) -> None:
         """Forget what was accumulated; ``.grad`` becomes None."""
         if self.grads is not None:

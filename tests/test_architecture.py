@@ -39,6 +39,8 @@ FLOORS: dict[str, float] = {
     "flat_dtensor": 2,
     "codecs": 2,
     "clip": 2,
+    "model_parallel_groups": 2,
+    "router_bias": 2,
     # the two towers
     "weight_tower": 3,
     "grad_tower": 3,
@@ -51,6 +53,7 @@ FLOORS: dict[str, float] = {
     "gradient_checks": 4,
     "step_message": 4.25,
     "plan": 4.25,
+    "marked_grads": 4,
     "build": 4.5,
     "description": 4.5,
     "reductions": 4.5,
