@@ -25,7 +25,7 @@ from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.lanes import Lanes
 from fsdp_engine.layout import Layout
 from fsdp_engine.materialize import check_meta, materialize, materialize_buffers
-from fsdp_engine.memory import Memory
+from fsdp_engine.memory import Memory, Place
 from fsdp_engine.mesh import DataMesh
 from fsdp_engine.param_and_grad_buffer import (
     FIRST_TAG,
@@ -164,6 +164,7 @@ def build_units(
     mesh = ladder.mesh
     tag = FIRST_TAG
     units = []
+    places = _places(plan, memory) if config.fsdp_double_buffer else [None] * len(plan.units)
     for index, planned in enumerate(plan.units):
         if plan.on_meta:
             records = [record for buffer in planned.buffers for record in buffer.records]
@@ -173,8 +174,8 @@ def build_units(
             label = planned.name or "the root module"
             if len(planned.buffers) > 1:
                 label += f" (buffer {number})"
-            buffers.append(
-                ParamAndGradBuffer(
+            with memory.placing(places[index]):
+                buffer = ParamAndGradBuffer(
                     label,
                     part.records,
                     part.layout,
@@ -187,16 +188,33 @@ def build_units(
                     config,
                     tag,
                 )
-            )
+            buffers.append(buffer)
             _same_on_replicas(buffers[-1], strategy, mesh)
             tag += 2  # a reduction may take two messages
-        units.append(Unit(index, planned.name, planned.module, buffers, lanes))
+        units.append(Unit(index, planned.name, planned.module, buffers, lanes, places[index]))
         for buffer in buffers:
             for record in buffer.records:
                 # The user's own tensor goes now, so that one unit at a time is held twice.
                 del record.param
     materialize_buffers(plan.units[0].module, mesh.device, seed + len(units))
+    memory.fix_slots()
     return units
+
+
+def _places(plan: Plan, memory: Memory) -> list[Place | None]:
+    """Who takes turns with whom: see [Note: Slots] in ``memory.py``."""
+    modules = {id(unit.module) for unit in plan.units}
+    pair = (memory.make_slots(), memory.make_slots())
+    places: list[Place | None] = []
+    num_in_turn = 0
+    for index, unit in enumerate(plan.units):
+        num_inside = sum(id(module) in modules for module in unit.module.modules())
+        if index and num_inside == 1:
+            places.append(Place(index, pair[num_in_turn % 2]))
+            num_in_turn += 1
+        else:
+            places.append(Place(index, memory.make_slots()))
+    return places
 
 
 def _plan_buffers(

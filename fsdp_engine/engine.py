@@ -25,6 +25,7 @@ from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.hooks import UnitHooks, hook_gradients
 from fsdp_engine.memory import Memory
 from fsdp_engine.mesh import DataMesh
+from fsdp_engine.nccl_pool import NcclPool, check_nccl
 from fsdp_engine.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.reductions import Reductions
@@ -94,6 +95,8 @@ def shard(
     error: Exception | None = None
     try:
         _check_unsharded(model)
+        if options.nccl_ub:
+            check_nccl(data_mesh, symmetric=not options.disable_symmetric_registration)
         sizes = {axis: data_mesh.axis(axis).size for axis in Axis}
         plan = make_plan(model, units, policy, options, levels, sizes, granule, rules)
     except (ValueError, TypeError) as caught:
@@ -129,10 +132,14 @@ class Engine:
         self.strategy = strategy
         self.config = config
         self.policy = policy
-        self._memory = Memory(mesh.device)
+        symmetric = not config.disable_symmetric_registration
+        pool = NcclPool(mesh, symmetric=symmetric) if config.nccl_ub else None
+        self._memory = Memory(mesh.device, pool)
         self._lanes = lanes_module.make_lanes(mesh.device)
         ladder = Ladder(mesh)
         self.units = build_units(plan, strategy, ladder, self._lanes, self._memory, config, seed)
+        if pool is not None:
+            pool.register()
         self.budget = _budget(self.units, config)
         root = self.units[0]
         reductions = Reductions(

@@ -15,6 +15,13 @@ it; one that got a gradient elsewhere must get the sum. Each rank sends a byte f
 and the elementwise maximum tells who was used: one small all-reduce per step, started after the
 last reduction. Its result is read, which costs a synchronisation, only by a rank that misses a
 gradient or has seen a new order; others never wait for it.
+
+[Note: Who has the slot]
+Where staging lies in slots ([Note: Slots] in ``memory.py``), a unit that needs one waits for the
+reduction of the unit that has it. That one may not be reduced yet: it waits for its turn (see
+[Note: Order of reductions]), or for the rest of its gradients (it was called twice, and each time
+used other weights). Then what it staged is set aside, in ordinary memory, until its next gradient
+or its turn comes.
 """
 
 from __future__ import annotations
@@ -110,6 +117,8 @@ class Reductions:
         limit = max(self._budget, unit.num_staged)
         while self._in_flight and self._num_staged + unit.num_staged > limit:
             self._retire_oldest()
+        if unit.place is not None and unit.num_staged:
+            self._take_slot(unit)
         self._num_staged += unit.num_staged
         unit.has_open_grads = True
         for buffer in unit.trainable:
@@ -167,6 +176,8 @@ class Reductions:
             if not self.sync and not always:
                 return  # nothing came, nothing travels: what was accumulated stays
             self.open_unit(unit)
+        if unit.place is not None:
+            self._take_slot(unit)  # copies for the wire may come next
         tickets = []
         for buffer in unit.trainable:
             assert buffer.grads is not None
@@ -187,6 +198,20 @@ class Reductions:
         for buffer in unit.trainable:
             assert buffer.grads is not None
             buffer.grads.release()
+
+    def _take_slot(self, unit: Unit) -> None:
+        """See [Note: Who has the slot]."""
+        assert unit.place is not None
+        while (rival := unit.place.rival("staging")) is not None:
+            holder = self._units[rival]
+            if not holder.has_open_grads:
+                self._retire_oldest()
+                continue
+            for buffer in holder.trainable:
+                assert buffer.grads is not None
+                buffer.grads.set_aside()
+            holder.has_open_grads = False
+            self._num_staged -= holder.num_staged
 
     def _start_exchange(self) -> torch.Tensor:
         """[Note: Who got a gradient]: start the message; returns what will hold the result."""
