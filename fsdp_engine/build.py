@@ -17,7 +17,7 @@ from fsdp_engine.collectives import broadcast_, gather_objects
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.lanes import Lanes
 from fsdp_engine.materialize import materialize, materialize_buffers
-from fsdp_engine.memory import Memory
+from fsdp_engine.memory import Memory, Place
 from fsdp_engine.mesh import DataMesh
 from fsdp_engine.param_and_grad_buffer import FIRST_TAG, BufferKind, ParamAndGradBuffer
 from fsdp_engine.plan import Ground, Grounds, Plan
@@ -80,6 +80,7 @@ def build_units(
     device = sites.data.mesh.device
     tag = FIRST_TAG
     units = []
+    places = _places(plan, memory) if config.fsdp_double_buffer else [None] * len(plan.units)
     for index, planned in enumerate(plan.units):
         if plan.on_meta:
             records = [record for buffer in planned.buffers for record in buffer.records]
@@ -90,25 +91,26 @@ def build_units(
             if len(planned.buffers) > 1:
                 label += f" (buffer {number})"
             ground, ladder = sites.of(part.kind)
-            buffer = ParamAndGradBuffer(
-                label,
-                part.records,
-                part.layout,
-                part.kind,
-                part.make_codec(),
-                ground.strategy,
-                ladder,
-                lanes,
-                memory,
-                config,
-                tag,
-                broadcast=broadcast,
-            )
+            with memory.placing(places[index]):
+                buffer = ParamAndGradBuffer(
+                    label,
+                    part.records,
+                    part.layout,
+                    part.kind,
+                    part.make_codec(),
+                    ground.strategy,
+                    ladder,
+                    lanes,
+                    memory,
+                    config,
+                    tag,
+                    broadcast=broadcast,
+                )
             buffers.append(buffer)
             if not broadcast:
                 same_on_replicas(buffer)
             tag += 2  # a reduction may take two messages
-        units.append(Unit(index, planned.name, planned.module, buffers, lanes))
+        units.append(Unit(index, planned.name, planned.module, buffers, lanes, places[index]))
         for buffer in buffers:
             for record in buffer.records:
                 # The user's own tensor goes now, so that one unit at a time is held twice.
@@ -117,7 +119,24 @@ def build_units(
     units[0].parts = tuple(
         unit for unit, planned in zip(units, plan.units, strict=True) if planned.is_bucket
     )
+    memory.fix_slots()
     return units
+
+
+def _places(plan: Plan, memory: Memory) -> list[Place | None]:
+    """Who takes turns with whom: see [Note: Slots] in ``memory.py``."""
+    modules = {id(unit.module) for unit in plan.units}
+    pair = (memory.make_slots(), memory.make_slots())
+    places: list[Place | None] = []
+    num_in_turn = 0
+    for index, unit in enumerate(plan.units):
+        num_inside = sum(id(module) in modules for module in unit.module.modules())
+        if unit.is_bucket or (index and num_inside == 1):
+            places.append(Place(index, pair[num_in_turn % 2]))
+            num_in_turn += 1
+        else:
+            places.append(Place(index, memory.make_slots()))
+    return places
 
 
 def same_on_replicas(buffer: ParamAndGradBuffer) -> None:

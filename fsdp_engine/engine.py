@@ -23,6 +23,7 @@ from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.gradient_checks import GradientChecks
 from fsdp_engine.hooks import UnitHooks, hook_gradients
 from fsdp_engine.memory import Memory
+from fsdp_engine.nccl_pool import NcclPool
 from fsdp_engine.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.plan import Plan
 from fsdp_engine.precision import MixedPrecisionPolicy
@@ -69,11 +70,15 @@ class Engine:
         self.config = config
         self.policy = policy
         self._timing = timing
-        self._memory = Memory(mesh.device)
+        symmetric = not config.disable_symmetric_registration
+        pool = NcclPool(mesh, symmetric=symmetric) if config.nccl_ub else None
+        self._memory = Memory(mesh.device, pool)
         self._lanes = lanes_module.make_lanes(mesh.device)
         self.units = build_units(
             plan, sites, self._lanes, self._memory, config, seed, broadcast=broadcast
         )
+        if pool is not None:
+            pool.register()
         self.budget = _budget(self.units, config)
         root, group = self.units[0], mesh.control_group
         checks = None

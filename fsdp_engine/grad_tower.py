@@ -96,6 +96,7 @@ class GradTower:
         self._views: list[Tensor] = []
         self._gaps: list[Tensor] = []
         self._staging: TransientStorage | None = None
+        self._aside: TransientStorage | None = None  # what was staged, while a rival has the slot
         self._wire: TransientStorage | None = None
         # What the optimizer gets, where gradients are kept in another dtype.
         self._handed: ShardedBuffer | None = None
@@ -110,6 +111,8 @@ class GradTower:
         self._stale: list[Tensor] = []
         self._every_chain = Chain()
         self._last_chain = Chain()
+        if memory.has_pool:
+            self.main_grads()  # registering memory later would need all ranks at the same moment
 
     @property
     def num_staged_elements(self) -> int:
@@ -146,7 +149,8 @@ class GradTower:
         """The persistent buffer, allocated when gradients first appear."""
         if self._accum is None:
             numel = self._numel(self._grad_depth)
-            flat = self._memory.persistent(numel, self._dtypes.main_grad, "grad")
+            sent = self.writes_to_staging or self._wire is None or self._sums_wide
+            flat = self._memory.persistent(numel, self._dtypes.main_grad, "grad", sent=sent)
             self._accum = ShardedBuffer(self._layout, self._at, self._grad_depth, flat)
             self._make_views(self._accum)
             if self._hands_over:
@@ -163,8 +167,28 @@ class GradTower:
         if self._staging is not None:
             compute.manage(f"allocate staging of {self._label}", self._staging.fill, self._staging)
             compute.access(writes=self._views)
+            if self._aside is not None:
+                self._bring_back(self._staging, self._aside)
         else:
             compute.access(writes=(accum.tensor,))
+
+    def set_aside(self) -> None:
+        """Another unit needs the slot before this one is reduced: keep what was staged elsewhere.
+
+        :meth:`begin` brings it back.
+        """
+        staging, compute = self._staging, self._lanes.compute
+        if staging is None or not staging.filled:
+            return
+        aside = self._aside = self._memory.transient(staging.numel, staging.dtype, "staging")
+        compute.manage(f"allocate copy of staging of {self._label}", aside.fill, aside)
+        aside.view(0, (aside.numel,)).copy_(staging.view(0, (aside.numel,)))
+        compute.manage(f"free staging of {self._label}", staging.drain, staging)
+
+    def _bring_back(self, staging: TransientStorage, aside: TransientStorage) -> None:
+        staging.view(0, (aside.numel,)).copy_(aside.view(0, (aside.numel,)))
+        self._lanes.compute.manage(f"free copy of staging of {self._label}", aside.drain, aside)
+        self._aside = None
 
     def write(self, index: int, grad: Tensor) -> None:
         """Put the gradient of parameter ``index`` into its place: scaled and cast in one pass."""
@@ -258,9 +282,10 @@ class GradTower:
 
     def release(self) -> None:
         """The reduction is done (compute has waited for it): hand transient memory back."""
-        for storage in (self._staging, self._wire):
+        for storage in (self._staging, self._wire, self._aside):
             if storage is not None and storage.filled:
                 self._lanes.compute.manage(f"free staging of {self._label}", storage.drain, storage)
+        self._aside = None
 
     def discard(self) -> None:
         """Forget whatever was accumulated."""

@@ -11,6 +11,20 @@ pages are costly (the kernel zeroes each): so there memory is passed between sto
 swapping their data pointers, where torch can do so (``UntypedStorage._swap_data_ptr_``, in 2.13 but
 not in 2.11). Idle memory is kept, as a caching allocator keeps it, but never so much that memory
 in use and idle together exceed what was once in use.
+
+[Note: Slots]
+With ``fsdp_double_buffer`` transient memory neither comes nor goes. For each role ("full",
+"staging") there are two *slots*, storages that last as long as the engine, and units take them in
+turn: the first, third, ... unit lives in one, the second, fourth, ... in the other, for life, in
+forward and backward alike. All transient storages that a unit has of a role lie one after the other
+in its slot, which is as long as the largest of its units needs. Filling is then to take the slot,
+draining to give it back, and a slot has one user at a time: schedulers see to it (``rival``).
+
+Units in turn are those whose modules contain no other unit. The root, and units that contain
+others, are full while others are: each of them has slots of its own.
+
+Sizes are known when all units are made: until :meth:`Memory.fix_slots` slots grow as they need.
+Views are made over the storage object, and need not care.
 """
 
 from __future__ import annotations
@@ -18,11 +32,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol
 
 import torch
 
 _CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+_SLOT_ALIGNMENT = 128  # bytes
 
 
 class Ledger:
@@ -96,29 +112,85 @@ def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(tensor.dtype).view(tensor.shape)
 
 
+TRANSIENT_ROLES = ("full", "staging")
+
+
+class Pool(Protocol):
+    """Where communication buffers come from, if not from the usual allocator."""
+
+    def allocating(self) -> AbstractContextManager[None]:
+        """Within it, what this thread allocates on the device comes from the pool."""
+        ...
+
+
 class Memory:
     """What one engine allocates on one device.
 
+    Args:
+        device: which.
+        pool: what collectives read and write for longer than a moment is allocated in it: slots,
+            and persistent tensors that are ``sent``. None: nowhere special.
+
     Attributes:
-        ledger: bytes by role: "main", "model", "grad" (persistent); "full", "staging" (transient).
+        ledger: bytes by role: "main", "model", "grad" (persistent); "full", "staging" (transient,
+            or, see [Note: Slots], held from :meth:`fix_slots` on).
+        has_pool: communication buffers must all be there when the engine is made.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, pool: Pool | None = None) -> None:
         self.device = device
+        self._pool = pool
+        self.has_pool = pool is not None
         self._in_use = 0
         self._most_in_use = 0
         self.ledger = Ledger()
         self._swaps = _CAN_SWAP and device.type == "cpu"
         self._idle: dict[int, list[torch.UntypedStorage]] = {}
+        self._slots: list[Slot] = []
+        self._place: Place | None = None
 
-    def persistent(self, numel: int, dtype: torch.dtype, role: str) -> torch.Tensor:
-        """A zeroed 1-D tensor that lives as long as the engine."""
+    def persistent(
+        self, numel: int, dtype: torch.dtype, role: str, *, sent: bool = False
+    ) -> torch.Tensor:
+        """A zeroed 1-D tensor that lives as long as the engine; ``sent``: collectives use it."""
         self.ledger.add(role, numel * dtype.itemsize)
-        return zeros(numel, dtype, self.device)
+        with self._allocating(sent):
+            return zeros(numel, dtype, self.device)
 
     def transient(self, numel: int, dtype: torch.dtype, role: str) -> TransientStorage:
-        """A storage whose memory comes and goes; it starts without."""
+        """A storage whose memory comes and goes; it starts without.
+
+        Within :meth:`placing` it is part of a slot instead.
+        """
+        if self._place is not None:
+            return SlottedStorage(self, numel, dtype, role, self._place)
         return TransientStorage(self, numel, dtype, role)
+
+    def make_slots(self) -> dict[str, Slot]:
+        """A slot for each role."""
+        made = {role: Slot(self.device, role) for role in TRANSIENT_ROLES}
+        self._slots += made.values()
+        return made
+
+    @contextmanager
+    def placing(self, place: Place | None) -> Iterator[None]:
+        """Within it, transient storages are made for the unit at ``place``. None: as ever."""
+        self._place = place
+        try:
+            yield
+        finally:
+            self._place = None
+
+    def fix_slots(self) -> None:
+        """All units are made: give the slots the memory that they keep."""
+        for slot in self._slots:
+            slot.storage.resize_(0)
+            with self._allocating(sent=True):
+                slot.storage.resize_(slot.num_bytes)
+            self.ledger.add(slot.role, slot.num_bytes)
+
+    def _allocating(self, sent: bool) -> AbstractContextManager[None]:
+        return self._pool.allocating() if self._pool is not None and sent else nullcontext()
 
     def release_idle(self) -> None:
         """Hand idle memory back."""
@@ -166,21 +238,20 @@ class TransientStorage:
         self.dtype = dtype
         self.num_bytes = numel * dtype.itemsize
         self.filled = False
+        self._start = 0  # in the storage, in elements
         # Views can only be made over memory that is there: `view` fills and drains once.
-        self._storage = torch.UntypedStorage(0, device=memory.device)
+        self._storage = self._find_storage()
 
     def fill(self) -> None:
         """Give the storage memory (uninitialised). Nothing happens if it has some."""
         if not self.filled:
-            self._memory._fill(self._storage, self.num_bytes)
-            self._memory.ledger.add(self._role, self.num_bytes)
+            self._take()
             self.filled = True
 
     def drain(self) -> None:
         """Take the memory away. Nothing happens if there is none."""
         if self.filled:
-            self._memory._drain(self._storage, self.num_bytes)
-            self._memory.ledger.add(self._role, -self.num_bytes)
+            self._give_back()
             self.filled = False
 
     @contextmanager
@@ -195,11 +266,106 @@ class TransientStorage:
 
         The storage must have memory at this moment; the tensor outlives it.
         """
-        assert self.filled, "a view needs memory behind it when it is made"
+        behind = self._storage.nbytes() - self._start * self.dtype.itemsize
+        assert behind >= self.num_bytes, "a view needs memory behind it when it is made"
         strides, step = [], 1
         for size in reversed(shape):
             strides.append(step)
             step *= max(size, 1)
         assert offset + math.prod(shape) <= self.numel
         tensor = torch.empty(0, dtype=self.dtype, device=self._memory.device)
-        return tensor.set_(self._storage, offset, shape, tuple(reversed(strides)))
+        return tensor.set_(self._storage, self._start + offset, shape, tuple(reversed(strides)))
+
+    def _find_storage(self) -> torch.UntypedStorage:
+        return torch.UntypedStorage(0, device=self._memory.device)
+
+    def _take(self) -> None:
+        self._memory._fill(self._storage, self.num_bytes)
+        self._memory.ledger.add(self._role, self.num_bytes)
+
+    def _give_back(self) -> None:
+        self._memory._drain(self._storage, self.num_bytes)
+        self._memory.ledger.add(self._role, -self.num_bytes)
+
+
+class Slot:
+    """Memory of one role that units take in turn. See [Note: Slots].
+
+    Attributes:
+        num_bytes: what the largest of its units needs.
+        user: the unit that has it now, by number; None: it is free.
+    """
+
+    def __init__(self, device: torch.device, role: str) -> None:
+        self.role = role
+        self.storage = torch.UntypedStorage(0, device=device)
+        self.num_bytes = 0
+        self.user: int | None = None
+        self._num_parts = 0  # of the user that are filled
+
+    def take(self, unit: int) -> None:
+        """A part of ``unit`` is filled."""
+        assert self.user in (None, unit), f"units {self.user} and {unit} are in one slot at once"
+        self.user = unit
+        self._num_parts += 1
+
+    def grow(self) -> None:
+        """Before slots are fixed: memory for all that was added so far."""
+        if self.storage.nbytes() < self.num_bytes:
+            self.storage.resize_(self.num_bytes)
+
+    def give_back(self) -> None:
+        """A part of its user is drained."""
+        self._num_parts -= 1
+        if not self._num_parts:
+            self.user = None
+
+
+class Place:
+    """The slots of one unit, and how much of each is taken up by what the unit has so far."""
+
+    def __init__(self, unit: int, slots: dict[str, Slot]) -> None:
+        self.unit = unit
+        self.slots = slots
+        self._ends = dict.fromkeys(slots, 0)
+
+    def rival(self, role: str) -> int | None:
+        """The other unit that has this one's slot now, by number; None if there is none."""
+        user = self.slots[role].user
+        return None if user == self.unit else user
+
+    def add(self, role: str, num_bytes: int) -> int:
+        """Room for ``num_bytes`` more; returns the byte where it starts."""
+        start = -(-self._ends[role] // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
+        self._ends[role] = start + num_bytes
+        slot = self.slots[role]
+        slot.num_bytes = max(slot.num_bytes, self._ends[role])
+        return start
+
+
+class SlottedStorage(TransientStorage):
+    """A part of a slot: to fill it is to take the slot. See [Note: Slots]."""
+
+    def __init__(
+        self, memory: Memory, numel: int, dtype: torch.dtype, role: str, place: Place
+    ) -> None:
+        self._slot = place.slots[role]
+        self._unit = place.unit
+        super().__init__(memory, numel, dtype, role)
+        self._start = place.add(role, self.num_bytes) // dtype.itemsize
+
+    def _find_storage(self) -> torch.UntypedStorage:
+        return self._slot.storage
+
+    @contextmanager
+    def while_filled(self) -> Iterator[TransientStorage]:
+        """See :class:`TransientStorage`; memory is there, whoever uses it."""
+        self._slot.grow()
+        yield self
+
+    def _take(self) -> None:
+        self._slot.take(self._unit)
+        self._slot.grow()
+
+    def _give_back(self) -> None:
+        self._slot.give_back()

@@ -6,7 +6,10 @@ orders (a rank's batch may not reach an expert, say). So they are issued strictl
 the *canonical order*: a unit that is ready early waits for those before it, and what autograd
 never reached is closed, with zeros, when backward ends. The canonical order is the module order
 until all ranks agree on a better one: the order of the last forward. They compare it, by a digest,
-in the message of [Note: A step's gradients]
+in the message of [Note: Who got a gradient] (``step_message.py``), and only if all digests are
+equal all of them adopt it.
+
+[Note: A step's gradients]
 From cleared gradients to the next clearing, a step goes through:
 
     cleared --backward--> accumulating --backward of the last microbatch, or start--> issued
@@ -17,6 +20,13 @@ From cleared gradients to the next clearing, a step goes through:
 under ``DistributedDataParallel`` the last backward issues (``overlap_grad_reduce``) or only
 accumulates, and ``finish_grad_sync`` does what is left. Axes that cut gradients are reduced in
 every backward, whatever the timing.
+
+[Note: Who has the slot]
+Where staging lies in slots ([Note: Slots] in ``memory.py``), a unit that needs one waits for the
+reduction of the unit that has it. That one may not be reduced yet: it waits for its turn (see
+[Note: Order of reductions]), or for the rest of its gradients (it was called twice, and each time
+used other weights). Then what it staged is set aside, in ordinary memory, until its next gradient
+or its turn comes.
 """
 
 from __future__ import annotations
@@ -130,6 +140,8 @@ class Reductions:
         limit = max(self._budget, unit.num_staged)
         while self._in_flight and self._num_staged + unit.num_staged > limit:
             self._retire_oldest()
+        if unit.place is not None and unit.num_staged:
+            self._take_slot(unit)
         self._num_staged += unit.num_staged
         unit.has_open_grads = True
         for buffer in unit.trainable:
@@ -169,6 +181,8 @@ class Reductions:
             for buffer in unit.trainable:
                 buffer.begin_backward()  # no microbatch at all on this rank: zeros
         for unit in self._queue:
+            if unit.place is not None:
+                self._take_slot(unit)
             tickets = []
             for buffer in unit.trainable:
                 grads = buffer.grads
@@ -277,6 +291,8 @@ class Reductions:
             if not last and not always:
                 return  # nothing came, nothing travels: what was accumulated stays
             self.open_unit(unit)
+        if unit.place is not None:
+            self._take_slot(unit)  # copies for the wire may come next
         tickets = []
         for buffer in unit.trainable:
             grads = buffer.grads
@@ -300,6 +316,20 @@ class Reductions:
         for buffer in unit.trainable:
             assert buffer.grads is not None
             buffer.grads.release()
+
+    def _take_slot(self, unit: Unit) -> None:
+        """See [Note: Who has the slot]."""
+        assert unit.place is not None
+        while (rival := unit.place.rival("staging")) is not None:
+            holder = self._units[rival]
+            if not holder.has_open_grads:
+                self._retire_oldest()
+                continue
+            for buffer in holder.trainable:
+                assert buffer.grads is not None
+                buffer.grads.set_aside()
+            holder.has_open_grads = False
+            self._num_staged -= holder.num_staged
 
     def _close(self) -> None:
         """All that this backward brings has come and is issued."""

@@ -14,6 +14,7 @@ from fsdp_engine.codecs import CodecRule, Float8
 from fsdp_engine.config import DistributedDataParallelConfig, Timing
 from fsdp_engine.engine import Engine, engine_within
 from fsdp_engine.mesh import DataMesh
+from fsdp_engine.nccl_pool import check_nccl
 from fsdp_engine.plan import Granule, Ground, Grounds, Plan, Recipe, make_plan
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.strategies import Axis, Strategy
@@ -115,6 +116,8 @@ def make_engine(
                 "model: expected one that was not sharded before; found "
                 f"{name} in the hands of another engine"
             )
+        if config.nccl_ub:
+            check_nccl(mesh, symmetric=not config.disable_symmetric_registration)
         policy = config.applied_to(policy)
         if config.fp8_param_gather and not any(isinstance(rule, Float8) for rule in codec_rules):
             codec_rules = (*codec_rules, Float8())

@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fsdp_engine.lanes import Lanes, Ticket
+from fsdp_engine.memory import Place
 from fsdp_engine.param_and_grad_buffer import ParamAndGradBuffer
 
 
@@ -96,6 +97,7 @@ class Unit:
             ``plan.py``.
         uncalled: of such a part, modules that hold its parameters and were never called.
         num_awaited: weight gradients that this backward's modules have put off.
+        place: its slots, if transient memory does not come and go: see [Note: Slots].
     """
 
     def __init__(
@@ -105,8 +107,10 @@ class Unit:
         module: nn.Module,
         buffers: Sequence[ParamAndGradBuffer],
         lanes: Lanes,
+        place: Place | None = None,
     ) -> None:
         self._lanes = lanes
+        self.place = place
         self.index = index
         self.name = name
         self.module = module
@@ -195,6 +199,18 @@ class Unit:
         self._move_to(UnitState.SHARDED)
         for buffer in self.buffers:
             buffer.weights.release()
+
+    def suspend(self) -> None:
+        """Release it although it is in use; it must be gathered before it computes again."""
+        uses = self.uses
+        self.rest()
+        self.release()
+        self.uses = uses
+
+    def resume(self) -> None:
+        """Gathered again, it is as much in use as before it was suspended."""
+        if self.uses and self.state is UnitState.IDLE:
+            self._move_to(UnitState.IN_USE)
 
     def install(self) -> None:
         """Put the full parameters into the modules."""

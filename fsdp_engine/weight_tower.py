@@ -81,7 +81,8 @@ class WeightTower:
         if (codec.is_identity or optim_depth > param_depth or param_depth == 0) and (
             not decodes_at_rest
         ):
-            flat = memory.persistent(self._numel(param_depth), codec.wire_dtype, "model")
+            numel = self._numel(param_depth)
+            flat = memory.persistent(numel, codec.wire_dtype, "model", sent=optim_depth > 0)
             self._wire = ShardedBuffer(layout, self._at, param_depth, flat)
         if codec.is_identity:
             assert self._wire is not None

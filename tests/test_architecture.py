@@ -34,6 +34,7 @@ FLOORS: dict[str, float] = {
     "memory": 1,
     "lanes": 1,
     "collectives": 1.5,
+    "nccl_pool": 1.75,
     # sharded storage
     "buffer": 2,
     "flat_dtensor": 2,

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp_engine import lanes as lanes_module
 from fsdp_engine.lanes import Lanes, Operation
-from fsdp_engine.memory import TransientStorage
+from fsdp_engine.memory import SlottedStorage, TransientStorage
 from tests.happens_before import COMPUTE, LANES, Clock, Order, Span
 
 # (who would wait, for what) -> whether to forget to. Both are labels of operations, or names of
@@ -220,18 +220,20 @@ class Tracer(TorchDispatchMode):
 
     def _filled(self, transient: TransientStorage) -> None:
         doing, storage = self._managing(transient), transient._storage
-        self._names[storage._cdata] = f"memory of [{doing.label}]"
-        for order, thread in zip(self.orders, doing.threads, strict=True):
-            order.allocate(thread, Span(storage, 0, transient.num_bytes), doing.label)
+        if not isinstance(transient, SlottedStorage):  # a slot's memory is there all along
+            self._names[storage._cdata] = f"memory of [{doing.label}]"
+            for order, thread in zip(self.orders, doing.threads, strict=True):
+                order.allocate(thread, Span(storage, 0, transient.num_bytes), doing.label)
         if transient._role == "full":
-            self._full.add(storage._cdata)
+            self._full.add(id(transient))
             self.max_full = max(self.max_full, len(self._full))
 
     def _drains(self, transient: TransientStorage) -> None:
         doing, storage = self._managing(transient), transient._storage
-        for order, thread in zip(self.orders, doing.threads, strict=True):
-            order.free(thread, Span(storage, 0, transient.num_bytes), doing.label)
-        self._full.discard(storage._cdata)
+        if not isinstance(transient, SlottedStorage):
+            for order, thread in zip(self.orders, doing.threads, strict=True):
+                order.free(thread, Span(storage, 0, transient.num_bytes), doing.label)
+        self._full.discard(id(transient))
 
     def _managing(self, transient: TransientStorage) -> _Doing:
         doing = self._stack[-1]

@@ -1,0 +1,111 @@
+"""Slots and memory registered with NCCL on a CUDA device. Skipped where there is none.
+
+One rank sends nothing, so its engine's pool is registered with nobody: memory comes from NCCL's
+allocator all the same, and registration is tried with the one rank's own group.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fsdp_engine as fe
+from fsdp_engine.nccl_pool import NcclPool
+from tests.gpu.test_engine_on_gpu import (
+    LEVEL_3,
+    LEVELS,
+    WIDTH,
+    assert_same,
+    make_batches,
+    make_model,
+    process_group,
+    requested_bytes,
+    train_sharded,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; found none"),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("field", ["fsdp_double_buffer", "nccl_ub"])
+def test_training_gives_what_it_gives_with_ordinary_memory(
+    field: str, level: str, dtype: torch.dtype
+) -> None:
+    found = []
+    policy = fe.MixedPrecisionPolicy(param_dtype=dtype)
+    batches = make_batches(6)
+    with process_group("nccl", 1) as mesh:
+        for value in (False, True):
+            model: Any = make_model()
+            config = fe.DistributedDataParallelConfig(**{field: value})  # type: ignore[arg-type]
+            engine = fe.shard(model, mesh=mesh, strategy=level, mp_policy=policy, config=config)
+            found.append(train_sharded(model, engine, batches))
+        held = engine.memory_bytes()
+        assert ("full" in held) == (level == LEVEL_3)
+    assert_same(found[1], found[0], tolerance=1e-6)
+
+
+def test_communication_buffers_lie_in_segments_of_the_pool() -> None:
+    with process_group("nccl", 1) as mesh:
+        model = make_model()
+        config = fe.DistributedDataParallelConfig(nccl_ub=True)
+        policy = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        engine = fe.shard(model, mesh=mesh, strategy=LEVEL_3, mp_policy=policy, config=config)
+        pool: Any = engine._memory._pool
+        segments = [
+            range(segment["address"], segment["address"] + segment["total_size"])
+            for segment in pool._pool.snapshot()
+        ]
+
+        def lies_in_pool(tensor: torch.Tensor) -> bool:
+            return any(tensor.data_ptr() in segment for segment in segments)
+
+        for buffer in engine.buffers:
+            assert buffer.grads is not None
+            assert lies_in_pool(buffer.weights.params[0])
+            assert lies_in_pool(buffer.grads.main_grads().tensor)
+            assert not lies_in_pool(buffer.weights.main.tensor)
+
+
+def test_a_pool_is_registered_with_a_group_and_used_by_its_collectives() -> None:
+    with process_group("nccl", 1) as mesh:
+        group = mesh.get_group(0)
+        ours = SimpleNamespace(gather_group=group, reduce_group=None)
+        nobody = SimpleNamespace(gather_group=None, reduce_group=None)
+        device = torch.device("cuda", torch.cuda.current_device())
+        axes: Any = SimpleNamespace(inner=ours, outer=nobody, device_mesh=mesh, device=device)
+        pool = NcclPool(axes, symmetric=False)
+        with pool.allocating():
+            tensor = torch.arange(2**20, dtype=torch.float32, device=device)
+        pool.register()
+        dist.all_reduce(tensor, group=group)
+        assert torch.equal(tensor.cpu(), torch.arange(2**20, dtype=torch.float32))
+
+
+def test_nothing_is_asked_of_the_allocator_for_full_parameters_in_a_step() -> None:
+    with process_group("nccl", 1) as mesh:
+        model: Any = make_model()
+        config = fe.DistributedDataParallelConfig(fsdp_double_buffer=True)
+        engine = fe.shard(model, mesh=mesh, strategy=LEVEL_3, config=config)
+        x, target = make_batches(1)[0]
+        with torch.no_grad():
+            model(x, target)
+            torch.cuda.synchronize()
+            before = requested_bytes("current")
+            torch.cuda.reset_peak_memory_stats()
+            model(x, target)
+            torch.cuda.synchronize()
+        # Activations of eight rows, and no weights.
+        assert requested_bytes("peak") - before < 4 * WIDTH**2
+        assert engine.peak_memory_bytes() == {
+            **engine.memory_bytes(),
+            "total": sum(engine.memory_bytes().values()),
+        }
