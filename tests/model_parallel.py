@@ -17,27 +17,23 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdp_engine as fe
 from fsdp_engine.model_parallel_groups import ModelParallelGroups
+from tests.megatron import config_of
 
 DIM, HIDDEN, HEAD, VOCAB, TOKENS = 6, 16, 4, 10, 8
 
 
-class Chunk:
-    """What ``finalize_model_grads`` asks of a chunk, over engines that reduce in backward."""
+class Chunk(fe.DistributedDataParallel):
+    """A wrapped model that counts how often its gradients were finished."""
 
-    def __init__(self, engine: fe.Engine, *others: fe.Engine) -> None:
-        self.engine = engine
-        self.module = engine.model
-        self.engines = (engine, *others)
+    def __init__(
+        self, module: nn.Module, mesh: DeviceMesh | None, strategy: str, **options: Any
+    ) -> None:
+        super().__init__(module, config_of(strategy), mesh, **options)
         self.num_finished = 0
 
     def finish_grad_sync(self) -> None:
         self.num_finished += 1
-
-    def scale_gradients(self, factor: float | Tensor) -> None:
-        for engine in self.engines:
-            for buffer in engine.buffers:
-                if buffer.grads is not None and buffer.grads.optim_grads is not None:
-                    buffer.grads.optim_grads.mul_(factor)
+        super().finish_grad_sync()
 
 
 def grid(**sizes: int) -> DeviceMesh:

@@ -86,7 +86,7 @@ def test_tensor_2_x_data_2_trains_as_one_process(strategy: str, frozen: bool) ->
         alone.blocks[1].up.requires_grad_(False)
         alone.blocks[1].q_layernorm.weight.requires_grad_(False)
     part = alone.part(mesh.get_group("tensor"))
-    chunk = Chunk(fe.shard(part, mesh["data"], strategy))
+    chunk = Chunk(part, mesh["data"], strategy)
     ours, theirs = sgd(part), sgd(alone)
     place = mesh.get_local_rank("data")
     for step in range(3):
@@ -122,7 +122,7 @@ def test_pipeline_2_x_data_2_with_a_tied_embedding_trains_as_one_process(
     if frozen:
         alone.first.word.requires_grad_(False)
     part = alone.part(stage)
-    chunk = Chunk(fe.shard(part, mesh["data"], strategy, units=["word", "position"]))
+    chunk = Chunk(part, mesh["data"], strategy, units=["word", "position"])
     ours, theirs = sgd(part), sgd(alone)
     for step in range(3):
         lengths = (TOKENS, 3 + step)
@@ -151,7 +151,7 @@ def test_pipeline_4_with_a_conditional_embedder_trains_as_one_process(
     if frozen:
         alone.stages[0].embedder.weight.requires_grad_(False)
     part = alone.part(stage)
-    chunk = Chunk(fe.shard(part, mesh["data"], strategy))
+    chunk = Chunk(part, mesh["data"], strategy)
     ours, theirs = sgd(part), sgd(alone)
     for step in range(3):
         x, condition = torch.randn(5, DIM), torch.randn(5, 3)
@@ -191,9 +191,12 @@ def test_experts_2_x_expert_data_2_train_as_one_process(strategy: str) -> None:
     number = expert_group.rank()
     expert_part = copy.deepcopy(experts[number])
     for param in expert_part.parameters():
-        param.gradient_divisor = 2.0  # two experts see the tokens of four ranks on two
-    dense = fe.shard(gate_part, init_device_mesh("cpu", (4,)), strategy)
-    chunk = Chunk(dense, fe.shard(expert_part, mesh["copies"], strategy))
+        param.allreduce = False  # two experts see the tokens of four ranks on two
+    everybody = init_device_mesh("cpu", (4,))
+    chunks = [
+        Chunk(gate_part, everybody, strategy),
+        Chunk(expert_part, everybody, strategy, expert_mesh=mesh["copies"]),
+    ]
     ours, theirs = (
         [sgd(model) for model in models]
         for models in ((gate_part, expert_part), (gate, experts[0], experts[1]))
@@ -211,7 +214,7 @@ def test_experts_2_x_expert_data_2_train_as_one_process(strategy: str) -> None:
         moved = moved or bool(counts[0] != counts[1])
         counts.zero_()
         mixture_loss(gate_part, {number: expert_part}, batches[rank], expert_group).backward()
-        finalize_model_grads([chunk], len(batches[rank]), groups=groups, config=config)
+        finalize_model_grads(chunks, len(batches[rank]), groups=groups, config=config)
         for optimizer in (*ours, *theirs):
             optimizer.step()
             optimizer.zero_grad()
@@ -254,8 +257,10 @@ class BagWithRouters(nn.Module):
 
 def filled(model: nn.Module, value: float, mesh: Any, strategy: str, **options: Any) -> Chunk:
     """The model sharded, with gradients that are ``value`` everywhere."""
-    chunk = Chunk(fe.shard(model, mesh, strategy, **options))
+    chunk = Chunk(model, mesh, strategy, **options)
     model().backward()
+    chunk.finish_grad_sync()
+    chunk.num_finished = 0
     for param in model.parameters():
         local(param.grad).fill_(value)
     return chunk
@@ -367,7 +372,7 @@ def test_token_counts_of_routers_are_summed_over_all_these_groups(axes: tuple[st
     data_mesh = init_device_mesh("cpu", (4,)) if axes[0] == "context" else mesh[axes[1]]
     models = [nn.ModuleDict({"gate": Gate(4)}), nn.ModuleDict({"gate": Gate(3)})]
     models[1].gate.expert_bias = models[1].gate.local_tokens_per_expert = None
-    chunks = [Chunk(fe.shard(model, data_mesh, "optim")) for model in models]
+    chunks = [Chunk(model, data_mesh, "optim") for model in models]
     gate = models[0].gate
     gate.local_tokens_per_expert[dist.get_rank()] = 2.0 ** dist.get_rank()
     groups = groups_of(mesh)
@@ -465,7 +470,7 @@ def test_a_gradient_that_one_rank_of_a_group_has_all_of_them_get(strategy: str) 
     names = ("everywhere", "here", "nowhere")
     model = Bag(*names)
     mark(model, sequence_parallel=True)
-    chunk = Chunk(fe.shard(model, mesh["data"], strategy))
+    chunk = Chunk(model, mesh["data"], strategy)
     optimizer = sgd(model)
     place = mesh.get_local_rank("tensor")
     expected = dict.fromkeys(names, torch.ones(3, 5))
@@ -495,7 +500,7 @@ def test_a_gradient_that_came_from_elsewhere_is_added_to_or_cleared_like_any_oth
     mesh = grid(tensor=2, data=1)
     model = Bag("weight")
     mark(model, sequence_parallel=True)
-    chunk = Chunk(fe.shard(model, mesh["data"], strategy))
+    chunk = Chunk(model, mesh["data"], strategy)
     if dist.get_rank() == 0:
         with chunk.engine.no_sync():
             model().backward()
@@ -535,7 +540,7 @@ def test_each_part_is_one_message_from_the_second_call_on(strategy: str) -> None
     }.items():
         vars(bag.get_parameter(name)).update(marks)
     bag.q_layernorm = nn.LayerNorm(3)
-    chunk = Chunk(fe.shard(model, mesh["data"], strategy))
+    chunk = Chunk(model, mesh["data"], strategy)
     model().backward()
     finalize_model_grads([chunk], 3, groups=groups, config=QK)
     messages, waits = Messages(), Waits()
@@ -590,7 +595,7 @@ def test_without_marks_routers_and_tokens_nothing_is_sent() -> None:
 
 
 def filled_trainable(model: nn.Module, mesh: Any) -> Chunk:
-    chunk = Chunk(fe.shard(model, mesh, "optim"))
+    chunk = Chunk(model, mesh, "optim")
     model().backward()
     return chunk
 
@@ -649,7 +654,7 @@ def test_a_missing_group_is_told_before_anything_is_sent(parameter_mark: str, fi
 @on_ranks(world_size=2)
 def test_token_counts_need_the_ranks_of_the_mesh() -> None:
     model = nn.ModuleDict({"bag": Bag("weight")})
-    chunk = Chunk(fe.shard(model, None, "optim"))
+    chunk = Chunk(model, None, "optim")
     groups = ModelParallelGroups(tensor=dist.group.WORLD)
     messages = Messages()
     with (
@@ -661,7 +666,7 @@ def test_token_counts_need_the_ranks_of_the_mesh() -> None:
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     with pytest.raises(ValueError, match=r"all ranks of the chunk's mesh, \[0, 1\]; found"):
         finalize_model_grads([chunk], 5, groups=ModelParallelGroups(data=alone))
-    gated = Chunk(fe.shard(nn.ModuleDict({"gate": Gate(2)}), None, "optim"))
+    gated = Chunk(nn.ModuleDict({"gate": Gate(2)}), None, "optim")
     with pytest.raises(ValueError, match="expert_bias of gate"):
         finalize_model_grads([gated], groups=groups)
     assert not chunk.num_finished
@@ -671,7 +676,7 @@ def test_token_counts_need_the_ranks_of_the_mesh() -> None:
 @on_ranks(world_size=1)
 def test_one_rank_alone_needs_no_groups() -> None:
     model = BagWithRouters("q_layernorm")
-    chunk = Chunk(fe.shard(model, None, "optim_grads_params"))
+    chunk = Chunk(model, None, "optim_grads_params")
     model().backward()
     finalize_model_grads([chunk], 4, groups=ModelParallelGroups(), config=QK)
     assert values(model)["bag.q_layernorm"] == 0.25
@@ -738,7 +743,7 @@ def test_marks_that_contradict_each_other_are_told() -> None:
 @on_ranks(world_size=1)
 def test_a_bias_that_does_not_fit_its_counts_is_told() -> None:
     model = nn.ModuleDict({"gate": Gate(2)})
-    chunk = Chunk(fe.shard(model, None, "optim"))
+    chunk = Chunk(model, None, "optim")
     for wrong in (torch.zeros(3), torch.zeros(2, 1), None):
         model.gate.local_tokens_per_expert = wrong
         with pytest.raises(

@@ -15,6 +15,7 @@ from torch import nn
 import fsdp_engine as fe
 from fsdp_engine import engine as engine_module
 from fsdp_engine import lanes, memory, nccl_pool
+from fsdp_engine import sharding as sharding_module
 from fsdp_engine.strategies import LEVELS
 from tests.models import Chain, Mlp, vector_batch
 from tests.pool import on_ranks
@@ -88,7 +89,7 @@ def fake_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, Any]]:
 
     with monkeypatch.context() as patch:
         patch.setattr(engine_module, "NcclPool", make_pool)
-        patch.setattr(engine_module, "check_nccl", lambda mesh, *, symmetric: None)
+        patch.setattr(sharding_module, "check_nccl", lambda mesh, *, symmetric: None)
         patch.setattr(memory, "zeros", noting_zeros)
         patch.setattr(torch.UntypedStorage, "resize_", noting_resize, raising=False)
         patch.setattr(lanes.HostLane, "submit", noting_submit)
