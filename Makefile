@@ -29,11 +29,12 @@ export OMP_NUM_THREADS
 MALLOC_TOP_PAD_ ?= 67108864
 export MALLOC_TOP_PAD_
 
-.PHONY: help setup train test lint format bench clean
+.PHONY: help setup train megatron test lint format bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make train    train a small GPT on real text (ARGS=\"...\", RANKS=2)"
+	@echo "make megatron train by Megatron-Core's names, tensor x data parallel on 2 x 2 ranks"
 	@echo "make test     lint, types and all tests"
 	@echo "make lint     ruff and mypy"
 	@echo "make format   let ruff rewrite the files"
@@ -66,6 +67,10 @@ $(STAMP): pyproject.toml constraints.txt
 train: $(STAMP)
 	@$(RUN) torch.distributed.run --standalone --nproc-per-node $(RANKS) \
 		examples/train_gpt.py $(ARGS)
+
+megatron: $(STAMP)
+	@$(RUN) torch.distributed.run --standalone --nproc-per-node 4 \
+		examples/megatron_style_loop.py --tensor-parallel 2 $(ARGS)
 
 test: lint
 	@echo "architecture"
