@@ -111,6 +111,7 @@ class DistributedDataParallel(nn.Module):
         )
         for buffer in self.engine.buffers:
             buffer.attach_main_grads()
+        self._gather_unless_overlapped()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's."""
@@ -186,10 +187,9 @@ class DistributedDataParallel(nn.Module):
     def load_state_dict(  # type: ignore[override]
         self, state_dict: Mapping[str, Any], strict: bool = True
     ) -> Any:
-        """Take full or sharded values, which the very next forward uses.
+        """Take full or sharded values, which the very next forward uses. Collective.
 
-        Values that are sharded otherwise than the parameters are gathered first, which is a
-        collective: all ranks must load the same.
+        Values that are sharded otherwise than the parameters are gathered first.
 
         Raises:
             RuntimeError: keys or shapes that do not fit, as of ``nn.Module.load_state_dict``.
@@ -198,7 +198,14 @@ class DistributedDataParallel(nn.Module):
         fitting = {name: _fitting(value, params.get(name)) for name, value in state_dict.items()}
         result = self.module.load_state_dict(fitting, strict=strict)
         self.engine.weights_changed()
+        self._gather_unless_overlapped()
         return result
+
+    def _gather_unless_overlapped(self) -> None:
+        """Without overlap forwards gather nothing but cut parameters, also on ranks that have no
+        batch for one."""
+        if not self.ddp_config.overlap_param_gather and self.engine.strategy.depth(Role.PARAM) == 0:
+            self.engine.start_param_sync(wait=True)
 
 
 def _fitting(value: Any, param: Tensor | None) -> Any:
