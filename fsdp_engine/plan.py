@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_engine.assignment import UnitSelector, assign, collect_records, find_units
 from fsdp_engine.buckets import bucket_multiple, split_by_count, split_by_size
-from fsdp_engine.codecs import CastCodec, CodecRule, ParamCodec
+from fsdp_engine.codecs import CastCodec, CodecRule, Float8, ParamCodec
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.layout import ALIGNMENT, Layout
 from fsdp_engine.materialize import check_meta
@@ -76,6 +76,14 @@ class Recipe:
     grounds: Grounds
     granule: Granule | None = None
     codec_rules: Sequence[CodecRule] = ()
+
+    @property
+    def rules(self) -> Sequence[CodecRule]:
+        """The codec rules, and what ``fp8_param_gather`` adds where none of them is about fp8."""
+        has_fp8 = any(isinstance(rule, Float8) for rule in self.codec_rules)
+        if has_fp8 or not self.config.fp8_param_gather:
+            return self.codec_rules
+        return (*self.codec_rules, Float8())
 
 
 @dataclass(frozen=True)
@@ -258,7 +266,7 @@ def _kind_of(record: ParamRecord, recipe: Recipe) -> tuple[BufferKind, Callable[
         divisor *= recipe.grounds.data.num_ranks / recipe.grounds.expert.num_ranks
     apart = record.name if any(getattr(param, mark, False) for mark in _STAGE_MARKS) else ""
     codec_name, maker = "cast", partial(CastCodec, dtypes.main, dtypes.compute)
-    for rule in recipe.codec_rules:
+    for rule in recipe.rules:
         found = rule(record.name, param, dtypes)
         if found is not None:
             codec_name, maker = found  # type: ignore[assignment]

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_engine.assignment import UnitSelector
 from fsdp_engine.buffer import Ladder
 from fsdp_engine.build import Sites, agree
-from fsdp_engine.codecs import CodecRule, Float8
+from fsdp_engine.codecs import CodecRule
 from fsdp_engine.config import DistributedDataParallelConfig, Timing
 from fsdp_engine.engine import Engine, engine_within
 from fsdp_engine.mesh import DataMesh
@@ -119,8 +119,6 @@ def make_engine(
         if config.nccl_ub:
             check_nccl(mesh, symmetric=not config.disable_symmetric_registration)
         policy = config.applied_to(policy)
-        if config.fp8_param_gather and not any(isinstance(rule, Float8) for rule in codec_rules):
-            codec_rules = (*codec_rules, Float8())
         plan = make_plan(model, units, Recipe(policy, config, grounds, granule, codec_rules))
     except (ValueError, TypeError) as caught:
         error = caught
