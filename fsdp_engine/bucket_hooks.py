@@ -3,7 +3,8 @@
 A bucket's parameters lie in modules of which none is a unit. Its weights are brought up to date at
 the start of the root's forward, and are put into the modules when the first of them is called.
 That needs modules that are called: the first forward shows which are, and a bucket of which one is
-not (somebody reads its weight without calling it) is waited for when the root's forward begins.
+not (somebody reads its weight without calling it) is waited for when the root's forward begins, as
+is one that holds parameters of the root's own.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ def hook_bucket(scheduler: Scheduler, part: Unit) -> None:
     modules = {id(module): module for module, _ in sites}
     part.uncalled = set(modules)
     for module in modules.values():
-        module.register_forward_pre_hook(_waiter(scheduler, part), prepend=True)
+        # What the root holds itself, its forward may read from the start: never "called".
+        if module is not part.module:
+            module.register_forward_pre_hook(_waiter(scheduler, part), prepend=True)
 
 
 def _waiter(scheduler: Scheduler, part: Unit) -> Any:

@@ -40,7 +40,8 @@ class DistributedDataParallelConfig:
             ``finish_grad_sync``. What is cut along an axis is always reduced in backward along it.
         overlap_param_gather: after a step parameters are gathered during the next forward. False:
             right after the step. Cut parameters are always gathered in forward.
-        align_param_gather: nothing is gathered ahead except by ``start_param_sync``.
+        align_param_gather: what changed is gathered ahead of use only by ``start_param_sync``,
+            else one by one on first use. Cut parameters are gathered in forward as always.
         use_distributed_optimizer: level "optim" instead of "no_shard" where no strategy is named.
         num_distributed_optimizer_instances: outer size of the mesh: optimizer state is cut over
             the ranks of one instance and replicated over instances.

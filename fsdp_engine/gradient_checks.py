@@ -6,6 +6,7 @@ one per buffer, so that nothing in backward waits for the device.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import deque
 from collections.abc import Sequence
@@ -119,7 +120,8 @@ class GradientChecks:
                     f"{len(history)} steps, {largest:.3g}",
                     stacklevel=2,
                 )
-            history.append(norm)
+            if math.isfinite(norm):  # beside infinity nothing would be large any more
+                history.append(norm)
 
 
 def _magnitudes(views: Sequence[Tensor], order: float) -> Tensor:

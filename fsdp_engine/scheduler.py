@@ -151,16 +151,16 @@ class Scheduler:
         part.touch()
         part.install()
 
-    def gather_before_forward(self, *, wait: bool) -> None:
-        """Issue what the next forward would begin with: what changed and is never cut, and what
-        forward gathers first."""
+    def gather_before_forward(self, *, wait: bool, cut: bool = True) -> None:
+        """Issue what the next forward would begin with: what changed and is never cut, and
+        (``cut``) what forward gathers first."""
         if not self.is_at_rest:
             return  # under way already
         for index in self.reductions.canonical_order:
             unit = self.units[index]
             if not unit.reshards and unit.needs_gather:
                 unit.gather()
-        if self._root.reshards or any(unit.reshards for unit in self.units):
+        if cut and any(unit.reshards for unit in self.units):
             self._forward.restart()
             window, _ = self._forward.advance(self._root.index)
             for index in (self._root.index, *window):

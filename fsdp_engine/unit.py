@@ -288,15 +288,16 @@ def install_into(
             for module, attribute in record.sites:
                 module._parameters[attribute] = tensor  # type: ignore[assignment]
     for module in _modules_with_flat_weights(buffers):
-        module.__dict__["_flat_weights"] = _flat_weights(module)
+        # In place: entries of units refer to the list.
+        module._flat_weights[:] = _flat_weights(module)
 
 
 def _install_entries(
     buffers: Sequence[ParamAndGradBuffer],
-) -> list[tuple[dict[str, Any], str, Any, Any]]:
-    """(dictionary, key, full, sharded) for every place that refers to a parameter."""
+) -> list[tuple[Any, str | int, Any, Any]]:
+    """(container, key, full, sharded) for every place that refers to a parameter."""
     install_into(buffers, [buffer.sharded_params for buffer in buffers])
-    entries: list[tuple[dict[str, Any], str, Any, Any]] = []
+    entries: list[tuple[Any, str | int, Any, Any]] = []
     full_of: dict[int, Tensor] = {}
     for buffer in buffers:
         if buffer.is_plain:
@@ -308,9 +309,11 @@ def _install_entries(
             for module, attribute in record.sites:
                 entries.append((module._parameters, attribute, full, sharded))
     for module in _modules_with_flat_weights(buffers):
-        weights = _flat_weights(module)
-        full_weights = [full_of.get(id(weight), weight) for weight in weights]
-        entries.append((module.__dict__, "_flat_weights", full_weights, weights))
+        # Weight by weight, since others of the module's may be in another bucket.
+        listed = module._flat_weights
+        for place, weight in enumerate(listed):
+            if id(weight) in full_of:
+                entries.append((listed, place, full_of[id(weight)], weight))
     return entries
 
 
