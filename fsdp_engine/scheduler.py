@@ -145,7 +145,8 @@ class Scheduler:
         """A module that holds weights of ``part`` is called, or all of them are to be there."""
         if not self._open:
             return  # in backward they are there; outside the root's forward nobody waits for them
-        self._part_uses.append((len(self._recording), part.index))
+        if not part.installed:
+            self._part_uses.append((len(self._recording), part.index))
         self._gather(part)
         part.settle()
         part.touch()
@@ -185,7 +186,7 @@ class Scheduler:
             if not in_forward:
                 part.settle()
                 part.install()
-            elif part.uncalled or not part.needs_refresh:
+            elif part.uncalled:
                 # Some module reads its weight without being called, or nothing is known yet.
                 self.use_part(part)
 

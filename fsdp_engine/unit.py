@@ -97,6 +97,7 @@ class Unit:
             ``plan.py``.
         uncalled: of such a part, modules that hold its parameters and were never called.
         num_awaited: weight gradients that this backward's modules have put off.
+        installed: the full parameters are in the modules.
         place: its slots, if transient memory does not come and go: see [Note: Slots].
     """
 
@@ -131,7 +132,7 @@ class Unit:
         self.has_open_grads = False
         self.is_reduced = False
         self._tickets: list[Ticket] = []
-        self._installed = False
+        self.installed = False
         self._table = _install_entries(self.buffers)
 
     @property
@@ -214,15 +215,15 @@ class Unit:
 
     def install(self) -> None:
         """Put the full parameters into the modules."""
-        if not self._installed:
-            self._installed = True
+        if not self.installed:
+            self.installed = True
             for parameters, name, full, _ in self._table:
                 parameters[name] = full
 
     def uninstall(self) -> None:
         """Put the sharded parameters back, unless gradients of the full ones are yet to come."""
-        if self._installed and not self.num_awaited:
-            self._installed = False
+        if self.installed and not self.num_awaited:
+            self.installed = False
             for parameters, name, _, sharded in self._table:
                 parameters[name] = sharded
         for part in self.parts:
