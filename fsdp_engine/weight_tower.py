@@ -227,7 +227,7 @@ class WeightTower:
             self._lanes.inner_gather,
             f"decode {self._label}",
             decode,
-            reads=[wire.tensor],
+            reads=[wire.tensor, *self._codec.state],
             writes=[self._target.tensor],
         )
         return chain
@@ -250,7 +250,8 @@ class WeightTower:
         brought = [main if source is None else source]
         if from_depth == to_depth:
             lane = self._lanes.inner_gather
-            chain.add(lane, f"encode {self._label}", encode, reads=brought, writes=[begin])
+            writes = [begin, *self._codec.state]
+            chain.add(lane, f"encode {self._label}", encode, reads=brought, writes=writes)
             return
         for depth in range(from_depth - 1, to_depth - 1, -1):
             first = depth == from_depth - 1
@@ -262,7 +263,7 @@ class WeightTower:
                 if first
                 else self._climb(target, depth, None, None),
                 reads=brought if first else [target.narrow(depth + 1)],
-                writes=[target.narrow(depth)],
+                writes=[target.narrow(depth), *(self._codec.state if first else ())],
             )
 
     def _climb(

@@ -45,6 +45,11 @@ class ParamCodec(ABC):
     decodes: bool = False
     is_identity: bool = False
 
+    @property
+    def state(self) -> Sequence[Tensor]:
+        """Tensors that outlive a call: ``encode`` writes them, ``decode`` reads them."""
+        return ()
+
     def granule(self, shape: tuple[int, ...]) -> int:
         """Elements of a parameter that must stay on one rank."""
         return 1

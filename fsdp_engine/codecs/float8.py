@@ -111,6 +111,11 @@ class Float8Codec(ParamCodec):
         self._groups: Sequence[Any] = ()
 
     @property
+    def state(self) -> Sequence[Tensor]:
+        """See :class:`ParamCodec`."""
+        return (self._scales,)
+
+    @property
     def scales(self) -> Tensor:
         """All scales of the buffer, fp32, 1-D, the same on every rank."""
         return self._scales
