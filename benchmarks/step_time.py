@@ -1,6 +1,7 @@
 """Step time of all four levels against torch DDP and FSDP2, on two gloo ranks of one thread each.
 
     python benchmarks/step_time.py [--sizes 10M 85M] [--dtypes fp32 bf16] [--rounds 12]
+        [--without "FSDP2 pairwise" ...]
 
 All engines run in one process per rank, one step of each in every round, in an order drawn anew;
 ratios are taken round by round. A step is forward, backward, AdamW (fused) and zero_grad.
@@ -41,6 +42,11 @@ SIZES = {
 }
 BARE, BYTES = "no communication", "level 3's bytes alone"
 LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+WRAPPERS: dict[str, dict[str, Any]] = {
+    "wrapper no_shard": {},
+    "wrapper optim": {"use_distributed_optimizer": True},
+}
+OPTIONAL = ("FSDP2", "FSDP2 no reshard", "FSDP2 pairwise", *LEVELS, *WRAPPERS)
 TARGETS = (
     # name, base, at most
     ("optim_grads_params", "FSDP2", 0.72),
@@ -154,8 +160,8 @@ def run_steps(steps: Steps) -> None:
             work.wait()
 
 
-def make_engines(size: str, dtype: str) -> dict[str, Callable[[], None]]:
-    """A step function for each engine, all starting from the same weights."""
+def make_engines(size: str, dtype: str, without: list[str]) -> dict[str, Callable[[], None]]:
+    """A step function for each engine but those ``without``, all starting from the same weights."""
     config, num_sequences = SIZES[size]
     rank = dist.get_rank()
     generator = torch.Generator().manual_seed(rank)
@@ -180,6 +186,8 @@ def make_engines(size: str, dtype: str) -> dict[str, Callable[[], None]]:
         ("FSDP2 no reshard", False, False),
         ("FSDP2 pairwise", True, True),
     ):
+        if name in without:
+            continue
         model = fresh()
         policy = FSDP2Policy(param_dtype=low)
         for module in (*model.blocks, model):
@@ -193,18 +201,21 @@ def make_engines(size: str, dtype: str) -> dict[str, Callable[[], None]]:
         steps[name] = make_step(model, model.parameters(), batch, False)
 
     for level in LEVELS:
+        if level in without:
+            continue
         model = fresh()
         policy = fe.MixedPrecisionPolicy(param_dtype=low, reduce_dtype=low)
         fe.shard(model, strategy=level, mp_policy=policy)
         steps[level] = make_step(model, _Sharded(model.parameters()), batch, False)
-    steps["wrapper no_shard"] = make_wrapped_step(fresh(), low, batch)
-    steps["wrapper optim"] = make_wrapped_step(fresh(), low, batch, use_distributed_optimizer=True)
+    for name, fields in WRAPPERS.items():
+        if name not in without:
+            steps[name] = make_wrapped_step(fresh(), low, batch, **fields)
     return steps
 
 
-def measure(size: str, dtype: str, rounds: int) -> dict[str, Any]:
+def measure(size: str, dtype: str, rounds: int, without: list[str]) -> dict[str, Any]:
     """Times of all engines on this rank."""
-    return harness.interleave(make_engines(size, dtype), rounds)
+    return harness.interleave(make_engines(size, dtype, without), rounds)
 
 
 def main() -> None:
@@ -212,11 +223,13 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--dtypes", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
     parser.add_argument("--rounds", type=int, default=12)
+    # Each engine holds a model of its own, on a machine that may not have memory for all of them.
+    parser.add_argument("--without", nargs="+", choices=OPTIONAL, default=[], metavar="ENGINE")
     args = parser.parse_args()
     results = {}
     for size in args.sizes:
         for dtype in args.dtypes:
-            times = harness.run_ranks(measure, 2, size, dtype, args.rounds)
+            times = harness.run_ranks(measure, 2, size, dtype, args.rounds, args.without)
             results[f"{size} {dtype}"] = report(f"{size} {dtype}", times)
             # After each: the large ones take long, and what is done is done.
             harness.write_results("step_time", results)
@@ -224,7 +237,7 @@ def main() -> None:
 
 def report(title: str, times: dict[str, list[float]]) -> dict[str, Any]:
     """Print the tables of one model and return what is written down."""
-    bases = ("DDP", "FSDP2", "FSDP2 pairwise")
+    bases = [base for base in ("DDP", "FSDP2", "FSDP2 pairwise") if base in times]
     rows, record = [], {}
     for name in times:
         low, middle, high = harness.quartiles(times[name])
@@ -246,6 +259,8 @@ def report(title: str, times: dict[str, list[float]]) -> dict[str, Any]:
     record["floor of level 3"] = floors
     checks = []
     for name, base, limit in TARGETS:
+        if name not in times or base not in times:
+            continue
         ratio = record[name]["over"][base]["median"]
         floor = f"{floors[base]:.3f}" if name == "optim_grads_params" else ""
         verdict = "met" if ratio <= limit else "missed"
