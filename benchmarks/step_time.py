@@ -226,13 +226,13 @@ def main() -> None:
     # Each engine holds a model of its own, on a machine that may not have memory for all of them.
     parser.add_argument("--without", nargs="+", choices=OPTIONAL, default=[], metavar="ENGINE")
     args = parser.parse_args()
-    results = {}
     for size in args.sizes:
+        results = {}
         for dtype in args.dtypes:
             times = harness.run_ranks(measure, 2, size, dtype, args.rounds, args.without)
             results[f"{size} {dtype}"] = report(f"{size} {dtype}", times)
             # After each: the large ones take long, and what is done is done.
-            harness.write_results("step_time", results)
+            harness.write_results(f"step_time_{size}", results)
 
 
 def report(title: str, times: dict[str, list[float]]) -> dict[str, Any]:

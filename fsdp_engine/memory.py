@@ -245,13 +245,15 @@ class TransientStorage:
     def fill(self) -> None:
         """Give the storage memory (uninitialised). Nothing happens if it has some."""
         if not self.filled:
-            self._take()
+            self._memory._fill(self._storage, self.num_bytes)
+            self._memory.ledger.add(self._role, self.num_bytes)
             self.filled = True
 
     def drain(self) -> None:
         """Take the memory away. Nothing happens if there is none."""
         if self.filled:
-            self._give_back()
+            self._memory._drain(self._storage, self.num_bytes)
+            self._memory.ledger.add(self._role, -self.num_bytes)
             self.filled = False
 
     @contextmanager
@@ -278,14 +280,6 @@ class TransientStorage:
 
     def _find_storage(self) -> torch.UntypedStorage:
         return torch.UntypedStorage(0, device=self._memory.device)
-
-    def _take(self) -> None:
-        self._memory._fill(self._storage, self.num_bytes)
-        self._memory.ledger.add(self._role, self.num_bytes)
-
-    def _give_back(self) -> None:
-        self._memory._drain(self._storage, self.num_bytes)
-        self._memory.ledger.add(self._role, -self.num_bytes)
 
 
 class Slot:
@@ -363,9 +357,15 @@ class SlottedStorage(TransientStorage):
         self._slot.grow()
         yield self
 
-    def _take(self) -> None:
-        self._slot.take(self._unit)
-        self._slot.grow()
+    def fill(self) -> None:
+        """See :class:`TransientStorage`; takes the slot."""
+        if not self.filled:
+            self._slot.take(self._unit)
+            self._slot.grow()
+            self.filled = True
 
-    def _give_back(self) -> None:
-        self._slot.give_back()
+    def drain(self) -> None:
+        """See :class:`TransientStorage`; gives the slot back."""
+        if self.filled:
+            self._slot.give_back()
+            self.filled = False

@@ -256,8 +256,23 @@ class Tracer(TorchDispatchMode):
         return self._names.get(key, "tensor of no buffer")
 
     def __enter__(self) -> Tracer:
-        fill, drain, make = TransientStorage.fill, TransientStorage.drain, lanes_module.make_lanes
+        make = lanes_module.make_lanes
+        classes = (TransientStorage, SlottedStorage)
+        originals = [(each, each.fill, each.drain) for each in classes]
+        for each, fill, drain in originals:
+            each.fill, each.drain = self._traced(fill, drain)  # type: ignore[method-assign]
+        lanes_module.make_lanes = lambda device: self.lanes()
 
+        def undo() -> None:
+            for each, fill, drain in originals:
+                each.fill, each.drain = fill, drain  # type: ignore[method-assign]
+            lanes_module.make_lanes = make
+
+        self._undo.append(undo)
+        super().__enter__()
+        return self
+
+    def _traced(self, fill: Any, drain: Any) -> tuple[Any, Any]:
         def traced_fill(transient: TransientStorage) -> None:
             was_filled = transient.filled
             fill(transient)
@@ -269,14 +284,7 @@ class Tracer(TorchDispatchMode):
                 self._drains(transient)
             drain(transient)
 
-        def put(*functions: Any) -> None:
-            TransientStorage.fill, TransientStorage.drain = functions[:2]  # type: ignore
-            lanes_module.make_lanes = functions[2]
-
-        put(traced_fill, traced_drain, lambda device: self.lanes())
-        self._undo.append(lambda: put(fill, drain, make))
-        super().__enter__()
-        return self
+        return traced_fill, traced_drain
 
     def __exit__(
         self,
