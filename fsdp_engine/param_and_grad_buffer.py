@@ -26,7 +26,12 @@ from fsdp_engine.buffer import Ladder, ShardedBuffer, flat_source
 from fsdp_engine.codecs import ParamCodec
 from fsdp_engine.collectives import broadcast_
 from fsdp_engine.config import DistributedDataParallelConfig
-from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement
+from fsdp_engine.flat_dtensor import (
+    FlatDTensor,
+    FlatPlacement,
+    gradients_of,
+    set_gradients,
+)
 from fsdp_engine.grad_tower import GradTower
 from fsdp_engine.lanes import Lanes, Ticket
 from fsdp_engine.layout import Layout
@@ -223,8 +228,8 @@ class ParamAndGradBuffer:
 
     def stale_gradient(self) -> str | None:
         """Name of a parameter that still holds a reduced gradient; None if all are cleared."""
-        for index, param in enumerate(self.sharded_params):
-            if param.grad is not None and not self._is_zeroed(index, param.grad):
+        for index, grad in enumerate(gradients_of(self.sharded_params)):
+            if grad is not None and not self._is_zeroed(index, grad):
                 return self.records[index].name
         return None
 
@@ -232,17 +237,17 @@ class ParamAndGradBuffer:
         """Find out which gradients the user has cleared: those are overwritten, not added to."""
         assert self.grads is not None
         fresh, used = self.grads.fresh, self.used
-        for index, param in enumerate(self.sharded_params):
-            grad = param.grad
+        for index, grad in enumerate(gradients_of(self.sharded_params)):
             if grad is None:
                 fresh[index], used[index] = True, False
-            elif self._is_zeroed(index, grad):
+                continue
+            if self._is_zeroed(index, grad):
                 fresh[index], used[index] = True, False
                 if isinstance(grad, FlatDTensor):
                     grad.zeroed = False
             if self.is_plain:
                 # Autograd would add to it in place, unscaled.
-                param.grad = None
+                self.sharded_params[index].grad = None
 
     def note_used(self) -> None:
         """Before a reduction: which parameters got a gradient in this backward."""
@@ -254,18 +259,20 @@ class ParamAndGradBuffer:
 
     def publish_gradients(self, used: Sequence[bool]) -> None:
         """Make ``.grad`` of the sharded parameters that were used what was accumulated."""
-        views = self._make_grad_views()
-        for param, view, has_grad in zip(self.sharded_params, views, used, strict=True):
-            grad = param.grad
+        views, params = self._make_grad_views(), self.sharded_params
+        changes: list[tuple[Tensor, Tensor | None]] = []
+        for param, grad, view, has_grad in zip(
+            params, gradients_of(params), views, used, strict=True
+        ):
             if not has_grad:
                 if grad is view:  # from an earlier microbatch
-                    param.grad = None
-                continue
-            if grad is not view:
+                    changes.append((param, None))
+            elif grad is not view:
                 if grad is not None and not self.is_plain:
                     # Autograd's own: a penalty on the sharded parameter itself, say.
                     view.add_(grad)
-                param.grad = view
+                changes.append((param, view))
+        set_gradients(changes)
 
     def attach_main_grads(self) -> None:
         """Give parameters ``main_grad``, the full gradient that is accumulated, if there is one."""
@@ -292,8 +299,8 @@ class ParamAndGradBuffer:
         if self.grads is not None:
             self.grads.discard()
             self.used = [False] * len(self.used)
-            for param in (*self.sharded_params, *self.full_params):
-                param.grad = None
+            params = (*self.sharded_params, *self.full_params)
+            set_gradients([(param, None) for param in params])
 
     def gather_main(self) -> ShardedBuffer:
         """Full main weights in memory of their own (main's own where nothing is cut); waits.

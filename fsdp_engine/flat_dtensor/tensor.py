@@ -348,6 +348,23 @@ def _gather(local: Tensor, flat: FlatPlacement) -> Tensor:
     return full.to(local.device).view(local.dtype).view(flat.shape)
 
 
+def gradients_of(params: Sequence[Tensor]) -> list[Tensor | None]:
+    """``.grad`` of each, also of plain tensors; the property, one by one, takes host time."""
+    with _NoTorchFunction():
+        grads: list[Tensor | None] = [_get_grad(param) for param in params]
+    for place, grad in enumerate(grads):
+        if type(grad) is DTensor:  # see FlatDTensor.grad
+            grads[place] = params[place].grad
+    return grads
+
+
+def set_gradients(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> None:
+    """Make ``.grad`` of each first what stands beside it, which must be of the same slice."""
+    with _NoTorchFunction():
+        for param, grad in pairs:
+            _set_grad(param, grad)
+
+
 def _rebuild(
     cls: type[FlatDTensor],
     local: Tensor,
