@@ -36,8 +36,8 @@ class Sites:
 
     def of(self, kind: BufferKind) -> tuple[Ground, Ladder]:
         """Those of parameters of ``kind``."""
-        is_expert = kind.is_expert and self.expert is not None
-        return self.grounds.of(kind), self.expert if is_expert and self.expert else self.data
+        ladder = self.expert if kind.is_expert and self.expert is not None else self.data
+        return self.grounds.of(kind), ladder
 
 
 def agree(plan: Plan | None, error: Exception | None, options: str, mesh: DataMesh) -> int:

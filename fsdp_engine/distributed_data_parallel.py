@@ -21,7 +21,7 @@ from fsdp_engine.assignment import UnitSelector
 from fsdp_engine.config import DistributedDataParallelConfig, Timing
 from fsdp_engine.engine import Engine
 from fsdp_engine.flat_dtensor import FlatDTensor
-from fsdp_engine.mesh import DataMesh, mesh_of_group
+from fsdp_engine.mesh import mesh_of_group
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.sharding import check_types, make_engine
 from fsdp_engine.strategies import Role, Strategy
@@ -100,13 +100,13 @@ class DistributedDataParallel(nn.Module):
         self.module = module
         self.engine = make_engine(
             module,
-            DataMesh.create(mesh, num_instances=config.num_distributed_optimizer_instances),
+            mesh,
             levels,
             policy,
             config,
             Timing.of(config),
             units=units,
-            expert_mesh=DataMesh.create(expert_mesh) if expert_mesh is not None else None,
+            expert_mesh=expert_mesh,
             broadcast=True,
         )
         for buffer in self.engine.buffers:

@@ -50,7 +50,7 @@ class GradientChecks:
         self._place: dict[int, tuple[int, int, int]] = {}  # (buffer, first flag, number of flags)
         self._names: list[str] = []
         for number, buffer in enumerate(buffers):
-            names = [r.name for r, slot in zip(buffer.records, buffer.layout.slots, strict=True)]
+            names = [record.name for record in buffer.records]
             self._place[id(buffer)] = (number, len(self._names), len(names))
             self._names += names
         self.flags = memory.zeros(len(self._names), torch.uint8, device)

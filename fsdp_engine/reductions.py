@@ -75,8 +75,8 @@ class Reductions:
         self._seen_order = [unit.index for unit in units]
         self.canonical_order = self._seen_order
         self._trainable = [unit for unit in units if unit.trainable]
-        buffers = [buffer for unit in self._trainable for buffer in unit.trainable]
-        self._message = StepMessage(buffers, group, device, checks)
+        self._buffers = [buffer for unit in self._trainable for buffer in unit.trainable]
+        self._message = StepMessage(self._buffers, group, device, checks)
         self._queue = self._make_queue()
         self._next = 0
         self._ready: set[int] = set()
@@ -117,9 +117,8 @@ class Reductions:
         if self._is_final:
             self._check_cleared()
         if self._timing.finishes_backward or not self._is_accumulating:
-            for unit in self._trainable:
-                for buffer in unit.trainable:
-                    buffer.begin_backward()
+            for buffer in self._buffers:
+                buffer.begin_backward()
         self._is_final = False
         self._is_accumulating = True
         self._in_backward = True
@@ -177,9 +176,8 @@ class Reductions:
         """
         if self._in_backward or self._is_issued or self._is_final:
             return  # backward issues them, or has
-        for unit in self._trainable if not self._is_accumulating else ():
-            for buffer in unit.trainable:
-                buffer.begin_backward()  # no microbatch at all on this rank: zeros
+        for buffer in self._buffers if not self._is_accumulating else ():
+            buffer.begin_backward()  # no microbatch at all on this rank: zeros
         for unit in self._queue:
             if unit.place is not None:
                 self._take_slot(unit)
@@ -241,18 +239,17 @@ class Reductions:
         self._message.finish()
         for unit in self._trainable:
             unit.is_reduced = False
-            for buffer in unit.trainable:
-                buffer.discard_gradients()
-                if zero and buffer.grads is not None:
-                    buffer.grads.zero()
+        for buffer in self._buffers:
+            buffer.discard_gradients()
+            if zero and buffer.grads is not None:
+                buffer.grads.zero()
         self._is_accumulating = self._is_issued = self._is_final = False
 
     def scale(self, factor: float | torch.Tensor) -> None:
         """Multiply all gradients that are there, reduced or accumulated so far."""
-        for unit in self._trainable:
-            for buffer in unit.trainable:
-                assert buffer.grads is not None
-                buffer.grads.scale(factor, self._is_final)
+        for buffer in self._buffers:
+            assert buffer.grads is not None
+            buffer.grads.scale(factor, self._is_final)
 
     def reset(self) -> None:
         """Forget this backward and all accumulated gradients."""
@@ -263,9 +260,8 @@ class Reductions:
         self._is_accumulating = self._is_issued = self._is_final = False
         self._in_backward = self._is_closing = False
         self._message.forget()
-        for unit in self._trainable:
-            for buffer in unit.trainable:
-                buffer.discard_gradients()
+        for buffer in self._buffers:
+            buffer.discard_gradients()
 
     def _make_queue(self) -> list[Unit]:
         """Trainable units in the order of their reductions; the root's come last."""
@@ -369,20 +365,18 @@ class Reductions:
         if verdict.problem is not None:
             self.clear(zero=False)
             raise RuntimeError(verdict.problem)
-        for unit in self._trainable:
-            for buffer in unit.trainable:
-                buffer.publish_gradients(verdict.used.get(id(buffer), buffer.used))
+        for buffer in self._buffers:
+            buffer.publish_gradients(verdict.used.get(id(buffer), buffer.used))
 
     def _check_cleared(self) -> None:
-        for unit in self._trainable:
-            for buffer in unit.trainable:
-                name = buffer.stale_gradient()
-                if name is not None:
-                    raise RuntimeError(
-                        f"backward after the gradients were reduced: expected .grad of {name} to "
-                        "be cleared by zero_grad() first; found it set. To accumulate over "
-                        "microbatches, run all but the last under no_sync()"
-                    )
+        for buffer in self._buffers:
+            name = buffer.stale_gradient()
+            if name is not None:
+                raise RuntimeError(
+                    f"backward after the gradients were reduced: expected .grad of {name} to "
+                    "be cleared by zero_grad() first; found it set. To accumulate over "
+                    "microbatches, run all but the last under no_sync()"
+                )
 
     def _missing(self) -> str:
         """Names of parameters whose gradients this backward has not brought so far."""

@@ -71,21 +71,21 @@ def shard(
     _check_agreement(options, strategy, outer_strategy)
     return make_engine(
         model,
-        DataMesh.create(mesh, num_instances=options.num_distributed_optimizer_instances),
+        mesh,
         levels,
         mp_policy if mp_policy is not None else MixedPrecisionPolicy(),
         options,
         Timing(),
         units=units,
         granule=granule,
-        expert_mesh=DataMesh.create(expert_mesh) if expert_mesh is not None else None,
+        expert_mesh=expert_mesh,
         codec_rules=tuple(codec_rules),
     )
 
 
 def make_engine(
     model: nn.Module,
-    mesh: DataMesh,
+    mesh: DeviceMesh | None,
     levels: Strategy,
     policy: MixedPrecisionPolicy,
     config: DistributedDataParallelConfig,
@@ -93,7 +93,7 @@ def make_engine(
     *,
     units: UnitSelector | Iterable[UnitSelector] | None = None,
     granule: Granule | None = None,
-    expert_mesh: DataMesh | None = None,
+    expert_mesh: DeviceMesh | None = None,
     codec_rules: Sequence[CodecRule] = (),
     broadcast: bool = False,
 ) -> Engine:
@@ -105,8 +105,10 @@ def make_engine(
         model, mesh, levels, policy, config, units, granule, expert_mesh, codec_rules: see
             :func:`shard`.
     """
+    data = DataMesh.create(mesh, num_instances=config.num_distributed_optimizer_instances)
+    experts = DataMesh.create(expert_mesh) if expert_mesh is not None else None
     grounds = Grounds(
-        _ground(mesh, levels), _ground(expert_mesh, levels) if expert_mesh is not None else None
+        _ground(data, levels), _ground(experts, levels) if experts is not None else None
     )
     plan: Plan | None = None
     error: Exception | None = None
@@ -117,15 +119,14 @@ def make_engine(
                 f"{name} in the hands of another engine"
             )
         if config.nccl_ub:
-            check_nccl(mesh, symmetric=not config.disable_symmetric_registration)
+            check_nccl(data, symmetric=not config.disable_symmetric_registration)
         policy = config.applied_to(policy)
         plan = make_plan(model, units, Recipe(policy, config, grounds, granule, codec_rules))
     except (ValueError, TypeError) as caught:
         error = caught
-    seed = agree(plan, error, f"{levels}, {policy}, {config}", mesh)
+    seed = agree(plan, error, f"{levels}, {policy}, {config}", data)
     assert plan is not None
-    experts = Ladder(expert_mesh) if expert_mesh is not None else None
-    sites = Sites(grounds, Ladder(mesh), experts)
+    sites = Sites(grounds, Ladder(data), Ladder(experts) if experts is not None else None)
     return Engine(model, plan, sites, policy, config, timing, seed, broadcast=broadcast)
 
 

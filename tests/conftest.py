@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,16 @@ def ranks() -> Iterator[Ranks]:
     pool = Ranks()
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """A folder with a small corpus in ``texts/``, for runs of the examples."""
+    (tmp_path / "texts").mkdir()
+    for i in range(4):
+        lines = [f"line {n} of file {i}: {n * n * (i + 1)}\n" for n in range(40)]
+        (tmp_path / "texts" / f"{i}.txt").write_text("".join(lines))
+    return tmp_path
 
 
 @pytest.fixture(autouse=True)

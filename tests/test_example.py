@@ -367,15 +367,6 @@ def losses(run: dict[str, Any]) -> list[float]:
     return [record["loss"] for record in run["steps"]]
 
 
-@pytest.fixture
-def texts(tmp_path: Path) -> Path:
-    (tmp_path / "texts").mkdir()
-    for i in range(4):
-        lines = [f"line {n} of file {i}: {n * n * (i + 1)}\n" for n in range(40)]
-        (tmp_path / "texts" / f"{i}.txt").write_text("".join(lines))
-    return tmp_path
-
-
 class TestWholeJob:
     def test_a_run_resumed_on_other_ranks_and_strategy_continues_the_same_curve(
         self, texts: Path

@@ -138,15 +138,6 @@ def losses(folder: Path, out: str) -> list[float]:
     return [float(row["loss"]) for row in rows]
 
 
-@pytest.fixture
-def texts(tmp_path: Path) -> Path:
-    (tmp_path / "texts").mkdir()
-    for i in range(4):
-        lines = [f"line {n} of file {i}: {n * n * (i + 1)}\n" for n in range(40)]
-        (tmp_path / "texts" / f"{i}.txt").write_text("".join(lines))
-    return tmp_path
-
-
 class TestWholeJob:
     def test_a_stopped_and_resumed_run_on_four_ranks_has_the_losses_of_one_process(
         self, texts: Path
