@@ -66,7 +66,7 @@ class WeightTower:
         self._label = label
         self._ladder = ladder
         self._lanes = lanes
-        self._codec = codec
+        self.codec = codec
         self._layout = layout
         self._optim_depth = optim_depth
         self._param_depth = param_depth
@@ -167,12 +167,12 @@ class WeightTower:
         """Compute has waited for the gather."""
         if self._wire_full is not None and self._wire_full.filled:
             self._drain(self._wire_full)
-        self._codec.after_gather(self.params)
+        self.codec.after_gather(self.params)
 
     def release(self) -> None:
         """Take the full parameters' memory away, once compute is done with it."""
         if self._full is not None and self._full.filled:
-            self._codec.before_release(self.params)
+            self.codec.before_release(self.params)
             self._lanes.inner_gather.wait(self._lanes.compute.record())
             self._drain(self._full)
         if self._wire_full is not None and self._wire_full.filled:
@@ -205,7 +205,7 @@ class WeightTower:
     def _make_unshard(self) -> Chain:
         """From what persists of the compute weights, else from main shards, to the full ones."""
         source = self._wire.tensor if self._wire is not None else None
-        if self._codec.decodes:
+        if self.codec.decodes:
             return self._through_full_wire(self._param_depth, source)
         chain = Chain()
         self._ascend(chain, self._target, self._param_depth, 0, source)
@@ -220,14 +220,14 @@ class WeightTower:
         offsets = [slot.offset for slot in self._layout.slots]
 
         def decode() -> Steps:
-            self._codec.decode(wire.tensor, offsets, outputs)
+            self.codec.decode(wire.tensor, offsets, outputs)
             yield from ()
 
         chain.add(
             self._lanes.inner_gather,
             f"decode {self._label}",
             decode,
-            reads=[wire.tensor, *self._codec.state],
+            reads=[wire.tensor, *self.codec.state],
             writes=[self._target.tensor],
         )
         return chain
@@ -245,12 +245,12 @@ class WeightTower:
         main, begin = self.main.tensor, target.narrow(from_depth)
 
         def encode() -> Steps:
-            yield from self._codec.encode(main, begin)
+            yield from self.codec.encode(main, begin)
 
         brought = [main if source is None else source]
         if from_depth == to_depth:
             lane = self._lanes.inner_gather
-            writes = [begin, *self._codec.state]
+            writes = [begin, *self.codec.state]
             chain.add(lane, f"encode {self._label}", encode, reads=brought, writes=writes)
             return
         for depth in range(from_depth - 1, to_depth - 1, -1):
@@ -263,7 +263,7 @@ class WeightTower:
                 if first
                 else self._climb(target, depth, None, None),
                 reads=brought if first else [target.narrow(depth + 1)],
-                writes=[target.narrow(depth), *(self._codec.state if first else ())],
+                writes=[target.narrow(depth), *(self.codec.state if first else ())],
             )
 
     def _climb(

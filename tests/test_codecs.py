@@ -133,6 +133,6 @@ def test_a_decoding_codec_holds_its_full_wire_only_while_it_is_decoded() -> None
     model(*token_batch(2, dist.get_rank())).backward()
     held = engine.memory_bytes()
     assert sum(held.values()) - held["grad"] == rest
-    codecs = [b.weights._codec for b in engine.buffers if b.kind.codec == "bytes"]
+    codecs = [b.weights.codec for b in engine.buffers if b.kind.codec == "bytes"]
     assert codecs
     assert all(codec.num_released for codec in codecs)  # type: ignore[attr-defined]
