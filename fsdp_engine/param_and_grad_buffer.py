@@ -119,6 +119,7 @@ class ParamAndGradBuffer:
         self._optim_depth = strategy.depth(Role.OPTIM)
         self.weights = WeightTower(
             label,
+            [record.param for record in self.records],
             layout,
             ladder,
             lanes,
@@ -150,7 +151,7 @@ class ParamAndGradBuffer:
         self._grad_views: list[Tensor] = []
         self._load_initial_values(self.control_group if broadcast else None)
         self.full_params = [
-            nn.Parameter(tensor, requires_grad=kind.requires_grad) for tensor in self.weights.params
+            self.weights.bind(index, record.param) for index, record in enumerate(self.records)
         ]
         self.sharded_params = (
             self.full_params if self.is_plain else [self._sharded(i) for i in range(len(by_name))]
@@ -161,8 +162,9 @@ class ParamAndGradBuffer:
             if kind.requires_grad and kind.dtypes.optim_grad != kind.dtypes.main:
                 sharded.grad_dtype = kind.dtypes.optim_grad
             # Marks that users put on their parameters (tensor parallel, experts, ...) stay.
-            full.__dict__.update(record.param.__dict__)
-            sharded.__dict__.update(record.param.__dict__)
+            marks = codec.marks(record.param)
+            full.__dict__.update(marks)
+            sharded.__dict__.update(marks)
 
     def placement(self, index: int) -> FlatPlacement:
         """Which part of parameter ``index`` this rank's sharded tensor holds."""
@@ -357,7 +359,8 @@ class ParamAndGradBuffer:
     def _load_initial_values(self, group: ProcessGroup | None) -> None:
         """This rank's part of the user's values; those of the first rank of ``group``, if given."""
         at = self._ladder.mesh.coordinate
-        sources = [flat_source(record.param) for record in self.records]
+        initial_value = self.weights.codec.initial_value
+        sources = [flat_source(initial_value(record.param)) for record in self.records]
         if group is not None:
             # One message for the whole buffer, whatever the number of parameters.
             main = self.weights.main.tensor

@@ -62,6 +62,7 @@ FLOORS: dict[str, float] = {
     # where events meet the engine
     "hooks": 5,
     "bucket_hooks": 5.25,
+    "plane_hooks": 5.25,
     "delayed_gradients": 5.25,
     "optimizer": 5,
     "checkpoint": 5.5,
