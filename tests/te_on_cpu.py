@@ -71,7 +71,7 @@ def load() -> None:
     sys.modules[export.__name__] = export
     with (
         mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)),
-        # Or the update of scales is compiled.
+        # Or functions that nobody calls here are to be compiled.
         mock.patch.dict(os.environ, {"NVTE_TORCH_COMPILE": "0"}),
     ):
         vars(top).update(
@@ -276,6 +276,7 @@ def column_values(weight: Any) -> Tensor:
 
 class QuantisedLinear(nn.Module):
     """A linear layer with a quantised weight, and around it what Transformer Engine's modules keep.
+    Every fourth row of the weight is small, so that all planes differ.
 
     Attributes:
         fp8_meta: "recipe", and the states "scaling_fwd" and "scaling_bwd". With delayed scaling
@@ -306,6 +307,9 @@ class QuantisedLinear(nn.Module):
             key: self.fp8_meta[key].make_quantizers() for key in ("scaling_fwd", "scaling_bwd")
         }
         values = torch.randn(out_features, in_features, dtype=dtype) / in_features**0.5
+        # Or rows and columns of MXFP8 mean the same: only what is far below a block's largest
+        # depends on the block.
+        values[3::4] *= 2.0**-14
         self.weight = make_weight(
             values, recipe, preserve=preserve, quantizer=self.quantizers["scaling_fwd"][WEIGHT]
         )
@@ -318,14 +322,19 @@ class QuantisedLinear(nn.Module):
     @torch.no_grad()
     def update_scales(self) -> None:
         """Delayed scaling: new scales from the histories, which move on. Once in each step."""
-        from transformer_engine.pytorch import quantization
-
         recipe = self.fp8_meta["recipe"]
         if not recipe.delayed():
             return
         for key in ("scaling_fwd", "scaling_bwd"):
-            state, maximum = self.fp8_meta[key], quantization.get_fp8_max(recipe, key[-3:] == "fwd")
-            quantization._amax_and_scale_update(state.amax_history, state.scale, maximum, recipe)
+            state = self.fp8_meta[key]
+            te_kernels.fused_amax_and_scale_update_after_reduction(
+                state.amax_history[0].clone(),
+                [state.amax_history],
+                [state.scale],
+                recipe.amax_compute_algo,
+                int(state.dtype),
+                recipe.margin,
+            )
 
     def get_extra_state(self) -> Tensor:
         """Nothing, or with delayed scaling the bytes of a pickle."""

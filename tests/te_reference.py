@@ -95,10 +95,11 @@ def _blocks(
 
 
 def _scale(block: Tensor, power_of_two: bool) -> Tensor:
-    amax = block.abs().max()
-    if amax == 0 or amax.isinf():
+    amax = block.abs().max().item()
+    if amax == 0 or math.isinf(amax):
         return torch.tensor(1.0)
-    scale = (MAX / amax).clamp(max=LARGEST)  # fp32, so rounded before it is rounded down
+    # Rounded to fp32 before it is rounded down.
+    scale = torch.tensor(min(MAX / amax, LARGEST), dtype=torch.float32)
     return torch.tensor(2.0 ** (math.frexp(scale.item())[1] - 1)) if power_of_two else scale
 
 
