@@ -294,6 +294,7 @@ class QuantisedLinear(nn.Module):
         preserve: bool = True,
     ) -> None:
         super().__init__()
+        self.primary_weights_in_fp8 = True  # as modules built under quantized_model_init say
         made = make_recipe(recipe)
         self.fp8_meta: dict[str, Any] = {
             "fp8_checkpoint": True,
