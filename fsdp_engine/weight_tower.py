@@ -117,6 +117,10 @@ class WeightTower:
         full_dtype = compute_dtype if codec.decodes else codec.wire_dtype
         self._planes = [self._make_plane(memory, full_dtype) for _ in range(codec.num_planes)]
         self.params = self._planes[0].params
+        # Of the usual one plane, put together once.
+        self._only_target: Sequence[Tensor] | None = (
+            (self._planes[0].target.tensor,) if self.num_planes == 1 else None
+        )
         if codec.is_identity:
             assert self._planes[0].wire is not None
             main = alias(self._planes[0].wire.narrow(optim_depth))
@@ -207,7 +211,8 @@ class WeightTower:
             planes: which the next use reads.
         """
         tickets: list[Ticket] = []
-        if not self.is_current:
+        version = self.main.tensor._version
+        if version != self._seen_version:
             for plane in self._planes:
                 plane.holds = not self.reshards
             if self._refresh is not None:
@@ -218,7 +223,7 @@ class WeightTower:
                     after = (*after, *self._fill(self._optim_depth, *storages))
                 tickets.append(self._refresh.run(after))
                 after = (*after, *tickets)
-            self._seen_version = self.main.tensor._version
+            self._seen_version = version
         for number in planes if self.num_planes > 1 else (0,):
             plane = self._planes[number]
             if not plane.holds:
@@ -264,7 +269,9 @@ class WeightTower:
 
     def touch(self) -> None:
         """Tell the compute lane that the model reads the full parameters from here on."""
-        reads = [plane.target.tensor for plane in self._planes if plane.holds]
+        reads = self._only_target
+        if reads is None:
+            reads = [plane.target.tensor for plane in self._planes if plane.holds]
         self._lanes.compute.access(reads=reads)
 
     def _fill(self, from_depth: int, *storages: TransientStorage | None) -> tuple[Ticket, ...]:
