@@ -117,6 +117,7 @@ class ParamAndGradBuffer:
         self._ladder = ladder
         self._lanes = lanes
         self._optim_depth = strategy.depth(Role.OPTIM)
+        reuses = config.reuse_grad_buf_for_mxfp8_param_ag and codec.num_planes > 1
         self.weights = WeightTower(
             label,
             [record.param for record in self.records],
@@ -130,6 +131,7 @@ class ParamAndGradBuffer:
             self._optim_depth,
             strategy.depth(Role.PARAM),
             tag,
+            self._lend_gradients if reuses else None,
         )
         self.grads: GradTower | None = None
         if kind.requires_grad:
@@ -148,6 +150,7 @@ class ParamAndGradBuffer:
             )
         self.is_plain = codec.is_identity and self._optim_depth == 0
         self.used = [False] * len(self.records)
+        self._is_accumulating = False  # what nobody has seen yet
         self._grad_views: list[Tensor] = []
         self._load_initial_values(self.control_group if broadcast else None)
         self.full_params = [
@@ -238,6 +241,7 @@ class ParamAndGradBuffer:
     def begin_backward(self) -> None:
         """Find out which gradients the user has cleared: those are overwritten, not added to."""
         assert self.grads is not None
+        self._is_accumulating = True
         fresh, used = self.grads.fresh, self.used
         for index, grad in enumerate(gradients_of(self.sharded_params)):
             if grad is None:
@@ -261,6 +265,7 @@ class ParamAndGradBuffer:
 
     def publish_gradients(self, used: Sequence[bool]) -> None:
         """Make ``.grad`` of the sharded parameters that were used what was accumulated."""
+        self._is_accumulating = False
         views, params = self._make_grad_views(), self.sharded_params
         changes: list[tuple[Tensor, Tensor | None]] = []
         for param, grad, view, has_grad in zip(
@@ -298,6 +303,7 @@ class ParamAndGradBuffer:
 
     def discard_gradients(self) -> None:
         """Forget what was accumulated; ``.grad`` becomes None."""
+        self._is_accumulating = False
         if self.grads is not None:
             self.grads.discard()
             self.used = [False] * len(self.used)
@@ -335,6 +341,12 @@ class ParamAndGradBuffer:
         """Take this rank's part of full main weights, as :meth:`gather_main` returned them."""
         if full is not self.weights.main:
             self.weights.main.tensor.copy_(full.narrow(self._optim_depth))
+
+    def _lend_gradients(self, dtype: torch.dtype) -> Tensor | None:
+        """The gradients' memory, while there are none in it."""
+        if self.grads is None or self._is_accumulating or self.stale_gradient() is not None:
+            return None
+        return self.grads.lend(dtype)
 
     def _is_zeroed(self, index: int, grad: Tensor) -> bool:
         if isinstance(grad, FlatDTensor):

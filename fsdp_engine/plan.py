@@ -336,10 +336,18 @@ def _check_fp8_fields(units: Sequence[PlannedUnit], recipe: Recipe) -> None:
             "keep_fp8_transpose_cache: expected weights that Transformer Engine has quantised by "
             "the delayed, current or block recipe, which alone have transposes; found none"
         )
-    if config.reuse_grad_buf_for_mxfp8_param_ag and not any(c.num_planes > 1 for c in quantized):
+    if not config.reuse_grad_buf_for_mxfp8_param_ag:
+        return
+    if not any(each.num_planes > 1 for each in quantized):
         raise ValueError(
             "reuse_grad_buf_for_mxfp8_param_ag: expected weights that Transformer Engine has "
             "quantised by the MXFP8 recipe; found none"
+        )
+    strategy = recipe.grounds.data.strategy
+    if strategy.depth(Role.GRAD) > 0:
+        raise ValueError(
+            "reuse_grad_buf_for_mxfp8_param_ag: expected whole gradients, through whose memory "
+            f"whole weights can pass; found levels that cut them: {strategy}"
         )
 
 

@@ -39,6 +39,7 @@ from fsdp_engine.collectives import Steps
 from fsdp_engine.lanes import Chain, Lanes, Ticket
 from fsdp_engine.layout import Layout
 from fsdp_engine.memory import Memory, TransientStorage, alias
+from fsdp_engine.passage import Lender, Passage
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH
 
 # Where a climb's first bytes come from: a tensor, an encoding into the first part, or (None) they
@@ -101,6 +102,7 @@ class WeightTower:
         optim_depth: int,
         param_depth: int,
         tag: int,
+        lend: Lender | None = None,
     ) -> None:
         self._label = label
         self._ladder = ladder
@@ -136,6 +138,12 @@ class WeightTower:
         persists = self._planes[0].wire is not None or not self.reshards
         self.needs_refresh = persists and not (codec.is_identity and optim_depth == param_depth)
         self._refresh = self._make_refresh() if self.needs_refresh else None
+        self._passage: Passage | None = None
+        if lend is not None and not self.reshards and optim_depth > 0:
+            lines = [plane.target for plane in self._planes]
+            self._passage = Passage(
+                label, self.main, lines, codec, ladder, lanes, memory, lend, tag
+            )
         for plane in self._planes:
             if self.reshards:
                 plane.unshard = self._make_unshard(plane)
@@ -215,7 +223,9 @@ class WeightTower:
         if version != self._seen_version:
             for plane in self._planes:
                 plane.holds = not self.reshards
-            if self._refresh is not None:
+            if self._passage is not None:
+                tickets.append(self._passage.refresh(after))
+            elif self._refresh is not None:
                 if not self.reshards:
                     after = (*after, *self._fill(self._optim_depth, self._wire_full))
                 elif self.codec.needs_whole_line:
@@ -241,6 +251,8 @@ class WeightTower:
         """
         if self._wire_full is not None and self._wire_full.filled:
             self._drain(self._wire_full)
+        if self._passage is not None:
+            self._passage.finish()
         if self.codec.needs_whole_line:
             for plane in self._planes:
                 if not plane.holds and plane.storage is not None and plane.storage.filled:

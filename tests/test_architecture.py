@@ -43,7 +43,8 @@ FLOORS: dict[str, float] = {
     "model_parallel_groups": 2,
     "router_bias": 2,
     # the two towers
-    "weight_tower": 3,
+    "passage": 3,
+    "weight_tower": 3.25,
     "grad_tower": 3,
     "param_and_grad_buffer": 3.5,
     # lifecycle and order

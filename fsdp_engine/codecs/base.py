@@ -47,6 +47,8 @@ class ParamCodec(ABC):
         is_identity: main bytes are wire bytes, so main weights may be a view of the wire.
         encodes_once: encoding costs more than keeping its bytes (it communicates, say): it is done
             once after each change of main weights, and this rank's part of the wire persists.
+        values_dtype: where every rank may as well encode all weights by itself, from values of this
+            dtype, without amaxes of others (:meth:`encode_whole`). None: it may not.
         needs_whole_line: encoding may write anywhere in the parameters of which it has a part, and
             goes through what :meth:`bind` was given: the full lines have memory meanwhile.
     """
@@ -56,6 +58,7 @@ class ParamCodec(ABC):
     decodes: bool = False
     is_identity: bool = False
     encodes_once: bool = False
+    values_dtype: torch.dtype | None = None
     needs_whole_line: bool = False
 
     @property
@@ -107,6 +110,11 @@ class ParamCodec(ABC):
         """Encode the main shard into the wire shard of each plane; all 1-D. May communicate (yield
         works). With ``needs_whole_line`` wires are parts of the lines that parameters are bound to.
         """
+
+    def encode_whole(self, values: Tensor, offsets: Sequence[int]) -> Steps:
+        """Encode full weights into what parameters are bound to; parameter ``i`` lies at
+        ``offsets[i]`` of ``values``. Where ``values_dtype`` is given only."""
+        raise NotImplementedError
 
     def decode(self, wire: Tensor, offsets: Sequence[int], params: Sequence[Tensor]) -> None:
         """Decode the full wire; parameter ``i`` lies at ``offsets[i]``. For ``decodes`` only."""

@@ -75,6 +75,7 @@ class Recipe:
         scales: attributes that hold scales.
         options: attributes of the quantizer in which weights of one call must agree.
         num_dims: what its kernels take; None: any number.
+        nominal: the dtype that its kernels take; None: any.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Recipe:
     scales: tuple[str, ...]
     options: tuple[str, ...]
     num_dims: int | None = None
+    nominal: torch.dtype | None = None
 
 
 RECIPES = (
@@ -109,6 +111,7 @@ RECIPES = (
         ("_rowwise_scale_inv", "_columnwise_scale_inv"),
         ("dtype",),
         num_dims=2,
+        nominal=torch.bfloat16,
     ),
 )
 
@@ -156,7 +159,7 @@ class TransformerEngine:
         quantizer = _quantizer_of(param)
         options = [f"{option}={getattr(quantizer, option)}" for option in recipe.options]
         key = " ".join([CODEC_PREFIX, recipe.name, str(param.dtype), *options])
-        return key, lambda: TransformerEngineCodec(api, recipe, self.keep_transposes)
+        return key, lambda: TransformerEngineCodec(api, recipe, param.dtype, self.keep_transposes)
 
 
 class TransformerEngineCodec(ParamCodec):
@@ -165,6 +168,7 @@ class TransformerEngineCodec(ParamCodec):
     Args:
         api: TE's functions on quantised weights.
         recipe: that of the buffer's weights.
+        nominal: the dtype that its weights say they have.
         keep_transposes: see :class:`TransformerEngine`.
     """
 
@@ -172,8 +176,12 @@ class TransformerEngineCodec(ParamCodec):
     encodes_once = True
     needs_whole_line = True
 
-    def __init__(self, api: Any, recipe: Recipe, keep_transposes: bool) -> None:
+    def __init__(
+        self, api: Any, recipe: Recipe, nominal: torch.dtype, keep_transposes: bool
+    ) -> None:
         self.num_planes = len(recipe.planes)
+        # The kernels round main weights to the nominal dtype first.
+        self.values_dtype = nominal
         self._api = api
         self._recipe = recipe
         self._keeps = keep_transposes
@@ -183,7 +191,7 @@ class TransformerEngineCodec(ParamCodec):
         self._pieces: Sequence[Piece] = ()
         self._group: MaxGroup | None = None
         self._masters: list[Tensor | None] = []
-        self._offsets = [0]
+        self._starts: list[int] = []
         self._main: Tensor | None = None
         # Transposes are those of the bytes as they are.
         self._has_columns = False
@@ -226,6 +234,10 @@ class TransformerEngineCodec(ParamCodec):
     def bind(self, param: nn.Parameter, full: Sequence[Tensor]) -> nn.Parameter:
         """See :class:`ParamCodec`: the same parameter, with its bytes in ``full``."""
         weight: Any = param
+        if self.has_transposes:
+            # Or TE makes one in every forward, and one of each shard that it encodes. Its backward
+            # asks for what is not there.
+            weight._quantizer.set_usage(columnwise=False)
         if getattr(weight, _PRESERVED, None) is not None:
             weight.clear_high_precision_init_val()
         self._bytes.append(full)
@@ -237,7 +249,22 @@ class TransformerEngineCodec(ParamCodec):
         """See :class:`ParamCodec`. TE waits for its message of amaxes; on CUDA the stream does."""
         if self._main is not main:
             self._main = main
-            self._masters, self._offsets = _shards(self._pieces, main)
+            self._masters, self._starts = _shards(self._pieces, main)
+        self._quantize(self._masters, self._starts, self._group)
+        yield from ()
+
+    def encode_whole(self, values: Tensor, offsets: Sequence[int]) -> Steps:
+        """See :class:`ParamCodec`."""
+        masters = [
+            values[offset : offset + weight.numel()]
+            for offset, weight in zip(offsets, self._weights, strict=True)
+        ]
+        self._quantize(masters, [0] * len(masters), MaxGroup(()))
+        yield from ()
+
+    def _quantize(
+        self, masters: Sequence[Tensor | None], starts: Sequence[int], group: MaxGroup | None
+    ) -> None:
         for weight, full in zip(self._weights, self._bytes, strict=True):
             self._put_bytes(weight, full)
             self._drop_columns(weight)
@@ -245,12 +272,11 @@ class TransformerEngineCodec(ParamCodec):
         with torch.no_grad():
             self._api.quantize_master_weights(
                 self._weights,
-                self._masters,
-                self._offsets,
-                self._group,
+                masters,
+                starts,
+                group,
                 manual_post_all_gather_processing=True,
             )
-        yield from ()
 
     def after_gather(self, *, for_backward: bool) -> None:
         """See :class:`ParamCodec`: bytes belong to their parameters; transposes for backward."""
@@ -353,6 +379,11 @@ def _recipe_of(name: str, param: Tensor) -> Recipe:
         raise ValueError(
             f"{name}: expected {recipe.num_dims} dimensions, which is what the kernels of the "
             f"{recipe.name} recipe take; found shape {tuple(param.shape)}"
+        )
+    if recipe.nominal not in (None, param.dtype):
+        raise ValueError(
+            f"{name}: expected a weight of {recipe.nominal} (params_dtype), which is what the "
+            f"kernels of the {recipe.name} recipe take; found {param.dtype}"
         )
     missing = [
         attribute
