@@ -19,12 +19,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fsdp_engine.buffer import Ladder, ShardedBuffer
-from fsdp_engine.codecs import ParamCodec
+from fsdp_engine.ascent import Ascent
+from fsdp_engine.buffer import ShardedBuffer
 from fsdp_engine.collectives import Steps
-from fsdp_engine.lanes import Chain, Lanes, Ticket
+from fsdp_engine.lanes import Chain, Ticket
 from fsdp_engine.memory import Memory, TransientStorage
-from fsdp_engine.strategies import AXIS_BELOW_DEPTH
 
 # A line of whole gradients as one of that dtype; None while gradients need it.
 Lender = Callable[[torch.dtype], Tensor | None]
@@ -34,38 +33,23 @@ class Passage:
     """See the module docstring.
 
     Args:
-        label: of the buffer, for people.
-        main: main weights.
+        ascent: of the buffer, whose codec has a ``values_dtype``.
         targets: the full lines, which persist, of all planes.
-        codec: has a ``values_dtype``.
-        ladder, lanes, memory: as for the tower.
+        memory: of the engine.
         lend: memory to go through.
-        tag: tells its messages from others in flight.
     """
 
     def __init__(
-        self,
-        label: str,
-        main: ShardedBuffer,
-        targets: Sequence[ShardedBuffer],
-        codec: ParamCodec,
-        ladder: Ladder,
-        lanes: Lanes,
-        memory: Memory,
-        lend: Lender,
-        tag: int,
+        self, ascent: Ascent, targets: Sequence[ShardedBuffer], memory: Memory, lend: Lender
     ) -> None:
-        assert codec.values_dtype is not None
-        self._label = label
-        self._main = main
+        assert ascent.codec.values_dtype is not None
+        self._ascent = ascent
+        self._label = ascent.label
+        self._lanes = ascent.lanes
         self._targets = targets
-        self._codec = codec
-        self._dtype = codec.values_dtype
-        self._ladder = ladder
-        self._lanes = lanes
+        self._dtype = ascent.codec.values_dtype
         self._lend = lend
-        self._tag = tag
-        layout = main.layout
+        layout = ascent.main.layout
         self._own: TransientStorage = memory.transient(layout.numel, self._dtype, "full")
         with self._own.while_filled() as own:
             self._through_own = self._make_chain(own.view(0, (layout.numel,)), is_lent=False)
@@ -90,38 +74,27 @@ class Passage:
             lane.manage(f"free {self._label}", self._own.drain, self._own)
 
     def _make_chain(self, line: Tensor, *, is_lent: bool) -> Chain:
-        chain, main, lanes = Chain(), self._main, self._lanes
-        values = ShardedBuffer(main.layout, main.at, 0, line)
-        part = values.narrow(main.depth)
+        chain, ascent = Chain(), self._ascent
+        main, codec = ascent.main, ascent.codec
+        offsets = [slot.offset for slot in main.layout.slots]
 
-        def cast() -> Steps:
+        def cast(part: Tensor) -> Steps:
             part.copy_(main.tensor)
             yield from ()
 
         def encode() -> Steps:
-            yield from self._codec.encode_whole(line, offsets)
+            yield from codec.encode_whole(line, offsets)
             if is_lent:
                 line.zero_()
 
+        values = ShardedBuffer(main.layout, main.at, 0, line)
+        ascent.climb(chain, values, main.depth, 0, cast)
+        writes = [target.tensor for target in self._targets]
         chain.add(
-            lanes.inner_gather, f"cast {self._label}", cast, reads=[main.tensor], writes=[part]
-        )
-        for depth in range(main.depth - 1, -1, -1):
-            axis = AXIS_BELOW_DEPTH[depth]
-            chain.add(
-                lanes.gather(axis),
-                f"all-gather of values of {self._label} over the {axis.value} axis",
-                lambda depth=depth: self._ladder.climb(values, depth, None, self._tag),  # type: ignore[misc]
-                reads=[values.narrow(depth + 1)],
-                writes=[values.narrow(depth)],
-            )
-        offsets = [slot.offset for slot in main.layout.slots]
-        written = [line] if is_lent else []
-        chain.add(
-            lanes.inner_gather,
+            self._lanes.inner_gather,
             f"encode {self._label}",
             encode,
             reads=[line],
-            writes=[*written, *(target.tensor for target in self._targets), *self._codec.state],
+            writes=[*([line] if is_lent else []), *writes, *codec.state],
         )
         return chain

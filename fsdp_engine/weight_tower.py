@@ -26,25 +26,20 @@ and what is unsharded is what the next use asks for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from fsdp_engine.ascent import Ascent
 from fsdp_engine.buffer import Ladder, ShardedBuffer
 from fsdp_engine.codecs import ParamCodec, Piece
-from fsdp_engine.collectives import Steps
 from fsdp_engine.lanes import Chain, Lanes, Ticket
 from fsdp_engine.layout import Layout
 from fsdp_engine.memory import Memory, TransientStorage, alias
 from fsdp_engine.passage import Lender, Passage
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH
-
-# Where a climb's first bytes come from: a tensor, an encoding into the first part, or (None) they
-# lie there already.
-_Source = Tensor | Callable[[Tensor], Steps] | None
 
 
 class Plane:
@@ -111,7 +106,6 @@ class WeightTower:
         self._layout = layout
         self._optim_depth = optim_depth
         self._param_depth = param_depth
-        self._tag = tag
         self._at = ladder.mesh.coordinate
         self.reshards = param_depth > 0
         self.num_planes = codec.num_planes
@@ -137,16 +131,15 @@ class WeightTower:
         codec.prepare(params, self._pieces(), self._split_groups(), ladder.mesh.device)
         persists = self._planes[0].wire is not None or not self.reshards
         self.needs_refresh = persists and not (codec.is_identity and optim_depth == param_depth)
-        self._refresh = self._make_refresh() if self.needs_refresh else None
+        ascent = Ascent(label, self.main, codec, ladder, lanes, tag)
+        self._refresh = self._make_refresh(ascent) if self.needs_refresh else None
         self._passage: Passage | None = None
         if lend is not None and not self.reshards and optim_depth > 0:
             lines = [plane.target for plane in self._planes]
-            self._passage = Passage(
-                label, self.main, lines, codec, ladder, lanes, memory, lend, tag
-            )
+            self._passage = Passage(ascent, lines, memory, lend)
         for plane in self._planes:
             if self.reshards:
-                plane.unshard = self._make_unshard(plane)
+                plane.unshard = self._make_unshard(ascent, plane)
         for storage in (self._wire_full, *(plane.storage for plane in self._planes)):
             if storage is not None:
                 storage.drain()
@@ -193,6 +186,11 @@ class WeightTower:
         """Bytes of the full parameters of one plane while they are there, beyond those at rest."""
         storage = self._planes[0].storage
         return storage.num_bytes if storage is not None else 0
+
+    @property
+    def num_wires(self) -> int:
+        """Gathers that bring all planes up to date."""
+        return 1 if self._passage is not None else self.num_planes
 
     @property
     def is_current(self) -> bool:
@@ -299,124 +297,31 @@ class WeightTower:
     def _drain(self, storage: TransientStorage) -> None:
         self._lanes.inner_gather.manage(f"free {self._label}", storage.drain, storage)
 
-    def _make_refresh(self) -> Chain:
+    def _make_refresh(self, ascent: Ascent) -> Chain:
         """From main shards to what persists of the compute weights."""
-        chain = Chain()
+        chain, depths = Chain(), (self._optim_depth, self._param_depth)
+        first = self._planes[0]
         if self.codec.needs_whole_line:
-            self._encode_in_whole_lines(chain)
-        elif (wire := self._planes[0].wire) is not None:
-            self._ascend(chain, wire, self._optim_depth, self._param_depth, self._encode_into)
+            wires = [plane.wire for plane in self._planes if plane.wire is not None]
+            ascent.encode_in_whole_lines(chain, [plane.target for plane in self._planes], wires)
+            for wire in wires:
+                ascent.climb(chain, wire, *depths, None)
+        elif first.wire is not None:
+            ascent.climb(chain, first.wire, *depths, ascent.encode_into)
         else:
-            self._through_full_wire(chain, self._planes[0], self._optim_depth, self._encode_into)
+            ascent.climb(chain, self._decoded_from, *depths, ascent.encode_into)
+            ascent.decode(chain, self._decoded_from, first.target, first.params)
         return chain
 
-    def _make_unshard(self, plane: Plane) -> Chain:
+    def _make_unshard(self, ascent: Ascent, plane: Plane) -> Chain:
         """From what persists of the compute weights, else from main shards, to the full ones."""
         chain = Chain()
-        source = plane.wire.tensor if plane.wire is not None else self._encode_into
+        source = plane.wire.tensor if plane.wire is not None else ascent.encode_into
+        target = self._decoded_from if self.codec.decodes else plane.target
+        ascent.climb(chain, target, self._param_depth, 0, source)
         if self.codec.decodes:
-            self._through_full_wire(chain, plane, self._param_depth, source)
-        else:
-            self._ascend(chain, plane.target, self._param_depth, 0, source)
+            ascent.decode(chain, target, plane.target, plane.params)
         return chain
-
-    def _through_full_wire(
-        self, chain: Chain, plane: Plane, from_depth: int, source: _Source
-    ) -> None:
-        """Gather into a transient full wire and decode it into the full parameters."""
-        wire = self._decoded_from
-        # Not the parameters themselves: decoding is no in-place change that autograd may see.
-        outputs = [alias(param) for param in plane.params]
-        self._ascend(chain, wire, from_depth, 0, source)
-        offsets = [slot.offset for slot in self._layout.slots]
-
-        def decode() -> Steps:
-            self.codec.decode(wire.tensor, offsets, outputs)
-            yield from ()
-
-        chain.add(
-            self._lanes.inner_gather,
-            f"decode {self._label}",
-            decode,
-            reads=[wire.tensor, *self.codec.state],
-            writes=[plane.target.tensor],
-        )
-
-    def _encode_in_whole_lines(self, chain: Chain) -> None:
-        """Encode into this rank's part of each full line, all of which may be written; from there
-        bring that part to where it persists."""
-        lines = [plane.target for plane in self._planes]
-        parts = [line.narrow(self._optim_depth) for line in lines]
-        kept: list[tuple[Tensor, Tensor]] = []
-        for plane, part in zip(self._planes, parts, strict=True):
-            assert plane.wire is not None
-            if plane.wire is not plane.target:
-                kept.append((plane.wire.narrow(self._optim_depth), part))
-
-        def encode() -> Steps:
-            yield from self.codec.encode(self.main.tensor, parts)
-            for wire, part in kept:
-                wire.copy_(part)
-
-        chain.add(
-            self._lanes.inner_gather,
-            f"encode {self._label}",
-            encode,
-            reads=[self.main.tensor],
-            writes=[
-                *(line.tensor for line in lines),
-                *(wire for wire, _ in kept),
-                *self.codec.state,
-            ],
-        )
-        for plane in self._planes:
-            if self._optim_depth > self._param_depth:
-                assert plane.wire is not None
-                self._ascend(chain, plane.wire, self._optim_depth, self._param_depth, None)
-
-    def _encode_into(self, wire: Tensor) -> Steps:
-        return self.codec.encode(self.main.tensor, (wire,))
-
-    def _ascend(
-        self, chain: Chain, target: ShardedBuffer, from_depth: int, to_depth: int, source: _Source
-    ) -> None:
-        """Climb ``target`` depth by depth, each axis on its lane."""
-        begin, lanes = target.narrow(from_depth), self._lanes
-        encodes = callable(source)
-        # What the first step reads, and writes beside the target.
-        brought = source if isinstance(source, Tensor) else self.main.tensor if encodes else begin
-        state = self.codec.state if encodes else ()
-        if from_depth == to_depth:
-            assert callable(source)
-            chain.add(
-                lanes.inner_gather,
-                f"encode {self._label}",
-                partial(source, begin),
-                reads=[brought],
-                writes=[begin, *state],
-            )
-            return
-        for depth in range(from_depth - 1, to_depth - 1, -1):
-            axis = AXIS_BELOW_DEPTH[depth]
-            chain.add(
-                lanes.gather(axis),
-                f"all-gather of {self._label} over the {axis.value} axis",
-                self._climb(target, depth, source),
-                reads=[brought],
-                writes=[target.narrow(depth), *state],
-            )
-            source, brought, state = None, target.narrow(depth), ()
-
-    def _climb(self, target: ShardedBuffer, depth: int, source: _Source) -> Callable[[], Steps]:
-        if not callable(source):
-            return lambda: self._ladder.climb(target, depth, source, self._tag)
-        begin = target.narrow(depth + 1)
-
-        def steps() -> Steps:
-            yield from source(begin)
-            yield from self._ladder.climb(target, depth, None, self._tag)
-
-        return steps
 
     def _numel(self, depth: int) -> int:
         start, stop = self._layout.range(depth, self._at)

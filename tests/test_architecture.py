@@ -43,8 +43,9 @@ FLOORS: dict[str, float] = {
     "model_parallel_groups": 2,
     "router_bias": 2,
     # the two towers
-    "passage": 3,
-    "weight_tower": 3.25,
+    "ascent": 3,
+    "passage": 3.25,
+    "weight_tower": 3.4,
     "grad_tower": 3,
     "param_and_grad_buffer": 3.5,
     # lifecycle and order
