@@ -101,8 +101,13 @@ class Scheduler:
             needed_first = unit is self._root or unit.index == self._last_left
             if not (has_backward and needed_first):
                 unit.release()
-            elif unit is not self._root:
-                self._kept = unit
+            else:
+                if unit is not self._root:
+                    self._kept = unit
+                if unit.has_planes:
+                    # What is there is forward's: bring what backward reads in its place.
+                    unit.for_backward = True
+                    unit.gather()
         if not self._open:
             self._end_forward(unit)
 
