@@ -29,6 +29,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsdp_engine.codecs import Float8Codec
+
 # The example's files import each other as scripts do.
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from settings import Settings
@@ -137,7 +139,8 @@ def expected_bytes(job: Job) -> dict[str, int]:
     for unit, row in zip(job.engine.units, job.engine.describe().rows, strict=True):
         times = row.num_gathers // len(unit.buffers)
         for buffer in unit.buffers:
-            dtype = "uint8" if buffer.kind.codec.startswith("float8") else "bfloat16"
+            is_fp8 = isinstance(buffer.weights.codec, Float8Codec)
+            dtype = "uint8" if is_fp8 else "bfloat16"
             part = buffer.layout.numel // NUM_RANKS * getattr(torch, dtype).itemsize
             expected[dtype] += times * part * (NUM_RANKS - 1)
     return dict(expected)

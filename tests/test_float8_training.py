@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import fsdp_engine as fe
 from fsdp_engine.checkpoint import load_checkpoint, save_checkpoint
-from fsdp_engine.codecs import Float8
+from fsdp_engine.codecs import Float8, Float8Codec
 from tests import reference
 from tests.float8_reference import fp8_bytes, quantised, reference_grid
 from tests.models import Transformer, token_batch
@@ -101,8 +101,9 @@ def computed_with(
 def fp8_buffers(engine: fe.Engine) -> Iterator[tuple[list[str], Tensor]]:
     """Names of the parameters, and the codec's scales, of each buffer that travels as fp8."""
     for buffer in engine.buffers:
-        if buffer.kind.codec.startswith("float8"):
-            yield [record.name for record in buffer.records], buffer.weights.codec.scales
+        codec = buffer.weights.codec
+        if isinstance(codec, Float8Codec):
+            yield [record.name for record in buffer.records], codec.scales
 
 
 def wrong_scales(engine: fe.Engine, weights: dict[str, Tensor], options: Float8) -> list[str]:
