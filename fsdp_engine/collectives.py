@@ -235,6 +235,24 @@ def max_steps(tensor: Tensor, group: dist.ProcessGroup) -> Steps:
     yield [_require(dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group, async_op=True))]
 
 
+class MaxGroup(dist.ProcessGroup):
+    """For libraries that take one process group and reduce to the maximum over it: the ranks of
+    several groups, one after another. Of no group: this rank alone, and nothing is sent."""
+
+    def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        super().__init__(0, 1)  # type: ignore[call-arg]
+        self._groups = tuple(groups)
+
+    def allreduce(  # type: ignore[override]
+        self, tensors: Sequence[Tensor], options: dist.AllreduceOptions
+    ) -> None:
+        """What ``dist.all_reduce`` calls; done when it returns, as with any group on its stream."""
+        assert options.reduceOp == dist.ReduceOp.MAX, f"a maximum, not {options.reduceOp}"
+        for tensor in tensors:
+            for group in self._groups:
+                all_reduce_(tensor, group, "max")
+
+
 def broadcast_(tensor: Tensor, group: dist.ProcessGroup | None, source: int = 0) -> Tensor:
     """Give every rank of the group the values of its rank ``source``. None: one rank."""
     if group is not None and tensor.numel():

@@ -95,7 +95,8 @@ def describe_units(
 
 
 def _row(unit: Unit, strategy: Strategy, mesh: DataMesh, stays_full: bool) -> UnitRow:
-    gathers, reductions = count_collectives(strategy, mesh)
+    _, reductions = count_collectives(strategy, mesh)
+    gathers = [count_collectives(strategy, mesh, b.weights.num_wires)[0] for b in unit.buffers]
     return UnitRow(
         name=unit.name,
         num_parameters=sum(len(buffer.records) for buffer in unit.buffers),
@@ -105,7 +106,7 @@ def _row(unit: Unit, strategy: Strategy, mesh: DataMesh, stays_full: bool) -> Un
         grad_bytes=sum(b.grads.rest_bytes for b in unit.trainable if b.grads is not None),
         full_bytes=sum(buffer.weights.transient_bytes for buffer in unit.buffers),
         staging_bytes=sum(b.grads.transient_bytes for b in unit.trainable if b.grads is not None),
-        num_gathers=len(unit.buffers) * (gathers.once if stays_full else gathers.total),
+        num_gathers=sum(each.once if stays_full else each.total for each in gathers),
         num_reductions=len(unit.trainable) * reductions,
     )
 
@@ -119,8 +120,14 @@ class GatherCount:
     once: int
 
 
-def count_collectives(strategy: Strategy, mesh: DataMesh) -> tuple[GatherCount, int]:
+def count_collectives(
+    strategy: Strategy, mesh: DataMesh, num_wires: int = 1
+) -> tuple[GatherCount, int]:
     """Gathers and reductions of one buffer in a step of one microbatch.
+
+    Args:
+        num_wires: 2 where forward and backward read different bytes ([Note: Planes] in
+            ``codecs/base.py``).
 
     An axis of one rank costs nothing. Along each other axis: parameters are gathered for forward
     and again for backward where they are cut, once per step where only optimizer state is;
@@ -133,10 +140,10 @@ def count_collectives(strategy: Strategy, mesh: DataMesh) -> tuple[GatherCount, 
         reductions += 1
         if strategy.cuts(Role.PARAM, axis):
             total += 2
-            once += 1
+            once += num_wires
         elif strategy.cuts(Role.OPTIM, axis):
-            total += 1
-            once += 1
+            total += num_wires
+            once += num_wires
     return GatherCount(total, once), reductions
 
 

@@ -26,6 +26,7 @@ from fsdp_engine.memory import Memory
 from fsdp_engine.nccl_pool import NcclPool
 from fsdp_engine.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.plan import Plan
+from fsdp_engine.plane_hooks import hook_planes
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.reductions import Reductions
 from fsdp_engine.scheduler import Scheduler
@@ -340,6 +341,7 @@ class Engine:
                 hooks = UnitHooks(self._scheduler, unit, casts, output, self)
                 hooks.register()
                 self._hooks[unit.index] = hooks
+        hook_planes(self._scheduler, unit)
         hook_gradients(self._scheduler, unit)
         hook_delayed_gradients(self._scheduler, unit)
 

@@ -63,18 +63,18 @@ class Footprint:
         if codec.decodes and not self._reshards:
             return total + self.buffer.layout.numel * dtypes.compute.itemsize
         refreshes = self.strategy.depth(Role.OPTIM) > self.strategy.depth(Role.PARAM)
-        if codec.is_identity or refreshes or not self._reshards:
-            total += self.held(Role.PARAM) * codec.wire_dtype.itemsize
+        if codec.is_identity or codec.encodes_once or refreshes or not self._reshards:
+            total += self.held(Role.PARAM) * codec.wire_dtype.itemsize * codec.num_planes
         return total
 
     @property
     def full_bytes(self) -> int:
-        """Full parameters, and the wire that they are decoded from."""
+        """Full parameters, of all planes, and the wire that they are decoded from."""
         if not self._reshards:
             return 0
         codec = self.buffer.codec
-        itemsize = self.buffer.dtypes.compute.itemsize
-        itemsize += codec.wire_dtype.itemsize if codec.decodes else 0
+        itemsize = codec.wire_dtype.itemsize * codec.num_planes
+        itemsize += self.buffer.dtypes.compute.itemsize if codec.decodes else 0
         return self.buffer.layout.numel * itemsize
 
     @property
@@ -115,8 +115,11 @@ class Footprint:
         elements: float = self.buffer.layout.numel
         if axis is Axis.OUTER:
             elements *= self.strategy.inner.fraction(Role.OPTIM, self.sizes[Axis.INNER])
-        params = traffic.params_per_step + num_microbatches * traffic.params_per_microbatch
-        sent = params * self.buffer.codec.wire_dtype.itemsize
+        codec = self.buffer.codec
+        # What is gathered once a step is gathered in all planes, what is for each use in one.
+        params = traffic.params_per_step * codec.num_planes
+        params += num_microbatches * traffic.params_per_microbatch
+        sent = params * codec.wire_dtype.itemsize
         if self.buffer.trainable:
             grads = traffic.grads_per_step + num_microbatches * traffic.grads_per_microbatch
             sent += grads * self.buffer.dtypes.comm.itemsize

@@ -34,7 +34,7 @@ from fsdp_engine.collectives import Steps
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.lanes import Chain, Lanes, Operation, Ticket
 from fsdp_engine.layout import Layout
-from fsdp_engine.memory import Memory, TransientStorage
+from fsdp_engine.memory import Memory, TransientStorage, alias
 from fsdp_engine.precision import ParamDtypes
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis
 
@@ -159,6 +159,13 @@ class GradTower:
                 self._handed = ShardedBuffer(self._layout, self._at, self._optim_depth, handed)
                 self._add_copy(self._accum.narrow(self._optim_depth), handed)
         return self._accum
+
+    def lend(self, dtype: torch.dtype) -> Tensor | None:
+        """The memory of whole gradients as a line of ``dtype``; None if it is too small. Whoever
+        borrows it leaves zeros."""
+        if self.writes_to_staging or self._dtypes.main_grad.itemsize < dtype.itemsize:
+            return None
+        return alias(self.main_grads().tensor.view(dtype)[: self._layout.numel])
 
     def begin(self) -> None:
         """The first gradient of a backward is about to be written."""

@@ -117,8 +117,10 @@ class ParamAndGradBuffer:
         self._ladder = ladder
         self._lanes = lanes
         self._optim_depth = strategy.depth(Role.OPTIM)
+        reuses = config.reuse_grad_buf_for_mxfp8_param_ag and codec.num_planes > 1
         self.weights = WeightTower(
             label,
+            [record.param for record in self.records],
             layout,
             ladder,
             lanes,
@@ -129,6 +131,7 @@ class ParamAndGradBuffer:
             self._optim_depth,
             strategy.depth(Role.PARAM),
             tag,
+            self._lend_gradients if reuses else None,
         )
         self.grads: GradTower | None = None
         if kind.requires_grad:
@@ -147,10 +150,11 @@ class ParamAndGradBuffer:
             )
         self.is_plain = codec.is_identity and self._optim_depth == 0
         self.used = [False] * len(self.records)
+        self._is_accumulating = False  # what nobody has seen yet
         self._grad_views: list[Tensor] = []
         self._load_initial_values(self.control_group if broadcast else None)
         self.full_params = [
-            nn.Parameter(tensor, requires_grad=kind.requires_grad) for tensor in self.weights.params
+            self.weights.bind(index, record.param) for index, record in enumerate(self.records)
         ]
         self.sharded_params = (
             self.full_params if self.is_plain else [self._sharded(i) for i in range(len(by_name))]
@@ -161,8 +165,9 @@ class ParamAndGradBuffer:
             if kind.requires_grad and kind.dtypes.optim_grad != kind.dtypes.main:
                 sharded.grad_dtype = kind.dtypes.optim_grad
             # Marks that users put on their parameters (tensor parallel, experts, ...) stay.
-            full.__dict__.update(record.param.__dict__)
-            sharded.__dict__.update(record.param.__dict__)
+            marks = codec.marks(record.param)
+            full.__dict__.update(marks)
+            sharded.__dict__.update(marks)
 
     def placement(self, index: int) -> FlatPlacement:
         """Which part of parameter ``index`` this rank's sharded tensor holds."""
@@ -236,6 +241,7 @@ class ParamAndGradBuffer:
     def begin_backward(self) -> None:
         """Find out which gradients the user has cleared: those are overwritten, not added to."""
         assert self.grads is not None
+        self._is_accumulating = True
         fresh, used = self.grads.fresh, self.used
         for index, grad in enumerate(gradients_of(self.sharded_params)):
             if grad is None:
@@ -259,6 +265,7 @@ class ParamAndGradBuffer:
 
     def publish_gradients(self, used: Sequence[bool]) -> None:
         """Make ``.grad`` of the sharded parameters that were used what was accumulated."""
+        self._is_accumulating = False
         views, params = self._make_grad_views(), self.sharded_params
         changes: list[tuple[Tensor, Tensor | None]] = []
         for param, grad, view, has_grad in zip(
@@ -296,6 +303,7 @@ class ParamAndGradBuffer:
 
     def discard_gradients(self) -> None:
         """Forget what was accumulated; ``.grad`` becomes None."""
+        self._is_accumulating = False
         if self.grads is not None:
             self.grads.discard()
             self.used = [False] * len(self.used)
@@ -334,6 +342,12 @@ class ParamAndGradBuffer:
         if full is not self.weights.main:
             self.weights.main.tensor.copy_(full.narrow(self._optim_depth))
 
+    def _lend_gradients(self, dtype: torch.dtype) -> Tensor | None:
+        """The gradients' memory, while there are none in it."""
+        if self.grads is None or self._is_accumulating or self.stale_gradient() is not None:
+            return None
+        return self.grads.lend(dtype)
+
     def _is_zeroed(self, index: int, grad: Tensor) -> bool:
         if isinstance(grad, FlatDTensor):
             return grad.zeroed
@@ -357,7 +371,8 @@ class ParamAndGradBuffer:
     def _load_initial_values(self, group: ProcessGroup | None) -> None:
         """This rank's part of the user's values; those of the first rank of ``group``, if given."""
         at = self._ladder.mesh.coordinate
-        sources = [flat_source(record.param) for record in self.records]
+        initial_value = self.weights.codec.initial_value
+        sources = [flat_source(initial_value(record.param)) for record in self.records]
         if group is not None:
             # One message for the whole buffer, whatever the number of parameters.
             main = self.weights.main.tensor

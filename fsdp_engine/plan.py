@@ -14,7 +14,7 @@ import gc
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,14 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_engine.assignment import UnitSelector, assign, collect_records, find_units
 from fsdp_engine.buckets import bucket_multiple, split_by_count, split_by_size
-from fsdp_engine.codecs import CastCodec, CodecRule, Float8, ParamCodec
+from fsdp_engine.codecs import (
+    CastCodec,
+    CodecRule,
+    Float8,
+    ParamCodec,
+    TransformerEngine,
+    TransformerEngineCodec,
+)
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.layout import ALIGNMENT, Layout
 from fsdp_engine.materialize import check_meta
@@ -77,13 +84,14 @@ class Recipe:
     granule: Granule | None = None
     codec_rules: Sequence[CodecRule] = ()
 
-    @property
+    @cached_property
     def rules(self) -> Sequence[CodecRule]:
-        """The codec rules, and what ``fp8_param_gather`` adds where none of them is about fp8."""
+        """The codec rules, behind that for weights which are fp8 already; and what
+        ``fp8_param_gather`` adds where none of them is about fp8."""
+        first = TransformerEngine(self.config.keep_fp8_transpose_cache)
         has_fp8 = any(isinstance(rule, Float8) for rule in self.codec_rules)
-        if has_fp8 or not self.config.fp8_param_gather:
-            return self.codec_rules
-        return (*self.codec_rules, Float8())
+        last = [Float8()] if self.config.fp8_param_gather and not has_fp8 else []
+        return (first, *self.codec_rules, *last)
 
 
 @dataclass(frozen=True)
@@ -123,7 +131,7 @@ class Plan:
         ]
         places = [
             f"{_known_as(record)}: in unit {unit.name or 'root'}, at {slot.offset} of "
-            f"{buffer.layout.numel}"
+            f"{buffer.layout.numel}, encoded by {buffer.kind.codec}"
             for unit in self.units
             for buffer in unit.buffers
             for record, slot in zip(buffer.records, buffer.layout.slots, strict=True)
@@ -147,10 +155,11 @@ def make_plan(
         raise ValueError(f"model: expected parameters; found none in {type(model).__name__}")
     for record in records:
         _check_record(record, recipe)
-    _check_fp8_fields(recipe.config)
     _check_no_optimizer(records)
     on_meta = check_meta(model, records)
-    return Plan(plan_units(model, records, units, recipe), records, on_meta)
+    planned = plan_units(model, records, units, recipe)
+    _check_fp8_fields(planned, recipe)
+    return Plan(planned, records, on_meta)
 
 
 def plan_units(
@@ -291,6 +300,13 @@ def _check_record(record: ParamRecord, recipe: Recipe) -> None:
             f"{record.name}: expected a parameter with a shape; found a lazy one that no "
             "forward has initialised"
         )
+    if param.is_meta and any(
+        getattr(module, "primary_weights_in_fp8", False) for module, _ in record.sites
+    ):
+        raise ValueError(
+            f"{record.name}: expected a module with quantised weights (quantized_model_init) to be "
+            "built on a device; found it on the meta device"
+        )
     if isinstance(param, DTensor):
         raise ValueError(
             f"{record.name}: expected a plain parameter; found a {type(param).__name__} "
@@ -310,13 +326,29 @@ def _check_record(record: ParamRecord, recipe: Recipe) -> None:
         )
 
 
-def _check_fp8_fields(config: DistributedDataParallelConfig) -> None:
-    for name in ("keep_fp8_transpose_cache", "reuse_grad_buf_for_mxfp8_param_ag"):
-        if getattr(config, name):
-            raise ValueError(
-                f"{name}: expected weights in a quantised format of Transformer Engine, which "
-                "alone have what it is about; found a model whose fp8 weights are encoded natively"
-            )
+def _check_fp8_fields(units: Sequence[PlannedUnit], recipe: Recipe) -> None:
+    """Fields about what weights of Transformer Engine have, if the model has such weights."""
+    codecs = [buffer.make_codec() for unit in units for buffer in unit.buffers]
+    quantized = [each for each in codecs if isinstance(each, TransformerEngineCodec)]
+    config = recipe.config
+    if config.keep_fp8_transpose_cache and not any(each.has_transposes for each in quantized):
+        raise ValueError(
+            "keep_fp8_transpose_cache: expected weights that Transformer Engine has quantised by "
+            "the delayed, current or block recipe, which alone have transposes; found none"
+        )
+    if not config.reuse_grad_buf_for_mxfp8_param_ag:
+        return
+    if not any(each.num_planes > 1 for each in quantized):
+        raise ValueError(
+            "reuse_grad_buf_for_mxfp8_param_ag: expected weights that Transformer Engine has "
+            "quantised by the MXFP8 recipe; found none"
+        )
+    strategy = recipe.grounds.data.strategy
+    if strategy.depth(Role.GRAD) > 0:
+        raise ValueError(
+            "reuse_grad_buf_for_mxfp8_param_ag: expected whole gradients, through whose memory "
+            f"whole weights can pass; found levels that cut them: {strategy}"
+        )
 
 
 def _check_no_optimizer(records: Sequence[ParamRecord]) -> None:

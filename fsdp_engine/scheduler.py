@@ -166,6 +166,7 @@ class Scheduler:
             window, _ = self._forward.advance(self._root.index)
             for index in (self._root.index, *window):
                 unit = self.units[index]
+                unit.for_backward = False
                 if unit.reshards and unit.needs_gather:
                     unit.gather()
                     self._ahead.add(index)
@@ -199,13 +200,16 @@ class Scheduler:
         """
         self._begin_backward()
         self._touched[unit.index] = unit
+        if unit.has_planes and unit.uses:
+            unit.is_recomputed = True
+        unit.for_backward = False
         if unit.needs_gather:
             if unit.place is not None:
                 self._take_slot(unit, recomputes=True)
             unit.gather()
         self._ahead.discard(unit.index)
         unit.settle()
-        if unit.place is not None:
+        if unit.place is not None or unit.has_planes:
             unit.resume()
         unit.touch()
         unit.install()
@@ -304,10 +308,13 @@ class Scheduler:
                 expected = False
         if not expected:
             self._drop_ahead(keep=(unit.index, *window))
+        for_backward = walk is self._backward
+        unit.for_backward = for_backward
         self._gather(unit)
         self._ahead.discard(unit.index)
         for index in window:
             ahead = self.units[index]
+            ahead.for_backward = for_backward
             if ahead.needs_gather:
                 if ahead.place is not None and ahead.place.rival("full") is not None:
                     break

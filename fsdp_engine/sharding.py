@@ -122,7 +122,7 @@ def make_engine(
             check_nccl(data, symmetric=not config.disable_symmetric_registration)
         policy = config.applied_to(policy)
         plan = make_plan(model, units, Recipe(policy, config, grounds, granule, codec_rules))
-    except (ValueError, TypeError) as caught:
+    except (ValueError, TypeError, ImportError) as caught:
         error = caught
     seed = agree(plan, error, f"{levels}, {policy}, {config}", data)
     assert plan is not None

@@ -3,10 +3,15 @@
 The life of a unit's full parameters, as data; anything else is a bug and raises:
 
     SHARDED --gather--> GATHERING --wait--> IN_USE --leave--> IDLE --release--> SHARDED
-                            |                  ^                |
+                            |                  ^  |             |
                             +--drop--> SHARDED +-----enter------+--gather (stale)--> GATHERING
+                                                  |                                     ^
+                                                  +--gather (another plane)-------------+
 
-A unit whose parameters are never cut starts out IDLE and is never released.
+A unit whose parameters are never cut starts out IDLE and is never released. Where the codec of a
+buffer has two planes ([Note: Planes] in ``codecs/base.py``), what a unit has to gather depends on
+what for (``for_backward``). A unit that is recomputed within its own backward needs both; once seen
+to be, it gathers both from the start.
 """
 
 from __future__ import annotations
@@ -39,6 +44,7 @@ TRANSITIONS = {
     (UnitState.GATHERING, UnitState.IDLE),
     (UnitState.GATHERING, UnitState.SHARDED),
     (UnitState.IN_USE, UnitState.IDLE),
+    (UnitState.IN_USE, UnitState.GATHERING),
     (UnitState.IDLE, UnitState.IN_USE),
     (UnitState.IDLE, UnitState.SHARDED),
     (UnitState.IDLE, UnitState.GATHERING),
@@ -98,6 +104,9 @@ class Unit:
         uncalled: of such a part, modules that hold its parameters and were never called.
         num_awaited: weight gradients that this backward's modules have put off.
         installed: the full parameters are in the modules.
+        has_planes: forward and backward gather different bytes of some of its buffers.
+        for_backward: what it is gathered for next.
+        is_recomputed: its forward was seen to run again within its backward.
         place: its slots, if transient memory does not come and go: see [Note: Slots].
     """
 
@@ -132,6 +141,11 @@ class Unit:
         self.has_open_grads = False
         self.is_reduced = False
         self._tickets: list[Ticket] = []
+        split = [b.weights for b in buffers if b.weights.reshards and b.weights.num_planes > 1]
+        self._split_towers = tuple(split)
+        self.has_planes = bool(split)
+        self.for_backward = False
+        self.is_recomputed = False
         self.installed = False
         self._table = _install_entries(self.buffers)
 
@@ -150,18 +164,24 @@ class Unit:
         """Whether something must travel or be cast before the module can compute."""
         if self.state is UnitState.SHARDED:
             return True
+        if self.has_planes and not self._holds_planes():
+            return True
         if self.state is UnitState.GATHERING:
             return False
         return (self.reshards or self.needs_refresh) and not self.is_current
 
     def gather(self) -> None:
         """Issue what brings the full parameters up to date."""
+        planes: Sequence[int] = (0,)
+        if self.has_planes:
+            planes = self._wanted_planes()
+            self.settle()  # another plane may be under way
+            if not self.uses:
+                self._release_planes(planes)
         self._move_to(UnitState.GATHERING)
         after = (self._lanes.compute.record(),)
         for buffer in self.buffers:
-            ticket = buffer.weights.gather(after)
-            if ticket is not None:
-                self._tickets.append(ticket)
+            self._tickets += buffer.weights.gather(after, planes)
 
     def settle(self) -> None:
         """Compute waits for the gather, if one is under way."""
@@ -170,7 +190,7 @@ class Unit:
                 self._lanes.compute.wait(ticket)
             self._tickets.clear()
             for buffer in self.buffers:
-                buffer.weights.gathered()
+                buffer.weights.gathered(for_backward=self.for_backward)
             self._move_to(UnitState.IDLE)
 
     def enter(self) -> None:
@@ -257,6 +277,7 @@ class Unit:
         """Back to rest from any state; communication must be over."""
         self.uses = 0
         self.num_awaited = 0
+        self.is_recomputed = False
         self._tickets.clear()
         self.num_calls = 0
         self.open_calls.clear()
@@ -272,6 +293,21 @@ class Unit:
             buffer.weights.release()
             if buffer.grads is not None:
                 buffer.grads.release()
+
+    def _wanted_planes(self) -> tuple[int, ...]:
+        if not self.for_backward:
+            return (0,)
+        return (0, 1) if self.is_recomputed else (1,)
+
+    def _holds_planes(self) -> bool:
+        planes = self._wanted_planes()
+        return all(tower.holds(planes) for tower in self._split_towers)
+
+    def _release_planes(self, wanted: Sequence[int]) -> None:
+        """Let go of what was there for the other half of a step."""
+        others = [plane for plane in (0, 1) if plane not in wanted]
+        for tower in self._split_towers:
+            tower.release(others)
 
     def _move_to(self, state: UnitState) -> None:
         assert state in self.state.next, (

@@ -43,7 +43,9 @@ FLOORS: dict[str, float] = {
     "model_parallel_groups": 2,
     "router_bias": 2,
     # the two towers
-    "weight_tower": 3,
+    "ascent": 3,
+    "passage": 3.25,
+    "weight_tower": 3.4,
     "grad_tower": 3,
     "param_and_grad_buffer": 3.5,
     # lifecycle and order
@@ -62,6 +64,7 @@ FLOORS: dict[str, float] = {
     # where events meet the engine
     "hooks": 5,
     "bucket_hooks": 5.25,
+    "plane_hooks": 5.25,
     "delayed_gradients": 5.25,
     "optimizer": 5,
     "checkpoint": 5.5,

@@ -38,18 +38,20 @@ class ByteCodec(ParamCodec):
     wire_dtype = torch.uint8
     decodes = True
 
-    def bind(
+    def prepare(
         self,
-        shapes: Sequence[tuple[int, ...]],
+        params: Sequence[Tensor],
         pieces: Sequence[Piece],
         groups: Sequence[Any],
         device: torch.device,
     ) -> None:
         self.pieces, self.groups = pieces, groups
-        self.amax = torch.ones(len(shapes), device=device)
+        self.amax = torch.ones(len(params), device=device)
         self.num_released = 0
+        self.full: list[Tensor] = []
 
-    def encode(self, main: Tensor, wire: Tensor) -> Steps:
+    def encode(self, main: Tensor, wires: Sequence[Tensor]) -> Steps:
+        (wire,) = wires
         for piece in self.pieces:
             part = main[piece.offset : piece.offset + piece.stop - piece.start]
             self.amax[piece.index] = part.abs().max() if part.numel() else 0.0
@@ -65,8 +67,12 @@ class ByteCodec(ParamCodec):
             steps = wire[offset : offset + param.numel()]
             param.view(-1).copy_(dequantise(steps, self.amax[index]))
 
-    def before_release(self, params: Sequence[Tensor]) -> None:
-        assert all(param.untyped_storage().nbytes() for param in params)
+    def bind(self, param: nn.Parameter, full: Sequence[Tensor]) -> nn.Parameter:
+        self.full.append(full[0])
+        return super().bind(param, full)
+
+    def before_release(self) -> None:
+        assert all(param.untyped_storage().nbytes() for param in self.full)
         self.num_released += 1
 
 

@@ -53,10 +53,10 @@ def split_encode(
                 Piece(index, start - begin, max(stop, start) - begin, max(start - low, 0))
             )
         codec = Float8Codec(options)
-        codec.bind([tuple(t.shape) for t in tensors], pieces, ["ranks"], torch.device("cpu"))
+        codec.prepare(tensors, pieces, ["ranks"], torch.device("cpu"))
         codecs.append(codec)
         wires.append(torch.full((high - low,), 77, dtype=torch.uint8))
-        generators.append(codec.encode(line[low:high], wires[-1]))
+        generators.append(codec.encode(line[low:high], [wires[-1]]))
     for generator in generators:
         next(generator)  # up to the message
     most = torch.stack([codec.scales for codec in codecs]).amax(0)
@@ -99,9 +99,9 @@ def test_any_split_has_the_bytes_and_scales_of_the_whole(options: Float8, data: 
 def test_the_worked_example_is_exact() -> None:
     row = torch.tensor([[0.5, -7.0, 3.5]])
     codec = Float8Codec(Float8("row"))
-    codec.bind([(1, 3)], [Piece(0, 0, 3, 0)], [], torch.device("cpu"))
+    codec.prepare([row], [Piece(0, 0, 3, 0)], [], torch.device("cpu"))
     wire = torch.zeros(3, dtype=torch.uint8)
-    run(codec.encode(row.flatten(), wire))
+    run(codec.encode(row.flatten(), [wire]))
     assert codec.scales.tolist() == [1 / 64]
     assert wire.view(torch.float8_e4m3fn).float().tolist() == [32.0, -448.0, 224.0]
     out = torch.empty(1, 3)
@@ -225,7 +225,9 @@ def test_fields_for_transformer_engine_need_its_weights(field: str, ranks: Any) 
 def refused_by_name(field: str) -> None:
     config = Config(fp8_param_gather=True, **{field: True})  # type: ignore[arg-type]
     model = Stack()
-    with pytest.raises(ValueError, match=rf"{field}: expected weights in a quantised format"):
+    with pytest.raises(
+        ValueError, match=rf"{field}: expected weights that Transformer Engine has quantised"
+    ):
         fe.shard(model, config=config)
     assert dist.get_world_size() == 2
     fe.shard(model)  # nothing was changed

@@ -20,6 +20,7 @@ import fsdp_engine as fe
 from fsdp_engine.buffer import ShardedBuffer
 from fsdp_engine.memory import Memory, TransientStorage
 from fsdp_engine.strategies import Axis, Role, Strategy
+from fsdp_engine.weight_tower import Plane
 from tests.models import DIM, Mlp, Regression, odd_model, vector_batch
 from tests.pool import Ranks, on_ranks
 from tests.test_equivalence import PAIR_NAMES, PAIRS, mesh_of
@@ -92,7 +93,7 @@ def width_of(model: nn.Module) -> int:
 
 
 def tower_storages(tower: Any) -> Iterator[torch.UntypedStorage]:
-    """Every storage that a tower holds on to."""
+    """Every storage that a tower, or a plane of one, holds on to."""
     for value in vars(tower).values():
         for each in value if isinstance(value, list) else [value]:
             if isinstance(each, ShardedBuffer):
@@ -101,6 +102,8 @@ def tower_storages(tower: Any) -> Iterator[torch.UntypedStorage]:
                 yield each._storage
             elif isinstance(each, Tensor):
                 yield each.untyped_storage()
+            elif isinstance(each, Plane):
+                yield from tower_storages(each)
 
 
 def real_bytes(engine: Any) -> int:

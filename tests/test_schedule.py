@@ -7,7 +7,7 @@ habits of models that bend the order of events; and schedules that are broken on
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -174,19 +174,23 @@ class HalfCodec(ParamCodec):
     wire_dtype = torch.float16
     decodes = True
 
-    def encode(self, main: Tensor, wire: Tensor) -> Steps:
-        wire.copy_(main)
+    def bind(self, param: nn.Parameter, full: Sequence[Tensor]) -> nn.Parameter:
+        self.full = [*getattr(self, "full", ()), full[0]]
+        return super().bind(param, full)
+
+    def encode(self, main: Tensor, wires: Sequence[Tensor]) -> Steps:
+        wires[0].copy_(main)
         yield from ()
 
     def decode(self, wire: Tensor, offsets: Any, params: Any) -> None:
         for offset, param in zip(offsets, params, strict=True):
             param.copy_(wire[offset : offset + param.numel()].view(param.shape))
 
-    def after_gather(self, params: Any) -> None:
-        self.total = sum(param.sum() for param in params)
+    def after_gather(self, *, for_backward: bool) -> None:
+        self.total = sum(param.sum() for param in self.full)
 
-    def before_release(self, params: Any) -> None:
-        self.total = self.total - sum(param.sum() for param in params)
+    def before_release(self) -> None:
+        self.total = self.total - sum(param.sum() for param in self.full)
 
 
 @on_ranks()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from fsdp_engine import memory
+from fsdp_engine.codecs.transformer_engine import extra_tensors
 from fsdp_engine.mesh import DataMesh
 from fsdp_engine.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.strategies import Strategy
@@ -125,10 +126,22 @@ def check_at_rest(engine: ShardedModel) -> None:
                 )
 
 
+def _model_state(model: nn.Module) -> dict[str, Any]:
+    """The ``state_dict``, with the extra states of modules whose weights Transformer Engine has
+    quantised as plain tensors: it saves them as pickles, and refuses to load those."""
+    state = dict(model.state_dict(keep_vars=True))
+    for name, module in model.named_modules():
+        key = f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE
+        if tensors := extra_tensors(module):
+            state.pop(key, None)
+            state |= {f"{key}.{each}": tensor for each, tensor in tensors.items()}
+    return state
+
+
 def model_entries(engine: ShardedModel) -> dict[str, Any]:
     """What this rank contributes under ``model``: its slices, and from rank 0 all that is not a
     parameter, because ranks may differ in it."""
-    state = engine.model.state_dict(keep_vars=True)
+    state = _model_state(engine.model)
     params = {id(param) for buffer in engine.buffers for param in buffer.sharded_params}
     return {
         key: value.detach() if isinstance(value, Tensor) else value
@@ -149,7 +162,7 @@ def match_model(engine: ShardedModel, saved: Saved) -> tuple[Targets, list[str],
     known: set[str] = set()
     extra_states: list[str] = []
     tensors: dict[int, tuple[Tensor, list[str]]] = {}
-    for key, value in engine.model.state_dict(keep_vars=True).items():
+    for key, value in _model_state(engine.model).items():
         if is_extra_state(key):
             found = saved.below(MODEL, key)
             known.update(found)

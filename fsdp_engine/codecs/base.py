@@ -5,17 +5,22 @@
 A codec whose wire *is* the compute parameters (``decodes`` False) needs no second buffer: it
 encodes into this rank's slice of the full buffer, which is gathered in place. One codec object
 serves one buffer of parameters and may keep small replicated state, such as scales.
+
+[Note: Planes]
+Most codecs have one *plane*: one row of bytes serves forward and backward. A codec with two has an
+encoding for each, of the same main weights: the first travels for forward, the last for backward,
+each in a wire of its own. A recomputation within backward needs both.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fsdp_engine.collectives import Steps
 from fsdp_engine.precision import ParamDtypes
@@ -37,13 +42,24 @@ class ParamCodec(ABC):
 
     Attributes:
         wire_dtype: dtype of the bytes that travel.
+        num_planes: see [Note: Planes].
         decodes: whether full bytes are decoded into a separate buffer of compute parameters.
         is_identity: main bytes are wire bytes, so main weights may be a view of the wire.
+        encodes_once: encoding costs more than keeping its bytes (it communicates, say): it is done
+            once after each change of main weights, and this rank's part of the wire persists.
+        values_dtype: where every rank may as well encode all weights by itself, from values of this
+            dtype, without amaxes of others (:meth:`encode_whole`). None: it may not.
+        needs_whole_line: encoding may write anywhere in the parameters of which it has a part, and
+            goes through what :meth:`bind` was given: the full lines have memory meanwhile.
     """
 
     wire_dtype: torch.dtype
+    num_planes: int = 1
     decodes: bool = False
     is_identity: bool = False
+    encodes_once: bool = False
+    values_dtype: torch.dtype | None = None
+    needs_whole_line: bool = False
 
     @property
     def state(self) -> Sequence[Tensor]:
@@ -54,9 +70,9 @@ class ParamCodec(ABC):
         """Elements of a parameter that must stay on one rank."""
         return 1
 
-    def bind(  # noqa: B027  nothing to do is the common case
+    def prepare(  # noqa: B027  nothing to do is the common case
         self,
-        shapes: Sequence[tuple[int, ...]],
+        params: Sequence[Tensor],
         pieces: Sequence[Piece],
         groups: Sequence[Any],
         device: torch.device,
@@ -64,26 +80,55 @@ class ParamCodec(ABC):
         """Called once, when the buffer is built.
 
         Args:
-            shapes: the parameters' shapes.
+            params: the user's parameters, as they are before they are bound.
             pieces: what this rank's main shard holds, a piece for each parameter.
             groups: process groups over which the main shard is cut, for encodings that need a
                 global value (an amax).
             device: where state lives.
         """
 
+    def initial_value(self, param: Tensor) -> Tensor:
+        """What main weights start from: the user's ``param``, in its shape and any dtype."""
+        return param.detach()
+
+    def marks(self, param: Tensor) -> Mapping[str, Any]:
+        """Attributes that users put on their parameter, which the engine's get, too."""
+        return param.__dict__
+
+    def bind(self, param: nn.Parameter, full: Sequence[Tensor]) -> nn.Parameter:
+        """The parameter that modules compute with. Called once for each, in order.
+
+        Args:
+            param: the user's.
+            full: where its full bytes come and go, a tensor of its shape for each plane; where the
+                codec decodes, the decoded ones. They may have no memory now.
+        """
+        return nn.Parameter(full[0], requires_grad=param.requires_grad)
+
     @abstractmethod
-    def encode(self, main: Tensor, wire: Tensor) -> Steps:
-        """Encode the main shard into the wire shard; both 1-D. May communicate (yield works)."""
+    def encode(self, main: Tensor, wires: Sequence[Tensor]) -> Steps:
+        """Encode the main shard into the wire shard of each plane; all 1-D. May communicate (yield
+        works). With ``needs_whole_line`` wires are parts of the lines that parameters are bound to.
+        """
+
+    def encode_whole(self, values: Tensor, offsets: Sequence[int]) -> Steps:
+        """Encode full weights into what parameters are bound to; parameter ``i`` lies at
+        ``offsets[i]`` of ``values``. Where ``values_dtype`` is given only."""
+        raise NotImplementedError
 
     def decode(self, wire: Tensor, offsets: Sequence[int], params: Sequence[Tensor]) -> None:
         """Decode the full wire; parameter ``i`` lies at ``offsets[i]``. For ``decodes`` only."""
         raise NotImplementedError
 
-    def after_gather(self, params: Sequence[Tensor]) -> None:  # noqa: B027
-        """Full parameters are there, on the gather lane."""
+    def after_gather(self, *, for_backward: bool) -> None:  # noqa: B027
+        """Full parameters are there, and compute has waited for them.
 
-    def before_release(self, params: Sequence[Tensor]) -> None:  # noqa: B027
-        """Full parameters are about to go."""
+        Args:
+            for_backward: no other gather comes before the backward.
+        """
+
+    def before_release(self) -> None:  # noqa: B027
+        """Full parameters are about to go; compute is done with them."""
 
 
 # Looks at a parameter and its dtypes and returns a key and a factory, or None for "not mine".

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -16,8 +18,9 @@ class CastCodec(ParamCodec):
         self.wire_dtype = compute_dtype
         self.is_identity = main_dtype == compute_dtype
 
-    def encode(self, main: Tensor, wire: Tensor) -> Steps:
+    def encode(self, main: Tensor, wires: Sequence[Tensor]) -> Steps:
         """See :class:`ParamCodec`."""
+        (wire,) = wires
         if wire.data_ptr() != main.data_ptr():
             wire.copy_(main)
         yield from ()

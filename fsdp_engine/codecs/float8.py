@@ -15,6 +15,7 @@ Worked example, granularity "row", a row (0.5, -7.0, 3.5): its amax 7 makes the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -103,6 +104,7 @@ class Float8Codec(ParamCodec):
 
     wire_dtype = torch.uint8
     decodes = True
+    encodes_once = True
 
     def __init__(self, options: Float8) -> None:
         self._options = options
@@ -120,20 +122,17 @@ class Float8Codec(ParamCodec):
         """All scales of the buffer, fp32, 1-D, the same on every rank."""
         return self._scales
 
-    def bind(
+    def prepare(
         self,
-        shapes: Sequence[tuple[int, ...]],
+        params: Sequence[Tensor],
         pieces: Sequence[Piece],
         groups: Sequence[Any],
         device: torch.device,
     ) -> None:
         """See :class:`ParamCodec`."""
         first = 0
-        for shape in shapes:
-            rows = shape[0]
-            columns = 1
-            for size in shape[1:]:
-                columns *= size
+        for param in params:
+            rows, columns = param.shape[0], math.prod(param.shape[1:])
             scale_rows, scale_columns = self._scale_shape(rows, columns)
             self._grids.append(_Grid(rows, columns, scale_rows, scale_columns, first))
             first = self._grids[-1].stop
@@ -141,8 +140,9 @@ class Float8Codec(ParamCodec):
         self._groups = groups
         self._scales = memory.zeros(first, torch.float32, device)
 
-    def encode(self, main: Tensor, wire: Tensor) -> Steps:
+    def encode(self, main: Tensor, wires: Sequence[Tensor]) -> Steps:
         """See :class:`ParamCodec`; one message of amaxes for each axis that cuts the weights."""
+        (wire,) = wires
         amax = self._scales
         amax.zero_()
         for piece in self._pieces:
