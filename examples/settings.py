@@ -11,6 +11,7 @@ from typing import Any
 from gpt import CHECKPOINTING, GPTConfig
 
 LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+FP8_GATHERS = ("none", "tensor", "row", "block")
 
 
 def option(default: Any, help: str, **argument: Any) -> Any:
@@ -53,6 +54,11 @@ class Settings:
     mesh: str | None = option(None, 'ranks: "4", or outer x inner as in "2x2" (default: one axis)')
     dtype: str = option(
         "fp32", "of parameters in use, and of activations", choices=("fp32", "bf16")
+    )
+    fp8_gather: str = option(
+        "none",
+        "matrices travel as fp8, with a scale per tensor, row or 128 x 128 block",
+        choices=FP8_GATHERS,
     )
     activation_checkpointing: str = option(
         "none", "recompute each block in backward", choices=CHECKPOINTING
@@ -110,6 +116,13 @@ class Settings:
             num_heads=self.heads,
             checkpointing=self.activation_checkpointing,
         )
+
+    @property
+    def precision(self) -> str:
+        """What parameters are in, for people."""
+        if self.fp8_gather == "none":
+            return self.dtype
+        return f"{self.dtype}, gathered as fp8 by {self.fp8_gather}"
 
     @property
     def last_step(self) -> int:

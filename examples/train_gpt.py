@@ -254,12 +254,16 @@ def prepare(settings: Settings) -> Job:
     policy = None
     if settings.dtype == "bf16":
         policy = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    codec_rules = []
+    if settings.fp8_gather != "none":
+        codec_rules.append(fe.Float8(settings.fp8_gather))
     engine = fe.shard(
         model,
         mesh,
         strategy=settings.strategy,
         outer_strategy=settings.outer_strategy,
         mp_policy=policy,
+        codec_rules=codec_rules,
     )
     plan = BatchPlan(
         batch_size=settings.batch_size,
@@ -300,6 +304,7 @@ def run(settings: Settings) -> None:
     job = prepare(settings)
     say = print if job.rank == 0 else lambda *_: None
     say(f"text: {job.corpus}")
+    say(f"parameters: {settings.precision}")
     say(job.engine.describe())
     bigram = held_out_bigram(job)
 
@@ -320,7 +325,7 @@ def run(settings: Settings) -> None:
             bigram=bigram,
             seconds=seconds,
         )
-        title = f"{settings.strategy}, {job.plan.num_ranks} ranks, {settings.dtype}"
+        title = f"{settings.strategy}, {job.plan.num_ranks} ranks, {settings.precision}"
         draw_curves(settings.out / "curves.png", curve, bigram, title)
     say(f"trained to step {step} in {seconds:.0f} s; checkpoints in {settings.save_folder}")
     say(f"curves in {settings.out / 'curves.png'}, numbers in {settings.out / 'metrics.json'}")

@@ -385,6 +385,15 @@ class TestWholeJob:
         held_out = [record["loss"] for record in whole["held_out"]]
         assert held_out == pytest.approx([r["loss"] for r in second["held_out"]], abs=1e-3)
 
+    def test_matrices_may_travel_as_fp8(self, texts: Path) -> None:
+        plain = train(texts, "plain", 2, "--dtype", "bf16", "--no-sample")
+        assert "parameters: bf16\n" in plain["printed"]
+        run = train(texts, "fp8", 2, "--dtype", "bf16", "--fp8-gather", "block", "--no-sample")
+        assert "parameters: bf16, gathered as fp8 by block\n" in run["printed"]
+        assert losses(run)[0] - losses(run)[-1] > 0.1
+        assert losses(run) != losses(plain)
+        assert losses(run) == pytest.approx(losses(plain), rel=0.02)
+
     def test_a_killed_run_that_is_started_again_goes_on_by_itself(self, texts: Path) -> None:
         steps = ("--steps", "500", "--eval-every", "1000", "--no-sample", "--stop-at")
         process = start(texts, "killed", 2, *steps, "500", "--save-every", "2", "--async-save")

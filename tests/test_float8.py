@@ -18,6 +18,7 @@ import fsdp_engine as fe
 from fsdp_engine.codecs import Float8, Float8Codec, Piece
 from fsdp_engine.strategies import ALL_STRATEGIES
 from tests import reference
+from tests.float8_reference import quantised, reference_bytes, reference_scales
 from tests.megatron import Config
 from tests.models import Transformer, token_batch
 from tests.pool import on_ranks
@@ -27,26 +28,6 @@ from tests.test_equivalence import mesh_of
 PAIRS = [(strategy.inner.name, strategy.outer.name) for strategy in ALL_STRATEGIES]
 OPTIONS = [Float8(g, p) for g in ("tensor", "row", "block") for p in (False, True)]
 LABELS = [f"{each.granularity}-{each.power_of_two_scales}" for each in OPTIONS]
-
-
-def reference_scales(matrix: Tensor, options: Float8) -> Tensor:
-    """Scales of each element, written down again: loops over tensors, rows or blocks."""
-    size = {"tensor": matrix.shape, "row": (1, matrix.shape[1]), "block": (128, 128)}
-    height, width = size[options.granularity]
-    scales = torch.empty_like(matrix)
-    for top, left in itertools.product(
-        range(0, matrix.shape[0], max(height, 1)), range(0, matrix.shape[1], max(width, 1))
-    ):
-        place = (slice(top, top + height), slice(left, left + width))
-        scale = matrix[place].abs().max() / 448
-        if options.power_of_two_scales and scale > 0:
-            scale = 2.0 ** torch.log2(scale).ceil()
-        scales[place] = max(scale, torch.tensor(2.0**-126))
-    return scales
-
-
-def reference_bytes(matrix: Tensor, scales: Tensor) -> Tensor:
-    return (matrix / scales).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 def run(steps: Any) -> None:
@@ -126,13 +107,6 @@ def test_the_worked_example_is_exact() -> None:
     out = torch.empty(1, 3)
     codec.decode(wire, [0], [out])
     assert torch.equal(out, row)
-
-
-def quantised(tensor: Tensor, options: Float8) -> Tensor:
-    matrix = tensor.detach().reshape(tensor.shape[0], -1)
-    scales = reference_scales(matrix, options)
-    fp8 = reference_bytes(matrix, scales).view(torch.float8_e4m3fn)
-    return (fp8.float() * scales).view(tensor.shape)
 
 
 class Rounded(nn.Module):
