@@ -6,7 +6,7 @@ device copies of the right size, by the same functions for both engines.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import fsdp_engine as fe
 import fsdp_engine.buffer
 from examples.gpt import GPT, GPTConfig
+from fsdp_engine.codecs import CodecRule
 from fsdp_engine.collectives import Communicator, Steps
 
 LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -204,11 +205,15 @@ def make_fsdp2(config: GPTConfig, batch: tuple[Tensor, Tensor], mesh: DeviceMesh
             module.set_custom_all_gather(EmulatedFSDP2Gather(mesh.size()))
             module.set_custom_reduce_scatter(EmulatedFSDP2Scatter(mesh.size()))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    return _forward_backward(model, batch), _update(optimizer)
+    return _forward_backward(model, batch), update_of(optimizer)
 
 
 def make_engine(
-    config: GPTConfig, batch: tuple[Tensor, Tensor], mesh: DeviceMesh, name: str
+    config: GPTConfig,
+    batch: tuple[Tensor, Tensor],
+    mesh: DeviceMesh,
+    name: str,
+    codec_rules: Sequence[CodecRule] = (),
 ) -> StepParts:
     """The model under this engine, gradients reduced in bf16."""
     model = make_model(config)
@@ -218,10 +223,17 @@ def make_engine(
     )
     level = name if name in LEVELS else LEVELS[3]
     policy = fe.MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16)
-    fe.shard(model, mesh=mesh, strategy=level, mp_policy=policy, config=options)
+    fe.shard(
+        model,
+        mesh=mesh,
+        strategy=level,
+        mp_policy=policy,
+        config=options,
+        codec_rules=codec_rules,
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     fe.shard_optimizer(optimizer)
-    return _forward_backward(model, batch), _update(optimizer)
+    return _forward_backward(model, batch), update_of(optimizer)
 
 
 def _forward_backward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Callable[[], Tensor]:
@@ -233,7 +245,9 @@ def _forward_backward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Callabl
     return run
 
 
-def _update(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+def update_of(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """The optimizer's part of a step."""
+
     def run() -> None:
         optimizer.step()
         optimizer.zero_grad()

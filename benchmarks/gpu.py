@@ -2,8 +2,8 @@
 
     python benchmarks/gpu.py [--rounds 15] [--sections "world 1" "world 8" ...]
 
-Each section runs in a process of its own with a time limit (under 8 minutes in all), so that one
-that fails costs nothing but itself; results are written as they come.
+Each section runs in a process of its own with a time limit (13 minutes in all, 8 without fp8), so
+that one that fails costs nothing but itself; results are written as they come.
 
 *world 1*: every level over NCCL with one rank, against the bare model and FSDP2, on a GPT of about
 1B parameters (fewer on a device with less memory), bf16 with fp32 main weights and AdamW. "bare
@@ -16,6 +16,10 @@ run, for both engines by the same functions: a gather writes what the other rank
 parts are copies of this rank's, so losses mean nothing), a reduction reads all parts and sums them
 into one. What a network would add is not there; bandwidth of the device's memory is shared with
 compute, as it is with real ones.
+
+*fp8, native*, *fp8, Transformer Engine*: every level over NCCL with one rank, with fp8 weights
+against bf16 ones: time, memory, and bytes gathered, by the planner's formulas, since one rank
+gathers nothing. See ``_gpu_fp8.py``.
 
 *sanitizer*: a small model takes steps at every level under ``torch.cuda._sanitizer``, which reports
 kernels on two streams that touch one address without an event between them. To show that it sees
@@ -41,6 +45,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import _gpu_fp8
 import harness
 import torch
 import torch.distributed as dist
@@ -69,6 +74,8 @@ SECTIONS = {
     "world 1": (1, 150),
     "world 8": (8, 100),
     "world 64": (64, 100),
+    "fp8, native": (1, 120),
+    "fp8, Transformer Engine": (1, 200),
     "sanitizer, world 1": (1, 55),
     "sanitizer, world 8": (8, 55),
 }
@@ -196,6 +203,39 @@ def timing_section(num_ranks: int, rounds: int, out: Path) -> None:
     out.write_text(json.dumps(record))
 
 
+# fp8.
+
+
+def fp8_section(name: str, rounds: int, out: Path) -> None:
+    """Measure level by level; engines of one level together."""
+    is_native = name == "fp8, native"
+    if not is_native and (reason := _gpu_fp8.why_not()):
+        out.write_text(json.dumps({"skipped": reason}))
+        return
+    make_groups = _gpu_fp8.native_groups if is_native else _gpu_fp8.transformer_engine_groups
+    config, groups = make_groups(start(1))
+    record: dict[str, Any] = {"config": config, "gathering ranks": _gpu_fp8.RANKS, "engines": {}}
+    found = record["engines"]
+
+    def failed(name: str, error: str) -> None:
+        print(f"{name} failed:\n{error}", flush=True)
+        found.setdefault(name, {})["error"] = error
+
+    for group in groups:
+        engines: dict[str, StepParts] = {}
+        for name, contender in group.items():
+            print(f"  building {name}", flush=True)
+            try:
+                gathered = contender.gathered()
+                engines[name], facts = memory_of(contender.make)
+                found[name] = facts | {"gathered bytes": gathered, "bases": contender.bases}
+            except Exception:
+                failed(name, traceback.format_exc())
+        for name, times in time_steps(engines, rounds, failed).items():
+            found[name]["milliseconds"] = times
+        out.write_text(json.dumps(record))
+
+
 # The sanitizer.
 
 
@@ -247,7 +287,8 @@ def run_section(name: str, rounds: int) -> dict[str, Any]:
     num_ranks, limit = SECTIONS[name]
     if not on_cuda():
         limit *= 3  # such machines may be busy, and nothing is measured
-    environment = dict(os.environ)
+    # Transformer Engine shall not ask for a C compiler.
+    environment = {"NVTE_TORCH_COMPILE": "0", **os.environ}
     if name.startswith("sanitizer"):
         environment["TORCH_CUDA_SANITIZER"] = "1"
         if not on_cuda():
@@ -283,7 +324,13 @@ def report(name: str, found: dict[str, Any]) -> None:
         what = "torch.cuda._sanitizer" if on_cuda() else "the same steps, without a sanitizer"
         harness.print_table(f"{label}{name}: {what}", ["case", "reported"], rows)
         return
+    if "skipped" in found:
+        print(f"{label}{name}: skipped: {found['skipped']}")
+        return
     engines = found.get("engines", {})
+    if name.startswith("fp8"):
+        _gpu_fp8.report(f"{label}{name}", found)
+        return
     times = {n: e["milliseconds"] for n, e in engines.items() if "milliseconds" in e}
     rows = []
     for engine, facts in engines.items():
@@ -322,11 +369,14 @@ def main() -> None:
     args = parser.parse_args()
     if args.section is not None:
         num_ranks, _ = SECTIONS[args.section]
-        if args.section.startswith("sanitizer"):
+        if args.section.startswith("fp8"):
+            fp8_section(args.section, args.rounds, args.out)
+        elif args.section.startswith("sanitizer"):
             sanitizer_section(num_ranks, args.out)
         else:
             timing_section(num_ranks, args.rounds, args.out)
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
         return
     results = {}
     for name in args.sections:

@@ -7,6 +7,8 @@ a dozen kernels. :func:`load` puts the package's files, without its ``__init__``
     from transformer_engine.pytorch.tensor.utils import quantize_master_weights
     from transformer_engine.pytorch.quantized_tensor import QuantizedTensor
 
+In a process that has loaded the real library, recipes and weights are made of that.
+
 Modules (``te.Linear``) stay out of reach. :class:`QuantisedLinear` does what they do with their
 weights, and :class:`QuantisedStack` is a small model of it.
 """
@@ -98,6 +100,13 @@ def load() -> None:
     )
 
 
+def _have_library() -> None:
+    """Some library: the real one where the process has loaded it, else :func:`load`."""
+    kernels = sys.modules.get("transformer_engine_torch")
+    if kernels is None or isinstance(kernels, te_kernels.Kernels):
+        load()
+
+
 def _package(name: str, folder: Path) -> types.ModuleType:
     """A package of that folder, without running its ``__init__``."""
     origin = str(folder / "__init__.py")
@@ -132,7 +141,7 @@ def has_native_tn() -> bool:
 
 def make_recipe(name: str) -> Any:
     """Transformer Engine's recipe object."""
-    load()
+    _have_library()
     from transformer_engine.common import recipe
 
     return {
@@ -143,13 +152,13 @@ def make_recipe(name: str) -> Any:
     }[name]()
 
 
-def make_state(recipe: Any, mode: str) -> Any:
+def make_state(recipe: Any, mode: str, device: str = "cpu") -> Any:
     """A recipe's state, of one linear layer, forward or backward."""
-    load()
+    _have_library()
     from transformer_engine.pytorch.quantization import RecipeState
 
     count = 3 if mode == "forward" else 2
-    return RecipeState.create(recipe, mode=mode, num_quantizers=count, device=torch.device("cpu"))
+    return RecipeState.create(recipe, mode=mode, num_quantizers=count, device=torch.device(device))
 
 
 def make_weight(
@@ -158,13 +167,14 @@ def make_weight(
     """A quantised weight as modules make it under ``quantized_model_init``.
 
     Args:
-        values: of bf16 or fp32, which becomes the nominal dtype.
+        values: of bf16 or fp32, which becomes the nominal dtype; on the weight's device.
         preserve: whether the parameter remembers ``values``.
         quantizer: the module's; otherwise one with a state of its own.
     """
-    load()
+    _have_library()
     if quantizer is None:
-        quantizer = make_state(make_recipe(recipe), "forward").make_quantizers()[WEIGHT]
+        state = make_state(make_recipe(recipe), "forward", values.device.type)
+        quantizer = state.make_quantizers()[WEIGHT]
     quantizer.set_usage(rowwise=True, columnwise=True)
     quantizer.internal = False
     weight = nn.Parameter(quantizer(values.detach()))

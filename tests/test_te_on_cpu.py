@@ -3,8 +3,6 @@ harness itself: what it imitates can be seen, and what it must catch it catches.
 
 from __future__ import annotations
 
-import itertools
-import random
 import sys
 import types
 from typing import Any
@@ -20,31 +18,17 @@ from torch.nn import functional as F
 from tests import te_kernels, te_on_cpu
 from tests.pool import Ranks, on_ranks
 from tests.te_on_cpu import RECIPES, QuantisedLinear, QuantisedStack, make_weight, planes
-from tests.te_reference import Quantised, dequantise, quantise
+from tests.te_reference import dequantise, quantise
+from tests.te_vectors import FILLS, GUARD, assert_equal, matrix, quantise_split
 
-FILLS = (0.0, 1e-42, 3e-39, 1e-30, 0.02, 3.0, 1e30, 3e38)
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 ALL_RECIPES = pytest.mark.parametrize("recipe", RECIPES)
-GUARD = 0x55
-
-
-def matrix(shape: tuple[int, int], fills: list[float], seed: int) -> Tensor:
-    """fp32; every 32 rows have the next magnitude."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = torch.tensor([fills[row // 32 % len(fills)] for row in range(shape[0])])
-    return torch.randn(shape, generator=generator).clamp(-3, 3) / 3 * rows[:, None]
 
 
 def shapes(recipe: str) -> Any:
     if recipe == "mxfp8":
         return st.tuples(st.integers(1, 5), st.integers(1, 4)).map(lambda s: (32 * s[0], 32 * s[1]))
     return st.tuples(st.integers(1, 300), st.integers(1, 200))
-
-
-def assert_equal(found: Quantised, expected: Quantised) -> None:
-    for name, ours, theirs in zip(found._fields[:4], found, expected, strict=False):
-        assert ours is not None, name
-        assert torch.equal(ours, theirs), name
 
 
 @ALL_RECIPES
@@ -86,124 +70,6 @@ def test_the_reference_s_worked_example_is_exact() -> None:
         assert quantise(whole * (7.5 / 7), recipe).row_scale_inv[0, 0].item() == scale_inv
     # In a column of MXFP8 each value is alone: -7 is 448 and 0.5 too.
     assert quantise(whole, "mxfp8").column_scale_inv[0, :4].tolist() == [118, 121, 120, 0]
-
-
-class Buffer:
-    """All ranks' bytes of some weights, as an engine holds them: each plane in one flat buffer
-    with guard bytes before, between and after."""
-
-    def __init__(self, weights: list[Any]) -> None:
-        self.weights = weights
-        self.starts = []
-        end = 64
-        for weight in weights:
-            self.starts.append(end)
-            end += weight.numel() + 64 - weight.numel() % 64 + 64
-        self.names = {
-            "Float8Tensor": ["_data"],
-            "MXFP8Tensor": ["_rowwise_data", "_columnwise_data"],
-        }
-        self.flat = {
-            name: torch.full((end,), GUARD, dtype=torch.uint8) for name in self._names(weights[0])
-        }
-        for start, weight in zip(self.starts, weights, strict=True):
-            for name, flat in self.flat.items():
-                setattr(weight, name, flat[start : start + weight.numel()].view(weight.shape))
-
-    def _names(self, weight: Any) -> list[str]:
-        return self.names.get(type(weight).__name__, ["_rowwise_data"])
-
-    def guards(self) -> Tensor:
-        """The bytes that belong to no weight."""
-        free = torch.ones(next(iter(self.flat.values())).numel(), dtype=torch.bool)
-        for start, weight in zip(self.starts, self.weights, strict=True):
-            free[start : start + weight.numel()] = False
-        return torch.cat([flat[free] for flat in self.flat.values()])
-
-
-def pieces_of(sizes: list[int], low: int, high: int) -> list[tuple[int, int]]:
-    """Of elements ``low`` to ``high`` of the tensors one after the other: (start, stop) in each."""
-    ends = list(itertools.accumulate(sizes))
-    begins = [end - size for end, size in zip(ends, sizes, strict=True)]
-    return [
-        (min(max(low, begin), end) - begin, min(max(high, begin), end) - begin)
-        for begin, end in zip(begins, ends, strict=True)
-    ]
-
-
-def random_case(recipe: str, seed: int) -> tuple[list[Tensor], list[int], list[float]]:
-    """Main weights; where the ranks' parts of all their elements begin; scales."""
-    choose = random.Random(seed)
-    unit, most = (32, 4) if recipe == "mxfp8" else (1, 160)
-    mains = []
-    for number in range(choose.randint(1, 4)):
-        shape = (unit * choose.randint(1, most), unit * choose.randint(1, most))
-        fills = choose.choices(FILLS, k=choose.randint(1, 3))
-        mains.append(matrix(shape, fills, seed + number))
-    total = sum(main.numel() for main in mains)
-    cuts = [choose.choice([0, total, choose.randint(0, total)]) for _ in range(3)]
-    return mains, sorted(cuts), [choose.choice([0.5, 1.0, 3.0, 1e5]) for _ in mains]
-
-
-@torch.no_grad()
-def quantise_split(recipe: str, dtype: torch.dtype, seeds: list[int]) -> None:
-    """On every rank: its part is what the whole's part is, and after a gather the weights are what
-    the reference says."""
-    te_on_cpu.load()
-    from transformer_engine.pytorch.tensor.utils import (
-        post_all_gather_processing,
-        quantize_master_weights,
-    )
-
-    rank, world = dist.get_rank(), dist.get_world_size()
-    for seed in seeds:
-        mains, cuts, scales = random_case(recipe, seed)
-        sizes = [main.numel() for main in mains]
-        bounds = [0, *cuts[: world - 1], sum(sizes)]
-        weights = [make_weight(torch.zeros(main.shape, dtype=dtype), recipe) for main in mains]
-        if recipe == "delayed":
-            for weight, scale in zip(weights, scales, strict=True):
-                weight._quantizer.scale.fill_(scale)
-        expected = [
-            quantise(main, recipe, dtype, scale if recipe == "delayed" else None)
-            for main, scale in zip(mains, scales, strict=True)
-        ]
-        buffer = Buffer(weights)
-        names = "_scale_inv", "_rowwise_scale_inv", "_columnwise_scale_inv"
-        scale_tensors = [[getattr(w, name, None) for name in names] for w in weights]
-        own = pieces_of(sizes, bounds[rank], bounds[rank + 1])
-        quantize_master_weights(
-            weights,
-            [
-                main.view(-1)[start:stop] if stop > start else None
-                for main, (start, stop) in zip(mains, own, strict=True)
-            ],
-            [start if stop > start else None for start, stop in own],
-            dist.group.WORLD,
-            None,
-            manual_post_all_gather_processing=True,
-        )
-        for weight, (start, stop), each in zip(weights, own, expected, strict=True):
-            found = planes(weight)
-            wanted = [(found.row_bytes, each.row_bytes)]
-            if recipe == "mxfp8":
-                wanted.append((found.column_bytes, each.column_bytes))
-            for ours, theirs in wanted:
-                assert torch.equal(ours.view(-1)[start:stop], theirs.reshape(-1)[start:stop])
-            if recipe == "delayed":
-                assert weight._quantizer.amax.item() == each.amax
-        for flat, owner in itertools.product(buffer.flat.values(), range(world)):
-            parts = pieces_of(sizes, bounds[owner], bounds[owner + 1])
-            for base, (start, stop) in zip(buffer.starts, parts, strict=True):
-                dist.broadcast(flat[base + start : base + stop], owner)
-        post_all_gather_processing(weights)
-        for weight, each in zip(weights, expected, strict=True):
-            assert_equal(planes(weight), each)
-            assert weight.get_high_precision_init_val() is None
-        assert buffer.guards().eq(GUARD).all()
-        for weight, before in zip(weights, scale_tensors, strict=True):
-            after = [getattr(weight, name, None) for name in names]
-            assert all(a is b for a, b in zip(after, before, strict=True))
 
 
 @ALL_RECIPES

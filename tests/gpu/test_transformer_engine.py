@@ -1,0 +1,209 @@
+"""Transformer Engine's modules and kernels on a CUDA device. Skipped where there is none, or no
+Transformer Engine with its CUDA parts.
+
+Everything runs in ranks of a pool of its own, which load the real library: this process may have
+loaded the stand-ins of tests/te_kernels.py. Several ranks share the device over gloo, whose
+collectives go through host memory. What runs here runs on a CPU, over the stand-ins, in
+test_te_on_cpu.py (vectors) and test_te_unsharded.py (training).
+
+    recipe             compute capability        why
+    delayed, current   8.9 and above             fp8 tensor cores
+    block              9.0                       above it Transformer Engine imitates it by MXFP8
+    mxfp8              10.0 to 10.3              block-scaled tensor cores
+    nvfp4              10.0 and above            to be refused, there must be such weights
+
+A device that differs from itself would differ from everything: the control, two runs without an
+engine, tells that case. Attention runs unfused, and only deterministic algorithms are taken.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import fsdp_engine as fe
+from fsdp_engine.codecs import transformer_engine
+from tests import te_unsharded
+from tests.gpu.test_engine_on_gpu import LEVELS, process_group
+from tests.pool import Ranks
+from tests.te_vectors import FILLS, ORDINARY, quantise_split
+
+RECIPES = {
+    "delayed": ((8, 9), None),
+    "current": ((8, 9), None),
+    "block": ((9, 0), (10, 0)),
+    "mxfp8": ((10, 0), (12, 0)),
+    "nvfp4": ((10, 0), None),
+}
+ALL_RECIPES = pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8"])
+KINDS = pytest.mark.parametrize("kind", ["linear", "layer"])
+# The first call of a kernel loads it.
+TIMEOUT = 280.0
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; found none"),
+]
+
+ENVIRONMENT = {
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    "NVTE_FLASH_ATTN": "0",
+    "NVTE_FUSED_ATTN": "0",
+    "NVTE_TORCH_COMPILE": "0",
+    "NVTE_BIAS_DROPOUT_FUSION": "0",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+}
+
+
+@pytest.fixture(scope="module")
+def te_ranks() -> Iterator[Ranks]:
+    """Four ranks that have loaded Transformer Engine."""
+    pool = Ranks()
+    try:
+        with mock.patch.dict(os.environ, ENVIRONMENT):
+            os.environ.pop("NVTE_PROJECT_BUILDING", None)  # says not to load the library
+            missing = pool.run(find_library, timeout=TIMEOUT)[0]
+        if missing:
+            pytest.skip(
+                "needs Transformer Engine with its CUDA parts: the extra "
+                f"fsdp_engine[transformer-engine]; found {missing}"
+            )
+        yield pool
+    finally:
+        pool.close()
+
+
+def find_library() -> str:
+    """Load it; "", or how it is not there. What is there and broken raises."""
+    torch.cuda.set_device(0)
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith("transformer_engine"):
+            raise
+        return str(error)
+    except (FileNotFoundError, AssertionError, RuntimeError) as error:
+        if not str(error).startswith(("Could not find", "Found empty")):
+            raise
+        return str(error)
+    return ""
+
+
+def need(recipe: str) -> None:
+    """Skips where the device cannot compute in ``recipe``."""
+    least, below = RECIPES[recipe]
+    found = torch.cuda.get_device_capability()
+    if found < least or (below is not None and found >= below):
+        text = f"{least[0]}.{least[1]} or above"
+        text += f" and below {below[0]}.{below[1]}" if below is not None else ""
+        pytest.skip(f"{recipe} needs compute capability {text}; found {found[0]}.{found[1]}")
+
+
+def test_the_library_has_the_interface_that_the_codec_knows(te_ranks: Ranks) -> None:
+    version = te_ranks.run(_interface, world_size=1)[0]
+    assert version.startswith(transformer_engine.KNOWN_VERSIONS)
+
+
+def _interface() -> str:
+    transformer_engine._load("weight")
+    version: str = importlib.import_module("transformer_engine").__version__
+    return version
+
+
+# Vectors.
+
+
+@ALL_RECIPES
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_an_uneven_split_quantises_to_what_no_split_does_and_the_reference_says(
+    te_ranks: Ranks, recipe: str, world: int
+) -> None:
+    need(recipe)
+    for dtype in (torch.bfloat16, torch.float32)[: 1 if recipe == "mxfp8" else 2]:
+        seeds = list(range(world, 32, 4))
+        arguments = (recipe, dtype, seeds, ORDINARY, "cuda")
+        te_ranks.run(quantise_split, *arguments, world_size=world, timeout=TIMEOUT)
+
+
+@ALL_RECIPES
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_denormal_and_huge_values_split_are_those_unsplit_and_a_step_from_the_reference_at_most(
+    te_ranks: Ranks, recipe: str, world: int
+) -> None:
+    need(recipe)
+    seeds = list(range(100 + world, 132, 4))
+    arguments = (recipe, torch.bfloat16, seeds, FILLS, "cuda")
+    te_ranks.run(quantise_split, *arguments, world_size=world, timeout=TIMEOUT)
+
+
+# Training.
+
+
+@KINDS
+@ALL_RECIPES
+def test_the_control_two_runs_without_an_engine_are_the_same(
+    te_ranks: Ranks, recipe: str, kind: str
+) -> None:
+    need(recipe)
+    arguments = (kind, recipe)
+    te_ranks.run(te_unsharded.train_alone_twice, *arguments, world_size=1, timeout=TIMEOUT)
+
+
+@KINDS
+@ALL_RECIPES
+@pytest.mark.parametrize("level", LEVELS)
+def test_one_rank_over_nccl_trains_as_transformer_engine_alone(
+    te_ranks: Ranks, level: str, recipe: str, kind: str
+) -> None:
+    need(recipe)
+    te_ranks.run(_train_over_nccl, kind, recipe, level, world_size=1, timeout=TIMEOUT)
+
+
+def _train_over_nccl(kind: str, recipe: str, level: str) -> None:
+    dist.destroy_process_group()  # the pool's, over gloo
+    with process_group("nccl", 1):
+        te_unsharded.train_both(kind, recipe, level)
+
+
+@KINDS
+@ALL_RECIPES
+@pytest.mark.parametrize(("world", "level"), [*((2, level) for level in LEVELS), (4, LEVELS[3])])
+def test_ranks_on_one_device_over_gloo_train_as_transformer_engine_alone(
+    te_ranks: Ranks, world: int, level: str, recipe: str, kind: str
+) -> None:
+    need(recipe)
+    arguments = (kind, recipe, level)
+    te_ranks.run(te_unsharded.train_both, *arguments, world_size=world, timeout=TIMEOUT)
+
+
+@ALL_RECIPES
+@pytest.mark.parametrize("level", LEVELS)
+def test_ranks_with_data_of_their_own_have_the_same_bytes_and_scales(
+    te_ranks: Ranks, level: str, recipe: str
+) -> None:
+    need(recipe)
+    arguments = ("layer", recipe, level)
+    te_ranks.run(te_unsharded.train_apart, *arguments, world_size=2, timeout=TIMEOUT)
+
+
+def test_nvfp4_weights_are_refused(te_ranks: Ranks) -> None:
+    need("nvfp4")
+    te_ranks.run(_refuse_nvfp4, world_size=1, timeout=TIMEOUT)
+
+
+def _refuse_nvfp4() -> None:
+    from transformer_engine.common.recipe import NVFP4BlockScaling
+    from transformer_engine.pytorch import Linear, quantized_model_init
+
+    with quantized_model_init(recipe=NVFP4BlockScaling()):
+        model = Linear(256, 256, params_dtype=torch.bfloat16, device="cuda")
+    with pytest.raises(ValueError, match="NVFP4, which packs two elements into a byte"):
+        fe.shard(model, mesh=init_device_mesh("cuda", (1,)))
