@@ -104,10 +104,7 @@ class Scheduler:
             else:
                 if unit is not self._root:
                     self._kept = unit
-                if unit.has_planes:
-                    # What is there is forward's: bring what backward reads in its place.
-                    unit.for_backward = True
-                    unit.gather()
+                unit.turn_to_backward()
         if not self._open:
             self._end_forward(unit)
 

@@ -183,6 +183,16 @@ class Unit:
         for buffer in self.buffers:
             self._tickets += buffer.weights.gather(after, planes)
 
+    def turn_to_backward(self) -> None:
+        """It stays full, from its forward to its backward: what is there is to be what backward
+        reads."""
+        self.for_backward = True
+        if self.has_planes:
+            self.gather()
+            return
+        for buffer in self.buffers:
+            buffer.weights.gathered(for_backward=True)
+
     def settle(self) -> None:
         """Compute waits for the gather, if one is under way."""
         if self.state is UnitState.GATHERING:
