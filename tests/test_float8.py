@@ -74,9 +74,11 @@ SHAPES = st.tuples(st.integers(1, 150), st.integers(1, 150)) | st.tuples(
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=LABELS)
-@given(data=st.data())
+@given(data=st.data(), chunk=st.sampled_from([1, 100, 1 << 24]))
 @settings(deadline=None, max_examples=25)
-def test_any_split_has_the_bytes_and_scales_of_the_whole(options: Float8, data: Any) -> None:
+def test_any_split_has_the_bytes_and_scales_of_the_whole(
+    options: Float8, data: Any, chunk: int
+) -> None:
     shapes = data.draw(st.lists(SHAPES, min_size=1, max_size=3))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     tensors = [
@@ -87,6 +89,7 @@ def test_any_split_has_the_bytes_and_scales_of_the_whole(options: Float8, data: 
     cuts = data.draw(st.lists(st.integers(0, numel), max_size=7))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fsdp_engine.codecs.float8.max_steps", lambda tensor, group: iter([()]))
+        patch.setattr("fsdp_engine.codecs.float8.CHUNK", chunk)
         parts = split_encode(tensors, cuts, options)
     wire = torch.cat([part for part, _ in parts])
     for _, scales in parts:
@@ -94,6 +97,25 @@ def test_any_split_has_the_bytes_and_scales_of_the_whole(options: Float8, data: 
     matrices = [tensor.reshape(tensor.shape[0], -1) for tensor in tensors]
     expected = [reference_bytes(m, reference_scales(m, options)).flatten() for m in matrices]
     assert torch.equal(wire, torch.cat(expected))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=LABELS)
+@pytest.mark.parametrize("chunk", [1, 1000, 1 << 24])
+def test_a_matrix_is_widened_in_parts_as_it_is_at_once(
+    options: Float8, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fsdp_engine.codecs.float8.CHUNK", chunk)
+    matrix = torch.randn(150, 140, generator=torch.Generator().manual_seed(0))
+    codec = Float8Codec(options)
+    piece = Piece(0, 0, matrix.numel(), 0)
+    codec.prepare([matrix], [piece], [], torch.device("cpu"))
+    wire = torch.zeros(matrix.numel(), dtype=torch.uint8)
+    run(codec.encode(matrix.flatten(), [wire]))
+    out = torch.empty_like(matrix)
+    codec.decode(wire, [0], [out])
+    scales = reference_scales(matrix, options)
+    expected = reference_bytes(matrix, scales).view(torch.float8_e4m3fn).float() * scales
+    assert torch.equal(out, expected)
 
 
 def test_the_worked_example_is_exact() -> None:

@@ -16,7 +16,7 @@ Worked example, granularity "row", a row (0.5, -7.0, 3.5): its amax 7 makes the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,8 @@ from fsdp_engine.precision import ParamDtypes
 E4M3_MAX = 448.0
 BLOCK = 128
 GRANULARITIES = ("tensor", "row", "block")
+# Elements that are widened to fp32 at a time: 64 MiB, whatever the size of a matrix.
+CHUNK = 1 << 24
 # The smallest scale: below it fp32 loses bits. What is smaller than 448 times this becomes zero.
 _LEAST_SCALE = torch.finfo(torch.float32).tiny
 
@@ -136,7 +138,9 @@ class Float8Codec(ParamCodec):
             scale_rows, scale_columns = self._scale_shape(rows, columns)
             self._grids.append(_Grid(rows, columns, scale_rows, scale_columns, first))
             first = self._grids[-1].stop
-        self._pieces = [piece for piece in pieces if piece.stop > piece.start]
+        self._pieces = [
+            part for piece in pieces for part in _parts(piece, self._grids[piece.index])
+        ]
         self._groups = groups
         self._scales = memory.zeros(first, torch.float32, device)
 
@@ -167,11 +171,15 @@ class Float8Codec(ParamCodec):
     def decode(self, wire: Tensor, offsets: Sequence[int], params: Sequence[Tensor]) -> None:
         """See :class:`ParamCodec`."""
         for grid, offset, param in zip(self._grids, offsets, params, strict=True):
-            if param.numel():
-                fp8 = wire[offset : offset + param.numel()].view(torch.float8_e4m3fn)
-                matrix = fp8.view(grid.rows, grid.columns).to(torch.float32)
-                matrix.mul_(self._spread(grid, 0, grid.rows))
-                param.view(grid.rows, grid.columns).copy_(matrix)
+            if not param.numel():
+                continue
+            fp8 = wire[offset : offset + param.numel()].view(torch.float8_e4m3fn)
+            source, target = (t.view(grid.rows, grid.columns) for t in (fp8, param))
+            step = _rows_at_once(grid)
+            for first in range(0, grid.rows, step):
+                stop = min(first + step, grid.rows)
+                values = source[first:stop].to(torch.float32)
+                target[first:stop].copy_(values.mul_(self._spread(grid, first, stop)))
 
     def _scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
         if self._options.granularity == "tensor":
@@ -200,9 +208,10 @@ class Float8Codec(ParamCodec):
         target = grid.of(amax)
         first = piece.start // grid.columns
         if self._options.granularity == "tensor":
-            target.copy_(size.amax())
+            torch.maximum(target, size.amax(), out=target)
         elif self._options.granularity == "row":
-            target[first : first + size.shape[0], 0].copy_(size.amax(1))
+            rows = target[first : first + size.shape[0], 0]
+            torch.maximum(rows, size.amax(1), out=rows)
         else:
             padded = F.pad(size, (0, grid.scale_columns * BLOCK - grid.columns))
             by_row = padded.view(size.shape[0], grid.scale_columns, BLOCK).amax(2)
@@ -218,3 +227,17 @@ class Float8Codec(ParamCodec):
             return scales[first:stop]
         rows = scales[torch.arange(first, stop, device=scales.device) // BLOCK]
         return rows.repeat_interleave(BLOCK, 1)[:, : grid.columns]
+
+
+def _rows_at_once(grid: _Grid) -> int:
+    return max(CHUNK // max(grid.columns, 1), 1)
+
+
+def _parts(piece: Piece, grid: _Grid) -> Iterator[Piece]:
+    """``piece`` in pieces of at most so many rows as are widened at once."""
+    start = piece.start
+    while start < piece.stop:
+        end = (start // grid.columns + _rows_at_once(grid)) * grid.columns
+        stop = min(end, piece.stop)
+        yield Piece(piece.index, start, stop, piece.offset + start - piece.start)
+        start = stop
