@@ -126,6 +126,8 @@ def test_one_rank_trains_bit_by_bit_as_transformer_engine_does_alone() -> None:
                 for name, param in plain.named_parameters():
                     # Quantised by Transformer Engine itself, the whole weight at once.
                     param.copy_(mains[name].bfloat16() if name in layers else mains[name])
+        for name, found in engine.full_state_dict().items():
+            assert name not in mains or torch.equal(found, mains[name]), (recipe, level, name)
 
 
 # Transposes.
