@@ -75,6 +75,7 @@ class Recipe:
         scales: attributes that hold scales.
         options: attributes of the quantizer in which weights of one call must agree.
         num_dims: what its kernels take; None: any number.
+        dtypes: nominal dtypes that its kernels take; none: any.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Recipe:
     scales: tuple[str, ...]
     options: tuple[str, ...]
     num_dims: int | None = None
+    dtypes: tuple[torch.dtype, ...] = ()
 
 
 RECIPES = (
@@ -101,6 +103,7 @@ RECIPES = (
         ("_rowwise_scale_inv",),
         ("dtype", "force_pow_2_scales", "amax_epsilon", "block_len"),
         num_dims=2,
+        dtypes=(torch.bfloat16, torch.float32),
     ),
     Recipe(
         "mxfp8",
@@ -109,6 +112,7 @@ RECIPES = (
         ("_rowwise_scale_inv", "_columnwise_scale_inv"),
         ("dtype",),
         num_dims=2,
+        dtypes=(torch.bfloat16,),
     ),
 )
 
@@ -353,6 +357,11 @@ def _recipe_of(name: str, param: Tensor) -> Recipe:
         raise ValueError(
             f"{name}: expected {recipe.num_dims} dimensions, which is what the kernels of the "
             f"{recipe.name} recipe take; found shape {tuple(param.shape)}"
+        )
+    if recipe.dtypes and param.dtype not in recipe.dtypes:
+        raise ValueError(
+            f"{name}: expected a nominal dtype of {' or '.join(map(str, recipe.dtypes))}, which is "
+            f"what the kernels of the {recipe.name} recipe take; found {param.dtype}"
         )
     missing = [
         attribute
