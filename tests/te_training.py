@@ -207,7 +207,8 @@ class Watch:
         self.looks: Counter[str] = Counter()
         self.expected: dict[str, Quantised] = {}
         for name, layer in self.layers.items():
-            layer.register_forward_hook(self._hook(name))
+            layer.register_forward_pre_hook(self._before(name))
+            layer.register_forward_hook(self._after(name))
 
     def expect(self, mains: dict[str, Tensor] | None = None) -> None:
         """From now on, what the main weights are now, between steps.
@@ -230,9 +231,11 @@ class Watch:
                     found[record.name] = full
         return found
 
-    def _hook(self, name: str) -> Any:
+    def _before(self, name: str) -> Any:
+        return lambda layer, args: self._look(name, layer.weight, "rows")
+
+    def _after(self, name: str) -> Any:
         def after(layer: Any, args: Any, y: Tensor) -> None:
-            self._look(name, layer.weight, "rows")
             if y.requires_grad:
                 y.register_hook(lambda grad: self._look(name, layer.weight, "columns"))
 
