@@ -213,6 +213,10 @@ class TransformerEngineCodec(ParamCodec):
         self._weights = list(params)
         self._pieces = pieces
         self._group = MaxGroup(groups)
+        if self._recipe.name == "delayed":
+            for weight in self._weights:
+                # Of its initial value, which may be this rank's alone; encoding finds it again.
+                weight._quantizer.amax.zero_()
 
     def initial_value(self, param: Tensor) -> Tensor:
         """See :class:`ParamCodec`: what TE preserved, else the quantised values."""
