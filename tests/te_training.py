@@ -231,6 +231,15 @@ class Watch:
                     found[record.name] = full
         return found
 
+    def scales(self) -> dict[str, Tensor]:
+        """All scales that are there, without padding, which nobody writes."""
+        return {
+            f"{name} {field}": scale.clone()
+            for name, weight in self.weights.items()
+            for field in ("row_scale_inv", "column_scale_inv")
+            if (scale := getattr(planes(weight), field)) is not None
+        }
+
     def _before(self, name: str) -> Any:
         return lambda layer, args: self._look(name, layer.weight, "rows")
 

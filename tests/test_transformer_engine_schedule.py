@@ -160,7 +160,7 @@ class Recomputed(QuantisedStack):
     how: tuple[bool, bool] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.embed(x.to(self.embed.weight.dtype))
+        y = self.embed(x.to(self.dtype))
         for block in self.blocks:
             y = self.run(block, y)
         return (self.head(self.norm(y)).float() - x.float()).square().mean()

@@ -32,7 +32,6 @@ from tests.test_equivalence import OPTIMIZERS, PAIR_NAMES, PAIRS, mesh_of
 
 NUM_STEPS, NUM_MICRO = 3, 2
 CUT = ("optim_grads_params", "no_shard")
-SCALES = ("_scale_inv", "_rowwise_scale_inv", "_columnwise_scale_inv")
 Config = fe.DistributedDataParallelConfig
 
 
@@ -61,12 +60,7 @@ def train_as_alone(
         watch.expect(found[0].weights)
     count = NUM_STEPS * NUM_MICRO * len(watch.layers)
     assert watch.looks == {"rows": count, "columns": count}
-    scales = {
-        f"{name} {each}": getattr(weight, each)
-        for (name, weight), each in itertools.product(watch.weights.items(), SCALES)
-        if getattr(weight, each, None) is not None
-    }
-    return lines, scales
+    return lines, watch.scales()
 
 
 def train_pair(inner: str, outer: str) -> tuple[list[str], dict[str, Tensor]]:
