@@ -215,6 +215,28 @@ def test_binding_keeps_the_parameter_and_its_scales_and_allocates_nothing(recipe
             assert getattr(weight, name) is view
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_bytes_that_modules_dropped_are_bound_again(recipe: str) -> None:
+    weight: Any = make_weight(torch.randn(64, 96, dtype=torch.bfloat16), recipe)
+    codec = make_codec(recipe)
+    codec.prepare([weight], [Piece(0, 0, weight.numel(), 0)], [], torch.device("cpu"))
+    main = weight.get_high_precision_init_val().flatten().float()
+    lines = [torch.zeros(weight.numel(), dtype=torch.uint8) for _ in PLANES[recipe]]
+    codec.bind(weight, [line.view(weight.shape) for line in lines])
+    list(codec.encode(main, lines))
+    for name in PLANES[recipe]:
+        setattr(weight, name, None)
+    codec.after_gather(for_backward=True)
+    expected = quantise(main.view(64, 96), recipe, scale=1.0 if recipe == "delayed" else None)
+    assert_equal(planes(weight), expected)
+    for name in PLANES[recipe]:
+        setattr(weight, name, None)
+    list(codec.encode(2 * main, lines))
+    codec.after_gather(for_backward=True)
+    scale = weight._quantizer.scale.item() if recipe == "delayed" else None
+    assert_equal(planes(weight), quantise(2 * main.view(64, 96), recipe, scale=scale))
+
+
 @on_ranks(4)
 def test_modules_compute_with_the_parameter_that_they_had_over_the_engine_s_bytes() -> None:
     for recipe, pair in itertools.product(
