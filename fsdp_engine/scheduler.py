@@ -204,7 +204,8 @@ class Scheduler:
         self._touched[unit.index] = unit
         if unit.has_planes and unit.uses:
             unit.is_recomputed = True
-        unit.for_backward = False
+        # It computes as in forward; but where one plane serves both, its backward gathers no more.
+        unit.for_backward = not unit.has_planes
         if unit.needs_gather:
             if unit.place is not None:
                 self._take_slot(unit, recomputes=True)

@@ -404,6 +404,7 @@ class QuantisedStack(nn.Module):
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         super().__init__()
+        self.dtype = dtype
         self.embed = nn.Linear(features, dim, dtype=dtype)
         self.blocks = nn.ModuleList(
             [QuantisedBlock(dim, hidden, recipe, dtype) for _ in range(num_blocks)]
@@ -413,7 +414,7 @@ class QuantisedStack(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Mean square of the difference between x, (batch, features), and what comes out."""
-        y = self.embed(x.to(self.embed.weight.dtype))
+        y = self.embed(x.to(self.dtype))
         for block in self.blocks:
             y = block(y)
         return (self.head(self.norm(y)).float() - x.float()).square().mean()

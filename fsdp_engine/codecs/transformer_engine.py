@@ -75,7 +75,7 @@ class Recipe:
         scales: attributes that hold scales.
         options: attributes of the quantizer in which weights of one call must agree.
         num_dims: what its kernels take; None: any number.
-        nominal: the dtype that its kernels take; None: any.
+        dtypes: nominal dtypes that its kernels take; none: any.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Recipe:
     scales: tuple[str, ...]
     options: tuple[str, ...]
     num_dims: int | None = None
-    nominal: torch.dtype | None = None
+    dtypes: tuple[torch.dtype, ...] = ()
 
 
 RECIPES = (
@@ -103,6 +103,7 @@ RECIPES = (
         ("_rowwise_scale_inv",),
         ("dtype", "force_pow_2_scales", "amax_epsilon", "block_len"),
         num_dims=2,
+        dtypes=(torch.bfloat16, torch.float32),
     ),
     Recipe(
         "mxfp8",
@@ -111,7 +112,7 @@ RECIPES = (
         ("_rowwise_scale_inv", "_columnwise_scale_inv"),
         ("dtype",),
         num_dims=2,
-        nominal=torch.bfloat16,
+        dtypes=(torch.bfloat16,),
     ),
 )
 
@@ -217,6 +218,10 @@ class TransformerEngineCodec(ParamCodec):
         self._weights = list(params)
         self._pieces = pieces
         self._group = MaxGroup(groups)
+        if self._recipe.name == "delayed":
+            for weight in self._weights:
+                # Of its initial value, which may be this rank's alone; encoding finds it again.
+                weight._quantizer.amax.zero_()
 
     def initial_value(self, param: Tensor) -> Tensor:
         """See :class:`ParamCodec`: what TE preserved, else the quantised values."""
@@ -380,10 +385,10 @@ def _recipe_of(name: str, param: Tensor) -> Recipe:
             f"{name}: expected {recipe.num_dims} dimensions, which is what the kernels of the "
             f"{recipe.name} recipe take; found shape {tuple(param.shape)}"
         )
-    if recipe.nominal not in (None, param.dtype):
+    if recipe.dtypes and param.dtype not in recipe.dtypes:
         raise ValueError(
-            f"{name}: expected a weight of {recipe.nominal} (params_dtype), which is what the "
-            f"kernels of the {recipe.name} recipe take; found {param.dtype}"
+            f"{name}: expected a nominal dtype of {' or '.join(map(str, recipe.dtypes))}, which is "
+            f"what the kernels of the {recipe.name} recipe take; found {param.dtype}"
         )
     missing = [
         attribute
