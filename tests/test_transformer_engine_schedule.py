@@ -59,10 +59,10 @@ def step_of(engine: Any, optimizer: Any) -> None:
 
 @on_ranks(2)
 def test_forward_gathers_rows_and_backward_columns_of_half_the_bytes_of_bf16() -> None:
-    for recipe in ("mxfp8", "block"):
+    for recipe, budget in itertools.product(("mxfp8", "block"), BUDGETS.values()):
         torch.manual_seed(0)
         model = QuantisedStack(recipe, dim=64, hidden=256, features=FEATURES)
-        engine = fe.shard(model, config=config_of(0))
+        engine = fe.shard(model, config=config_of(budget))
         group = engine.mesh.inner.gather_group
         assert group is not None
         for step in range(2):
