@@ -105,6 +105,8 @@ def save_each(folder: str) -> dict[str, tuple[dict[str, Tensor], dict[str, Tenso
 def load_each(folder: str, expected: Any, configs: list[Config]) -> list[str]:
     lines = []
     for (label, (state, fp8)), config in itertools.product(expected.items(), configs):
+        if len(configs) > 1 and (configs.index(config) + int(label[-1])) % 2:
+            continue  # each of several loads half of what was saved, of every recipe
         model, engine, optimizer = sharded(label.partition("-")[0], config, seed=2)
         step(model, optimizer, 9)  # bytes and transposes of other weights are there
         load_checkpoint(f"{folder}/{label}", engine, optimizer)

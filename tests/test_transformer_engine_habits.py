@@ -103,7 +103,7 @@ def test_a_tied_weight_is_one(recipe: str) -> None:
 @both_kinds
 @on_ranks(4)
 def test_slots_change_nothing_and_hold_all_planes(recipe: str) -> None:
-    for pair in ((CUT, "no_shard"), (CUT, "optim"), ("optim", "optim")):
+    for pair in ((CUT, "optim"), ("optim", "optim")):
         states, losses = [], []
         for slots in (False, True):
             model = make_stack(recipe, num_blocks=4)
