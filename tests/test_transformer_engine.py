@@ -226,12 +226,12 @@ def test_bytes_that_modules_dropped_are_bound_again(recipe: str) -> None:
     lines = [torch.zeros(weight.numel(), dtype=torch.uint8) for _ in PLANES[recipe]]
     codec.bind(weight, [line.view(weight.shape) for line in lines])
     list(codec.encode(main, lines))
-    for name in PLANES[recipe]:
+    for name in (*PLANES[recipe], *SCALES[recipe]):
         setattr(weight, name, None)
     codec.after_gather(for_backward=True)
     expected = quantise(main.view(64, 96), recipe, scale=1.0 if recipe == "delayed" else None)
     assert_equal(planes(weight), expected)
-    for name in PLANES[recipe]:
+    for name in (*PLANES[recipe], *SCALES[recipe]):
         setattr(weight, name, None)
     list(codec.encode(2 * main, lines))
     codec.after_gather(for_backward=True)

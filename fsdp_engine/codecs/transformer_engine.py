@@ -187,8 +187,9 @@ class TransformerEngineCodec(ParamCodec):
         self._recipe = recipe
         self._keeps = keep_transposes
         self._weights: list[Any] = []
-        # Where each weight's bytes come and go, by plane.
-        self._bytes: list[Sequence[Tensor]] = []
+        # Attributes of each weight: its scales, and the views where its bytes come and go.
+        self._parts: list[dict[str, Tensor]] = []
+        self._num_bound = 0
         self._pieces: Sequence[Piece] = ()
         self._group: MaxGroup | None = None
         self._masters: list[Tensor | None] = []
@@ -205,7 +206,7 @@ class TransformerEngineCodec(ParamCodec):
     @property
     def state(self) -> Sequence[Tensor]:
         """See :class:`ParamCodec`: the scales."""
-        return [getattr(weight, name) for weight in self._weights for name in self._recipe.scales]
+        return [parts[name] for parts in self._parts for name in self._recipe.scales]
 
     def prepare(
         self,
@@ -216,6 +217,10 @@ class TransformerEngineCodec(ParamCodec):
     ) -> None:
         """See :class:`ParamCodec`."""
         self._weights = list(params)
+        self._parts = [
+            {name: getattr(weight, name) for name in self._recipe.scales}
+            for weight in self._weights
+        ]
         self._pieces = pieces
         self._group = MaxGroup(groups)
         if self._recipe.name == "delayed":
@@ -245,8 +250,10 @@ class TransformerEngineCodec(ParamCodec):
             weight._quantizer.set_usage(columnwise=False)
         if getattr(weight, _PRESERVED, None) is not None:
             weight.clear_high_precision_init_val()
-        self._bytes.append(full)
-        self._put_bytes(weight, full)
+        parts = self._parts[self._num_bound]
+        self._num_bound += 1
+        parts.update(zip(self._recipe.planes, full, strict=True))
+        _put(weight, parts)
         self._drop_columns(weight)
         return param
 
@@ -270,8 +277,8 @@ class TransformerEngineCodec(ParamCodec):
     def _quantize(
         self, masters: Sequence[Tensor | None], starts: Sequence[int], group: MaxGroup | None
     ) -> None:
-        for weight, full in zip(self._weights, self._bytes, strict=True):
-            self._put_bytes(weight, full)
+        for weight, parts in zip(self._weights, self._parts, strict=True):
+            _put(weight, parts)
             self._drop_columns(weight)
         self._has_columns = False
         with torch.no_grad():
@@ -285,8 +292,8 @@ class TransformerEngineCodec(ParamCodec):
 
     def after_gather(self, *, for_backward: bool) -> None:
         """See :class:`ParamCodec`: bytes belong to their parameters; transposes for backward."""
-        for weight, full in zip(self._weights, self._bytes, strict=True):
-            self._put_bytes(weight, full)
+        for weight, parts in zip(self._weights, self._parts, strict=True):
+            _put(weight, parts)
         if self.has_transposes and not self._has_columns and (for_backward or self._keeps):
             with torch.no_grad():
                 self._api.post_all_gather_processing(self._weights)
@@ -298,11 +305,6 @@ class TransformerEngineCodec(ParamCodec):
             for weight in self._weights:
                 self._drop_columns(weight)
             self._has_columns = False
-
-    def _put_bytes(self, weight: Any, full: Sequence[Tensor]) -> None:
-        # TE's modules may have dropped what they have no more use for.
-        for name, tensor in zip(self._recipe.planes, full, strict=True):
-            setattr(weight, name, tensor)
 
     def _drop_columns(self, weight: Any) -> None:
         if self.has_transposes:
@@ -325,6 +327,12 @@ def extra_tensors(module: nn.Module) -> dict[str, Tensor]:
         for name in ("scale", "amax_history")
         if isinstance(tensor := getattr(meta.get(direction), name, None), Tensor)
     }
+
+
+def _put(weight: Any, parts: Mapping[str, Tensor]) -> None:
+    """Give a weight its bytes and scales: modules may have dropped what they needed no more."""
+    for name, tensor in parts.items():
+        setattr(weight, name, tensor)
 
 
 def _shards(pieces: Sequence[Piece], main: Tensor) -> tuple[list[Tensor | None], list[int]]:
