@@ -137,14 +137,14 @@ def make_model(kind: str, recipe: Any, name: str) -> nn.Module:
 
 def make_batches(kind: str, seed: int) -> list[list[Tensor]]:
     """Microbatches of each step, in bf16, to which an engine would cast them. Drawn on the CPU, so
-    that every process has the same."""
+    that every process has the same. Those of one step are one batch: where gradients are cut, the
+    second's are added to the first's in as many parts as there are ranks, and no such sum of a
+    bf16 number and its parts is rounded."""
     generator = torch.Generator().manual_seed(seed)
     shape = (16, 8) if kind == "imitation" else (*TOKENS, DIM)
     device = "cpu" if kind == "imitation" else "cuda"
-    return [
-        [torch.randn(shape, generator=generator).to(device, BF16) for _ in range(NUM_MICRO)]
-        for _ in range(NUM_STEPS)
-    ]
+    steps = (torch.randn(shape, generator=generator).to(device, BF16) for _ in range(NUM_STEPS))
+    return [[x] * NUM_MICRO for x in steps]
 
 
 def make_optimizer(params: Any) -> torch.optim.Optimizer:
