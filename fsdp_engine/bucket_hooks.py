@@ -15,17 +15,16 @@ from torch import nn
 
 from fsdp_engine.hooks import not_compiled
 from fsdp_engine.scheduler import Scheduler
-from fsdp_engine.unit import Unit
+from fsdp_engine.unit import Unit, holders
 
 
 def hook_bucket(scheduler: Scheduler, part: Unit) -> None:
     """Hook the modules that hold parameters of ``part``, if anything is ever to be waited for."""
     if not part.needs_refresh:
         return
-    sites = (site for buffer in part.buffers for record in buffer.records for site in record.sites)
-    modules = {id(module): module for module, _ in sites}
-    part.uncalled = set(modules)
-    for module in modules.values():
+    modules = holders(part.buffers)
+    part.uncalled = {id(module) for module in modules}
+    for module in modules:
         # What the root holds itself, its forward may read from the start: never "called".
         if module is not part.module:
             module.register_forward_pre_hook(_waiter(scheduler, part), prepend=True)

@@ -31,7 +31,7 @@ from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.reductions import Reductions
 from fsdp_engine.scheduler import Scheduler
 from fsdp_engine.strategies import Role
-from fsdp_engine.unit import Unit, install_into
+from fsdp_engine.unit import Unit, holders, install_into
 
 # Weak both ways: an engine knows its model, and a value that holds its key would never go. The
 # model's hooks keep the engine.
@@ -363,12 +363,7 @@ class Engine:
         return [
             unit
             for unit in self.units
-            if any(
-                id(module) in wanted
-                for buffer in unit.buffers
-                for record in buffer.records
-                for module, _ in record.sites
-            )
+            if any(id(module) in wanted for module in holders(unit.buffers))
         ]
 
     def _optim_group(self) -> torch.distributed.ProcessGroup | None:

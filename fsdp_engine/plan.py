@@ -328,9 +328,11 @@ def _check_record(record: ParamRecord, recipe: Recipe) -> None:
 
 def _check_fp8_fields(units: Sequence[PlannedUnit], recipe: Recipe) -> None:
     """Fields about what weights of Transformer Engine have, if the model has such weights."""
+    config = recipe.config
+    if not (config.keep_fp8_transpose_cache or config.reuse_grad_buf_for_mxfp8_param_ag):
+        return
     codecs = [buffer.make_codec() for unit in units for buffer in unit.buffers]
     quantized = [each for each in codecs if isinstance(each, TransformerEngineCodec)]
-    config = recipe.config
     if config.keep_fp8_transpose_cache and not any(each.has_transposes for each in quantized):
         raise ValueError(
             "keep_fp8_transpose_cache: expected weights that Transformer Engine has quantised by "

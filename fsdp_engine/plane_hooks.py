@@ -14,15 +14,14 @@ from torch import nn
 
 from fsdp_engine.hooks import not_compiled
 from fsdp_engine.scheduler import Scheduler, in_backward
-from fsdp_engine.unit import Unit
+from fsdp_engine.unit import Unit, holders
 
 
 def hook_planes(scheduler: Scheduler, unit: Unit) -> None:
     """Hook the modules that hold parameters of ``unit``, if it gathers planes by use."""
     if not unit.has_planes:
         return
-    sites = (site for buffer in unit.buffers for record in buffer.records for site in record.sites)
-    for module in {id(module): module for module, _ in sites}.values():
+    for module in holders(unit.buffers):
         module.register_forward_pre_hook(_watcher(scheduler, unit), prepend=True)
 
 

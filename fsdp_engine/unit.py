@@ -326,6 +326,12 @@ class Unit:
         self.state = state
 
 
+def holders(buffers: Sequence[ParamAndGradBuffer]) -> list[nn.Module]:
+    """Modules that hold parameters of ``buffers``, each once."""
+    sites = (site for b in buffers for record in b.records for site in record.sites)
+    return list({id(module): module for module, _ in sites}.values())
+
+
 def install_into(
     buffers: Sequence[ParamAndGradBuffer], tensors: Sequence[Sequence[Tensor]]
 ) -> None:
@@ -366,9 +372,7 @@ def _install_entries(
 
 def _modules_with_flat_weights(buffers: Sequence[ParamAndGradBuffer]) -> list[nn.RNNBase]:
     """Recurrent modules, which compute with a list of weights of their own."""
-    sites = (site for b in buffers for record in b.records for site in record.sites)
-    modules = {id(module): module for module, _ in sites}
-    return [module for module in modules.values() if isinstance(module, nn.RNNBase)]
+    return [module for module in holders(buffers) if isinstance(module, nn.RNNBase)]
 
 
 def _flat_weights(module: nn.RNNBase) -> list[Any]:

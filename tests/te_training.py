@@ -7,9 +7,12 @@ bytes and scales of a sharded model's weights whenever they are about to be mult
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fsdp_engine as fe
+from fsdp_engine.codecs import ParamCodec
 from tests import te_on_cpu
 from tests.te_on_cpu import QuantisedBlock, QuantisedLinear, QuantisedStack, planes
 from tests.te_reference import MAX, Quantised, dequantise, quantise
@@ -24,6 +28,19 @@ from tests.te_reference import MAX, Quantised, dequantise, quantise
 TRANSPOSED = ("delayed", "current", "block")  # backward reads transposes of what forward reads
 FEATURES = 7
 HISTORY = 4  # of te_on_cpu's delayed scaling
+
+
+@contextlib.contextmanager
+def counting_encodes(codec: type[ParamCodec]) -> Iterator[list[int]]:
+    """Within it, ``[0]`` of what it gives is how often codecs of that class have encoded."""
+    count, real = [0], codec.encode
+
+    def encode(self: Any, *args: Any) -> Any:
+        count[0] += 1
+        return real(self, *args)
+
+    with mock.patch.object(codec, "encode", encode):
+        yield count
 
 
 def make_stack(recipe: str, num_blocks: int = 2, seed: int = 1) -> QuantisedStack:

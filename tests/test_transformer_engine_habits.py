@@ -16,7 +16,14 @@ from tests import reference
 from tests.megatron import config_of, train_wrapped
 from tests.pool import on_ranks
 from tests.te_on_cpu import RECIPES, QuantisedBlock, QuantisedStack
-from tests.te_training import Watch, make_batch, make_stack, quantised_layers, train_watched
+from tests.te_training import (
+    Watch,
+    counting_encodes,
+    make_batch,
+    make_stack,
+    quantised_layers,
+    train_watched,
+)
 from tests.test_equivalence import mesh_of
 
 CUT = "optim_grads_params"
@@ -63,15 +70,8 @@ def test_frozen_weights_under_adapters_are_encoded_once_and_serve_backward(recip
             for name, layer in quantised_layers(model).items()
         }
         engine = fe.shard(model, strategy=level)
-        watch, encodes = Watch(model, engine), [0]
-        real = TransformerEngineCodec.encode
-
-        def encode(codec: Any, *args: Any, real: Any = real, encodes: Any = encodes) -> Any:
-            encodes[0] += 1
-            return real(codec, *args)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(TransformerEngineCodec, "encode", encode)
+        watch = Watch(model, engine)
+        with counting_encodes(TransformerEngineCodec) as encodes:
             losses.append(train_watched(model, engine, watch, num_steps=3))
         assert encodes == [len(model.blocks)], level
         assert_looked(watch, 3 * 2 * len(watch.layers))

@@ -23,7 +23,14 @@ from fsdp_engine.unit import Unit
 from tests.models import Transformer, token_batch
 from tests.pool import Ranks, on_ranks
 from tests.te_on_cpu import QuantisedBlock, QuantisedStack
-from tests.te_training import FEATURES, Watch, make_batch, make_stack, train_watched
+from tests.te_training import (
+    FEATURES,
+    Watch,
+    counting_encodes,
+    make_batch,
+    make_stack,
+    train_watched,
+)
 from tests.test_counts import Messages
 from tests.test_equivalence import PAIR_NAMES, PAIRS, mesh_of
 from tests.test_schedule import BUDGETS, config_of, traced
@@ -261,15 +268,7 @@ def count_amaxes(inner: str, outer: str) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         num_buffers = sum(is_quantised(buffer) for buffer in engine.buffers)
         assert num_buffers == len(model.blocks)
-        encodes = [0]
-        real = TransformerEngineCodec.encode
-
-        def encode(codec: Any, *args: Any, real: Any = real, encodes: Any = encodes) -> Any:
-            encodes[0] += 1
-            return real(codec, *args)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(TransformerEngineCodec, "encode", encode)
+        with counting_encodes(TransformerEngineCodec) as encodes:
             for step in range(3):
                 total: Counter[Any] = Counter()
                 for micro in range(3):
@@ -299,15 +298,7 @@ def count_native(inner: str, outer: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     num_buffers = sum(isinstance(b.weights.codec, Float8Codec) for b in engine.buffers)
     assert num_buffers == 3
-    encodes = [0]
-    real = Float8Codec.encode
-
-    def encode(codec: Any, *args: Any) -> Any:
-        encodes[0] += 1
-        return real(codec, *args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Float8Codec, "encode", encode)
+    with counting_encodes(Float8Codec) as encodes:
         for step in range(3):
             for micro in range(3):
                 loss = model(*token_batch(2, micro))
