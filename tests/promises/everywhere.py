@@ -1,0 +1,94 @@
+"""Where a promise has to hold: every level, several pairs, one rank and many.
+
+A promise is tested by a function of one :class:`Place`, which shards a model there and checks::
+
+    @everywhere
+    def test_a_gradient_that_was_zeroed_stays_zeros(place: Place) -> None:
+        model = nn.Linear(4, 4)
+        engine = place.shard(model)
+        ...
+
+It is run at every place of 1, 2 and 4 ranks, each number of ranks being a test of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fsdp_engine as fe
+from tests.pool import Ranks
+
+
+@dataclass(frozen=True)
+class Place:
+    """A pair of levels on a mesh of ``shape``, (inner,) or (outer, inner)."""
+
+    inner: str
+    outer: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the mesh."""
+        return self.shape[0] * (self.shape[1] if len(self.shape) > 1 else 1)
+
+    def shard(self, model: nn.Module, **options: Any) -> fe.Engine:
+        """``fe.shard`` at this place."""
+        names = ("outer", "inner")[-len(self.shape) :]
+        mesh = init_device_mesh("cpu", self.shape, mesh_dim_names=names)
+        return fe.shard(model, mesh, self.inner, self.outer, **options)
+
+
+LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
+PLACES = (
+    *(Place(level, "no_shard", (1,)) for level in LEVELS),
+    *(Place(level, "no_shard", (2,)) for level in LEVELS),
+    Place("no_shard", "no_shard", (2, 2)),
+    Place("optim", "optim", (2, 2)),
+    Place("optim_grads", "no_shard", (2, 2)),
+    Place("optim_grads_params", "no_shard", (2, 2)),
+    Place("optim_grads_params", "optim", (2, 2)),
+    Place("optim_grads_params", "optim_grads_params", (2, 2)),
+)
+
+
+def everywhere(check: Callable[[Place], None]) -> Callable[..., None]:
+    """Makes a test of ``check(place)``, which every rank of every place shall run."""
+
+    @pytest.mark.parametrize("num_ranks", [1, 2, 4])
+    @functools.wraps(check)
+    def test(ranks: Ranks, num_ranks: int) -> None:
+        __tracebackhide__ = True
+        ranks.run(_run_at_places, check.__module__, check.__qualname__, world_size=num_ranks)
+
+    parameters = [
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        for name in ("ranks", "num_ranks")
+    ]
+    test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return test
+
+
+def _run_at_places(module: str, name: str) -> None:
+    # The module's attribute is the test; functools.wraps left the check on it.
+    check = getattr(importlib.import_module(module), name).__wrapped__
+    for place in PLACES:
+        if place.num_ranks == dist.get_world_size():
+            torch.manual_seed(0)
+            try:
+                check(place)
+            except Exception as error:
+                error.add_note(f"at {place}")
+                raise

@@ -1,0 +1,40 @@
+"""What torch promises of ordinary training; and that a promise which does not hold is seen."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tests import reference
+from tests.pool import RankError, Ranks
+from tests.promises.everywhere import Place, _run_at_places, everywhere
+
+
+@everywhere
+def test_two_steps_of_training_are_those_of_one_process(place: Place) -> None:
+    model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+    alone = copy.deepcopy(model)
+    place.shard(model)
+    x = torch.randn(4, 6)
+    for each in (model, alone):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(2):
+            each(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found, expected = reference.full_weights(model), reference.full_weights(alone)
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, msg=name)
+
+
+@everywhere
+def broken_promise(place: Place) -> None:
+    assert place.inner != "optim_grads"
+
+
+def test_a_place_at_which_a_promise_breaks_is_named(ranks: Ranks) -> None:
+    with pytest.raises(RankError, match=r"at Place.*optim_grads'"):
+        ranks.run(_run_at_places, __name__, "broken_promise", world_size=2)
