@@ -20,6 +20,8 @@ from fsdp_engine.planner import Estimate, estimate
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.sharding import shard
 
+__version__ = "0.1.0"  # the package's metadata read it here
+
 __all__ = [
     "Checkpointer",
     "DistributedDataParallel",

@@ -1,9 +1,11 @@
-"""The command line: ``python -m fsdp_engine plan`` tells what a rank would hold and send.
+"""The command line ``fsdp-engine``, also as ``python -m fsdp_engine``.
 
-    python -m fsdp_engine plan --elements 8e9 --world 64 --outer 8 --dtype bf16 --memory 80
-    python -m fsdp_engine plan --model my_package.models:build --world 8 --dtype bf16
+    fsdp-engine plan --elements 8e9 --world 64 --outer 8 --dtype bf16 --memory 80
+    fsdp-engine plan --model my_package.models:build --world 8 --dtype bf16
+    fsdp-engine checkpoint inspect PATH
 
-Nothing is trained or allocated: a model is built on the meta device.
+``plan`` tells what a rank would hold and send. Nothing is trained or allocated: a model is built on
+the meta device. ``checkpoint`` looks into checkpoints (``checkpoint/command_line.py``).
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import typer
 from rich.table import Table
 from torch import nn
 
+from fsdp_engine.checkpoint.command_line import app as checkpoint_app
 from fsdp_engine.planner import NOT_INCLUDED, Estimate, compare
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.terminal import format_bytes, print_whole
@@ -31,6 +34,7 @@ DTYPES = {
 }
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+app.add_typer(checkpoint_app, name="checkpoint")
 
 
 @app.callback()

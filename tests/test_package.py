@@ -1,0 +1,117 @@
+"""The wheel: built, installed where nothing else of ours is, and run as README says."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import fsdp_engine as fe
+
+ROOT = Path(__file__).parent.parent
+SOURCES = ("fsdp_engine", "pyproject.toml", "README.md", "LICENSE")
+
+
+@dataclass(frozen=True)
+class Installed:
+    """The wheel, and the environment that it was installed into."""
+
+    wheel: Path
+    bin: Path
+
+    def run(self, folder: Path, program: str, *arguments: str) -> str:
+        """What a program of the environment prints when it is run in ``folder``."""
+        return run(folder, str(self.bin / program), *arguments)
+
+
+def run(folder: Path, *command: str) -> str:
+    """What ``command`` prints; it must succeed. Nothing leads it to the checkout."""
+    misleading = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    environment = {name: value for name, value in os.environ.items() if name not in misleading}
+    environment["OMP_NUM_THREADS"] = "1"
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    """The wheel in an environment of its own.
+
+    What the package depends on is not installed once more but read from where it is. A path file
+    names that folder; path files *in* the folder are not read then, so an editable install of the
+    checkout, which is one, is not seen.
+    """
+    folder = tmp_path_factory.mktemp("package")
+    sources, home = folder / "sources", folder / "venv"
+    sources.mkdir()  # a build leaves files among its sources
+    for name in SOURCES:
+        (sources / name).symlink_to(ROOT / name)
+    pip = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
+    run(folder, *pip, "wheel", "--no-deps", "--no-build-isolation", str(sources))
+    (wheel,) = folder.glob("*.whl")
+
+    venv.create(home, with_pip=False)
+    python = str(home / "bin" / "python")
+    run(folder, *pip, "--python", python, "install", "--no-deps", "--no-index", str(wheel))
+    (site,) = home.glob("lib/python3*/site-packages")
+    around = {sysconfig.get_path(scheme) for scheme in ("purelib", "platlib")}
+    (site / "dependencies.pth").write_text("\n".join(sorted(around)) + "\n")
+    return Installed(wheel, home / "bin")
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """README's script, which then tells where it found the package."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    (code,) = (block for block in blocks if block.startswith("import torch\n"))
+    path = tmp_path_factory.mktemp("user") / "train.py"
+    line = 'print(f"imported from {fe.__file__}, version {fe.__version__}", flush=True)\n'
+    path.write_text(code + line, encoding="utf-8")
+    return path
+
+
+def check_printed(printed: str, installed: Installed, num_ranks: int) -> None:
+    """The script has run the wheel's package on all ranks, and its loss has fallen."""
+    found = re.findall(r"^imported from (.*), version (.*)$", printed, re.M)
+    assert len(found) == num_ranks, printed
+    for file, version in found:
+        assert Path(file).is_relative_to(installed.bin.parent)
+        assert version == fe.__version__
+    losses = [float(loss) for loss in re.findall(r"^step +\d+  loss ([\d.]+)", printed, re.M)]
+    assert losses[-1] < 0.5 * losses[0], printed
+
+
+def test_the_wheel_holds_the_package_its_types_and_nothing_else(installed: Installed) -> None:
+    names = zipfile.ZipFile(installed.wheel).namelist()
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "fsdp_engine").rglob("*.py")}
+    packaged = {name for name in names if ".dist-info/" not in name}
+    assert packaged == {*modules, "fsdp_engine/py.typed"}
+    assert any(name.endswith("/LICENSE") for name in names)
+    assert installed.wheel.name.startswith(f"fsdp_engine-{fe.__version__}-")
+
+
+def test_readme_s_script_trains_alone(installed: Installed, script: Path, tmp_path: Path) -> None:
+    printed = installed.run(tmp_path, "python", str(script))
+    check_printed(printed, installed, num_ranks=1)
+
+
+def test_readme_s_script_trains_under_torchrun_and_the_command_reads_its_checkpoint(
+    installed: Installed, script: Path, tmp_path: Path
+) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    printed = installed.run(tmp_path, "python", *torchrun, str(script))
+    check_printed(printed, installed, num_ranks=2)
+    seen = installed.run(tmp_path, "fsdp-engine", "checkpoint", "inspect", "runs/tiny")
+    assert "0.0.weight" in seen
