@@ -23,12 +23,6 @@ STAMP := $(VENV)/.installed
 OMP_NUM_THREADS ?= 1
 export OMP_NUM_THREADS
 
-# glibc takes memory from the system in such pieces. With smaller ones, what gloo's threads allocate
-# between the model's tensors keeps freed memory from being used again, and the resident set grows to
-# twice its size over a thousand steps (malloc_trim() gives it back: nothing leaks).
-MALLOC_TOP_PAD_ ?= 67108864
-export MALLOC_TOP_PAD_
-
 .PHONY: help setup train megatron test lint format bench clean
 .DEFAULT_GOAL := help
 

@@ -42,9 +42,10 @@ def draw_curves(path: Path, curve: Curve, bigram: float, title: str) -> None:
     above.axhline(bigram, color="gray", linestyle="--", label=f"bigram, held out: {bigram:.3f}")
     above.set(title=title, ylabel="loss (nats a byte)")
     above.legend()
-    below.plot(steps, [record.memory_bytes / 2**20 for record in curve.steps], color="tab:green")
-    below.set(xlabel="step", ylabel="memory (MiB)")
-    below.set_ylim(bottom=0)
+    memory = [record.memory_bytes / 2**20 for record in curve.steps]
+    below.plot(steps, memory, color="tab:green")
+    # From zero, and not to the line itself, which may well be level.
+    below.set(xlabel="step", ylabel="memory (MiB)", ylim=(0, 1.15 * max(memory)))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

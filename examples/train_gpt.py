@@ -19,13 +19,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from tqdm import tqdm
 
 import fsdp_engine as fe
 from corpus import Batch, BatchPlan, Corpus, bigram_cross_entropy, read_corpus
 from curve import Curve, HeldOutRecord, StepRecord, memory_in_use
 from gpt import GPT
 from plots import draw_curves
+from progress import Progress
 from settings import Settings, parse_settings
 
 # Losses stay on the device for this many steps; then one all-reduce averages them.
@@ -169,30 +169,22 @@ class Job:
         if not curve.held_out:
             curve.held_out.append(HeldOutRecord(0, self.held_out_loss()))
         reader = StepReader(self, curve)
-        bar = tqdm(
-            total=settings.last_step,
-            initial=first,
-            unit="step",
-            disable=self.rank != 0,
-            dynamic_ncols=True,
-        )
+        progress = Progress(first, settings.last_step, shown=self.rank == 0)
         for step in range(first, settings.last_step):
             reader.add(step, *self.train_step(step))
             done = step + 1
             evaluate = done % settings.eval_every == 0 or done == settings.last_step
             save = done % settings.save_every == 0 or done == settings.last_step
             if evaluate or save or done % STEPS_PER_READ == 0:
-                bar.set_postfix_str(reader.read())
-            bar.update()
+                progress.advance(done, reader.read())
             if evaluate:
                 curve.held_out.append(HeldOutRecord(done, self.held_out_loss()))
-                if self.rank == 0:
-                    bar.write(f"step {done:5d}   held-out loss {curve.held_out[-1].loss:.4f}")
+                progress.say(f"step {done:5d}   held-out loss {curve.held_out[-1].loss:.4f}")
             if save:
                 self.save(done)
             if evaluate or save:
                 reader.restart_clock()
-        bar.close()
+        progress.close()
         self.checkpointer.close()
 
     def sample(self) -> str:

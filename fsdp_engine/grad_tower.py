@@ -233,6 +233,11 @@ class GradTower:
         """Where gradients lie that have not travelled yet, one tensor for each parameter."""
         return self._views
 
+    @property
+    def written_flat(self) -> Tensor:
+        """The same memory as one tensor; zeros between parameters."""
+        return self.main_grads().tensor if self._staged_flat is None else self._staged_flat
+
     def zero_fresh(self) -> None:
         """What no backward has written since gradients were cleared becomes zero."""
         accum = self.main_grads()

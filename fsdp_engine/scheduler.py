@@ -297,6 +297,7 @@ class Scheduler:
                 unit.release()
         self._touched.clear()
         self._backward_is_open = False
+        self._memory.end_backward()
 
     # Both.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp_engine as fe
+from fsdp_engine import gradient_checks
 from tests.megatron import LEVEL_NAMES, config_of
 from tests.pool import on_ranks
 from tests.test_counts import Messages
@@ -120,6 +122,22 @@ def test_check_for_nan_in_grad_names_every_parameter_and_rank() -> None:
     parts = [f"{name} (data-parallel rank 0)" for name in names]
     said = str(caught.value).rpartition(" in ")[2]
     assert sorted(said.split("; ")) == sorted([*parts, "poisoned (data-parallel rank 1)"])
+
+
+@on_ranks(world_size=2)
+def test_check_for_nan_in_grad_reads_finite_gradients_once_however_large() -> None:
+    for level in LEVEL_NAMES:
+        ddp = wrapped(level, check_for_nan_in_grad=True)
+        x, y = inputs(0)
+        large = torch.full_like(y, 0.9 * torch.finfo(y.dtype).max)  # two of them overflow in a sum
+        large[0] *= -1
+        with mock.patch.object(gradient_checks, "_magnitudes") as closer_look:
+            step(ddp, (x, large))
+        closer_look.assert_not_called()
+        grad = ddp.module.poisoned.grad
+        assert isinstance(grad, torch.Tensor)
+        full = grad.full_tensor() if isinstance(grad, fe.FlatDTensor) else grad
+        assert torch.equal(full, large)
 
 
 @on_ranks(world_size=2)

@@ -20,10 +20,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import corpus
+import plots
+import progress
 from corpus import BatchPlan
 from curve import Curve, HeldOutRecord, StepRecord, memory_in_use
 from gpt import GPT, GPTConfig
 from plots import draw_curves, smooth
+from progress import Progress
 from settings import Settings, parse_settings
 
 ROOT = Path(__file__).parent.parent
@@ -280,6 +283,18 @@ class TestCurves:
         assert content.startswith(b"\x89PNG\r\n\x1a\n")
         assert len(content) > 10_000
 
+    def test_a_level_line_of_memory_has_room_above_it(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(plots.pyplot, "close", lambda figure: None)
+        draw_curves(tmp_path / "curves.png", a_curve(), bigram=2.4, title="a run")
+        below = plots.pyplot.gcf().axes[1]
+        monkeypatch.undo()
+        plots.pyplot.close()
+        most = a_curve().steps[-1].memory_bytes / 2**20
+        assert below.get_ylim()[0] == 0
+        assert below.get_ylim()[1] > 1.1 * most
+
     def test_a_curve_survives_its_dictionary(self) -> None:
         curve = Curve()
         curve.load_state_dict(a_curve().state_dict())
@@ -294,6 +309,37 @@ class TestCurves:
         before = memory_in_use(torch.device("cpu"))
         big = torch.ones(2**26, dtype=torch.uint8)
         assert memory_in_use(torch.device("cpu")) - before > big.numel() // 2
+
+
+class TestProgress:
+    def test_without_a_terminal_a_line_comes_every_few_seconds(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        now = [100.0]
+        monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+        shown, hidden = Progress(0, 40, shown=True), Progress(0, 40, shown=False)
+        for step in range(10, 50, 10):
+            for each in (shown, hidden):
+                each.advance(step, f"loss {step}")
+            now[0] += 3
+        shown.say("held out")
+        hidden.say("held out")
+        shown.close()
+        captured = capsys.readouterr()
+        assert captured.out.splitlines() == ["step    30 of 40   loss 30", "held out"]
+        assert captured.err == ""
+
+    def test_on_a_terminal_there_is_a_bar(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+        bar = Progress(10, 40, shown=True)
+        bar.advance(20, "loss 3")
+        bar.close()
+        captured = capsys.readouterr()
+        assert "20/40" in captured.err
+        assert "loss 3" in captured.err
+        assert captured.out == ""
 
 
 class TestSettings:

@@ -6,6 +6,7 @@ Expected are the formulas of ``strategies/`` (the part of each role that a rank 
 
 from __future__ import annotations
 
+import ctypes
 import math
 import random
 from collections.abc import Iterator
@@ -17,8 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp_engine as fe
+from curve import memory_in_use
 from fsdp_engine.buffer import ShardedBuffer
-from fsdp_engine.memory import Memory, TransientStorage
+from fsdp_engine.memory import BACKWARDS_PER_TRIM, Memory, TransientStorage
 from fsdp_engine.strategies import Axis, Role, Strategy
 from fsdp_engine.weight_tower import Plane
 from tests.models import DIM, Mlp, Regression, odd_model, vector_batch
@@ -293,3 +295,19 @@ def test_transient_storages_never_share_memory_and_idle_memory_has_a_bound() -> 
         assert memory.idle_bytes + in_use <= most
     memory.release_idle()
     assert memory.idle_bytes == 0
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs glibc")
+def test_pages_between_small_allocations_are_handed_back_after_so_many_backwards() -> None:
+    books = Memory(torch.device("cpu"))
+    kept, size = [], 100 * 1024  # glibc's heap has these; larger ones may be mapped each by itself
+    freed = []
+    for _ in range(1000):
+        freed.append(torch.ones(size, dtype=torch.uint8))
+        kept.append(torch.ones(64, dtype=torch.uint8))
+    held = memory_in_use(torch.device("cpu"))
+    freed.clear()
+    for _ in range(BACKWARDS_PER_TRIM):
+        books.end_backward()
+    assert memory_in_use(torch.device("cpu")) < held - 900 * size
+    assert all(int(each.sum()) == 64 for each in kept)
