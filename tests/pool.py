@@ -16,7 +16,8 @@ What may go wrong, and what a test then sees:
 After the second and third, and after the first if peers stay blocked, all processes are killed
 and new ones started, so that later tests still run.
 
-A test whose body runs on the ranks is written with :func:`on_ranks`.
+A test whose body runs on the ranks is written with :func:`on_ranks`, or, where it shall hold for
+one process as for several, with :func:`on_few_ranks`.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -96,21 +98,24 @@ class Ranks:
         *args: Any,
         world_size: int = NUM_RANKS,
         timeout: float = GROUP_TIMEOUT_SECONDS,
+        group: bool = True,
     ) -> list[Any]:
         """Runs ``fn(*args)`` on ranks 0 to ``world_size - 1``; what each returned, by rank.
 
         ``fn`` must be a function of a module, and all that travels must pickle. Inside, the
-        default process group is there, and ``torch.manual_seed(0)`` was called.
+        default process group is there, and ``torch.manual_seed(0)`` was called. Without ``group``
+        there is none, as in ``python train.py``: one rank only.
 
         Raises:
             RankError: ``fn`` raised, hung for more than ``timeout`` seconds, or died on a rank.
         """
         __tracebackhide__ = True
         assert 1 <= world_size <= self.num_ranks, world_size
+        assert group or world_size == 1
         if not self._processes:
             self._start()
         self._num_calls += 1
-        call = pickle.dumps((fn, args, world_size, f"call{self._num_calls}"))
+        call = pickle.dumps((fn, args, world_size, f"call{self._num_calls}", group))
         for pipe in self._pipes[:world_size]:
             pipe.send_bytes(call)
         answers, first_failure = self._collect(world_size, timeout)
@@ -262,6 +267,27 @@ def on_ranks(
     return decorate
 
 
+def on_few_ranks(body: Callable[..., None]) -> Callable[..., None]:
+    """Like :func:`on_ranks`: by one process without a group, one with a group, and by two ranks."""
+
+    @pytest.mark.parametrize(
+        ("world_size", "group"), [(1, False), (1, True), (2, True)], ids=["alone", "1", "2"]
+    )
+    @functools.wraps(body)
+    def test(ranks: Ranks, world_size: int, group: bool, **arguments: Any) -> None:
+        __tracebackhide__ = True
+        call = (body.__module__, body.__qualname__, arguments)
+        ranks.run(_run_body, *call, world_size=world_size, group=group)
+
+    own = inspect.signature(body).parameters.values()
+    added = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY)
+        for name in ("ranks", "world_size", "group")
+    ]
+    test.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
+    return test
+
+
 def _run_body(module: str, name: str, arguments: dict[str, Any]) -> None:
     # The module's attribute is the test; functools.wraps left the body on it.
     getattr(importlib.import_module(module), name).__wrapped__(**arguments)
@@ -305,16 +331,17 @@ def _die_with_the_pool() -> None:
 
 def _answer(rank: int, call: bytes, store: dist.Store) -> tuple[str, Any]:
     try:
-        fn, args, world_size, prefix = pickle.loads(call)
+        fn, args, world_size, prefix, group = pickle.loads(call)
         torch.manual_seed(0)
         random.seed(0)
-        dist.init_process_group(
-            "gloo",
-            store=dist.PrefixStore(prefix, store),
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=GROUP_TIMEOUT_SECONDS),
-        )
+        if group:
+            dist.init_process_group(
+                "gloo",
+                store=dist.PrefixStore(prefix, store),
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=GROUP_TIMEOUT_SECONDS),
+            )
         return "value", pickle.dumps(fn(*args))
     except BaseException:
         text = traceback.format_exc()

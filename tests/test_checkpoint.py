@@ -82,10 +82,13 @@ class Counting(nn.Module):
 
 
 Config = dict[str, Any]
-"""Keys: strategy, outer, shape (of the mesh); granule, param_dtype and wrap may be left out."""
+"""Keys: strategy, outer, shape (of the mesh; none: one process without a group); granule,
+param_dtype and wrap may be left out."""
 
 
-def mesh_of(*shape: int) -> DeviceMesh:
+def mesh_of(*shape: int) -> DeviceMesh | None:
+    if not shape:
+        return None  # a process without a group: the engine makes one
     return init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
 
 
@@ -210,7 +213,10 @@ def label(config: Config) -> str:
 
 
 def all_configs() -> dict[int, list[Config]]:
-    """By world size: all ten pairs on two axes, all levels on one, one rank; options strewn in."""
+    """By world size: all ten pairs on two axes, all levels on one, one rank; options strewn in.
+
+    World size 0 is one process without a process group.
+    """
     four = [
         {"strategy": s.inner.name, "outer": s.outer.name, "shape": (2, 2), "wrap": number % 2}
         for number, s in enumerate(ALL_STRATEGIES)
@@ -224,7 +230,16 @@ def all_configs() -> dict[int, list[Config]]:
     one: list[Config] = [
         {"strategy": level, "outer": level, "shape": (1, 1)} for level in list(LEVELS)[::3]
     ]
-    return {4: four, 2: two, 1: one}
+    none: list[Config] = [
+        {"strategy": level, "outer": "no_shard", "shape": ()} for level in list(LEVELS)[::3]
+    ]
+    return {4: four, 2: two, 1: one, 0: none}
+
+
+def run_on(ranks: Ranks, world_size: int, *call: Any, timeout: float = 240) -> list[Any]:
+    """``ranks.run``, where a world of size 0 is one process without a process group."""
+    group = world_size > 0
+    return ranks.run(*call, world_size=max(world_size, 1), group=group, timeout=timeout)
 
 
 @pytest.fixture(scope="module")
@@ -233,12 +248,12 @@ def saved(ranks: Ranks, tmp_path_factory: Any) -> tuple[str, dict[str, Any]]:
     folder = str(tmp_path_factory.mktemp("checkpoints"))
     found: dict[str, Any] = {}
     for world_size, configs in all_configs().items():
-        results = ranks.run(save_each, folder, configs, world_size=world_size, timeout=240)
+        results = run_on(ranks, world_size, save_each, folder, configs)
         found.update(zip(map(label, configs), results[0], strict=True))
     return folder, found
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [0, 1, 2, 4])
 def test_every_pair_loads_what_others_saved_bit_for_bit(
     ranks: Ranks, saved: tuple[str, dict[str, Any]], world_size: int
 ) -> None:
@@ -253,7 +268,7 @@ def test_every_pair_loads_what_others_saved_bit_for_bit(
     turn = itertools.cycle(sources[::-1])
     pairs = [(next(turn), target) for target in targets for _ in range(count)]
     assert {label(source) for source, _ in pairs} == {label(source) for source in sources}
-    results = ranks.run(load_each, folder, pairs, expected, world_size=world_size, timeout=280)
+    results = run_on(ranks, world_size, load_each, folder, pairs, expected, timeout=280)
     assert not any(results), "\n".join(results[0][:10])
 
 
@@ -801,6 +816,8 @@ class OneNumber(nn.Module):
 
 def shared_folder() -> str:
     """A fresh folder that all ranks know. A collective."""
+    if not dist.is_initialized():
+        return tempfile.mkdtemp()
     found = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(found)
     return found[0]

@@ -26,7 +26,7 @@ from fsdp_engine.checkpoint.directory import CheckpointDirectory
 from fsdp_engine.checkpoint.manifest import FORMAT_VERSION, MANIFEST, Manifest
 from fsdp_engine.checkpoint.verification import verify_files
 from tests.models import Mlp, Transformer, token_batch
-from tests.pool import Ranks, on_ranks
+from tests.pool import Ranks, on_few_ranks, on_ranks
 from tests.test_checkpoint import (
     Config,
     Everything,
@@ -34,6 +34,7 @@ from tests.test_checkpoint import (
     contents,
     different,
     label,
+    run_on,
     shard,
     shared_folder,
     step,
@@ -121,18 +122,15 @@ def test_any_ranks_and_levels_load_what_others_saved_bit_for_bit(
 ) -> None:
     configs = all_configs()
     expected = {}
-    for world_size in (2, 4):
-        found = ranks.run(
-            save_each, str(tmp_path), configs[world_size], world_size=world_size, timeout=120
-        )[0]
-        expected |= dict(zip(map(label, configs[world_size]), found, strict=True))
+    for world_size, each in configs.items():
+        found = run_on(ranks, world_size, save_each, str(tmp_path), each)[0]
+        expected |= dict(zip(map(label, each), found, strict=True))
     draw = random.Random(3)
-    sources = [*configs[2], *configs[4]]
-    for world_size in (1, 2, 4):
-        pairs = [(draw.choice(sources), target) for target in configs[world_size]]
-        for lines in ranks.run(
-            load_each, str(tmp_path), pairs, expected, world_size=world_size, timeout=120
-        ):
+    several, single = [*configs[2], *configs[4]], [*configs[0], *configs[1]]
+    for world_size, each in configs.items():
+        pairs = [(draw.choice(several), target) for target in each]
+        pairs += [(source, draw.choice(each)) for source in single]
+        for lines in run_on(ranks, world_size, load_each, str(tmp_path), pairs, expected):
             assert lines == []
 
 
@@ -162,11 +160,14 @@ def train_with(name: str, strategy: str, folder: str, saves: bool) -> dict[str, 
     return contents(model, engine, optimizer)
 
 
+@pytest.mark.parametrize("world_size", [0, 2])
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
-def test_the_state_of_any_optimizer_comes_back(ranks: Ranks, tmp_path: Path, name: str) -> None:
+def test_the_state_of_any_optimizer_comes_back(
+    ranks: Ranks, tmp_path: Path, name: str, world_size: int
+) -> None:
     level, other = ("optim_grads_params", "optim") if name != "Adafactor" else ("no_shard",) * 2
-    saved = ranks.run(train_with, name, level, str(tmp_path), True, world_size=2)
-    loaded = ranks.run(train_with, name, other, str(tmp_path), False, world_size=2)
+    saved = run_on(ranks, world_size, train_with, name, level, str(tmp_path), True)
+    loaded = run_on(ranks, world_size, train_with, name, other, str(tmp_path), False)
     # Not bit by bit: the levels sum in another order.
     for key, value in saved[0].items():
         if isinstance(value, Tensor):
@@ -177,9 +178,9 @@ def test_the_state_of_any_optimizer_comes_back(ranks: Ranks, tmp_path: Path, nam
 
 def go_on(folder: str, seed: int, saves: bool) -> list[Any]:
     """What random generators, the scheduler and the place in the data do after a checkpoint."""
+    _, engine, optimizer = small()
     torch.manual_seed(seed + dist.get_rank())
     random.seed(seed)
-    _, engine, optimizer = small()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     position = Position()
     extra = {"scheduler": scheduler, "data": position}
@@ -204,12 +205,21 @@ def test_every_rank_goes_on_with_its_own_random_state_and_place(
     loaded = ranks.run(go_on, str(tmp_path), 6, False, world_size=2)
     assert saved[0][0] != saved[1][0]
     assert loaded == saved
-    others = ranks.run(go_on, str(tmp_path), 6, False, world_size=4)
-    assert [found[3] for found in others] == [100] * 4
-    assert [found[2] for found in others] == [saved[0][2]] * 4
+    for world_size in (0, 1, 4):
+        others = run_on(ranks, world_size, go_on, str(tmp_path), 6, False)
+        assert [found[3] for found in others] == [100] * max(world_size, 1)
+        assert [found[2] for found in others] == [saved[0][2]] * max(world_size, 1)
 
 
-@on_ranks(2)
+@pytest.mark.parametrize("world_size", [0, 1])
+def test_one_process_goes_on_with_its_own_random_state_and_place(
+    ranks: Ranks, tmp_path: Path, world_size: int
+) -> None:
+    saved = run_on(ranks, world_size, go_on, str(tmp_path), 5, True)
+    assert run_on(ranks, 1 - world_size, go_on, str(tmp_path), 6, False) == saved
+
+
+@on_few_ranks
 def test_an_extra_that_was_not_saved_stays_with_a_warning() -> None:
     folder = shared_folder()
     _, engine, optimizer = small()
@@ -225,7 +235,7 @@ def test_an_extra_that_was_not_saved_stays_with_a_warning() -> None:
 # --- in the background ---
 
 
-@on_ranks(2)
+@on_few_ranks
 def test_what_lands_is_the_moment_of_the_call_though_training_goes_on() -> None:
     folder = shared_folder()
     model, engine, optimizer = small()
@@ -263,7 +273,7 @@ def held_up_writes() -> Iterator[threading.Event]:
         writer.Writer.write_data = original  # type: ignore[method-assign]
 
 
-@on_ranks(2)
+@on_few_ranks
 def test_a_second_save_waits_for_the_first() -> None:
     folder = shared_folder()
     _, engine, optimizer = small()
@@ -357,7 +367,7 @@ def test_a_full_disk_on_one_rank_is_raised_on_all_and_leaves_nothing(on_rank: in
     assert different(contents(model, engine, optimizer), saved) == []
 
 
-@on_ranks(2)
+@on_few_ranks
 @pytest.mark.parametrize("where", ["write", "publish"])
 def test_a_failure_at_the_very_end_leaves_nothing(where: str) -> None:
     folder = shared_folder()
@@ -383,7 +393,7 @@ def test_a_failure_at_the_very_end_leaves_nothing(where: str) -> None:
     assert checkpointer.steps() == [1, 2]
 
 
-@on_ranks(2)
+@on_few_ranks
 def test_a_place_that_cannot_be_written_is_refused_on_every_rank() -> None:
     folder = shared_folder()
     _, engine, optimizer = small()
@@ -396,7 +406,7 @@ def test_a_place_that_cannot_be_written_is_refused_on_every_rank() -> None:
             fe.Checkpointer(path, engine, optimizer).save(1)
 
 
-@on_ranks(2)
+@on_few_ranks
 def test_two_jobs_cannot_save_into_one_directory() -> None:
     folder = shared_folder()
     _, engine, optimizer = small()

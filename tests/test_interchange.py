@@ -19,6 +19,7 @@ import fsdp_engine as fe
 from fsdp_engine.checkpoint.reader import READ_BUFFER_BYTES, ReadBuffer, read_box
 from tests.models import Transformer, token_batch
 from tests.pool import Ranks
+from tests.test_checkpoint import run_on
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -98,11 +99,12 @@ def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
 
 
 def test_an_fsdp2_model_loads_what_was_saved_here(ranks: Ranks, tmp_path: Path) -> None:
-    expected = ranks.run(save_here, str(tmp_path), world_size=2)[0]
-    folder = str(tmp_path / "step-00000002")
-    for world_size in (2, 4):
-        for found in ranks.run(load_into_fsdp2, folder, world_size=world_size):
-            assert equal(found, expected)
+    for world_size in (0, 2):
+        expected = run_on(ranks, world_size, save_here, str(tmp_path / f"{world_size}"))[0]
+        folder = str(tmp_path / f"{world_size}" / "step-00000002")
+        for others in (2, 4):
+            for found in ranks.run(load_into_fsdp2, folder, world_size=others):
+                assert equal(found, expected)
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
@@ -110,13 +112,16 @@ def test_what_an_fsdp2_model_saved_is_loaded_here(
     ranks: Ranks, tmp_path: Path, strategy: str
 ) -> None:
     expected = ranks.run(save_fsdp2, str(tmp_path), world_size=4)[0]
-    for world_size in (1, 2):
-        for found in ranks.run(load_here, str(tmp_path), strategy, world_size=world_size):
+    for world_size in (0, 1, 2):
+        for found in run_on(ranks, world_size, load_here, str(tmp_path), strategy):
             assert equal(found, expected)
 
 
-def test_an_unsharded_model_loads_a_step_with_plain_dcp(ranks: Ranks, tmp_path: Path) -> None:
-    expected = ranks.run(save_here, str(tmp_path), world_size=4)[0]
+@pytest.mark.parametrize("world_size", [0, 1, 4])
+def test_an_unsharded_model_loads_a_step_with_plain_dcp(
+    ranks: Ranks, tmp_path: Path, world_size: int
+) -> None:
+    expected = run_on(ranks, world_size, save_here, str(tmp_path))[0]
     torch.manual_seed(5)
     model = Transformer(num_blocks=2)
     weights = model.state_dict()

@@ -34,6 +34,7 @@ from fsdp_engine.checkpoint.reader import FileView, data_offset
 from fsdp_engine.checkpoint.writer import METADATA
 from tests.models import Transformer
 from tests.pool import Ranks
+from tests.test_checkpoint import run_on
 from tests.test_checkpointer import Position, small, train
 
 KEY = "model.blocks.1.qkv.weight"
@@ -65,13 +66,15 @@ def save_again(source: str, target: str, strategy: str, plain: bool) -> None:
 
 @pytest.fixture(scope="module")
 def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``run``: steps 1 and 2 of two ranks. Step 1 again: ``other`` of four ranks, ``plain``
-    without a manifest, ``unsharded`` by torch alone. Read-only."""
+    """``run``: steps 1 and 2 of two ranks. Step 1 again: ``other`` of four ranks, ``alone`` of one
+    process without a group, ``plain`` without a manifest, ``unsharded`` by torch alone. Read-only.
+    """
     folder = tmp_path_factory.mktemp("saved")
     run = str(folder / "run")
     ranks.run(save_run, run, world_size=2)
     ranks.run(save_again, run, str(folder / "other"), "optim", False, world_size=4)
-    ranks.run(save_again, run, str(folder / "plain"), "optim_grads", True, world_size=1)
+    run_on(ranks, 0, save_again, run, str(folder / "alone"), "optim", False)
+    run_on(ranks, 1, save_again, run, str(folder / "plain"), "optim_grads", True)
     model = Transformer(num_blocks=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for parameter in model.parameters():
@@ -253,10 +256,11 @@ def test_tensors_of_another_shape_are_never_put_together() -> None:
 
 
 def test_verify_has_a_line_for_each_whole_checkpoint(saved: Path) -> None:
-    output = run("verify", saved / "run", saved / "other")
+    output = run("verify", saved / "run", saved / "other", saved / "alone")
     assert re.fullmatch(
         r"ok .*run/step-00000002: every byte is as it was written \(4 files, .*\)\n"
-        r"ok .*other/step-00000001: every byte is as it was written \(6 files, .*\)\n",
+        r"ok .*other/step-00000001: every byte is as it was written \(6 files, .*\)\n"
+        r"ok .*alone/step-00000001: every byte is as it was written \(3 files, .*\)\n",
         output,
     )
     assert "step-00000001: every" in run("verify", saved / "run", "--step", 1)
@@ -350,7 +354,7 @@ def test_verify_tells_its_progress_in_bytes(saved: Path) -> None:
 # --- export ---
 
 
-@pytest.mark.parametrize("name", ["run", "other", "plain", "unsharded"])
+@pytest.mark.parametrize("name", ["run", "other", "alone", "plain", "unsharded"])
 def test_export_writes_the_weights_of_any_checkpoint(
     saved: Path, tmp_path: Path, name: str
 ) -> None:
@@ -408,6 +412,7 @@ def test_the_same_weights_are_equal_whatever_ranks_and_levels_saved_them(saved: 
     assert "norm of the difference 0\n" in output
     assert "4 entries of ranks" in output
     run("diff", saved / "other", saved / "plain")
+    run("diff", saved / "other", saved / "alone")
     # Torch alone writes neither extra nor the optimizer's class.
     output = run("diff", saved / "plain", saved / "unsharded", code=1)
     assert "only in A: 2\n" in output

@@ -35,6 +35,9 @@ FORMAT_VERSION = 1
 
 _BLOCK_BYTES = 1 << 20
 _NO_CRC = "0" * 8
+# The first version of the engine listed the metadata twice where one process saved, once by the
+# name that it is written under before it is renamed.
+_RENAMED = ".metadata.tmp"
 
 
 class NewerFormatError(ValueError):
@@ -106,6 +109,7 @@ class Manifest:
             rows = values["tensors"]
             tensors = tuple(TensorRow(r["name"], tuple(r["shape"]), r["dtype"]) for r in rows)
             files = {name: FileRow(**row) for name, row in values["files"].items()}
+            files.pop(_RENAMED, None)
             return cls(**{**values, "tensors": tensors, "files": files})
         except NewerFormatError:
             raise

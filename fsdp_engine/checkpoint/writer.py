@@ -113,16 +113,15 @@ class Writer(dcp.FileSystemWriter):
         results = super().write_data(plan, planner).wait()
         if results:
             first = results[0]
-            results[0] = _Written(
-                first.index, first.size_in_bytes, first.storage_data, self._files.rows
-            )
+            # A copy: one process hands its results on as they are, and more files are to come.
+            rows = dict(self._files.rows)
+            results[0] = _Written(first.index, first.size_in_bytes, first.storage_data, rows)
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator, when all ranks have written."""
-        super().finish(metadata, results)
         rows = {
             name: row
             for written in results
@@ -130,6 +129,7 @@ class Writer(dcp.FileSystemWriter):
             if isinstance(result, _Written)
             for name, row in result.rows.items()
         }
+        super().finish(metadata, results)
         rows[METADATA] = next(
             row for name, row in self._files.rows.items() if name.startswith(METADATA)
         )
