@@ -18,24 +18,32 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo import eval_frame
 
 from fsdp_engine.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.scheduler import Scheduler, in_backward
 from fsdp_engine.trees import iter_tensors, map_tensors
 from fsdp_engine.unit import Call, Unit
 
+_frames: Any = eval_frame
+_SKIP_ALL = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
+
 
 def not_compiled(function: Any) -> Any:
     """Keep ``torch.compile`` out of ``function``: it breaks the graph there and goes on after.
 
-    This is the mark that ``torch.compiler.disable`` leaves, without importing the compiler.
+    This is what ``torch.compiler.disable`` does, without importing the compiler: a mark by which
+    Dynamo does not inline the function, and a rule for its code by which neither it nor anything
+    that it calls is traced when it runs.
     """
     function._torchdynamo_disable = True
+    _frames.set_code_exec_strategy(function.__code__, _SKIP_ALL)
     return function
 
 
@@ -64,17 +72,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     if not callable(method):
         raise ValueError(f"name: expected a method of {type(module).__name__}; found {name!r}")
 
-    @functools.wraps(method)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        inputs = hooks.before(args, kwargs)
-        output = None
-        try:
-            output = method(*args, **kwargs) if inputs is None else method(*inputs[0], **inputs[1])
-        finally:
-            replaced = hooks.after(output)
-        return output if replaced is None else replaced
-
-    setattr(module, name, wrapper)
+    setattr(module, name, hooks.around(method))
 
 
 class _Boundary(torch.autograd.Function):
@@ -128,15 +126,38 @@ class UnitHooks:
             return self.after(output)
 
         module = self._unit.module
+        _HOOKS[module] = weakref.ref(self)
+        if module._compiled_call_impl is not None:
+            # module.compile() was called: what is compiled is everything that a call does, hooks
+            # included. Ours go around it, so that it stays one graph.
+            module._compiled_call_impl = self.around(module._compiled_call_impl)
+            return
         module.register_forward_pre_hook(not_compiled(before), prepend=True, with_kwargs=True)
         # Also after an exception, so that a forward that fails leaves nothing open.
         module.register_forward_hook(not_compiled(after), always_call=True)
-        _HOOKS[module] = weakref.ref(self)
+
+    def around(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """``method`` of the module, as a forward of the unit."""
+
+        @functools.wraps(method)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            inputs = self.before(args, kwargs)
+            output = None
+            try:
+                if inputs is not None:
+                    args, kwargs = inputs
+                output = method(*args, **kwargs)
+            finally:
+                replaced = self.after(output)
+            return output if replaced is None else replaced
+
+        return wrapper
 
     def reset(self) -> None:
         """Forget forwards that an exception ended."""
         self._entered.clear()
 
+    @not_compiled
     def before(self, args: Any, kwargs: Any) -> Any:
         """The module is called."""
         if self.paused:
@@ -162,6 +183,7 @@ class UnitHooks:
             args, kwargs = self._mark_boundary(call, args, kwargs)
         return args, kwargs
 
+    @not_compiled
     def after(self, output: Any) -> Any:
         """The module has returned."""
         if self.paused:

@@ -1,0 +1,84 @@
+"""What torch promises of compiled blocks: what is compiled is the model, and nothing else."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import fsdp_engine as fe
+from tests import reference
+
+
+class Block(nn.Module):
+    """Two layers around a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+        self.down = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def _compile_in_place(model: nn.Sequential, backend: Any) -> None:
+    for place in (1, 2):
+        model[place].compile(backend=backend)
+
+
+def _compile_around(model: nn.Sequential, backend: Any) -> None:
+    for place in (1, 2):
+        model[place] = torch.compile(model[place], backend=backend)
+
+
+def _train(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for seed in range(3):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("level", ["no_shard", "optim_grads_params"])
+@pytest.mark.parametrize(
+    ("compile_blocks", "is_before"),
+    [(_compile_in_place, True), (_compile_around, True), (_compile_in_place, False)],
+    ids=["compiled-in-place", "compiled-around", "compiled-after-shard"],
+)
+def test_of_compiled_blocks_one_frame_is_compiled_as_without_the_engine(
+    compile_blocks: Any, is_before: bool, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problems: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", problems.append)
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Block(), Block(), nn.Linear(8, 2))
+    alone = copy.deepcopy(model)
+    graphs: list[list[str]] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append([node.name for node in graph.graph.nodes if node.op == "call_function"])
+        return graph.forward
+
+    if is_before:
+        compile_blocks(model, backend)
+    fe.shard(model, None, level, units=lambda name, module: name in {"1", "2"})
+    if not is_before:
+        compile_blocks(model, backend)
+    _train(model)
+    _train(alone)
+    assert not problems
+    assert [len(graph) for graph in graphs] == [4]  # two layers, an activation, a sum
+    assert counters["frames"] == {"total": 1, "ok": 1}
+    assert not counters["graph_break"]
+    expected = reference.full_weights(alone)
+    for name, weight in reference.full_weights(model).items():
+        torch.testing.assert_close(weight, expected[name.replace("_orig_mod.", "")], msg=name)
