@@ -37,6 +37,7 @@ from fsdp_engine.lanes import Lanes, Ticket
 from fsdp_engine.layout import Layout
 from fsdp_engine.memory import Memory
 from fsdp_engine.mesh import DataMesh
+from fsdp_engine.outside_reads import OutsideReads
 from fsdp_engine.precision import ParamDtypes
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis, Role, Strategy
 from fsdp_engine.weight_tower import WeightTower
@@ -89,6 +90,7 @@ class ParamAndGradBuffer:
         grads: the gradient tower; None for frozen parameters.
         full_params: what modules compute with.
         sharded_params: what users see.
+        reads: of its parameters, outside their unit's forward.
         used: per parameter: a gradient came on this rank since gradients were last cleared.
     """
 
@@ -168,6 +170,10 @@ class ParamAndGradBuffer:
             marks = codec.marks(record.param)
             full.__dict__.update(marks)
             sharded.__dict__.update(marks)
+        self.reads = OutsideReads(self.full_params, [record.name for record in self.records])
+        for index, sharded in enumerate(self.sharded_params):
+            if isinstance(sharded, FlatDTensor):
+                sharded._home = self.reads.home(index)
 
     def placement(self, index: int) -> FlatPlacement:
         """Which part of parameter ``index`` this rank's sharded tensor holds."""

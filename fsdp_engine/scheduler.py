@@ -66,6 +66,10 @@ class Scheduler:
         self._touched: dict[int, Unit] = {}
         self._opened_calls: list[Call] = []
         self._part_uses: list[tuple[int, int]] = []
+        # Whether this backward has create_graph: it runs its functions with gradients enabled.
+        self._creates_graph = False
+        # Units that backwards with create_graph went through since the last one without.
+        self._recorded: set[int] = set()
         self._gathered_before = False
         self._refreshes_ahead = timing.gathers_ahead and budget > 0
         self._any_refresh = any(u.needs_refresh and not u.reshards for u in units)
@@ -114,6 +118,8 @@ class Scheduler:
                 "the last backward did not finish, perhaps because of an exception: "
                 "call engine.reset() before the next forward"
             )
+        for unit in self.units:
+            unit.check_not_swapped()
         self._forward.restart()
         for unit in self.units:
             for buffer in unit.trainable:
@@ -224,6 +230,11 @@ class Scheduler:
         if call.opened:
             return
         self._begin_backward()
+        self._creates_graph = torch.is_grad_enabled()
+        if self._creates_graph:
+            # What is recorded now will read the weights once more.
+            self._recorded.add(call.unit.index)
+            call.unit.keep_full()
         call.opened = True
         self._opened_calls.append(call)
         call.unit.open_calls.append(call)
@@ -243,7 +254,7 @@ class Scheduler:
         unit.leave()
         if unit.uses == 0:
             unit.release()
-        if not unit.num_calls:
+        if not unit.awaits_backward:
             self.reductions.unit_is_ready(unit)
 
     def gradient_came(self, unit: Unit) -> None:
@@ -254,12 +265,13 @@ class Scheduler:
             return  # the end of that call's backward will be seen
         for call in tuple(unit.open_calls):
             self.leave_backward(call)
-        if not unit.num_calls:
+        if not unit.awaits_backward:
             self.reductions.unit_is_ready(unit)
 
     def begin_gradient(self, unit: Unit) -> None:
         """A parameter of ``unit`` is about to get the first gradient of this backward."""
         self._begin_backward()
+        self._creates_graph = torch.is_grad_enabled()
         self.reductions.open_unit(unit)
 
     def late_gradient_came(self, unit: Unit) -> None:
@@ -290,6 +302,11 @@ class Scheduler:
             call.opened = call.closed = False
         self._opened_calls.clear()
         self._drop_ahead()
+        if not self._creates_graph:
+            for index in self._recorded:
+                self.units[index].is_kept_full = False
+                self._touched[index] = self.units[index]
+            self._recorded.clear()
         for unit in self._touched.values():
             if unit.uses == 0:
                 if unit.state is UnitState.IN_USE:
@@ -409,6 +426,7 @@ class Scheduler:
         self._ahead.clear()
         self._kept = None
         self._touched.clear()
+        self._recorded.clear()
         self._opened_calls.clear()
         self._backward_is_open = False
         self.reductions.reset()

@@ -17,10 +17,12 @@ to be, it gathers both from the start.
 from __future__ import annotations
 
 import enum
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils.stateless import _functional_call
 
 from fsdp_engine.lanes import Lanes, Ticket
 from fsdp_engine.memory import Place
@@ -106,6 +108,7 @@ class Unit:
         installed: the full parameters are in the modules.
         has_planes: forward and backward gather different bytes of some of its buffers.
         for_backward: what it is gathered for next.
+        is_kept_full: a backward with ``create_graph`` has recorded functions of its weights.
         is_recomputed: its forward was seen to run again within its backward.
         place: its slots, if transient memory does not come and go: see [Note: Slots].
     """
@@ -147,6 +150,7 @@ class Unit:
         self.for_backward = False
         self.is_recomputed = False
         self.installed = False
+        self.is_kept_full = False
         self._table = _install_entries(self.buffers)
 
     @property
@@ -216,6 +220,20 @@ class Unit:
         if self.uses == 0:
             self._move_to(UnitState.IDLE)
 
+    def keep_full(self) -> None:
+        """Do not release it, whoever leaves it, until ``is_kept_full`` is taken back.
+
+        Raises:
+            RuntimeError: its weights cannot stay.
+        """
+        if self.reshards and (self.place is not None or self.has_planes):
+            raise RuntimeError(
+                f"backward with create_graph=True through unit {self.label}: expected memory that "
+                "can stay until the second backward; found slots that units take turns with "
+                "(fsdp_double_buffer), or weights of two encodings. Use level optim_grads"
+            )
+        self.is_kept_full = self.reshards
+
     def rest(self) -> None:
         """Nothing uses it, whatever was not seen to end."""
         self.uses = 0
@@ -224,7 +242,7 @@ class Unit:
     def release(self) -> None:
         """Hand back the full parameters' memory, unless they are never cut."""
         self.uninstall()
-        if not self.reshards or self.state is UnitState.SHARDED:
+        if not self.reshards or self.is_kept_full or self.state is UnitState.SHARDED:
             return
         self.settle()
         self._move_to(UnitState.SHARDED)
@@ -242,6 +260,22 @@ class Unit:
         """Gathered again, it is as much in use as before it was suspended."""
         if self.uses and self.state is UnitState.IDLE:
             self._move_to(UnitState.IN_USE)
+
+    def check_not_swapped(self) -> None:
+        """A forward is about to put full parameters where the sharded ones are.
+
+        Raises:
+            RuntimeError: ``torch.func.functional_call`` has put others there.
+        """
+        for parameters, name, full, sharded in self._table:
+            found = parameters[name]
+            if found is not sharded and found is not full and _in_functional_call():
+                raise RuntimeError(
+                    f"functional_call: expected the model's own parameters in unit {self.label}; "
+                    f"found another tensor for {name}, in whose place the engine would use the "
+                    "sharded weights. Change the weights themselves (load_state_dict, "
+                    "engine.unsharded()), or shard at level no_shard without mixed precision"
+                )
 
     def install(self) -> None:
         """Put the full parameters into the modules."""
@@ -263,6 +297,11 @@ class Unit:
         """Tell the compute lane that the model reads the full parameters from here on."""
         for buffer in self.buffers:
             buffer.weights.touch()
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether more gradients may come, from forwards or from reads outside them."""
+        return self.num_calls > 0 or any(buffer.reads.num_open for buffer in self.trainable)
 
     @property
     def num_missing_grads(self) -> int:
@@ -288,6 +327,7 @@ class Unit:
         self.uses = 0
         self.num_awaited = 0
         self.is_recomputed = False
+        self.is_kept_full = False
         self._tickets.clear()
         self.num_calls = 0
         self.open_calls.clear()
@@ -324,6 +364,13 @@ class Unit:
             f"{self.label}: {self.state.value} -> {state.value} is not a legal transition"
         )
         self.state = state
+
+
+def _in_functional_call() -> bool:
+    frame = sys._getframe().f_back
+    while frame is not None and frame.f_code is not _functional_call.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def holders(buffers: Sequence[ParamAndGradBuffer]) -> list[nn.Module]:

@@ -36,6 +36,7 @@ FLOORS: dict[str, float] = {
     "collectives": 1.5,
     "nccl_pool": 1.75,
     # sharded storage
+    "outside_reads": 1.5,
     "buffer": 2,
     "flat_dtensor": 2,
     "codecs": 2,

@@ -1,7 +1,21 @@
-"""Elementwise functions, on one tensor or on lists: run on the slices, wrap the results."""
+"""Elementwise functions, on one tensor or on lists: run on the slices, wrap the results.
+
+[Note: Beside plain tensors]
+A plain tensor of one element beside a slice is a coefficient, the same on every rank, and the
+result is a slice. Any other is as a rule this rank's own data, so that all slices are wanted: `loss
+* model.scale.exp()`, `x + model.bias`. Then FlatDTensors that are small are gathered, and the
+result is a plain tensor; larger ones raise. That is how it is where
+
+- a plain tensor has more elements than one, or would add dims;
+- autograd follows a plain tensor: from slices it would get a part of its gradient;
+- a parameter has one element and autograd follows it: it may well meet a loss later.
+
+In place, a whole tensor beside a slice can only be the same on every rank: its slice is taken.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,14 +29,20 @@ from fsdp_engine.flat_dtensor.slices import (
     Function,
     Kwargs,
     check_inplace,
+    is_inplace,
     refusal,
     rewrap,
     unwrap,
 )
 
+# Elements up to which a tensor is gathered without being asked to.
+SMALL = 1 << 16
+
 
 def elementwise(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """``func`` on slices. Tensors beside them must be the same slice, or have one element."""
+    """``func`` on slices, or on whole tensors: see [Note: Beside plain tensors]."""
+    if _wants_whole(cls, func, args, kwargs):
+        return _on_whole(cls, func, args, kwargs)
     flat: FlatPlacement | None = None
     owners: dict[int, Any] = {}
     locals_: list[Any] = []
@@ -99,12 +119,68 @@ def foreach(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     )
 
 
+def _wants_whole(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> bool:
+    """See [Note: Beside plain tensors]."""
+    follows = torch.is_grad_enabled()
+    num_dims, wants = 0, False
+    beside: list[Tensor] = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, cls):
+            num_dims = len(value._flat.shape)
+            if follows and value._home is not None and value.requires_grad:
+                wants = wants or math.prod(value._flat.shape) == 1
+        elif isinstance(value, Tensor):
+            beside.append(value)
+    if not (wants or beside) or is_inplace(func) or "out" in kwargs:
+        return False
+    return wants or any(
+        tensor.numel() != 1 or tensor.ndim > num_dims or (follows and tensor.requires_grad)
+        for tensor in beside
+    )
+
+
+def _on_whole(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
+    def whole(value: Any) -> Any:
+        if not isinstance(value, cls):
+            return value
+        if math.prod(value._flat.shape) > SMALL:
+            why = f"more than {SMALL} elements are not gathered without being asked for"
+            raise refusal(cls, func, (value,), f"mixes a FlatDTensor and plain tensors; {why}")
+        return value.full_tensor()
+
+    return func(*map(whole, args), **{key: whole(value) for key, value in kwargs.items()})
+
+
+def slice_of(tensor: Tensor, flat: FlatPlacement) -> Tensor | None:
+    """This rank's slice of a whole tensor, 1-D, as if expanded; None if it does not fit."""
+    shape = tuple(flat.shape)
+    fits = tensor.ndim <= len(shape) and all(
+        size in (1, wanted) for size, wanted in zip(tensor.shape[::-1], shape[::-1], strict=False)
+    )
+    if not fits or not shape:
+        return None
+    row = math.prod(shape[1:])
+    first = flat.start // max(row, 1)
+    # Only the rows that it lies in are expanded.
+    rows = tensor.expand(shape)[first : -(-flat.stop // max(row, 1))]
+    return rows.reshape(-1)[flat.start - first * row : flat.stop - first * row]
+
+
 def scalar(cls: Any, func: Function, tensor: Tensor, flat: FlatPlacement) -> Tensor:
-    """A tensor of one element, the same on every rank, made fit to stand beside a slice.
+    """A tensor of one element, the same on every rank, made fit to stand beside a slice; of a whole
+    tensor, if ``func`` is in-place, the slice.
 
     Raises:
-        ValueError: it has more elements, or would add dims to the result.
+        ValueError: it has more elements, or would add dims to the result; or autograd follows it.
+        RuntimeError: autograd follows it, and ``func`` is in-place.
     """
+    check_inplace(func, tensor)
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        raise refusal(cls, func, (), "would give a plain tensor the gradient of this slice only")
+    if is_inplace(func) and tensor.ndim:
+        part = slice_of(_whole(tensor), flat)
+        if part is not None:
+            return part
     if tensor.numel() != 1 or tensor.ndim > len(flat.shape):
         found = f"{type(tensor).__name__} of shape {tuple(tensor.shape)}"
         why = f"mixes a FlatDTensor of shape {tuple(flat.shape)} and a {found}"

@@ -1,8 +1,9 @@
 """Reductions of a whole tensor: reduce the slice, then the scalar over the ranks.
 
 What comes back is a plain tensor, the same on every rank, so every rank must call alike. A slice
-may be empty; then it contributes the neutral element. Sums are differentiable: every rank uses the
-sum alike, so the gradient of the sum is the gradient of its slice.
+may be empty; then it contributes the neutral element. Sums are differentiable. Ranks may use a sum
+each in its own way (`output / model.head.weight.norm()`): as everywhere, the gradient is the mean
+over the ranks, and it is the gradient of every slice.
 
 ``norm ** p`` adds up over slices: with slices of norms 3 and 4, the 2-norm is (9 + 16) ** 0.5 = 5.
 """
@@ -19,6 +20,7 @@ from torch.distributed import ProcessGroup
 
 from fsdp_engine.collectives import all_reduce_
 from fsdp_engine.flat_dtensor.elementwise import elementwise
+from fsdp_engine.flat_dtensor.placement import FlatPlacement
 from fsdp_engine.flat_dtensor.slices import Args, Function, Handler, Kwargs, refusal, unwrap
 
 Groups = tuple[ProcessGroup, ...]
@@ -44,12 +46,14 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
 
 class _SumOverRanks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, groups: Groups) -> Tensor:
-        return reduce_over(value.clone(), groups)
+    def forward(ctx: Any, value: Tensor, flat: FlatPlacement) -> Tensor:
+        ctx.flat = flat
+        return reduce_over(value.clone(), flat.split_groups)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad, None
+        return mean_over_mesh(grad, ctx.flat), None
 
 
 def reduce_over(tensor: Tensor, groups: Sequence[ProcessGroup], op: str = "sum") -> Tensor:
@@ -59,11 +63,22 @@ def reduce_over(tensor: Tensor, groups: Sequence[ProcessGroup], op: str = "sum")
     return tensor
 
 
-def _sum_over(value: Tensor, groups: Groups) -> Tensor:
+def mean_over_mesh(grad: Tensor, flat: FlatPlacement) -> Tensor:
+    """A gradient that each rank got from its own data, averaged over all ranks of the mesh."""
+    mesh = flat.mesh
+    if mesh.size() == 1:
+        return grad
+    groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+    device = mesh.device_type if grad.device.type != mesh.device_type else grad.device
+    total = reduce_over(grad.to(device, copy=True), groups)
+    return total.div_(mesh.size()).to(grad.device)
+
+
+def _sum_over(value: Tensor, flat: FlatPlacement) -> Tensor:
     if value.requires_grad:
-        total: Tensor = _SumOverRanks.apply(value, groups)
+        total: Tensor = _SumOverRanks.apply(value, flat)
         return total
-    return reduce_over(value, groups)
+    return reduce_over(value, flat.split_groups)
 
 
 def _extreme_over(value: Tensor, groups: Groups, op: str) -> Tensor:
@@ -101,7 +116,7 @@ def _add_up(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     bound = _bind(cls, func, args, kwargs)
     flat, local, name = bound["input"]._flat, unwrap(bound["input"]), func.__name__
     if name == "count_nonzero":
-        return _sum_over(local.count_nonzero(), flat.split_groups)
+        return _sum_over(local.count_nonzero(), flat)
     dtype = bound.get("dtype") or local.dtype
     if not (dtype.is_floating_point or dtype.is_complex):
         if name == "mean":
@@ -110,7 +125,7 @@ def _add_up(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     # Partial sums of bf16 would be rounded before they meet.
     wide = torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
     add = torch.nansum if name == "nansum" else torch.sum
-    total = _sum_over(add(local, dtype=wide), flat.split_groups)
+    total = _sum_over(add(local, dtype=wide), flat)
     return (total / math.prod(flat.shape) if name == "mean" else total).to(dtype)
 
 
@@ -158,7 +173,7 @@ def _norm(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     if not math.prod(flat.shape):
         return torch.linalg.vector_norm(local, order, dtype=dtype)  # or torch's own error
     norm = _slice_norm(local, order, dtype)
-    return _norm_over(norm, order, flat.split_groups).to(dtype)
+    return _norm_over(norm, order, flat).to(dtype)
 
 
 def _foreach_norm(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
@@ -170,18 +185,19 @@ def _foreach_norm(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
         p = args[1] if len(args) > 1 else kwargs.get("ord", 2)
         order = _order(cls, func, args, p)
     results: list[Any] = [None] * len(tensors)
-    by_groups: dict[Groups, list[int]] = {}
+    by_groups: dict[Groups | None, list[int]] = {}
     for index, tensor in enumerate(tensors):
-        groups = tensor._flat.split_groups if isinstance(tensor, cls) else ()
-        by_groups.setdefault(groups, []).append(index)
-    for groups, indices in by_groups.items():
+        key = tensor._flat.split_groups if isinstance(tensor, cls) else None
+        by_groups.setdefault(key, []).append(index)
+    for key, indices in by_groups.items():
+        flat = tensors[indices[0]]._flat if key is not None else None
         chosen = [unwrap(t) if isinstance(t, cls) else t for t in (tensors[i] for i in indices)]
         if takes_norms:
             values = torch.stack(_slice_norms(chosen, order))
-            reduced = _norm_over(values, order, groups)
+            reduced = _norm_over(values, order, flat)
         else:
             values = torch.stack([t.max() if t.numel() else _neutral(t, "max") for t in chosen])
-            reduced = _extreme_over(values, groups, "max")
+            reduced = _extreme_over(values, key or (), "max")
         for index, local, value in zip(indices, chosen, reduced.unbind(), strict=True):
             results[index] = value.to(kwargs.get("dtype") or local.dtype)
     return results
@@ -210,15 +226,18 @@ def _slice_norm(local: Tensor, order: float, dtype: torch.dtype) -> Tensor:
     return torch.linalg.vector_norm(local, order, dtype=wide).double()
 
 
-def _norm_over(norms: Tensor, order: float, groups: Groups) -> Tensor:
-    """Norms over the ranks, from norms of slices in float64, so that squares do not overflow."""
-    if not groups:
+def _norm_over(norms: Tensor, order: float, flat: FlatPlacement | None) -> Tensor:
+    """Norms over the ranks, from norms of slices in float64, so that squares do not overflow.
+
+    ``flat`` is the placement of one of the slices; None: they are whole, plain tensors.
+    """
+    if flat is None or not (flat.split_groups or norms.requires_grad):
         return norms
     if not math.isfinite(order):
-        return _extreme_over(norms, groups, "max" if order > 0 else "min")
+        return _extreme_over(norms, flat.split_groups, "max" if order > 0 else "min")
     if order == 0:
-        return _sum_over(norms, groups)
-    total = _sum_over(norms**order, groups)
+        return _sum_over(norms, flat)
+    total = _sum_over(norms**order, flat)
     # The root has no gradient at 0; torch's norms have gradient 0 there.
     zero = total == 0
     root = total.masked_fill(zero, 1.0) ** (1.0 / order)

@@ -35,6 +35,7 @@ from fsdp_engine.flat_dtensor.slices import (
     refuse_random,
     unwrap,
 )
+from fsdp_engine.outside_reads import check_leads_to_slices
 
 
 def _words(text: str) -> frozenset[str]:
@@ -221,8 +222,11 @@ def _backward(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> None:
 
 def _grad(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     """``torch.autograd.grad``; gradients that the engine has added come back as DTensors."""
+    outputs = args[0] if args else kwargs["outputs"]
     inputs = args[1] if len(args) > 1 else kwargs["inputs"]
-    inputs = (inputs,) if isinstance(inputs, Tensor) else inputs
+    inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    homes = [value._home for value in inputs if isinstance(value, cls) and value._home is not None]
+    check_leads_to_slices((outputs,) if isinstance(outputs, Tensor) else outputs, homes)
     grads = _call_base(func, (cls,), args, kwargs)
     return tuple(
         cls._wrap(grad._local_tensor, wrt._flat)

@@ -119,20 +119,23 @@ def refuse_random(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     raise refusal(cls, func, (args, kwargs), why)
 
 
+def is_inplace(func: Function) -> bool:
+    """Whether a torch function changes its first argument, by its name."""
+    name = func.__name__
+    return (name[-1] == "_" and name[-2] != "_") or name in _INPLACE_OPERATORS
+
+
 def check_inplace(func: Function, tensor: Any) -> None:
     """Autograd's rule for in-place functions, which would not see the change of a slice.
 
     Raises:
-        RuntimeError: ``func`` changes its argument and autograd follows ``tensor``.
+        RuntimeError: ``func`` changes its first argument and autograd follows ``tensor``, which is
+            any of its arguments.
     """
-    if not torch.is_grad_enabled():
-        return
-    name = func.__name__
-    inplace = (name[-1] == "_" and name[-2] != "_") or name in _INPLACE_OPERATORS
-    if inplace and tensor.requires_grad:
+    if torch.is_grad_enabled() and tensor.requires_grad and is_inplace(func):
         raise RuntimeError(
-            f"{name}: expected torch.no_grad() around an in-place change; found a FlatDTensor of "
-            f"shape {tuple(tensor._flat.shape)} that requires grad"
+            f"{func.__name__}: expected torch.no_grad() around an in-place change; found a "
+            f"{type(tensor).__name__} of shape {tuple(tensor.shape)} that requires grad"
         )
 
 

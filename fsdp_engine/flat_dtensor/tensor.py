@@ -32,9 +32,10 @@ from torch.utils import _foreach_utils
 
 from fsdp_engine import memory
 from fsdp_engine.flat_dtensor import functions
-from fsdp_engine.flat_dtensor.full_reductions import reduce_over
+from fsdp_engine.flat_dtensor.full_reductions import mean_over_mesh, reduce_over
 from fsdp_engine.flat_dtensor.placement import Box, FlatPlacement, FlatShard, _on_mesh
 from fsdp_engine.flat_dtensor.slices import compact, unwrap
+from fsdp_engine.outside_reads import Home
 
 _NoTorchFunction = torch._C.DisableTorchFunctionSubclass  # type: ignore[attr-defined]
 _WORD = torch.int64
@@ -44,6 +45,7 @@ class FlatDTensor(DTensor):
     """A row-major tensor of which this rank holds one flat slice. See the module docstring.
 
     Attributes:
+        _home: of an engine's parameter, where it belongs.
         zeroed: set by ``zero_()`` and ``torch._foreach_zero_``, which is how
             ``optimizer.zero_grad(set_to_none=False)`` clears gradients; whoever watches it resets
             it.
@@ -51,6 +53,7 @@ class FlatDTensor(DTensor):
 
     _flat: FlatPlacement
     zeroed: bool = False
+    _home: Home | None = None
 
     # --- making and looking ---
 
@@ -119,6 +122,9 @@ class FlatDTensor(DTensor):
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """The whole tensor, bit by bit, on every rank; differentiable. Every rank must call.
 
+        Where ranks compute different things with it, its gradient is the mean over the ranks, as
+        that of a parameter in forward.
+
         Raises:
             ValueError: ``grad_placements`` other than None or all ``Replicate()``.
         """
@@ -127,6 +133,11 @@ class FlatDTensor(DTensor):
                 f"grad_placements: expected all Replicate() or None; found {grad_placements}"
             )
         if torch.is_grad_enabled() and self.requires_grad:
+            if self._home is not None:
+                values = _gather(self._local_tensor, self._flat)
+                followed = self._home.followed(values)
+                if followed is not None:
+                    return followed
             result: Tensor = _FullTensor.apply(self)
             return result
         return _gather(self._local_tensor, self._flat)
@@ -325,6 +336,7 @@ class _FullTensor(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
+        grad = mean_over_mesh(grad, ctx.flat)
         local = grad.reshape(-1)[ctx.flat.start : ctx.flat.stop]
         # A clone, so that the whole gradient need not live as long as its slice.
         return ctx.cls._wrap(local.clone(), ctx.flat)

@@ -1,0 +1,163 @@
+"""What torch promises of parameters that are used outside the forward of their module."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.promises.everywhere import Place, everywhere
+
+
+class Block(nn.Module):
+    """A layer and a gain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.gain = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).tanh() * self.gain
+
+
+class Model(nn.Module):
+    """Two blocks, and parameters that only a loss uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.bias = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+Loss = Callable[[Any, Tensor], Tensor]
+
+
+def _check(place: Place, *losses: Loss, **options: Any) -> None:
+    """Each loss has the gradients that one process has for the mean over the ranks."""
+    for loss in losses:
+        torch.manual_seed(0)
+        model = Model()
+        alone = copy.deepcopy(model)
+        place.shard(model, **options)
+        xs = torch.randn(dist.get_world_size(), 4, 3)
+        for _ in range(2):
+            model.zero_grad()
+            alone.zero_grad()
+            value = loss(model, xs[dist.get_rank()])
+            assert type(value) is Tensor
+            value.backward()
+            torch.stack([loss(alone, x) for x in xs]).mean().backward()
+            for (name, param), expected in zip(
+                model.named_parameters(), alone.parameters(), strict=True
+            ):
+                grad = param.grad
+                whole = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+                torch.testing.assert_close(whole, expected.grad, msg=f"{name} of {loss.__name__}")
+
+
+def _read_before(model: Any, x: Tensor) -> Tensor:
+    scale = model.scale.exp()
+    return (model(x) * scale).square().mean()
+
+
+def _read_after(model: Any, x: Tensor) -> Tensor:
+    return model(x).square().mean() * model.scale.exp() - model.scale
+
+
+def _read_bias(model: Any, x: Tensor) -> Tensor:
+    return (model(x) + model.bias).square().mean()
+
+
+def _read_within_a_unit(model: Any, x: Tensor) -> Tensor:
+    gain = model.blocks[1].gain.exp()
+    return (model(x) * gain).square().mean() + x.mean() * model.blocks[0].gain.square()
+
+
+def _read_in_full(model: Any, x: Tensor) -> Tensor:
+    bias = model.bias.full_tensor() if hasattr(model.bias, "full_tensor") else model.bias
+    return (model(x) @ bias).square().mean()
+
+
+def _scaled_by_data(model: Any, x: Tensor) -> Tensor:
+    y = model(x)
+    return y.square().mean() / model.bias.norm() + (model.bias * y.mean()).sum()
+
+
+def _penalty(model: Any, x: Tensor) -> Tensor:
+    penalty: Any = sum(param.pow(2).sum() for param in model.parameters())
+    return model(x).square().mean() + 0.1 * penalty
+
+
+@everywhere
+def test_a_scale_that_is_read_before_or_after_forward_gets_its_gradient(place: Place) -> None:
+    _check(place, _read_before, _read_after)
+
+
+@everywhere
+def test_small_parameters_beside_activations_are_whole_and_get_their_gradient(
+    place: Place,
+) -> None:
+    _check(place, _read_bias, _read_within_a_unit, _read_in_full)
+
+
+@everywhere
+def test_norms_and_penalties_get_the_mean_gradient_of_all_ranks(place: Place) -> None:
+    _check(place, _scaled_by_data, _penalty)
+
+
+@everywhere
+def test_a_gradient_penalty_on_inputs_is_that_of_one_process(place: Place) -> None:
+    def penalty(model: Any, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return (grad.norm(2, dim=1) - 1).square().mean() + _read_bias(model, x)
+
+    _check(place, penalty)
+    model = Model()
+    engine = place.shard(model)
+    model(torch.randn(4, 3)).sum().backward()
+    held = engine.memory_bytes()
+    model.zero_grad()
+    penalty(model, torch.randn(4, 3)).backward()
+    assert engine.memory_bytes() == held  # what was kept full for the second backward is let go
+
+
+@everywhere
+def test_gradients_with_respect_to_sharded_parameters_are_asked_of_backward(place: Place) -> None:
+    model = Model()
+    place.shard(model)
+    loss = _read_bias(model, torch.randn(4, 3))
+    if place.inner == "no_shard":
+        assert torch.autograd.grad(loss, [model.bias])[0].shape == (3,)
+        return
+    for allow_unused in (False, True):
+        with pytest.raises(ValueError, match=r"found .*\w, whose gradient .*Call backward\(\)"):
+            torch.autograd.grad(loss, list(model.parameters()), allow_unused=allow_unused)
+    loss.backward()
+
+
+@everywhere
+def test_functional_call_uses_the_weights_it_is_given_or_raises(place: Place) -> None:
+    model = Model()
+    weights = {name: torch.randn(param.shape) for name, param in model.named_parameters()}
+    x = torch.randn(4, 3)
+    expected = torch.func.functional_call(copy.deepcopy(model), weights, (x,))
+    place.shard(model)
+    if place.inner == "no_shard":
+        torch.testing.assert_close(torch.func.functional_call(model, weights, (x,)), expected)
+        return
+    with pytest.raises(RuntimeError, match=r"functional_call: .* found another tensor for"):
+        torch.func.functional_call(model, weights, (x,))
+    model(x).sum().backward()  # nothing was changed
