@@ -1,5 +1,5 @@
-"""The tables of docs/fp8.md, and the columns on fp8 of README, are what engines of real models hold
-and what the planner says that they send."""
+"""The tables of docs/fp8.md, and the columns on fp8 of docs/levels.md, are what engines of real
+models hold and what the planner says that they send."""
 
 from __future__ import annotations
 
@@ -175,9 +175,9 @@ def test_the_planner_sends_what_the_table_says(row: str) -> None:
             assert found.inner_traffic_bytes == wanted, level
 
 
-def test_readme_s_columns_on_fp8_are_what_estimates_say() -> None:
+def test_the_columns_on_fp8_of_all_levels_are_what_estimates_say() -> None:
     te_on_cpu.load()
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "docs" / "levels.md").read_text()
     rest = table_after(text, "**Bytes at rest**")
     sent = table_after(text, "**Bytes sent per step**")
     n, m, k = 8, 2, 3

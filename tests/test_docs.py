@@ -1,0 +1,34 @@
+"""README and docs: links lead somewhere, and README stays short."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def broken_links(page: Path, text: str) -> list[str]:
+    """What ``text`` of ``page`` links to and is not there; addresses elsewhere are not tried."""
+    targets = re.findall(r"\]\(([^)#\s]+)", text)
+    return [each for each in targets if "://" not in each and not (page.parent / each).exists()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files(page: Path) -> None:
+    assert broken_links(page, page.read_text(encoding="utf-8")) == []
+
+
+def test_a_broken_link_is_seen() -> None:
+    text = "[a](docs/design.md#units), [b](https://example.com/x) and [c](docs/none.md)"
+    assert broken_links(ROOT / "README.md", text) == ["docs/none.md"]
+
+
+def test_readme_is_read_in_five_minutes_and_leads_to_every_page() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 170
+    for page in (ROOT / "docs").glob("*.md"):
+        assert f"(docs/{page.name})" in text, page.name
