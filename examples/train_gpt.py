@@ -317,7 +317,9 @@ def run(settings: Settings) -> None:
             bigram=bigram,
             seconds=seconds,
         )
-        title = f"{settings.strategy}, {job.plan.num_ranks} ranks, {settings.precision}"
+        num_ranks = job.plan.num_ranks
+        ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+        title = f"{settings.strategy}, {ranks}, {settings.precision}"
         draw_curves(settings.out / "curves.png", curve, bigram, title)
     say(f"trained to step {step} in {seconds:.0f} s; checkpoints in {settings.save_folder}")
     say(f"curves in {settings.out / 'curves.png'}, numbers in {settings.out / 'metrics.json'}")
