@@ -15,6 +15,7 @@ import torch
 from fsdp_engine.buffer import Ladder
 from fsdp_engine.collectives import broadcast_, gather_objects
 from fsdp_engine.config import DistributedDataParallelConfig
+from fsdp_engine.initial_values import Holdings, Start, broadcast_buffers, decide
 from fsdp_engine.lanes import Lanes
 from fsdp_engine.materialize import materialize, materialize_buffers
 from fsdp_engine.memory import Memory, Place
@@ -40,25 +41,36 @@ class Sites:
         return self.grounds.of(kind), ladder
 
 
-def agree(plan: Plan | None, error: Exception | None, options: str, mesh: DataMesh) -> int:
-    """Compare plans over all ranks; returns a seed that is the same on all of them.
+def agree(
+    plan: Plan | None,
+    holdings: Holdings | None,
+    error: Exception | None,
+    options: str,
+    initial_values: str,
+    mesh: DataMesh,
+) -> Start:
+    """Compare plans and initial values over all ranks; returns what all start from.
 
     Raises:
         ValueError: this rank's own error, another rank's, or the first parameter that differs.
     """
-    signature = [options, *plan.signature()] if plan is not None else []
+    signature = [f"{options}, {initial_values}", *plan.signature()] if plan is not None else []
     digest = hashlib.sha256("\n".join(signature).encode()).hexdigest()
     seed = int(torch.randint(2**31, ())) if plan is not None and plan.on_meta else 0
     text = f"{type(error).__name__}: {error}" if error is not None else ""
-    heads: list[Any] = gather_objects((digest, text, seed), mesh.control_group)
+    values = holdings.digests if holdings is not None else {}
+    heads: list[Any] = gather_objects((digest, text, seed, values), mesh.control_group)
     if error is not None:
         raise error
-    for rank, (_, other_error, _) in enumerate(heads):
+    for rank, (_, other_error, *_) in enumerate(heads):
         if other_error:
             raise ValueError(f"shard() failed on data-parallel rank {rank}: {other_error}")
     if any(head[0] != digest for head in heads):
         _raise_first_difference(signature, mesh)
-    return int(heads[0][2])
+    assert plan is not None
+    assert holdings is not None
+    all_values = [head[3] for head in heads]
+    return Start(int(heads[0][2]), *decide(plan, holdings, all_values, initial_values, mesh))
 
 
 def build_units(
@@ -67,15 +79,13 @@ def build_units(
     lanes: Lanes,
     memory: Memory,
     config: DistributedDataParallelConfig,
-    seed: int,
-    *,
-    broadcast: bool = False,
+    start: Start,
 ) -> list[Unit]:
     """Make the buffers and put sharded parameters into the model, unit by unit.
 
     Args:
-        broadcast: all values are those of the first rank; else each rank's slices are its own, and
-            only those that several ranks hold are made the same.
+        start: whose values they begin with; where they are not the first rank's, each rank's
+            slices are its own, and only those that several ranks hold are made the same.
     """
     device = sites.data.mesh.device
     tag = FIRST_TAG
@@ -83,8 +93,14 @@ def build_units(
     places = _places(plan, memory) if config.fsdp_double_buffer else [None] * len(plan.units)
     for index, planned in enumerate(plan.units):
         if plan.on_meta:
-            records = [record for buffer in planned.buffers for record in buffer.records]
-            materialize(plan.units[0].module, records, device, seed + index)
+            records = [
+                record
+                for part in planned.buffers
+                # The others' values come from there, so they need none.
+                if not start.whole or sites.of(part.kind)[1].mesh.is_first
+                for record in part.records
+            ]
+            materialize(plan.units[0].module, records, device, start.seed + index)
         buffers: list[ParamAndGradBuffer] = []
         for number, part in enumerate(planned.buffers):
             label = planned.name or "the root module"
@@ -104,10 +120,10 @@ def build_units(
                     memory,
                     config,
                     tag,
-                    broadcast=broadcast,
+                    broadcast=start.from_first,
                 )
             buffers.append(buffer)
-            if not broadcast:
+            if not start.from_first:
                 same_on_replicas(buffer)
             tag += 2  # a reduction may take two messages
         units.append(Unit(index, planned.name, planned.module, buffers, lanes, places[index]))
@@ -115,7 +131,12 @@ def build_units(
             for record in buffer.records:
                 # The user's own tensor goes now, so that one unit at a time is held twice.
                 del record.param
-    materialize_buffers(plan.units[0].module, device, seed + len(units))
+    root = plan.units[0].module
+    has_values = not start.whole or sites.data.mesh.is_first
+    materialize_buffers(root, device, start.seed + len(units), values=has_values)
+    if start.whole:
+        experts = sites.expert.mesh if sites.expert is not None else None
+        broadcast_buffers(root, sites.data.mesh, experts)
     units[0].parts = tuple(
         unit for unit, planned in zip(units, plan.units, strict=True) if planned.is_bucket
     )

@@ -22,6 +22,7 @@ from fsdp_engine.description import Description, describe_units
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.gradient_checks import GradientChecks
 from fsdp_engine.hooks import UnitHooks, hook_gradients
+from fsdp_engine.initial_values import Start
 from fsdp_engine.memory import Memory
 from fsdp_engine.nccl_pool import NcclPool
 from fsdp_engine.param_and_grad_buffer import ParamAndGradBuffer
@@ -60,9 +61,7 @@ class Engine:
         policy: MixedPrecisionPolicy,
         config: DistributedDataParallelConfig,
         timing: Timing,
-        seed: int,
-        *,
-        broadcast: bool,
+        start: Start,
     ) -> None:
         mesh = sites.data.mesh
         self.model = model
@@ -75,9 +74,7 @@ class Engine:
         pool = NcclPool(mesh, symmetric=symmetric) if config.nccl_ub else None
         self._memory = Memory(mesh.device, pool)
         self._lanes = lanes_module.make_lanes(mesh.device)
-        self.units = build_units(
-            plan, sites, self._lanes, self._memory, config, seed, broadcast=broadcast
-        )
+        self.units = build_units(plan, sites, self._lanes, self._memory, config, start)
         if pool is not None:
             pool.register()
         self.budget = _budget(self.units, config)

@@ -16,27 +16,28 @@ from fsdp_engine.memory import empty_like
 from fsdp_engine.param_and_grad_buffer import ParamRecord
 
 
-def check_meta(model: nn.Module, records: Sequence[ParamRecord]) -> bool:
-    """Whether any parameter or buffer is on the meta device.
+def check_meta(model: nn.Module) -> tuple[bool, str]:
+    """Whether any parameter or buffer is on the meta device, and what cannot give itself values.
 
-    Raises:
-        ValueError: a module with meta tensors has no ``reset_parameters`` to give them values, nor
-            has the model an ``_init_weights``.
+    The second is the text of an error, or "": a module with meta tensors that has no
+    ``reset_parameters``, in a model without an ``_init_weights``.
     """
-    on_meta = False
+    on_meta, lacks = False, ""
     knows_modules = callable(getattr(model, "_init_weights", None))
     for name, module in model.named_modules():
         own = [*module._parameters.items(), *module._buffers.items()]
         metas = [attribute for attribute, tensor in own if tensor is not None and tensor.is_meta]
         if metas:
             on_meta = True
-            if not knows_modules and not callable(getattr(module, "reset_parameters", None)):
-                raise ValueError(
+            knows_itself = callable(getattr(module, "reset_parameters", None))
+            if not (knows_modules or knows_itself or lacks):
+                lacks = (
                     f"{name or 'the root module'} ({type(module).__name__}): expected a method "
                     f"reset_parameters() that gives {', '.join(metas)} values; found none, and "
-                    "the model is on the meta device"
+                    "the model is on the meta device on all ranks. With values on rank 0 alone, "
+                    "the other ranks get those"
                 )
-    return on_meta
+    return on_meta, lacks
 
 
 def materialize(
@@ -70,8 +71,14 @@ def materialize(
     _reset(model, list(owners.values()), device, seed)
 
 
-def materialize_buffers(model: nn.Module, device: torch.device, seed: int) -> None:
-    """Real values for modules that own meta buffers but no meta parameter, and move the others."""
+def materialize_buffers(
+    model: nn.Module, device: torch.device, seed: int, *, values: bool = True
+) -> None:
+    """Real values for modules that own meta buffers but no meta parameter, and move the others.
+
+    Args:
+        values: False: memory alone, for somebody else's values.
+    """
     lonely = [
         module
         for module in model.modules()
@@ -79,7 +86,8 @@ def materialize_buffers(model: nn.Module, device: torch.device, seed: int) -> No
     ]
     for module in lonely:
         _real_buffers(module, device)
-    _reset(model, lonely, device, seed)
+    if values:
+        _reset(model, lonely, device, seed)
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device:

@@ -91,6 +91,11 @@ class DataMesh:
         """This rank's number among the data-parallel ranks, row by row."""
         return self.outer.rank * self.inner.size + self.inner.rank
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank whose values are broadcast, if any are."""
+        return self.control_group is None or self.control_group.rank() == 0
+
     def make_host_group(self, timeout: timedelta) -> dist.ProcessGroup | None:
         """A further group of all ranks, on gloo, for work beside training; None for one rank.
 

@@ -14,7 +14,7 @@ Where nothing is cut and main weights are compute weights, full and sharded are 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -378,18 +378,21 @@ class ParamAndGradBuffer:
         """This rank's part of the user's values; those of the first rank of ``group``, if given."""
         at = self._ladder.mesh.coordinate
         initial_value = self.weights.codec.initial_value
-        sources = [flat_source(initial_value(record.param)) for record in self.records]
+        values: Iterable[Tensor] = (
+            flat_source(initial_value(record.param)) for record in self.records
+        )
         if group is not None:
-            # One message for the whole buffer, whatever the number of parameters.
+            # One message for the whole buffer, whatever the number of parameters. The values of
+            # the other ranks are not looked at: they may be on the meta device.
             main = self.weights.main.tensor
             flat = mem.zeros(self.layout.numel, main.dtype, main.device)
-            slots = self.layout.slots
-            places = [flat[slot.offset : slot.stop] for slot in slots]
-            for place, source in zip(places, sources, strict=True):
-                place.copy_(source)
+            places = [flat[slot.offset : slot.stop] for slot in self.layout.slots]
+            if group.rank() == 0:
+                for place, value in zip(places, values, strict=True):
+                    place.copy_(value)
             broadcast_(flat, group)
-            sources = places
-        for index, source in enumerate(sources):
+            values = places
+        for index, source in enumerate(values):
             start, stop = self.layout.tensor_range(index, self._optim_depth, at)
             self.weights.main.local(index, self._optim_depth).copy_(source[start:stop])
 

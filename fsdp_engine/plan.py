@@ -116,11 +116,19 @@ class PlannedUnit:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything about a model that is decided before it is changed."""
+    """Everything about a model that is decided before it is changed.
+
+    Attributes:
+        units: units to be, the root first.
+        records: its parameters.
+        on_meta: some parameter or buffer is on the meta device.
+        lacks: what cannot give itself values there; "" if all can.
+    """
 
     units: list[PlannedUnit]
     records: list[ParamRecord]
     on_meta: bool
+    lacks: str = ""
 
     def signature(self) -> list[str]:
         """A line for each parameter, which must be the same on all ranks."""
@@ -156,10 +164,10 @@ def make_plan(
     for record in records:
         _check_record(record, recipe)
     _check_no_optimizer(records)
-    on_meta = check_meta(model, records)
+    on_meta, lacks = check_meta(model)
     planned = plan_units(model, records, units, recipe)
     _check_fp8_fields(planned, recipe)
-    return Plan(planned, records, on_meta)
+    return Plan(planned, records, on_meta, lacks)
 
 
 def plan_units(
@@ -268,9 +276,9 @@ def _lay_out(
 def _kind_of(record: ParamRecord, recipe: Recipe) -> tuple[BufferKind, Callable[[], ParamCodec]]:
     param = record.param
     dtypes = recipe.policy.resolve(param, recipe.config.reduce_scatter_with_fp32_accumulation)
-    is_expert = _is_expert(param)
+    of_experts = is_expert(param)
     divisor = float(getattr(param, "gradient_divisor", 1.0))
-    if is_expert and recipe.grounds.expert is not None:
+    if of_experts and recipe.grounds.expert is not None:
         # An expert's gradient comes from the tokens of all ranks, not of those alone that share it.
         divisor *= recipe.grounds.data.num_ranks / recipe.grounds.expert.num_ranks
     apart = record.name if any(getattr(param, mark, False) for mark in _STAGE_MARKS) else ""
@@ -280,17 +288,17 @@ def _kind_of(record: ParamRecord, recipe: Recipe) -> tuple[BufferKind, Callable[
         if found is not None:
             codec_name, maker = found  # type: ignore[assignment]
             break
-    return BufferKind(codec_name, dtypes, param.requires_grad, divisor, is_expert, apart), maker
+    return BufferKind(codec_name, dtypes, param.requires_grad, divisor, of_experts, apart), maker
 
 
-def _is_expert(param: Tensor) -> bool:
+def is_expert(param: Tensor) -> bool:
     """Megatron-Core's mark of parameters that not all data-parallel ranks share."""
     return getattr(param, "allreduce", True) is False
 
 
 def _known_as(record: ParamRecord) -> str:
     """Its name in the comparison of ranks, which may give experts names of their own."""
-    return "an expert's parameter" if _is_expert(record.param) else record.name
+    return "an expert's parameter" if is_expert(record.param) else record.name
 
 
 def _check_record(record: ParamRecord, recipe: Recipe) -> None:
@@ -313,7 +321,7 @@ def _check_record(record: ParamRecord, recipe: Recipe) -> None:
             f"over {param.device_mesh} (sharded elsewhere; tensor parallelism has to "
             "keep plain local parameters)"
         )
-    if _is_expert(param) and recipe.grounds.expert is None:
+    if is_expert(param) and recipe.grounds.expert is None:
         raise ValueError(
             f"{record.name}: expected expert_mesh, the ranks that share this expert, since it has "
             "allreduce=False; found None"

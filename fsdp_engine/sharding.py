@@ -13,6 +13,7 @@ from fsdp_engine.build import Sites, agree
 from fsdp_engine.codecs import CodecRule
 from fsdp_engine.config import DistributedDataParallelConfig, Timing
 from fsdp_engine.engine import Engine, engine_within
+from fsdp_engine.initial_values import CHOICES, SAME, Holdings
 from fsdp_engine.mesh import DataMesh
 from fsdp_engine.nccl_pool import check_nccl
 from fsdp_engine.plan import Granule, Ground, Grounds, Plan, Recipe, make_plan
@@ -32,6 +33,7 @@ def shard(
     *,
     expert_mesh: DeviceMesh | None = None,
     codec_rules: Iterable[CodecRule] = (),
+    initial_values: str = SAME,
 ) -> Engine:
     """Shard ``model``'s parameters, gradients and optimizer state; the model is changed in place.
 
@@ -54,10 +56,14 @@ def shard(
         expert_mesh: ranks that share the parameters whose attribute ``allreduce`` is False, such
             as experts: each expert's own data-parallel ranks, (inner,) or (outer, inner).
         codec_rules: encodings of parameters on the wire, asked in turn before the default cast.
+        initial_values: "same": all ranks have built the same values, which is checked; where the
+            first rank has values and others are on the meta device, they get the first one's.
+            "rank0": all get the first rank's, of buffers too, whatever they have. Broadcast unit
+            by unit.
 
     Raises:
-        ValueError: an argument, or how arguments of ranks differ; on all ranks, before anything
-            is changed.
+        ValueError: an argument, or how arguments or initial values of ranks differ; on all ranks,
+            before anything is changed.
         TypeError: likewise.
     """
     options = config if config is not None else DistributedDataParallelConfig()
@@ -80,6 +86,7 @@ def shard(
         granule=granule,
         expert_mesh=expert_mesh,
         codec_rules=tuple(codec_rules),
+        initial_values=initial_values,
     )
 
 
@@ -95,15 +102,16 @@ def make_engine(
     granule: Granule | None = None,
     expert_mesh: DeviceMesh | None = None,
     codec_rules: Sequence[CodecRule] = (),
+    initial_values: str = SAME,
     broadcast: bool = False,
 ) -> Engine:
     """Plan, agree on the plan with all ranks, build. Collective.
 
     Args:
         timing: when gradients are reduced and weights gathered.
-        broadcast: initial values are those of the first rank.
-        model, mesh, levels, policy, config, units, granule, expert_mesh, codec_rules: see
-            :func:`shard`.
+        broadcast: parameters start from the first rank's values, which are not compared.
+        model, mesh, levels, policy, config, units, granule, expert_mesh, codec_rules,
+            initial_values: see :func:`shard`.
     """
     data = DataMesh.create(mesh, num_instances=config.num_distributed_optimizer_instances)
     experts = DataMesh.create(expert_mesh) if expert_mesh is not None else None
@@ -111,6 +119,7 @@ def make_engine(
         _ground(data, levels), _ground(experts, levels) if experts is not None else None
     )
     plan: Plan | None = None
+    holdings: Holdings | None = None
     error: Exception | None = None
     try:
         if (name := engine_within(model)) is not None:
@@ -121,13 +130,20 @@ def make_engine(
         if config.nccl_ub:
             check_nccl(data, symmetric=not config.disable_symmetric_registration)
         policy = config.applied_to(policy)
+        if initial_values not in CHOICES:
+            raise ValueError(f"initial_values: expected one of {CHOICES}; found {initial_values!r}")
         plan = make_plan(model, units, Recipe(policy, config, grounds, granule, codec_rules))
+        compare = data.size > 1 and initial_values == SAME and not broadcast
+        holdings = Holdings(plan, experts, compare=compare)
     except (ValueError, TypeError, ImportError) as caught:
         error = caught
-    seed = agree(plan, error, f"{levels}, {policy}, {config}", data)
+    options = f"{levels}, {policy}, {config}"
+    start = agree(plan, holdings, error, options, initial_values, data)
+    if broadcast:
+        start = start._replace(from_first=True)
     assert plan is not None
     sites = Sites(grounds, Ladder(data), Ladder(experts) if experts is not None else None)
-    return Engine(model, plan, sites, policy, config, timing, seed, broadcast=broadcast)
+    return Engine(model, plan, sites, policy, config, timing, start)
 
 
 def _ground(mesh: DataMesh, levels: Strategy) -> Ground:

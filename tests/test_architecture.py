@@ -58,6 +58,7 @@ FLOORS: dict[str, float] = {
     "step_message": 4.25,
     "plan": 4.25,
     "marked_grads": 4,
+    "initial_values": 4.4,
     "build": 4.5,
     "description": 4.5,
     "reductions": 4.5,

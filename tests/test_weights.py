@@ -270,11 +270,11 @@ def test_only_rank_zero_keeps_the_full_state_when_asked_to() -> None:
 
 
 @on_ranks(2)
-def test_all_ranks_start_from_the_values_of_one_where_nothing_is_cut() -> None:
+def test_all_ranks_start_from_the_values_of_one_where_they_are_asked_to() -> None:
     for strategy in LEVELS:
         torch.manual_seed(dist.get_rank())
         model = Transformer(num_blocks=1)
-        engine = fe.shard(model, strategy=strategy)
+        engine = fe.shard(model, strategy=strategy, initial_values="rank0")
         for name, weight in engine.full_state_dict().items():
             others = [torch.empty_like(weight) for _ in range(2)]
             dist.all_gather(others, weight.contiguous())

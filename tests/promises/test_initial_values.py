@@ -1,0 +1,219 @@
+"""Whatever values ranks bring, all start from the same ones, or an error says which differ."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsdp_engine as fe
+from fsdp_engine import param_and_grad_buffer as pgb
+from fsdp_engine.initial_values import checksum
+from tests import reference
+from tests.models import Transformer
+from tests.pool import on_ranks
+from tests.promises.everywhere import Place, everywhere
+
+
+class WithStatistics(nn.Module):
+    """Blocks with buffers of many kinds, saved and not, and a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(3))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5)) for _ in range(2)
+        )
+        self.register_buffer("frequencies", torch.rand(7), persistent=False)
+        self.register_buffer("mask", torch.rand(3, 3) > 0.5)
+        self.register_buffer("wide", torch.rand(2, 1).expand(2, 3), persistent=False)
+        self.register_buffer("narrow", torch.rand(3).bfloat16())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x * self.scale[0] + self.narrow.float().sum()
+
+
+def everything(model: nn.Module) -> dict[str, Tensor]:
+    """Full weights and all buffers."""
+    return reference.full_weights(model) | {n: b.clone() for n, b in model.named_buffers()}
+
+
+def check_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+@everywhere
+def test_ranks_on_the_meta_device_get_the_values_of_the_first_rank(place: Place) -> None:
+    model = WithStatistics()
+    expected = everything(model)
+    if dist.get_rank():
+        model = copy.deepcopy(model).to("meta")
+    place.shard(model)
+    check_equal(everything(model), expected)
+    model(torch.randn(4, 5)).sum().backward()
+
+
+@everywhere
+def test_a_model_that_cannot_make_values_gets_those_of_the_first_rank(place: Place) -> None:
+    torch.manual_seed(3)
+    model = models_without_reset()
+    expected = everything(model)
+    if dist.get_rank():
+        model.to("meta")
+    place.shard(model)
+    check_equal(everything(model), expected)
+
+
+def models_without_reset() -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
+    model.register_parameter("bare", nn.Parameter(torch.randn(3)))
+    return model
+
+
+@everywhere
+def test_ranks_that_built_other_values_raise_and_name_the_parameter(place: Place) -> None:
+    if place.num_ranks == 1:
+        return
+    model = WithStatistics()
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            model.blocks[1][0].weight[0, 0] += 1  # type: ignore[index]
+    before = dict(model.named_parameters())
+    with pytest.raises(ValueError, match=r"blocks.1.0.weight: expected the same.*rank 1 than on"):
+        place.shard(model)
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+    place.shard(model, initial_values="rank0")
+
+
+@everywhere
+def test_a_saved_buffer_that_differs_raises(place: Place) -> None:
+    if place.num_ranks == 1:
+        return
+    model = WithStatistics()
+    model.frequencies += dist.get_rank()  # not saved: made from something else
+    model.blocks[0][1].running_mean += dist.get_rank()  # type: ignore[index, operator]
+    with pytest.raises(ValueError, match=r"blocks.0.1.running_mean: expected the same.*rank0"):
+        place.shard(model)
+
+
+@everywhere
+def test_rank_0_decides_where_it_is_asked_to(place: Place) -> None:
+    torch.manual_seed(0)
+    expected = everything(WithStatistics())
+    torch.manual_seed(dist.get_rank())
+    model = WithStatistics()
+    place.shard(model, initial_values="rank0")
+    check_equal(everything(model), expected)
+
+
+@on_ranks(2)
+def test_values_on_another_rank_than_the_first_raise() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    if not dist.get_rank():
+        model[1].to("meta")
+    with pytest.raises(ValueError, match=r"1.weight: expected values on data-parallel rank 0.*"):
+        fe.shard(model)
+
+
+@on_ranks(2)
+def test_what_no_rank_has_and_cannot_make_raises_on_all() -> None:
+    model = models_without_reset()
+    model.bare = nn.Parameter(torch.empty(3, device="meta"))
+    if dist.get_rank():
+        model.to("meta")
+    with pytest.raises(ValueError, match=r"the root module .*bare.*found none"):
+        fe.shard(model)
+
+
+@on_ranks(2)
+def test_an_unknown_choice_raises() -> None:
+    with pytest.raises(ValueError, match=r"initial_values: expected one of .*found 'rank1'"):
+        fe.shard(nn.Linear(2, 2), initial_values="rank1")
+
+
+@on_ranks(2)
+def test_the_wrapper_takes_values_from_rank_0_too() -> None:
+    model = WithStatistics()
+    expected = everything(model)
+    if dist.get_rank():
+        model.to("meta")
+    ddp = fe.DistributedDataParallel(model)
+    check_equal(everything(ddp.module), expected)
+
+
+@on_ranks(2)
+def test_values_travel_one_unit_at_a_time() -> None:
+    model = Transformer(num_blocks=6, dim=32)
+    if dist.get_rank():
+        model.to("meta")
+    sizes: list[int] = []
+    broadcast = pgb.broadcast_
+
+    def counted(tensor: Tensor, group: Any) -> Tensor:
+        sizes.append(tensor.numel())
+        return broadcast(tensor, group)
+
+    pgb.broadcast_ = counted
+    try:
+        engine = fe.shard(model)
+    finally:
+        pgb.broadcast_ = broadcast
+    assert sizes == [buffer.layout.numel for buffer in engine.buffers]
+    assert max(sizes) < sum(sizes) / 4
+
+
+@on_ranks(4)
+def test_experts_are_compared_among_the_ranks_that_share_them() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert", "data"))
+    rank = dist.get_rank()
+    for case in ("own", "differs", "meta"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        torch.manual_seed(10 + rank // 2)
+        expert = nn.Linear(4, 4)
+        expected = expert.weight.detach().clone()
+        model.append(expert)
+        if case == "differs" and rank == 3:
+            expert.bias.data += 1
+        if case == "meta" and rank in (1, 3):
+            model.to("meta")
+        if case == "meta" and rank == 2:
+            model[0].to("meta")
+        for parameter in model[2].parameters():
+            parameter.allreduce = False  # type: ignore[attr-defined]
+        if case == "differs":
+            with pytest.raises(ValueError, match=r"2.bias: .* rank 3 than on rank 2"):
+                fe.shard(model, expert_mesh=grid["data"])
+            continue
+        fe.shard(model, expert_mesh=grid["data"])
+        assert torch.equal(model[2].weight.full_tensor(), expected)
+
+
+def test_a_checksum_tells_values_and_their_order_apart() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.bool, torch.complex64):
+        for shape in ((), (0,), (7,), (3, 5), (130, 65), (4099, 3)):
+            noise = torch.randn(shape).mul(100)
+            value = noise > 0 if dtype is torch.bool else noise.to(dtype)
+            found = int(checksum(value))
+            assert int(checksum(value.clone())) == found
+            spaced = value.new_zeros((value.numel() + 1,))
+            spaced[1:] = value.flatten()
+            assert int(checksum(spaced[1:].view(shape))) == found
+            if value.numel() > 10:
+                other = value.clone().flatten()
+                place = int((other != other[0]).nonzero()[-1])
+                other[[0, place]] = other[[place, 0]]
+                assert int(checksum(other)) != found, (dtype, shape)
+            if value.ndim == 2:
+                turned = value.t().contiguous().t()
+                assert int(checksum(turned)) == found
