@@ -19,7 +19,7 @@ twice its size over a thousand steps though nothing leaks. ``malloc_trim`` hands
 holes back to the system. It takes milliseconds, and what it gave back is taken again in the next
 step, so every so many backwards it costs next to nothing. Settings of malloc do not do as well:
 with a larger ``M_TOP_PAD`` (or any other of them) glibc no longer learns how large tensors are, and
-maps and unmaps each one above 128 KiB anew (``benchmarks/long_run.py``).
+where the heap has no hole for one above 128 KiB it maps and unmaps it (``benchmarks/long_run.py``).
 
 [Note: Slots]
 With ``fsdp_double_buffer`` transient memory neither comes nor goes. For each role ("full",
