@@ -132,6 +132,7 @@ class Engine:
                 the parameters. Or, on all ranks, what checks of gradients found.
         """
         self._reductions.finish()
+        self._reductions.run_hooks()
 
     def start_param_sync(self, *, wait: bool = False) -> None:
         """Issue gathers of what changed, ahead of the next forward. Collective.

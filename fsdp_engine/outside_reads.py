@@ -12,24 +12,31 @@ everything else; so reads whose backward is to come are counted.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from fsdp_engine.param_hooks import ParamHooks
 
 
 class OutsideReads:
     """Of the parameters of one buffer.
 
     Attributes:
+        hooks: that users put on the parameters.
         num_open: reads whose backward is to come and whose graph still lives.
     """
 
-    def __init__(self, full_params: Sequence[Tensor], names: Sequence[str]) -> None:
+    def __init__(
+        self, full_params: Sequence[Tensor], names: Sequence[str], hooks: ParamHooks
+    ) -> None:
         self.full_params = full_params
         self.names = names
         self.num_open = 0
+        self.hooks = hooks
 
     def home(self, index: int) -> Home:
         """What the sharded parameter ``index`` has to know of this."""
@@ -39,9 +46,10 @@ class OutsideReads:
 class Home:
     """Where a sharded parameter belongs. It goes neither into copies nor into pickles of it."""
 
-    __slots__ = ("_index", "_reads")
+    __slots__ = ("_hooks", "_index", "_reads")
 
     def __init__(self, reads: OutsideReads, index: int) -> None:
+        self._hooks = reads.hooks
         # Weak: who holds on to a parameter does not hold on to the engine's memory.
         self._reads = weakref.ref(reads)
         self._index = index
@@ -57,6 +65,10 @@ class Home:
         """The parameter's fully qualified name."""
         reads = self._reads()
         return reads.names[self._index] if reads is not None else "a parameter"
+
+    def add_hook(self, hook: Callable[..., Any], *, on_param: bool) -> RemovableHandle:
+        """See :meth:`ParamHooks.add`."""
+        return self._hooks.add(self._index, hook, on_param=on_param)
 
     @property
     def full_param(self) -> Tensor | None:

@@ -38,6 +38,7 @@ from fsdp_engine.layout import Layout
 from fsdp_engine.memory import Memory
 from fsdp_engine.mesh import DataMesh
 from fsdp_engine.outside_reads import OutsideReads
+from fsdp_engine.param_hooks import ParamHooks
 from fsdp_engine.precision import ParamDtypes
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis, Role, Strategy
 from fsdp_engine.weight_tower import WeightTower
@@ -90,6 +91,7 @@ class ParamAndGradBuffer:
         grads: the gradient tower; None for frozen parameters.
         full_params: what modules compute with.
         sharded_params: what users see.
+        hooks: that users put on its parameters.
         reads: of its parameters, outside their unit's forward.
         used: per parameter: a gradient came on this rank since gradients were last cleared.
     """
@@ -170,7 +172,9 @@ class ParamAndGradBuffer:
             marks = codec.marks(record.param)
             full.__dict__.update(marks)
             sharded.__dict__.update(marks)
-        self.reads = OutsideReads(self.full_params, [record.name for record in self.records])
+        names = [record.name for record in self.records]
+        self.hooks = ParamHooks(names, [record.param for record in self.records])
+        self.reads = OutsideReads(self.full_params, names, self.hooks)
         for index, sharded in enumerate(self.sharded_params):
             if isinstance(sharded, FlatDTensor):
                 sharded._home = self.reads.home(index)
@@ -226,7 +230,9 @@ class ParamAndGradBuffer:
             return hook
 
         for index, param in enumerate(self.full_params):
-            param.register_post_accumulate_grad_hook(listen(index))
+            handle = param.register_post_accumulate_grad_hook(listen(index))
+            if self.is_plain:
+                self.hooks.own[index] = handle.id
 
     def follow_requires_grad(self) -> None:
         """Freeze and thaw full parameters as the user has the sharded ones since."""
@@ -247,6 +253,8 @@ class ParamAndGradBuffer:
     def begin_backward(self) -> None:
         """Find out which gradients the user has cleared: those are overwritten, not added to."""
         assert self.grads is not None
+        if self.is_plain:
+            self.hooks.adopt(self.sharded_params)
         self._is_accumulating = True
         fresh, used = self.grads.fresh, self.used
         for index, grad in enumerate(gradients_of(self.sharded_params)):

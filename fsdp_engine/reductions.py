@@ -91,6 +91,7 @@ class Reductions:
         self._in_backward = False
         self._is_closing = False
         self._is_last = False
+        self._hooks_are_due = False
 
     def order_seen(self, order: list[int]) -> None:
         """Forward has recorded an order of all units."""
@@ -219,6 +220,13 @@ class Reductions:
         self._is_issued = self._is_accumulating = False
         self._publish()
         self._is_final = True
+
+    def run_hooks(self) -> None:
+        """Run users' hooks on gradients that have become final; the engine must be at rest."""
+        if self._hooks_are_due:
+            self._hooks_are_due = False
+            for buffer in self._buffers:
+                buffer.hooks.run(buffer.sharded_params)
 
     def clear(self, *, zero: bool) -> None:
         """A new step begins: what is accumulated counts no more.
@@ -365,6 +373,7 @@ class Reductions:
         if verdict.problem is not None:
             self.clear(zero=False)
             raise RuntimeError(verdict.problem)
+        self._hooks_are_due = True
         for buffer in self._buffers:
             buffer.publish_gradients(verdict.used.get(id(buffer), buffer.used))
 

@@ -120,6 +120,7 @@ class Scheduler:
             )
         for unit in self.units:
             unit.check_not_swapped()
+            unit.check_not_thawed()
         self._forward.restart()
         for unit in self.units:
             for buffer in unit.trainable:
@@ -279,6 +280,8 @@ class Scheduler:
         if unit.uses == 0:
             unit.uninstall()
         self.reductions.late_gradient_came(unit)
+        if not self._backward_is_open:
+            self.reductions.run_hooks()
 
     def _begin_backward(self) -> None:
         if self._backward_is_open:
@@ -315,6 +318,7 @@ class Scheduler:
         self._touched.clear()
         self._backward_is_open = False
         self._memory.end_backward()
+        self.reductions.run_hooks()
 
     # Both.
 

@@ -24,6 +24,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _functional_call
 
+from fsdp_engine.flat_dtensor import any_requires_grad
 from fsdp_engine.lanes import Lanes, Ticket
 from fsdp_engine.memory import Place
 from fsdp_engine.param_and_grad_buffer import ParamAndGradBuffer
@@ -129,6 +130,7 @@ class Unit:
         self.module = module
         self.buffers = tuple(buffers)
         self.trainable = tuple(buffer for buffer in buffers if buffer.grads is not None)
+        self._frozen = tuple(buffer for buffer in buffers if buffer.grads is None)
         self.num_elements = sum(buffer.layout.numel for buffer in buffers)
         self.reshards = any(buffer.weights.reshards for buffer in buffers)
         self.needs_refresh = any(buffer.weights.needs_refresh for buffer in buffers)
@@ -275,6 +277,22 @@ class Unit:
                     f"found another tensor for {name}, in whose place the engine would use the "
                     "sharded weights. Change the weights themselves (load_state_dict, "
                     "engine.unsharded()), or shard at level no_shard without mixed precision"
+                )
+
+    def check_not_thawed(self) -> None:
+        """Raise RuntimeError if a parameter requires grad that was frozen at ``shard``."""
+        for buffer in self._frozen:
+            if any_requires_grad(buffer.sharded_params):
+                names = [
+                    record.name
+                    for record, param in zip(buffer.records, buffer.sharded_params, strict=True)
+                    if param.requires_grad
+                ]
+                raise RuntimeError(
+                    f"forward: expected {names[0]} to stay frozen, as it was at shard(); found it "
+                    f"with requires_grad ({len(names)} such parameters in {self.label}). It has no "
+                    "place for gradients: let it require grad before shard(), freeze it after, and "
+                    "thaw it when wanted"
                 )
 
     def install(self) -> None:

@@ -36,6 +36,7 @@ FLOORS: dict[str, float] = {
     "collectives": 1.5,
     "nccl_pool": 1.75,
     # sharded storage
+    "param_hooks": 1.25,
     "outside_reads": 1.5,
     "buffer": 2,
     "flat_dtensor": 2,

@@ -1,13 +1,19 @@
 """The sharded tensor that users see, and what it is made of."""
 
 from fsdp_engine.flat_dtensor.placement import Box, FlatPlacement, FlatShard, flat_range_boxes
-from fsdp_engine.flat_dtensor.tensor import FlatDTensor, gradients_of, set_gradients
+from fsdp_engine.flat_dtensor.tensor import (
+    FlatDTensor,
+    any_requires_grad,
+    gradients_of,
+    set_gradients,
+)
 
 __all__ = [
     "Box",
     "FlatDTensor",
     "FlatPlacement",
     "FlatShard",
+    "any_requires_grad",
     "flat_range_boxes",
     "gradients_of",
     "set_gradients",

@@ -10,7 +10,8 @@ result is a plain tensor; larger ones raise. That is how it is where
 - autograd follows a plain tensor: from slices it would get a part of its gradient;
 - a parameter has one element and autograd follows it: it may well meet a loss later.
 
-In place, a whole tensor beside a slice can only be the same on every rank: its slice is taken.
+In place, a whole tensor beside a slice can only be the same on every rank: its slice is taken. So
+it is beside a gradient that a hook is given (``takes_slices``).
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ def elementwise(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     if _wants_whole(cls, func, args, kwargs):
         return _on_whole(cls, func, args, kwargs)
     flat: FlatPlacement | None = None
+    takes_slices = False
     owners: dict[int, Any] = {}
     locals_: list[Any] = []
     for value in (*args, *kwargs.values()):
@@ -54,12 +56,13 @@ def elementwise(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
             elif mine is not flat and mine != flat:
                 raise refusal(cls, func, (value,), "mixes two different slices")
             check_inplace(func, value)
+            takes_slices = takes_slices or value.takes_slices
             value = _remember(owners, value)
         locals_.append(value)
     if flat is None:  # only inside a list
         raise refusal(cls, func, (args, kwargs))
     locals_ = [
-        scalar(cls, func, value, flat)
+        scalar(cls, func, value, flat, takes_slices)
         if isinstance(value, Tensor) and id(value) not in owners
         else value
         for value in locals_
@@ -74,6 +77,8 @@ def elementwise(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     if owner is not None:
         return owner
     result = rewrap(cls, result, flat)
+    if takes_slices and isinstance(result, cls):
+        result.takes_slices = True
     return result.requires_grad_() if requires_grad else result
 
 
@@ -126,6 +131,8 @@ def _wants_whole(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> bool:
     beside: list[Tensor] = []
     for value in (*args, *kwargs.values()):
         if isinstance(value, cls):
+            if value.takes_slices:
+                return False
             num_dims = len(value._flat.shape)
             if follows and value._home is not None and value.requires_grad:
                 wants = wants or math.prod(value._flat.shape) == 1
@@ -166,9 +173,11 @@ def slice_of(tensor: Tensor, flat: FlatPlacement) -> Tensor | None:
     return rows.reshape(-1)[flat.start - first * row : flat.stop - first * row]
 
 
-def scalar(cls: Any, func: Function, tensor: Tensor, flat: FlatPlacement) -> Tensor:
+def scalar(
+    cls: Any, func: Function, tensor: Tensor, flat: FlatPlacement, takes_slices: bool = False
+) -> Tensor:
     """A tensor of one element, the same on every rank, made fit to stand beside a slice; of a whole
-    tensor, if ``func`` is in-place, the slice.
+    tensor, if ``func`` is in-place or ``takes_slices``, the slice.
 
     Raises:
         ValueError: it has more elements, or would add dims to the result; or autograd follows it.
@@ -177,7 +186,7 @@ def scalar(cls: Any, func: Function, tensor: Tensor, flat: FlatPlacement) -> Ten
     check_inplace(func, tensor)
     if torch.is_grad_enabled() and tensor.requires_grad:
         raise refusal(cls, func, (), "would give a plain tensor the gradient of this slice only")
-    if is_inplace(func) and tensor.ndim:
+    if (takes_slices or is_inplace(func)) and tensor.ndim:
         part = slice_of(_whole(tensor), flat)
         if part is not None:
             return part

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim import optimizer as _torch_optimizer
 from torch.utils import _foreach_utils
+from torch.utils.hooks import RemovableHandle
 
 from fsdp_engine import memory
 from fsdp_engine.flat_dtensor import functions
@@ -45,6 +46,8 @@ class FlatDTensor(DTensor):
     """A row-major tensor of which this rank holds one flat slice. See the module docstring.
 
     Attributes:
+        takes_slices: whole plain tensors beside it are the same on every rank, as a mask on a
+            gradient is, and give their slice. So are those beside what is computed from it.
         _home: of an engine's parameter, where it belongs.
         zeroed: set by ``zero_()`` and ``torch._foreach_zero_``, which is how
             ``optimizer.zero_grad(set_to_none=False)`` clears gradients; whoever watches it resets
@@ -53,6 +56,7 @@ class FlatDTensor(DTensor):
 
     _flat: FlatPlacement
     zeroed: bool = False
+    takes_slices: bool = False
     _home: Home | None = None
 
     # --- making and looking ---
@@ -257,6 +261,22 @@ class FlatDTensor(DTensor):
             )
         self.data.copy_(value.detach())
 
+    def register_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Of a sharded parameter: ``hook(gradient)`` runs once a step, on the reduced gradient, a
+        FlatDTensor. What it returns, unless None, takes the gradient's place."""
+        if self._home is None or not self.requires_grad:
+            handle: RemovableHandle = super().register_hook(hook)
+            return handle
+        return self._home.add_hook(hook, on_param=False)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Of a sharded parameter: ``hook(param)`` runs once a step, when its gradient has been
+        reduced. An optimizer may step within it."""
+        if self._home is None or not self.requires_grad:
+            handle: RemovableHandle = super().register_post_accumulate_grad_hook(hook)
+            return handle
+        return self._home.add_hook(hook, on_param=True)
+
     # --- copies ---
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatDTensor:
@@ -368,6 +388,12 @@ def gradients_of(params: Sequence[Tensor]) -> list[Tensor | None]:
         if type(grad) is DTensor:  # see FlatDTensor.grad
             grads[place] = params[place].grad
     return grads
+
+
+def any_requires_grad(params: Sequence[Tensor]) -> bool:
+    """Whether autograd follows any of them, plain ones or not."""
+    with _NoTorchFunction():
+        return any(map(_get_requires_grad, params))
 
 
 def set_gradients(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> None:

@@ -1,0 +1,96 @@
+"""Hooks that users put on parameters: `register_hook`, `register_post_accumulate_grad_hook`.
+
+Autograd would run them on what one rank's backward leaves at a full parameter. Users mean the
+gradient: so they run once in each step, on ``.grad`` of the sharded parameter, when it has been
+reduced. Hooks from before ``shard`` are carried over, in the dictionaries that their handles know,
+so that ``handle.remove()`` works.
+
+A sharded parameter adds hooks here by itself. A plain one is torch's own: what was put on it is
+found when the next backward begins, and taken from it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+Hooks = MutableMapping[int, Callable[..., Any]]
+
+
+class ParamHooks:
+    """Of the parameters of one buffer.
+
+    Args:
+        names: of the parameters.
+        originals: the users' parameters, as they were given to ``shard``.
+    """
+
+    def __init__(self, names: Sequence[str], originals: Sequence[Tensor]) -> None:
+        self._names = names
+        # By index of the parameter; several dictionaries where hooks came at several times.
+        self._on_grad: dict[int, list[Hooks]] = {}
+        self._on_param: dict[int, list[Hooks]] = {}
+        # Of plain parameters: the engine's own hook, which stays where it is.
+        self.own: dict[int, int] = {}
+        for index, original in enumerate(originals):
+            if original._backward_hooks:
+                self._on_grad[index] = [original._backward_hooks]
+            if original._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+                self._on_param[index] = [original._post_accumulate_grad_hooks]  # type: ignore[attr-defined]
+
+    def add(self, index: int, hook: Callable[..., Any], *, on_param: bool) -> RemovableHandle:
+        """A hook on parameter ``index``: ``hook(gradient)``, or (``on_param``) ``hook(param)``."""
+        hooks: Hooks = OrderedDict()
+        (self._on_param if on_param else self._on_grad).setdefault(index, []).append(hooks)
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = hook
+        return handle
+
+    def adopt(self, params: Sequence[Any]) -> None:
+        """Take hooks from plain parameters, before autograd runs them."""
+        for index, param in enumerate(params):
+            if param._backward_hooks:
+                self._on_grad.setdefault(index, []).append(param._backward_hooks)
+                param._backward_hooks = None
+            hooks = param._post_accumulate_grad_hooks
+            if hooks is not None and len(hooks) > 1 and index in self.own:
+                key = self.own[index]
+                param._post_accumulate_grad_hooks = OrderedDict({key: hooks.pop(key)})
+                self._on_param.setdefault(index, []).append(hooks)
+
+    @torch.no_grad()
+    def run(self, params: Sequence[Tensor]) -> None:
+        """Gradients are final: run what hooks there are on those that came.
+
+        Raises:
+            TypeError: a hook returned something else than None or a gradient of the same shape.
+        """
+        for index in sorted(self._on_grad.keys() | self._on_param.keys()):
+            param = params[index]
+            grad = param.grad
+            if grad is None:
+                continue
+            # Of a FlatDTensor: masks beside it are the same on every rank.
+            grad.takes_slices = True  # type: ignore[attr-defined]
+            for hook in _all(self._on_grad.get(index, ())):
+                given = hook(grad)
+                if given is None or given is grad:
+                    continue
+                if not isinstance(given, Tensor) or given.shape != grad.shape:
+                    found = tuple(given.shape) if isinstance(given, Tensor) else repr(given)
+                    raise TypeError(
+                        f"hook of {self._names[index]}: expected None or a gradient of shape "
+                        f"{tuple(grad.shape)}; found {found}"
+                    )
+                grad.copy_(given)
+            for hook in _all(self._on_param.get(index, ())):
+                hook(param)
+
+
+def _all(dictionaries: Sequence[Hooks]) -> list[Callable[..., Any]]:
+    return [hook for hooks in dictionaries for hook in hooks.values()]

@@ -1,0 +1,110 @@
+"""What torch promises of hooks on parameters, and of freezing them."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests import reference
+from tests.promises.everywhere import Place, everywhere
+
+
+class Words(nn.Module):
+    """An embedding, of whose rows some are to stay as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 3)
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(self.table(words).tanh())
+
+
+def _steps(model: nn.Module, optimizer: Any) -> None:
+    for _ in range(2):
+        model(torch.tensor([0, 1, 2, 3, 6])).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _same_weights(model: nn.Module, alone: nn.Module) -> None:
+    found = reference.full_weights(model)
+    for name, weight in reference.full_weights(alone).items():
+        torch.testing.assert_close(found[name], weight, msg=name)
+
+
+def _masked(model: Any, seen: list[Any], mask: Tensor) -> Any:
+    def hook(grad: Tensor) -> Tensor:
+        seen.append(tuple(grad.shape))
+        return grad * mask
+
+    return model.table.weight.register_hook(hook)
+
+
+@everywhere
+def test_a_mask_on_a_gradient_is_applied_once_whenever_it_was_registered(place: Place) -> None:
+    mask = torch.zeros(7, 1)
+    mask[:2] = 1.0
+    for is_before in (True, False):
+        model, seen = Words(), []
+        alone = copy.deepcopy(model)
+        handle = _masked(model, seen, mask) if is_before else None
+        place.shard(model)
+        if handle is None:
+            handle = _masked(model, seen, mask)
+        _masked(alone, [], mask)
+        for each in (model, alone):
+            _steps(each, torch.optim.SGD(each.parameters(), lr=0.5))
+        _same_weights(model, alone)
+        assert seen == [(7, 3)] * 2
+        handle.remove()
+        _steps(model, torch.optim.SGD(model.parameters(), lr=0.5))
+        assert len(seen) == 2
+
+
+@everywhere
+def test_an_optimizer_may_step_in_a_hook_of_its_parameter(place: Place) -> None:
+    for is_before in (True, False):
+        model = Words()
+        alone = copy.deepcopy(model)
+        if not is_before:
+            place.shard(model)
+        for each in (model, alone):
+            optimizers: dict[int, Any] = {}
+
+            def step(param: Any, optimizers: dict[int, Any] = optimizers) -> None:
+                if id(param) not in optimizers:
+                    optimizers[id(param)] = torch.optim.SGD([param], lr=0.5, momentum=0.9)
+                optimizers[id(param)].step()
+                param.grad = None
+
+            for param in each.parameters():
+                param.register_post_accumulate_grad_hook(step)
+        if is_before:
+            place.shard(model)
+        for each in (model, alone):
+            for _ in range(3):
+                each(torch.tensor([0, 1, 2, 3, 6])).square().mean().backward()
+                assert all(param.grad is None for param in each.parameters())
+        _same_weights(model, alone)
+
+
+@everywhere
+def test_a_parameter_that_was_frozen_at_shard_says_so_when_it_is_thawed(place: Place) -> None:
+    model = Words()
+    model.table.weight.requires_grad_(False)
+    place.shard(model)
+    words = torch.tensor([0, 1])
+    model(words).sum().backward()
+    model.table.weight.requires_grad_(True)
+    with pytest.raises(RuntimeError, match=re.escape("expected table.weight to stay frozen")):
+        model(words)
+    model.table.weight.requires_grad_(False)
+    model.zero_grad()
+    model(words).sum().backward()
