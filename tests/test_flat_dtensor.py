@@ -506,6 +506,25 @@ def test_an_extreme_of_what_autograd_follows_is_refused(mesh: DeviceMesh) -> Non
         param.max()
 
 
+def test_an_extreme_of_a_dim_is_refused_for_it_has_indices_too(mesh: DeviceMesh) -> None:
+    vector = flat_of(torch.arange(30.0), mesh)
+    for function in (torch.max, torch.min):
+        with pytest.raises(ValueError, match="values and indices of a dim"):
+            function(vector, 0)
+        with pytest.raises(ValueError, match="values and indices of a dim"):
+            function(vector, dim=0)
+
+
+def test_backward_to_sharded_inputs_says_what_to_do_instead(mesh: DeviceMesh) -> None:
+    param, x = param_of(torch.ones(SHAPE), mesh), torch.ones(2, requires_grad=True)
+    for backward in (
+        lambda: (2 * x).sum().backward(inputs=[param, x]),
+        lambda: param.sum().backward(inputs=[param]),
+    ):
+        with pytest.raises(ValueError, match=r"inputs=; found .*\(6, 5\).*requires_grad_\(False\)"):
+            backward()
+
+
 def test_gradients_of_another_dtype_may_be_asked_for(mesh: DeviceMesh) -> None:
     param = param_of(torch.rand(SHAPE), mesh)
     param.grad_dtype = torch.bfloat16

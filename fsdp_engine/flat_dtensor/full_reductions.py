@@ -135,7 +135,10 @@ def _extreme(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
         isinstance(value, Tensor) for value in (*args[1:], *kwargs.values())
     ):
         return elementwise(cls, func, args, kwargs)
-    tensor = _bind(cls, func, args, kwargs)["input"]
+    bound = _bind(cls, func, args, kwargs)
+    tensor = bound["input"]
+    if func.__name__ in {"max", "min"} and bound.get("dim") is not None:
+        raise refusal(cls, func, args, "returns values and indices of a dim")
     flat, local = tensor._flat, tensor._local_tensor
     if torch.is_grad_enabled() and tensor.requires_grad:
         raise refusal(cls, func, args, _NO_GRADIENT)

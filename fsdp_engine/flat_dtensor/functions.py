@@ -209,7 +209,28 @@ def _item(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _backward(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> None:
+    inputs = kwargs.get("inputs") or ()
+    flat = [
+        each
+        for each in (inputs if isinstance(inputs, tuple) else (inputs,))
+        if isinstance(each, cls)
+    ]
+    if flat:
+        # Modules compute with full tensors: autograd would find none of these in its graph.
+        shapes = ", ".join(str(tuple(each.shape)) for each in flat[:4])
+        raise ValueError(
+            f"backward: expected no sharded parameters in inputs=; found FlatDTensors of shapes "
+            f"{shapes}. Leave inputs= away and call requires_grad_(False) on what needs no gradient"
+        )
     tensor, *rest = args
+    if not isinstance(tensor, cls):  # torch.autograd.backward, of one tensor or several
+        tensors = (tensor,) if isinstance(tensor, Tensor) else tuple(tensor)
+        if len(tensors) != 1 or not isinstance(tensors[0], cls):
+            raise refusal(cls, func, args, "of several tensors (add their losses up)")
+        tensor, kwargs = tensors[0], dict(kwargs)
+        gradients = kwargs.pop("grad_tensors", None) or (rest[0] if rest else None)
+        rest = [gradients[0] if isinstance(gradients, list | tuple) else gradients]
+        kwargs = {key: value for key, value in kwargs.items() if value is not None}
     gradient = rest[0] if rest else kwargs.get("gradient")
     if gradient is None and tensor._flat.shape:
         raise refusal(cls, func, args, "needs the gradient of a tensor that is no scalar")

@@ -1,0 +1,259 @@
+"""The catalogue of what was tried, and the page that is made of it.
+
+    python -m tests.promises.catalogue --write     # tries everything, writes docs/promises.md anew
+
+Everything public of the namespaces in ``NAMESPACES`` must be in it: a name that no trial and no
+reason covers fails ``test_catalogue.py``, so that a new torch does not slip by.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import sys
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict as dcp_state_dict
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.utils import parametrizations, prune
+from torch.optim import swa_utils
+
+from tests.pool import Ranks
+from tests.promises import (
+    catalogue_functions,
+    catalogue_module,
+    catalogue_programs,
+    catalogue_tensor,
+)
+from tests.promises.everywhere import LEVELS
+from tests.promises.scene import Entry, perform
+from tests.promises.trial import Outcome, Verdict
+
+PAGE = Path(__file__).parents[2] / "docs" / "promises.md"
+BEGIN, END = "<!-- written by tests/promises/catalogue.py -->", "<!-- to here -->"
+
+# Known to be wrong, and on its way to be mended: names of entries, which are not run, and of
+# tensor functions.
+BEING_MENDED: frozenset[str] = frozenset(
+    {
+        "Module.__delattr__ of a parameter",
+        "Module.__setattr__ of a known parameter",
+        "Module.__setattr__, tying",
+        "Module.add_module with parameters",
+        "Module.load_state_dict, assign=True",
+        "Module.register_module with parameters",
+        "Module.register_parameter",
+        "Module.requires_grad_, frozen before and thawed after",
+        "Module.set_submodule with parameters",
+        "Module.zero_grad, set_to_none=False",
+        "adapters (LoRA) put in after shard",
+        "autograd.functional.hvp",
+        "autograd.functional.hessian",
+        "autograd.functional.jvp of a model",
+        "autograd.functional.vhp",
+        "autograd.grad of parameters",
+        "autograd.grad, create_graph=True",
+        "copy.deepcopy of the model",
+        "func.functional_call",
+        "func.functional_call of its own weights",
+        "in-place operations on two inputs of a unit",
+        "lists and dicts that units fill",
+        "p.register_hook before shard",
+        "parametrize.register_parametrization",
+        "parametrize.remove_parametrizations",
+        "prune.identity",
+        "p.register_hook that changes the gradient",
+        "pickle of the model",
+        "stateless.functional_call",
+        "torch.save of the model",
+    }
+)
+
+SECTIONS: dict[str, list[Entry]] = {
+    "Modules and optimizers": catalogue_module.catalogue.entries,
+    "Functions that take modules, parameters or optimizers": catalogue_functions.catalogue.entries,
+    "Programs": catalogue_programs.catalogue.entries,
+}
+ENTRIES = [entry for entries in SECTIONS.values() for entry in entries]
+
+
+def _public(space: Any) -> list[str]:
+    names = getattr(space, "__all__", None) or [name for name in dir(space) if name[0] != "_"]
+    return list(names)
+
+
+def _functions(space: Any) -> list[str]:
+    """Functions that are defined in a module itself."""
+    return [
+        name
+        for name in _public(space)
+        if getattr(getattr(space, name), "__module__", None) == space.__name__
+        and not isinstance(getattr(space, name), type)
+    ]
+
+
+def names_to_cover() -> list[str]:
+    """All public names that must be in the catalogue, as entries write them."""
+    names = [f"Module.{name}" for name in _public(nn.Module)]
+    names += [f"Optimizer.{name}" for name in _public(torch.optim.Optimizer)]
+    names += [
+        f"optim.{name}.step"
+        for name in _public(torch.optim)
+        if isinstance(getattr(torch.optim, name), type) and name != "Optimizer"
+    ]
+    names += [f"utils.{name}" for name in _public(nn.utils)]
+    names += [f"parametrizations.{name}" for name in _public(parametrizations)]
+    names += [f"prune.{name}" for name in _functions(prune)]
+    names += [f"init.{name}" for name in _functions(nn.init) if name[-1] == "_" and name[0] != "_"]
+    names += [f"func.{name}" for name in _public(torch.func)]
+    names += [f"swa_utils.{name}" for name in _public(swa_utils)]
+    names += [f"state_dict.{name}" for name in dcp_state_dict.__all__]
+    names += [
+        f"Parameter.{name}" for name in _public(nn.Parameter) if name not in dir(torch.Tensor)
+    ]
+    return names
+
+
+def uncovered() -> list[str]:
+    """Public names that no entry has."""
+    known = {re.split(r"[ ,(]", entry.name)[0] for entry in ENTRIES}
+    return [name for name in names_to_cover() if name not in known]
+
+
+def run_entries(level: str) -> dict[str, Outcome]:
+    """On a rank: all trials on whole models at one level."""
+    gc.collect()
+    gc.freeze()  # shard() looks at every object that the collector knows
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    found: dict[str, Outcome] = {}
+    for entry in ENTRIES:
+        if entry.trial is not None and entry.name not in BEING_MENDED:
+            outcome = perform(entry, mesh, level)
+            before = found.get(entry.name, outcome)
+            found[entry.name] = max(before, outcome, key=lambda each: each.verdict)
+    return found
+
+
+def run_tensor() -> dict[str, list[tuple[str, Outcome]]]:
+    """On a rank: all trials of tensors."""
+    return catalogue_tensor.try_all(init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+# --- the page ---
+
+
+def _short(note: str, limit: int = 150) -> str:
+    note = re.sub(r"\[\d+, \d+\)", "[...)", note).replace("|", "\\|")
+    return note if len(note) <= limit else note[: limit - 4].rsplit(" ", 1)[0] + " ..."
+
+
+def row_of(name: str, by_level: dict[str, Outcome]) -> str:
+    """One row: the verdict where levels agree, else by level."""
+    verdicts = {level: outcome.verdict for level, outcome in by_level.items()}
+    if len(set(verdicts.values())) == 1:
+        words = _word(verdicts[LEVELS[0]])
+    else:
+        groups: dict[Verdict, list[str]] = {}
+        for level, verdict in verdicts.items():
+            groups.setdefault(verdict, []).append(f"`{level}`")
+        words = "; ".join(f"{_word(v)} at {', '.join(each)}" for v, each in groups.items())
+    worst = max(by_level.values(), key=lambda each: each.verdict)
+    return f"| {name} | {words} | {_short(worst.note)} |"
+
+
+def _word(verdict: Verdict) -> str:
+    return verdict.name if verdict is Verdict.WRONG else verdict.name.lower().replace("_", " ")
+
+
+def _listed(names: Iterable[str]) -> str:
+    return " ".join(f"`{name}`" for name in sorted(names))
+
+
+def tensor_lines(found: dict[str, list[tuple[str, Outcome]]]) -> list[str]:
+    """Names of tensor functions, by verdict."""
+    groups: dict[str, list[str]] = {}
+    for name, outcomes in found.items():
+        verdicts = {outcome.verdict for _, outcome in outcomes}
+        if name.split(".")[-1] in catalogue_tensor.OF_THE_SLICE and Verdict.WRONG not in verdicts:
+            title = "of this rank's slice, by their nature"
+        elif not verdicts:
+            title = "does not apply: no arguments fit"
+        elif Verdict.WRONG in verdicts:
+            title = "WRONG"
+        elif verdicts == {Verdict.RIGHT}:
+            title = "right"
+        elif verdicts == {Verdict.RAISES}:
+            title = "raises"
+        else:
+            title = "right with some arguments, raises with others"
+        groups.setdefault(title, []).append(name.removeprefix("Tensor."))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in catalogue_tensor.public_names():
+            if (reason := catalogue_tensor.reason_not_here(name)) is not None:
+                title = f"does not apply: {reason}"
+                groups.setdefault(title, []).append(name.removeprefix("Tensor."))
+    return [
+        f"- **{title}** ({len(names)}): {_listed(names)}" for title, names in sorted(groups.items())
+    ]
+
+
+def page(
+    by_level: dict[str, dict[str, Outcome]], tensors: dict[str, list[tuple[str, Outcome]]]
+) -> str:
+    """What stands between ``BEGIN`` and ``END`` in docs/promises.md."""
+    lines = [BEGIN, "", "### Methods of tensors", ""]
+    lines += tensor_lines(tensors)
+    for title, entries in SECTIONS.items():
+        lines += ["", f"### {title}", "", "| tried | here | |", "|---|---|---|"]
+        seen = set()
+        excluded: dict[str, list[str]] = {}
+        for entry in entries:
+            if entry.trial is None:
+                excluded.setdefault(entry.why, []).append(entry.name)
+            elif entry.name not in seen:
+                seen.add(entry.name)
+                if entry.name in BEING_MENDED:
+                    lines.append(f"| {entry.name} | being mended | |")
+                    continue
+                outcomes = {level: found[entry.name] for level, found in by_level.items()}
+                lines.append(
+                    row_of(f"`{entry.name}`" if "." in entry.name else entry.name, outcomes)
+                )
+        for why, names in excluded.items():
+            lines.append(f"| {_listed(names)} | does not apply | {why} |")
+    return "\n".join([*lines, "", END])
+
+
+def everything(ranks: Ranks) -> str:
+    """Tries all; the page's part."""
+    by_level = {
+        level: ranks.run(run_entries, level, world_size=2, timeout=600)[0] for level in LEVELS
+    }
+    tensors = ranks.run(run_tensor, world_size=2, timeout=600)[0]
+    return page(by_level, tensors)
+
+
+def main() -> None:
+    """Writes the page."""
+    if "--write" not in sys.argv:
+        raise SystemExit(__doc__)
+    ranks = Ranks(2)
+    try:
+        made = everything(ranks)
+    finally:
+        ranks.close()
+    text = PAGE.read_text()
+    head, _, rest = text.partition(BEGIN)
+    tail = rest.partition(END)[2]
+    PAGE.write_text(head + made + tail)
+
+
+if __name__ == "__main__":
+    main()

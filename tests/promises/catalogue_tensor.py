@@ -1,0 +1,466 @@
+"""Every public method of ``torch.Tensor``, and every function of torch that takes tensors.
+
+They are found by introspection and tried with all of ``ARGUMENTS`` that plain torch accepts, on
+parameters and gradients, integers, masks and scalars, cut in the middle. What a new torch brings
+is tried as everything else; a name for which no arguments fit must be in ``NOT_HERE``.
+
+A trial compares the result, the tensor itself afterwards, what a change of the result does to it
+(views), and the gradient where autograd follows.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.overrides import get_overridable_functions
+
+from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement, functions
+from fsdp_engine.flat_dtensor.slices import refuse
+from tests.promises.trial import Difference, Outcome, Verdict, compare, judge, outcome_of
+
+# Elements that the first of two ranks holds; no multiple of a row.
+CUT = 17
+
+_OPERATORS = frozenset(
+    """
+    abs add and bool complex contains float floordiv getitem iadd iand ifloordiv ilshift imod imul
+    index int invert ior ipow irshift isub iter itruediv ixor len lshift matmul mod mul neg or pos
+    pow radd rand rdiv rfloordiv rlshift rmatmul rmod rmul ror rpow rrshift rshift rsub rtruediv
+    rxor setitem sub truediv xor eq ne lt le gt ge repr format hash reversed array
+    """.split()  # noqa: SIM905
+)
+
+# What cannot be tried: names, and why.
+NOT_HERE: dict[str, str] = {
+    "another device or backend": r"""
+        cuda ipu xpu mtia to_mkldnn pin_memory is_pinned record_stream cudnn_.* miopen_.*
+        mkldnn_.* .*_cuda.* _?cufft.* q_.* qscheme int_repr dequantize quantize.* fake_quantize.*
+        choose_qparams.*         quantized_.* fbgemm_.* .*mps.* sym_.* fused_moving.* hspmm
+    """,
+    "sparse, nested or named tensors": r"""
+        ccol_indices col_indices crow_indices row_indices indices values coalesce is_coalesced
+        dense_dim sparse_dim sparse_.* to_padded_tensor resize_as_sparse_ .*names? align_.*
+        refine_names rename_? nested_.* smm sspaddmm sparse_mask slice_inverse saddmm has_names
+    """,
+    "taken out of torch": "eig lstsq symeig solve reinforce lu_solve volatile name",
+    "no method of a whole tensor": r"""
+        istft stft embedding_renorm_ module_load rnn_.* gru.* lstm.* .*_cell multi_head_attention.*
+        ctc_loss grid_sample.* affine_grid.* grid_sampler.* channel_shuffle.* pixel_.*shuffle.*
+        fold index max_unpool.* binary_cross_entropy_with_logits result_type can_cast
+        promote_types convolution conv_.* chain_matmul einsum get_device as_subclass ormqr
+        float_power_ native_dropout bincount
+    """,
+}
+
+
+@dataclass
+class Kit:
+    """What a trial may use: the same values, whole in plain torch, or this rank's slices.
+
+    Attributes:
+        make: a tensor of the subject's kind from a whole one.
+    """
+
+    make: Callable[[Tensor], Tensor]
+
+    def subject(self, kind: str) -> Tensor:
+        """A new tensor to be tried, of one of ``SUBJECTS``."""
+        tensor = self.make(SUBJECTS[kind].clone())
+        return nn.Parameter(tensor) if kind.startswith("parameter") else tensor
+
+
+def _matrix() -> Tensor:
+    """(6, 6), positive definite, elements in (0, 1): nearly every function is defined for it."""
+    values = torch.arange(36.0).reshape(6, 6) / 400
+    return (values + values.T) / 2 + torch.eye(6) * 0.5 + 0.01
+
+
+SUBJECTS: dict[str, Tensor] = {
+    "parameter": _matrix(),
+    "parameter, no_grad": _matrix(),
+    "gradient": _matrix(),
+    "integers": (torch.arange(36) % 7 + 1).reshape(6, 6),
+    "mask": (torch.arange(36) % 3 == 0).reshape(6, 6),
+    "scalar": torch.tensor(0.5),
+    "vector": _matrix().reshape(36),
+    "cube": _matrix().reshape(3, 2, 6),
+}
+_SHIFT = torch.arange(36.0).reshape(6, 6) % 5 / 10 + 0.1
+_INDEX = torch.tensor([1, 0, 3])
+
+
+def _fits(x: Tensor) -> Tensor:
+    """A whole tensor of another value, of the shape and dtype of ``x``."""
+    if x.ndim == 0:
+        return torch.tensor(0.25)
+    if x.dtype == torch.bool:
+        return (torch.arange(36) % 2 == 0).reshape(6, 6)
+    values = (_SHIFT * 20).long() if not x.is_floating_point() else _SHIFT
+    return values.to(x.dtype).reshape(x.shape)
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Way = Callable[[Kit, Tensor], Arguments]
+
+
+def _after(*args: Any, **kwargs: Any) -> Way:
+    """``x`` and then these; a function among them is called with the kit and ``x``."""
+
+    def made(value: Any, kit: Kit, x: Tensor) -> Any:
+        return value(kit, x) if value in _MADE else value
+
+    def way(kit: Kit, x: Tensor) -> Arguments:
+        rest = [made(value, kit, x) for value in args]
+        return (x, *rest), {key: made(value, kit, x) for key, value in kwargs.items()}
+
+    return way
+
+
+def _other(kit: Kit, x: Tensor) -> Tensor:
+    return kit.make(_fits(x).clone())
+
+
+def _mask(kit: Kit, x: Tensor) -> Tensor:
+    return kit.make((torch.arange(x.numel()) % 2 == 0).reshape(x.shape))
+
+
+def _whole(kit: Kit, x: Tensor) -> Tensor:
+    return _fits(x).clone()
+
+
+def _parameter(kit: Kit, x: Tensor) -> Tensor:
+    return nn.Parameter(_other(kit, x))
+
+
+class _Made(tuple[Any, ...]):
+    def __contains__(self, value: object) -> bool:
+        return any(value is each for each in self)
+
+
+_MADE = _Made((_other, _mask, _whole, _parameter))
+_FEW = torch.ones(3, 6)
+
+# Tried on every kind of subject.
+_SIMPLE: list[Way] = [
+    _after(),
+    _after(2),
+    _after(0),
+    _after(0, 1),
+    _after(_other),
+    _after(_whole),
+    _after(_mask),
+    _after(torch.tensor(2.0)),
+    _after(torch.tensor(2)),
+    _after(torch.float64),
+    _after(dim=0),
+    _after(_mask, 1),
+    _after(_mask, _other),
+]
+# Tried on what is of floating point and has dims.
+_MORE: list[Way] = [
+    _after(0.5),
+    _after(-1),
+    _after(0, 1, 2),
+    _after(0, 0, 1),
+    _after(0, _INDEX),
+    _after(0, _INDEX, _FEW),
+    _after(0, _INDEX, 2.0),
+    _after(0, _INDEX, _FEW, "amax"),
+    _after(0, _INDEX.expand(6, 3).T, _FEW),
+    _after(_other, _other),
+    _after(_other, 0.5),
+    _after(0.2, 0.4),
+    _after(_mask, 0.5),
+    _after(_mask, torch.ones(36)),
+    _after(torch.ones(6)),
+    _after(torch.ones(6), torch.ones(6)),
+    _after(torch.ones(6, 2)),
+    _after(torch.ones(6, 2), torch.ones(2, 6)),
+    _after("cpu"),
+    _after((36,)),
+    _after(36),
+    _after((6, 6)),
+    _after(3, 12),
+    _after((6, 1, 6)),
+    _after((6, 6), (6, 1)),
+    _after((2, 6, 6)),
+    _after((1, 0)),
+    _after((2, 2)),
+    _after((2, 3), 0),
+    _after(0, (2, 3)),
+    _after([1, 1]),
+    _after((slice(1, 3), 2)),
+    _after((_INDEX,), _FEW),
+    _after((_INDEX, slice(None))),
+    _after((0, 0), 1.0),
+    _after((slice(None), 1), 2.0),
+    _after(_INDEX),
+    _after(1.0, 0, 5.0),
+    _after("fro"),
+    _after(1),
+    _after(2.0),
+    _after(float("inf")),
+    _after(lambda value: value + 1),
+    _after(_whole, lambda one, two: one + two),
+    _after(_whole, _whole, lambda one, two, three: one + two + three),
+    _after(5, 0.0, 1.0),
+    _after(_parameter),
+    _after(dim=0, keepdim=True),
+    _after(dim=(0, 1)),
+    _after(dtype=torch.float64),
+    _after(min=0.2),
+    _after(torch.ones(6, 6, dtype=torch.float64)),
+    _after(torch.ones(1, 6, 6), torch.ones(1, 6, 6)),
+    _after(_INDEX, torch.ones(3)),
+    _after(0, _INDEX.expand(6, 3)),
+    _after(0, _INDEX.expand(6, 3), _FEW.T, "sum"),
+    _after([2, 4]),
+    _after(torch.ones(6), 0, 1),
+    _after(torch.ones(2, 2), (2, 2), (6, 1)),
+    _after(torch.ones(6, 6), torch.ones(6)),
+    _after(size=4),
+    _after(0.5, True),
+    _after(""),
+]
+# Tried with functions: the tensor is not the first argument, or within a list.
+_FUNCTIONS: list[Way] = [
+    lambda kit, x: (([x, _other(kit, x)],), {}),
+    lambda kit, x: (([x, _other(kit, x)], 1), {}),
+    lambda kit, x: ((_mask(kit, x), x, _other(kit, x)), {}),
+    lambda kit, x: ((_mask(kit, x), x, 0.5), {}),
+    lambda kit, x: ((0.5, x), {}),
+    lambda kit, x: ((_INDEX, x), {}),
+    lambda kit, x: ((torch.ones(2, 6), x), {}),
+    lambda kit, x: ((torch.ones(2, 6), x, torch.ones(6)), {}),
+    lambda kit, x: ((torch.ones(2, 6), (6,), x[0].detach() if type(x) is Tensor else x), {}),
+    lambda kit, x: ((torch.ones(2, 6, 3), x), {}),
+    lambda kit, x: ((_other(kit, x), x), {}),
+]
+
+
+def _ways(name: str, kind: str) -> list[Way]:
+    ways = list(_SIMPLE)
+    if kind in {"parameter", "parameter, no_grad", "gradient"}:
+        ways += _MORE
+    if not name.startswith("Tensor."):
+        ways += _FUNCTIONS
+    return ways
+
+
+# Pointers and storages are of this rank's slice by their nature.
+OF_THE_SLICE = frozenset(
+    """
+    data_ptr const_data_ptr storage untyped_storage storage_offset stride storage_type is_shared
+    share_memory_ is_set_to layout __hash__ __repr__ __format__ __dlpack__ __array__ is_contiguous
+    dim_order
+    """.split()  # noqa: SIM905
+)
+
+
+def public_names() -> dict[str, Callable[..., Any]]:
+    """Everything that is tried, by name, as a function whose first argument is the tensor."""
+    found: dict[str, Callable[..., Any]] = {}
+    for name in dir(torch.Tensor):
+        if name.startswith("_"):
+            continue
+        value = getattr(torch.Tensor, name)
+        if callable(value):
+            found[f"Tensor.{name}"] = _method(name)
+        else:
+            found[f"Tensor.{name}"] = operator.attrgetter(name)
+    for name in sorted(_OPERATORS):
+        if hasattr(torch.Tensor, f"__{name}__"):
+            found[f"Tensor.__{name}__"] = _method(f"__{name}__")
+    spaces = {
+        torch: "torch",
+        torch.functional: "torch",
+        nn.functional: "F",
+        torch.linalg: "linalg",
+        torch.special: "special",
+        torch.fft: "fft",
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        overridable = get_overridable_functions()
+    for space, short in spaces.items():
+        for function in overridable.get(space, ()):
+            name = getattr(function, "__name__", "")
+            name = re.sub(f"^({short}_|_)(?=[a-z])", "", name) if space is not torch else name
+            # As a method it is tried already, and goes the same way; what is not listed in
+            # functions.py raises, always.
+            known = not name or name[0] == "_" or f"Tensor.{name}" in found
+            if not known and hasattr(space, name) and not is_refused(function):
+                found[f"{short}.{name}"] = function
+    return found
+
+
+def _method(name: str) -> Callable[..., Any]:
+    def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return getattr(tensor, name)(*args, **kwargs)
+
+    return call
+
+
+def reason_not_here(name: str) -> str | None:
+    """Why ``name`` cannot be tried, if so."""
+    short = name.split(".")[-1]
+    for reason, patterns in NOT_HERE.items():
+        if any(re.fullmatch(pattern, short) for pattern in patterns.split()):
+            return reason
+    return None
+
+
+def kits(mesh: DeviceMesh, *, cut: bool) -> tuple[Kit, Kit]:
+    """The kit of plain torch and that of this rank; ``cut``: slices, else whole on every rank."""
+    rank = mesh.get_local_rank()
+
+    def make(whole: Tensor) -> Tensor:
+        numel = whole.numel()
+        bounds = (0, min(CUT, numel), numel)
+        start, stop = (bounds[rank], bounds[rank + 1]) if cut else (0, numel)
+        placement = FlatPlacement.on_mesh(whole.shape, start, stop, mesh, int(cut))
+        local = whole.detach().reshape(-1)[start:stop].clone()
+        return FlatDTensor.from_flat_local(local, placement)
+
+    return Kit(lambda whole: whole.clone()), Kit(make)
+
+
+@dataclass
+class _Run:
+    """One call and all that can be seen of it."""
+
+    result: Any
+    subject: Any
+    gradient: Any
+    is_subject: bool
+
+
+def _run(function: Any, kit: Kit, kind: str, way: Way) -> _Run:
+    x = kit.subject(kind)
+    torch.default_generator.manual_seed(0)
+    args, kwargs = way(kit, x)
+    with torch.set_grad_enabled(kind != "parameter, no_grad"):
+        result = function(*args, **kwargs)
+        if isinstance(result, Iterator):
+            result = list(result)
+    return _Run(result, x, None, result is x)
+
+
+def _with_gradient(run: _Run) -> _Run:
+    result = run.result
+    if isinstance(result, Tensor) and result.requires_grad and result is not run.subject:
+        result.square().sum().backward()
+        run.gradient = run.subject.grad
+    return run
+
+
+def _with_change(run: _Run) -> _Run:
+    """Changes the result; where it is a view, the subject changes with it."""
+    result = run.result
+    if isinstance(result, Tensor) and result.dtype == torch.float32 and result is not run.subject:
+        with torch.no_grad():
+            result.mul_(2)
+    return run
+
+
+def _seen(run: _Run) -> list[Any]:
+    return [run.result, run.subject, run.gradient, run.is_subject]
+
+
+def is_refused(function: Any) -> bool:
+    """Whether all calls of a function with a FlatDTensor raise, whatever the arguments."""
+    return functions.handler_of(function) is refuse
+
+
+def fitting(name: str, function: Any, plain: Kit) -> dict[str, list[int]]:
+    """Which of the ways plain torch accepts, by kind of subject; of what is refused, the first."""
+    found: dict[str, list[int]] = {kind: [] for kind in SUBJECTS}
+    refused = is_refused(getattr(torch.Tensor, name.removeprefix("Tensor."), function))
+    for kind in ("gradient", "integers", "mask", "scalar", "vector", "cube", "parameter"):
+        if kind in {"vector", "cube", "parameter"} and any(found.values()):
+            break  # of nothing else
+        for number, way in enumerate(_ways(name, kind)):
+            if outcome_of(partial(_run, function, plain, kind, way))[1] is None:
+                found[kind].append(number)
+                if refused:
+                    return found
+    found["parameter"] = found["parameter"] or found["gradient"]
+    if name[-1] == "_":  # in place
+        found["parameter, no_grad"] = found["parameter"]
+    return found
+
+
+def try_name(
+    name: str, function: Any, plain: Kit, ours: Kit, fits: dict[str, list[int]]
+) -> list[tuple[str, Outcome]]:
+    """Outcomes of all arguments that fit, each with what was tried."""
+    outcomes: list[tuple[str, Outcome]] = []
+    last = name.split(".")[-1]
+    for kind in SUBJECTS:
+        ways = _ways(name, kind)
+        for way in (ways[number] for number in fits[kind]):
+            expected = outcome_of(partial(_run, function, plain, kind, way))
+            if expected[1] is None:
+                found = outcome_of(partial(_run, function, ours, kind, way))
+                outcome = _judge(last, kind, expected, found)
+                wrong = outcome.verdict is Verdict.WRONG
+                shown = _shown(way(plain, SUBJECTS[kind])) if wrong else ""
+                outcomes.append((f"{kind}: {shown}", outcome))
+    return outcomes
+
+
+def _judge(last: str, kind: str, expected: Any, found: Any) -> Outcome:
+    if last in OF_THE_SLICE:
+        if found[1] is not None:
+            return judge((None, None), found)
+        return Outcome(Verdict.RIGHT, "of this rank's slice")
+    for step in (lambda run: run, _with_gradient if kind == "parameter" else _with_change):
+        if expected[1] is None:
+            expected = outcome_of(lambda: step(expected[0]))  # noqa: B023
+        if expected[1] is not None:
+            return Outcome(Verdict.RIGHT)  # compared before; torch itself refuses the rest
+        if found[1] is None:
+            found = outcome_of(lambda: step(found[0]))  # noqa: B023
+        if found[1] is not None:
+            return judge((None, None), found)
+        try:
+            compare(_seen(found[0]), _seen(expected[0]))
+        except Difference as difference:
+            return Outcome(Verdict.WRONG, str(difference))
+    return Outcome(Verdict.RIGHT)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"T{list(value.shape)}"
+    if isinstance(value, list | tuple):
+        return "(" + ", ".join(map(_shown, value)) + ")"
+    return str(value) if not callable(value) or isinstance(value, type) else "f"
+
+
+def try_all(
+    mesh: DeviceMesh, names: Iterable[str] | None = None
+) -> dict[str, list[tuple[str, Outcome]]]:
+    """Outcomes by name. Every rank must call alike."""
+    plain, ours = kits(mesh, cut=True)
+    tried = public_names()
+    chosen = [name for name in names or tried if reason_not_here(name) is None]
+    rank, size = mesh.get_local_rank(), mesh.size()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        # What torch refuses costs most of the time: each rank looks at its part of the names.
+        mine = {name: fitting(name, tried[name], plain) for name in chosen[rank::size]}
+        parts: list[Any] = [None] * size
+        dist.all_gather_object(parts, mine, group=mesh.get_group())
+        fits = {name: found for part in parts for name, found in part.items()}
+        return {name: try_name(name, tried[name], plain, ours, fits[name]) for name in chosen}

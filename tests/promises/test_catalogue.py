@@ -1,0 +1,107 @@
+"""All that is public is in the catalogue, nothing is wrong, and the page says what was found."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.pool import Ranks
+from tests.promises import catalogue, catalogue_tensor
+from tests.promises.everywhere import LEVELS
+from tests.promises.trial import Difference, Outcome, Verdict, compare, is_clear, judge
+
+CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
+Tensors = dict[str, list[tuple[str, Outcome]]]
+ByLevel = dict[str, dict[str, Outcome]]
+
+
+def _is_pinned() -> bool:
+    """Whether this torch is the one that the page was written with."""
+    found = re.search(r"^torch==([\d.]+)", CONSTRAINTS.read_text(), re.MULTILINE)
+    return found is not None and torch.__version__.split("+")[0] == found[1]
+
+
+@pytest.fixture(scope="module")
+def tensors(ranks: Ranks) -> Tensors:
+    found: Tensors = ranks.run(catalogue.run_tensor, world_size=2, timeout=300)[0]
+    return found
+
+
+@pytest.fixture(scope="module")
+def by_level(ranks: Ranks) -> ByLevel:
+    run = functools.partial(ranks.run, catalogue.run_entries, world_size=2, timeout=300)
+    return {level: run(level)[0] for level in LEVELS}
+
+
+def test_every_public_name_is_in_the_catalogue() -> None:
+    assert not _is_pinned() or not catalogue.uncovered()
+
+
+def test_every_function_of_tensors_is_tried_or_has_a_reason(tensors: Tensors) -> None:
+    untried = [name for name, outcomes in tensors.items() if not outcomes]
+    assert not _is_pinned() or not untried
+
+
+def test_no_function_of_tensors_is_wrong(tensors: Tensors) -> None:
+    wrong = [
+        f"{name}({what}): {outcome.note}"
+        for name, outcomes in tensors.items()
+        for what, outcome in outcomes
+        if outcome.verdict is Verdict.WRONG and name not in catalogue.BEING_MENDED
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_nothing_done_to_a_model_is_wrong(by_level: ByLevel, level: str) -> None:
+    wrong = [
+        f"{name}: {outcome.note}"
+        for name, outcome in by_level[level].items()
+        if outcome.verdict is Verdict.WRONG and name not in catalogue.BEING_MENDED
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_page_says_what_was_found(tensors: Tensors, by_level: ByLevel) -> None:
+    if _is_pinned():
+        text = catalogue.PAGE.read_text()
+        assert catalogue.page(by_level, tensors) in text, (
+            "run python -m tests.promises.catalogue --write"
+        )
+
+
+# --- the judge is itself tried ---
+
+
+def test_a_wrong_value_a_silent_acceptance_and_an_unclear_error_are_seen() -> None:
+    one, two = torch.ones(2), torch.zeros(2)
+    refused = RuntimeError("no")
+    assert judge((one, None), (one.clone(), None)).verdict is Verdict.RIGHT
+    assert judge((one, None), (two, None)).verdict is Verdict.WRONG
+    assert judge((None, refused), (two, None)).verdict is Verdict.WRONG
+    assert judge((one, None), (None, AssertionError())).verdict is Verdict.WRONG
+    assert judge((one, None), (None, RuntimeError("size mismatch"))).verdict is Verdict.WRONG
+    clear = ValueError("x: expected a; found b")
+    assert judge((one, None), (None, clear)).verdict is Verdict.RAISES
+    assert judge((None, refused), (None, clear)).verdict is Verdict.DOES_NOT_APPLY
+
+
+def test_shapes_dtypes_and_nothing_at_all_are_compared() -> None:
+    for found in (torch.ones(3), torch.ones(2, dtype=torch.float64), None, [torch.ones(2)]):
+        with pytest.raises(Difference):
+            compare(found, torch.ones(2))
+    for found, expected in (({"a": 1}, {"b": 1}), ([1], [1, 2]), (0.1, 0.2), (1, None)):
+        with pytest.raises(Difference):
+            compare(found, expected)
+    assert not is_clear(AssertionError("expected x; found y"))
+
+
+def test_a_name_without_trial_or_reason_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.nn.Module, "brand_new", lambda self: None, raising=False)
+    monkeypatch.setattr(torch.Tensor, "brand_new", lambda self: None, raising=False)
+    assert catalogue.uncovered() == ["Module.brand_new"]
+    assert "Tensor.brand_new" in catalogue_tensor.public_names()
