@@ -257,7 +257,8 @@ class FlatDTensor(DTensor):
         if value.dtype != self.dtype or value.device != self.device:
             raise TypeError(
                 f"data: expected {self.dtype} on {self.device}; found {value.dtype} on "
-                f"{value.device}. The memory of a sharded tensor belongs to a flat buffer"
+                f"{value.device}. The memory of a sharded tensor belongs to a flat buffer: convert "
+                "the model before shard(), or compute in another dtype by mp_policy"
             )
         self.data.copy_(value.detach())
 
