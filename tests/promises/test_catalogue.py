@@ -67,11 +67,11 @@ def test_nothing_done_to_a_model_is_wrong(by_level: ByLevel, level: str) -> None
 
 
 def test_the_page_says_what_was_found(tensors: Tensors, by_level: ByLevel) -> None:
-    if _is_pinned():
-        text = catalogue.PAGE.read_text()
-        assert catalogue.page(by_level, tensors) in text, (
-            "run python -m tests.promises.catalogue --write"
-        )
+    write = "run python -m tests.promises.catalogue --write"
+    text = catalogue.PAGE.read_text()
+    if not _is_pinned() or f"{catalogue.BEGIN}\n{catalogue.END}" in text:
+        pytest.skip(f"written with another torch, or not yet: {write}")
+    assert catalogue.page(by_level, tensors) in text, write
 
 
 # --- the judge is itself tried ---
