@@ -18,6 +18,7 @@ from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.initial_values import Holdings, Start, broadcast_buffers, decide
 from fsdp_engine.lanes import Lanes
 from fsdp_engine.materialize import materialize, materialize_buffers
+from fsdp_engine.meeting import error_of_another
 from fsdp_engine.memory import Memory, Place
 from fsdp_engine.mesh import DataMesh
 from fsdp_engine.param_and_grad_buffer import FIRST_TAG, BufferKind, ParamAndGradBuffer
@@ -45,26 +46,36 @@ def agree(
     plan: Plan | None,
     holdings: Holdings | None,
     error: Exception | None,
-    options: str,
+    signature: list[str],
     initial_values: str,
     mesh: DataMesh,
+    what: str,
 ) -> Start:
     """Compare plans and initial values over all ranks; returns what all start from.
 
+    Args:
+        plan, holdings: None where there is an ``error``.
+        error: why this rank cannot go on.
+        signature: everything that must be the same, in lines.
+        initial_values: see :func:`~fsdp_engine.sharding.shard`.
+        mesh: all data-parallel ranks.
+        what: who asks, in messages.
+
     Raises:
-        ValueError: this rank's own error, another rank's, or the first parameter that differs.
+        Exception: this rank's own error.
+        ValueError: the first parameter that differs. Or another rank's error, of its kind; of a
+            kind that is not known everywhere, RuntimeError.
     """
-    signature = [f"{options}, {initial_values}", *plan.signature()] if plan is not None else []
     digest = hashlib.sha256("\n".join(signature).encode()).hexdigest()
     seed = int(torch.randint(2**31, ())) if plan is not None and plan.on_meta else 0
-    text = f"{type(error).__name__}: {error}" if error is not None else ""
+    found = (type(error).__name__, str(error)) if error is not None else None
     values = holdings.digests if holdings is not None else {}
-    heads: list[Any] = gather_objects((digest, text, seed, values), mesh.control_group)
+    heads: list[Any] = gather_objects((digest, found, seed, values), mesh.control_group)
     if error is not None:
         raise error
-    for rank, (_, other_error, *_) in enumerate(heads):
-        if other_error:
-            raise ValueError(f"shard() failed on data-parallel rank {rank}: {other_error}")
+    for rank, (_, other, *_) in enumerate(heads):
+        if other is not None:
+            raise error_of_another(what, f"data-parallel rank {rank}", *other)
     if any(head[0] != digest for head in heads):
         _raise_first_difference(signature, mesh)
     assert plan is not None

@@ -21,10 +21,13 @@ from fsdp_engine.assignment import UnitSelector
 from fsdp_engine.config import DistributedDataParallelConfig, Timing
 from fsdp_engine.engine import Engine
 from fsdp_engine.flat_dtensor import FlatDTensor
-from fsdp_engine.mesh import mesh_of_group
+from fsdp_engine.meeting import telling
+from fsdp_engine.mesh import mesh_of_group, ranks_that_meet
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.sharding import check_types, make_engine
 from fsdp_engine.strategies import Role, Strategy
+
+WHAT = "DistributedDataParallel"
 
 # Keywords of older versions, and the config's fields of that meaning.
 _OLDER_FIELDS = {
@@ -85,17 +88,18 @@ class DistributedDataParallel(nn.Module):
         **older: Any,
     ) -> None:
         super().__init__()
-        mesh = _with_older_group(mesh, older)
-        config = _with_older_fields(config, older)
-        check_types(module, mp_policy, config)
-        if disable_bucketing:
-            config = dataclasses.replace(config, bucket_size=None, num_buckets=1)
-        policy = mp_policy
-        if policy is None:
-            policy = MixedPrecisionPolicy(narrow_grads=not config.grad_reduce_in_fp32)
-        levels = Strategy.from_names(*config.level_names)
-        if units is None and not levels.depth(Role.PARAM):
-            units = ()
+        with telling(WHAT, ranks_that_meet(_meant(mesh, older))):
+            mesh = _with_older_group(mesh, older)
+            config = _with_older_fields(config, older)
+            check_types(module, mp_policy, config)
+            if disable_bucketing:
+                config = dataclasses.replace(config, bucket_size=None, num_buckets=1)
+            policy = mp_policy
+            if policy is None:
+                policy = MixedPrecisionPolicy(narrow_grads=not config.grad_reduce_in_fp32)
+            levels = Strategy.from_names(*config.level_names)
+            if units is None and not levels.depth(Role.PARAM):
+                units = ()
         self.ddp_config = config
         self.module = module
         self.engine = make_engine(
@@ -108,6 +112,7 @@ class DistributedDataParallel(nn.Module):
             units=units,
             expert_mesh=expert_mesh,
             broadcast=True,
+            what=WHAT,
         )
         for buffer in self.engine.buffers:
             buffer.attach_main_grads()
@@ -214,6 +219,12 @@ def _fitting(value: Any, param: Tensor | None) -> Any:
         return value
     same = isinstance(param, FlatDTensor) and param.flat_placement == value.flat_placement
     return value if same else value.full_tensor()
+
+
+def _meant(mesh: DeviceMesh | None, older: dict[str, Any]) -> DeviceMesh | None:
+    """The mesh that is meant, whether or not the arguments are right."""
+    group = older.get(_OLDER_GROUP)
+    return mesh_of_group(group) if mesh is None and isinstance(group, ProcessGroup) else mesh
 
 
 def _with_older_group(mesh: DeviceMesh | None, older: dict[str, Any]) -> DeviceMesh | None:

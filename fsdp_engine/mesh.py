@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_engine.layout import Coordinate
+from fsdp_engine.meeting import meet, telling
 from fsdp_engine.strategies import Axis
 
 
@@ -48,7 +51,14 @@ class DataMesh:
     control_group: dist.ProcessGroup | None
 
     @classmethod
-    def create(cls, device_mesh: DeviceMesh | None, *, num_instances: int = 1) -> DataMesh:
+    def create(
+        cls,
+        device_mesh: DeviceMesh | None,
+        *,
+        num_instances: int = 1,
+        what: str = "DataMesh.create",
+        note: str = "",
+    ) -> DataMesh:
         """The axes with their groups; every rank of the mesh must call it.
 
         Groups are made once for each set of ranks: a communicator costs memory and threads, and
@@ -58,22 +68,32 @@ class DataMesh:
             device_mesh: one axis (inner) or two (outer, inner). None: all ranks on one axis.
             num_instances: ranks of one axis become so many rows of consecutive ranks, the outer
                 axis; two axes must have that outer size already.
+            what: what it is for, in messages.
+            note: must be the same on all ranks.
 
         Raises:
-            TypeError: not a DeviceMesh.
+            TypeError: not a DeviceMesh; on this rank.
             ValueError: it has more than two axes, does not cover this rank, or cannot be
-                ``num_instances`` equal rows.
+                ``num_instances`` equal rows; on this rank. Or, on all, the shapes of their meshes
+                or their notes differ.
+            RuntimeError: a rank did not come, or its error; see :func:`~fsdp_engine.meeting.meet`.
         """
-        if device_mesh is None:
-            device_mesh = _mesh_of_all_ranks()
-        coordinate = check_device_mesh(device_mesh)
+        with telling(what, ranks_that_meet(device_mesh)):
+            if device_mesh is None:
+                device_mesh = _mesh_of_all_ranks()
+            coordinate = check_device_mesh(device_mesh)
+            ranks = device_mesh.mesh
+            if num_instances > 1:
+                ranks, coordinate = _in_rows(ranks, coordinate, num_instances)
         known = _KNOWN.setdefault(_default_group(), {})
-        ranks = device_mesh.mesh
-        if num_instances > 1:
-            ranks, coordinate = _in_rows(ranks, coordinate, num_instances)
-        key = (device_mesh.device_type, *ranks.shape, *ranks.flatten().tolist())
-        if key not in known:
-            known[key] = _make_axes(ranks, coordinate, _timeout_of(device_mesh))
+        members = ranks.flatten().tolist()
+        key = (device_mesh.device_type, *ranks.shape, *members)
+        timeout = _timeout_of(device_mesh)
+        order = members if len(members) <= 16 else hash(tuple(members))
+        note = f"a mesh of shape {tuple(ranks.shape)} over {order}{note and '; '}{note}"
+        meeting = meet(what, members, timeout, note=note, has=key in known)
+        if not meeting.all_have:
+            known[key] = _make_axes(ranks, coordinate, timeout, meeting.name)
         return cls(device_mesh, _local_device(device_mesh.device_type), *known[key])
 
     @property
@@ -104,7 +124,9 @@ class DataMesh:
         """
         if self.size == 1:
             return None
-        return _new_group(self.device_mesh.mesh.flatten().tolist(), timeout, backend="gloo")
+        ranks = self.device_mesh.mesh.flatten().tolist()
+        meeting = meet("a group on the host", ranks, timeout)
+        return _new_group(ranks, timeout, f"{meeting.name}/host", backend="gloo")
 
     def axis(self, axis: Axis) -> MeshAxis:
         """The mesh axis called ``axis``."""
@@ -137,8 +159,10 @@ def group_of_ranks(
     """
     members = tuple(sorted(ranks))
     known = _BY_RANKS.setdefault(_default_group(), {})
-    if members not in known:
-        known[members] = _new_group(list(members), _timeout_of_group(like, device))
+    timeout = _timeout_of_group(like, device)
+    meeting = meet("a group of model-parallel ranks", members, timeout, has=members in known)
+    if not meeting.all_have:
+        known[members] = _new_group(list(members), timeout, f"{meeting.name}/ranks")
     return known[members]
 
 
@@ -146,6 +170,19 @@ def _default_group() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None
     return group
+
+
+def ranks_that_meet(device_mesh: object) -> list[int]:
+    """Global ranks that take part in a call with this mesh; where it is none, all ranks.
+
+    Initialises torch.distributed, if nobody has and there is no mesh: who cannot go on must be able
+    to say so.
+    """
+    if isinstance(device_mesh, DeviceMesh):
+        return list(device_mesh.mesh.flatten().tolist())
+    if device_mesh is None:
+        init_from_environment()
+    return list(range(dist.get_world_size())) if dist.is_initialized() else []
 
 
 def check_device_mesh(device_mesh: DeviceMesh) -> list[int]:
@@ -221,42 +258,83 @@ def _local_device(device_type: str) -> torch.device:
     return torch.device(device_type)
 
 
-def _make_axes(ranks: torch.Tensor, coordinate: list[int], timeout: timedelta | None) -> Axes:
-    """Groups for ranks in one row (inner) or a table (outer x inner)."""
+def _make_axes(ranks: torch.Tensor, coordinate: list[int], timeout: timedelta, name: str) -> Axes:
+    """Groups for ranks in one row (inner) or a table (outer x inner); their names begin with
+    ``name``, which is the same on all ranks and used once."""
     table = ranks if ranks.ndim == 2 else ranks.unsqueeze(0)
     row, column = coordinate if ranks.ndim == 2 else (0, coordinate[0])
     # The same sequence on every rank, so that groups are formed in one order.
-    inner = _make_axis(Axis.INNER, table[row].tolist(), column, timeout)
-    outer = _make_axis(Axis.OUTER, table[:, column].tolist(), row, timeout)
+    own_row, own_column = table[row].tolist(), table[:, column].tolist()
+    inner = _make_axis(Axis.INNER, own_row, column, timeout, f"{name}/inner{row}")
+    outer = _make_axis(Axis.OUTER, own_column, row, timeout, f"{name}/outer{column}")
     control = outer.reduce_group if inner.size == 1 else inner.reduce_group
     if outer.size > 1 and inner.size > 1:
-        control = _new_group(table.flatten().tolist(), timeout)
+        control = _new_group(table.flatten().tolist(), timeout, f"{name}/control")
     return outer, inner, control
 
 
-def _make_axis(axis: Axis, ranks: list[int], place: int, timeout: timedelta | None) -> MeshAxis:
+def _make_axis(axis: Axis, ranks: list[int], place: int, timeout: timedelta, name: str) -> MeshAxis:
     if len(ranks) == 1:
         return MeshAxis(axis, 1, 0, None, None)
-    gather = _new_group(ranks, timeout)
-    return MeshAxis(axis, len(ranks), place, gather, _new_group(ranks, timeout))
+    gather = _new_group(ranks, timeout, f"{name}/gather")
+    reduce = _new_group(ranks, timeout, f"{name}/reduce")
+    return MeshAxis(axis, len(ranks), place, gather, reduce)
 
 
 def _new_group(
-    ranks: list[int], timeout: timedelta | None, backend: str | None = None
+    ranks: list[int], timeout: timedelta, name: str, backend: str | None = None
 ) -> dist.ProcessGroup:
-    # Only members need to call: an axis of 1,024 rows costs a rank one group, not 1,024.
-    group = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
+    """The group of these ranks, in this order; only they call it.
+
+    An axis of 1,024 rows costs a rank one group, not 1,024. ``dist.new_group`` has that, too, but
+    puts the number of groups that the rank is in into the name under which its ranks look for each
+    other (torch 2.11 to 2.13): ranks in different numbers of groups would wait for ever.
+    """
+    default = _default_group()
+    world = distributed_c10d._world
+    default_backend, store = world.pg_map[default]
+    with _not_split_off(default):
+        group, _ = distributed_c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(dist.get_rank()),
+            ranks,
+            dist.Backend(backend or default_backend),
+            store,
+            distributed_c10d.GroupName(f"fsdp_engine/{name}"),
+            timeout=timeout,
+            group_desc="fsdp_engine",
+        )
     assert isinstance(group, dist.ProcessGroup)
+    world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
     return group
 
 
-def _timeout_of(device_mesh: DeviceMesh) -> timedelta | None:
+@contextmanager
+def _not_split_off(default: dist.ProcessGroup) -> Iterator[None]:
+    """Within it, new groups are not split off the default group's communicator, which all its ranks
+    would have to take part in (NCCL, where ``init_process_group`` was given a device)."""
+    bound = default.bound_device_id
+    if bound is None:
+        yield
+        return
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = bound
+
+
+def _timeout_of(device_mesh: DeviceMesh) -> timedelta:
     """The timeout that the user chose for the mesh's own groups, which ours inherit."""
     return _timeout_of_group(device_mesh.get_group(0), torch.device(device_mesh.device_type))
 
 
-def _timeout_of_group(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    return getattr(getattr(backend_of(group, device), "options", None), "_timeout", None)
+def _timeout_of_group(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    own = getattr(getattr(backend_of(group, device), "options", None), "_timeout", None)
+    if own is None:
+        own = distributed_c10d._get_default_timeout(dist.Backend(dist.get_backend(group)))
+    assert isinstance(own, timedelta)
+    return own
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> object | None:

@@ -51,10 +51,11 @@ class ModelParallelGroups:
                 raise TypeError(f"{field.name}: expected a ProcessGroup or None; found {value!r}")
 
 
-# By the first of the groups and the names of all.
-_SPANNED: weakref.WeakKeyDictionary[ProcessGroup, dict[tuple[str, ...], ProcessGroup]] = (
-    weakref.WeakKeyDictionary()
-)
+# By the first of the groups and the names of all. Weak both ways: what is spanned may be that first
+# group itself, and groups that were made for it are kept in ``mesh.py``.
+_SPANNED: weakref.WeakKeyDictionary[
+    ProcessGroup, dict[tuple[str, ...], weakref.ref[ProcessGroup]]
+] = weakref.WeakKeyDictionary()
 
 
 def spanned_group(device: torch.device, *groups: ProcessGroup | None) -> ProcessGroup | None:
@@ -76,12 +77,14 @@ def spanned_group(device: torch.device, *groups: ProcessGroup | None) -> Process
         return axes[0] if axes else None
     known = _SPANNED.setdefault(axes[0], {})
     names = tuple(group.group_name for group in axes)
-    if names not in known:
+    spanned = known[names]() if names in known else None
+    if spanned is None:
         ranks = set(dist.get_process_group_ranks(axes[0]))
         for group in axes[1:]:
             for others in gather_objects(ranks, group):
                 assert isinstance(others, set)
                 ranks = ranks | others
         whole = [group for group in axes if set(dist.get_process_group_ranks(group)) == ranks]
-        known[names] = whole[0] if whole else group_of_ranks(ranks, axes[0], device)
-    return known[names]
+        spanned = whole[0] if whole else group_of_ranks(ranks, axes[0], device)
+        known[names] = weakref.ref(spanned)
+    return spanned

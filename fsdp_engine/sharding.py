@@ -14,11 +14,14 @@ from fsdp_engine.codecs import CodecRule
 from fsdp_engine.config import DistributedDataParallelConfig, Timing
 from fsdp_engine.engine import Engine, engine_within
 from fsdp_engine.initial_values import CHOICES, SAME, Holdings
-from fsdp_engine.mesh import DataMesh
+from fsdp_engine.meeting import telling
+from fsdp_engine.mesh import DataMesh, check_device_mesh, ranks_that_meet
 from fsdp_engine.nccl_pool import check_nccl
 from fsdp_engine.plan import Granule, Ground, Grounds, Plan, Recipe, make_plan
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.strategies import Axis, Strategy
+
+WHAT = "shard()"
 
 
 def shard(
@@ -65,16 +68,23 @@ def shard(
         ValueError: an argument, or how arguments or initial values of ranks differ; on all ranks,
             before anything is changed.
         TypeError: likewise.
+        Exception: what ``units``, ``granule`` or a codec rule raises, on its rank; on the others a
+            RuntimeError with that rank and error.
+        RuntimeError: a rank did not come; names it.
     """
-    options = config if config is not None else DistributedDataParallelConfig()
-    check_types(model, mp_policy, options)
-    named = options.level_names if options.names_strategy else ("optim_grads_params", "no_shard")
-    inner, outer = (
-        said if given is None else given
-        for given, said in zip((strategy, outer_strategy), named, strict=True)
-    )
-    levels = Strategy.from_names(inner, outer)
-    _check_agreement(options, strategy, outer_strategy)
+    with telling(WHAT, ranks_that_meet(mesh)):
+        options = config if config is not None else DistributedDataParallelConfig()
+        check_types(model, mp_policy, options)
+        named = (
+            options.level_names if options.names_strategy else ("optim_grads_params", "no_shard")
+        )
+        inner, outer = (
+            said if given is None else given
+            for given, said in zip((strategy, outer_strategy), named, strict=True)
+        )
+        levels = Strategy.from_names(inner, outer)
+        _check_agreement(options, strategy, outer_strategy)
+        rules = tuple(codec_rules)
     return make_engine(
         model,
         mesh,
@@ -85,7 +95,7 @@ def shard(
         units=units,
         granule=granule,
         expert_mesh=expert_mesh,
-        codec_rules=tuple(codec_rules),
+        codec_rules=rules,
         initial_values=initial_values,
     )
 
@@ -104,24 +114,34 @@ def make_engine(
     codec_rules: Sequence[CodecRule] = (),
     initial_values: str = SAME,
     broadcast: bool = False,
+    what: str = WHAT,
 ) -> Engine:
     """Plan, agree on the plan with all ranks, build. Collective.
 
     Args:
         timing: when gradients are reduced and weights gathered.
         broadcast: parameters start from the first rank's values, which are not compared.
+        what: who asks, in messages.
         model, mesh, levels, policy, config, units, granule, expert_mesh, codec_rules,
             initial_values: see :func:`shard`.
     """
-    data = DataMesh.create(mesh, num_instances=config.num_distributed_optimizer_instances)
-    experts = DataMesh.create(expert_mesh) if expert_mesh is not None else None
-    grounds = Grounds(
-        _ground(data, levels), _ground(experts, levels) if experts is not None else None
-    )
+    if expert_mesh is not None:
+        with telling(what, ranks_that_meet(mesh)):
+            check_device_mesh(expert_mesh)
+    num_instances = config.num_distributed_optimizer_instances
+    note = "" if expert_mesh is None else "an expert_mesh"
+    data = DataMesh.create(mesh, num_instances=num_instances, what=what, note=note)
+    experts = None
+    if expert_mesh is not None:
+        experts = DataMesh.create(expert_mesh, what=f"expert_mesh of {what}")
     plan: Plan | None = None
     holdings: Holdings | None = None
+    signature: list[str] = []
     error: Exception | None = None
     try:
+        grounds = Grounds(
+            _ground(data, levels), _ground(experts, levels) if experts is not None else None
+        )
         if (name := engine_within(model)) is not None:
             raise ValueError(
                 "model: expected one that was not sharded before; found "
@@ -135,10 +155,11 @@ def make_engine(
         plan = make_plan(model, units, Recipe(policy, config, grounds, granule, codec_rules))
         compare = data.size > 1 and initial_values == SAME and not broadcast
         holdings = Holdings(plan, experts, compare=compare)
-    except (ValueError, TypeError, ImportError) as caught:
+        options = f"{levels}, {policy}, {config}, {initial_values}"
+        signature = [options, *plan.signature()]
+    except Exception as caught:  # units, granule and codec rules are the user's, and raise anything
         error = caught
-    options = f"{levels}, {policy}, {config}"
-    start = agree(plan, holdings, error, options, initial_values, data)
+    start = agree(plan, holdings, error, signature, initial_values, data, what)
     if broadcast:
         start = start._replace(from_first=True)
     assert plan is not None

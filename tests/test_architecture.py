@@ -30,6 +30,7 @@ FLOORS: dict[str, float] = {
     "trees": 0,
     "terminal": 0,
     # devices and communication
+    "meeting": 0.5,
     "mesh": 1,
     "memory": 1,
     "lanes": 1,

@@ -437,5 +437,124 @@ def test_a_rank_that_waits_for_another_in_vain_says_for_what() -> None:
             model(*vector_batch(2, seed=1))
 
 
+class Unheard(Exception):
+    """Of a kind that only this test knows."""
+
+
+def raises_here(*args: Any) -> Any:
+    if dist.get_rank() == 1:
+        raise Unheard("only here")
+    return None
+
+
+def _one_level(name: str) -> dict[str, Any]:
+    return {"strategy": name if dist.get_rank() == 1 else "optim"}
+
+
+# What rank 1 alone gets wrong, and the kind and text of what the others see.
+WRONG_ON_RANK_1: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
+    "units": (
+        lambda: {"units": lambda name, module: raises_here() or name == "blocks.0"},
+        RuntimeError,
+        "Unheard: only here",
+    ),
+    "units that are iterated": (
+        lambda: {"units": (raises_here() or each for each in [nn.Linear])},
+        RuntimeError,
+        "Unheard: only here",
+    ),
+    "granule": (
+        lambda: {"granule": lambda name, parameter: raises_here() or 1},
+        RuntimeError,
+        "Unheard: only here",
+    ),
+    "a codec rule": (lambda: {"codec_rules": [raises_here]}, RuntimeError, "Unheard: only here"),
+    "codec rules that are iterated": (
+        lambda: {"codec_rules": (raises_here() or raises_here for _ in range(2))},
+        RuntimeError,
+        "Unheard: only here",
+    ),
+    "a type": (
+        lambda: {"mp_policy": "bf16" if dist.get_rank() == 1 else None},
+        TypeError,
+        "TypeError: mp_policy",
+    ),
+    "a config": (
+        lambda: {"config": 3 if dist.get_rank() == 1 else None},
+        TypeError,
+        "TypeError: config",
+    ),
+    "a mesh": (
+        lambda: {"mesh": "cuda" if dist.get_rank() == 1 else None},
+        TypeError,
+        "TypeError: mesh",
+    ),
+    "an expert mesh": (
+        lambda: (
+            {"expert_mesh": init_device_mesh("cpu", (dist.get_world_size(),))}
+            if dist.get_rank() != 1
+            else {"expert_mesh": 5}
+        ),
+        TypeError,
+        "TypeError: mesh",
+    ),
+    "the name of a level": (
+        lambda: _one_level("zero3"),
+        ValueError,
+        "ValueError: strategy: expected one of",
+    ),
+    "rows": (
+        lambda: {
+            "config": fe.DistributedDataParallelConfig(
+                use_distributed_optimizer=True,
+                num_distributed_optimizer_instances=3 if dist.get_rank() == 1 else 1,
+            )
+        },
+        ValueError,
+        "num_distributed_optimizer_instances",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_ON_RANK_1)
+@on_ranks(4, timeout=30.0)
+def test_what_is_wrong_on_one_rank_alone_is_raised_on_all_of_them(wrong: str) -> None:
+    make, kind, text = WRONG_ON_RANK_1[wrong]
+    model = Transformer(num_blocks=1)
+    if dist.get_rank() == 1:
+        with refused(model, kind=Exception):
+            fe.shard(model, **make())
+    else:
+        with refused(model, "shard() failed on", "rank 1", text, kind=kind):
+            fe.shard(model, **make())
+    assert_still_trains(model)
+
+
+@pytest.mark.parametrize("wrong", ["units", "a type", "a config", "a mesh"])
+@on_ranks(4, timeout=30.0)
+def test_what_is_wrong_on_one_rank_alone_is_raised_on_all_by_the_wrapper(wrong: str) -> None:
+    make, kind, text = WRONG_ON_RANK_1[wrong]
+    model = Transformer(num_blocks=1)
+    if dist.get_rank() == 1:
+        with refused(model, kind=Exception):
+            fe.DistributedDataParallel(model, **make())
+    else:
+        with refused(model, "DistributedDataParallel failed on", "rank 1", text, kind=kind):
+            fe.DistributedDataParallel(model, **make())
+    assert_still_trains(model)
+
+
+@on_ranks(4, timeout=30.0)
+def test_meshes_of_other_shapes_are_refused_on_all_ranks() -> None:
+    model = Transformer(num_blocks=1)
+    shape = (2, 2) if dist.get_rank() == 2 else (4,)
+    with refused(model, "shard(): expected the same on all ranks", "shape (2, 2)", "shape (4,)"):
+        fe.shard(model, init_device_mesh("cpu", shape))
+    given = {"expert_mesh": init_device_mesh("cpu", (4,))} if dist.get_rank() == 3 else {}
+    with refused(model, "shard(): expected the same on all ranks", "an expert_mesh"):
+        fe.shard(model, init_device_mesh("cpu", (4,)), **given)
+    assert_still_trains(model)
+
+
 def break_down(module: nn.Module, args: Any) -> None:
     raise ArithmeticError("this rank's own")

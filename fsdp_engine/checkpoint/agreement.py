@@ -7,20 +7,7 @@ from typing import Any
 from torch.distributed import ProcessGroup
 
 from fsdp_engine.collectives import gather_objects
-
-# What another rank's error becomes here, by name; any other a RuntimeError.
-_KINDS: dict[str, type[Exception]] = {
-    kind.__name__: kind
-    for kind in (
-        ValueError,
-        TypeError,
-        OSError,
-        FileExistsError,
-        FileNotFoundError,
-        NotADirectoryError,
-        PermissionError,
-    )
-}
+from fsdp_engine.meeting import error_of_another
 
 
 def agree(
@@ -46,7 +33,5 @@ def agree(
         raise error
     for rank, (other, _) in enumerate(gathered):
         if other is not None:
-            kind, text = other
-            made = _KINDS.get(kind, RuntimeError)
-            raise made(f"{what} failed on data-parallel rank {rank}: {kind}: {text}")
+            raise error_of_another(what, f"data-parallel rank {rank}", *other)
     return [each for _, each in gathered]
