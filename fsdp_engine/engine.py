@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from fsdp_engine import lanes as lanes_module
 from fsdp_engine.bucket_hooks import hook_bucket
 from fsdp_engine.build import Sites, build_units, same_on_replicas
+from fsdp_engine.checkpoint.unfinished_load import check_finished
 from fsdp_engine.clip import clip_, total_norm
 from fsdp_engine.config import DistributedDataParallelConfig, Timing
 from fsdp_engine.delayed_gradients import hook_delayed_gradients
@@ -258,7 +259,11 @@ class Engine:
 
         Args:
             rank0_only: only rank 0 of the mesh keeps the values; others return an empty dict.
+
+        Raises:
+            RuntimeError: a load of a checkpoint failed half way.
         """
+        check_finished(self)
         keeps = not rank0_only or self.mesh.rank == 0
         gathered: dict[str, Tensor] = {}
         for buffer in self.buffers:

@@ -128,6 +128,12 @@ class DataMesh:
         meeting = meet("a group on the host", ranks, timeout)
         return _new_group(ranks, timeout, f"{meeting.name}/host", backend="gloo")
 
+    def free_host_group(self, group: dist.ProcessGroup | None) -> None:
+        """Give back what :meth:`make_host_group` made: connections and threads. Not collective, but
+        no rank may need the group any more."""
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
+
     def axis(self, axis: Axis) -> MeshAxis:
         """The mesh axis called ``axis``."""
         return self.inner if axis is Axis.INNER else self.outer

@@ -427,7 +427,7 @@ def fail_to_save(folder: str, where: str) -> None:
 
     setattr(Writer, where, fails)
     try:
-        with pytest.raises(dcp.CheckpointException, match="the disk is full"):
+        with pytest.raises(OSError, match=r"writing failed .*the disk is full"):
             save_checkpoint(folder, engine, extra={"which": "newer"})
     finally:
         setattr(Writer, where, original)
@@ -885,4 +885,6 @@ def test_a_damaged_file_is_reported_on_every_rank(
     with pytest.raises(RankError) as caught:
         ranks.run(read_damaged, str(tmp_path), world_size=2)
     assert set(caught.value.failures) == {0, 1}
-    assert all("CheckpointException" in text for text in caught.value.failures.values())
+    for text in caught.value.failures.values():
+        assert "DamagedError" in text or "ValueError: load_checkpoint() failed on" in text
+        assert ".distcp: expected" in text

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
+import os
 import random
 import re
 import shutil
@@ -326,6 +328,33 @@ def test_a_rank_without_host_memory_is_an_error_on_all() -> None:
     dist.barrier()
     assert visible(folder) == []
     assert checkpointer.steps() == []
+
+
+@pytest.mark.timeout(280)
+@on_ranks(2, timeout=240)
+def test_twenty_that_are_closed_leave_no_files_and_no_threads() -> None:
+    folder = shared_folder()
+    engine = fe.shard(nn.Linear(4, 4))
+
+    def held() -> list[int]:
+        gc.collect()
+        dist.barrier()
+        return [len(os.listdir(f"/proc/self/{what}")) for what in ("fd", "task")]
+
+    counts = []
+    for number in range(20):
+        checkpointer = fe.Checkpointer(f"{folder}/{number}", engine)
+        checkpointer.save_async(1)
+        checkpointer.close()
+        counts.append(held())
+    # Libraries open what they need once; a thread that has ended may be seen for a moment.
+    assert counts[-1][0] <= counts[1][0], counts
+    assert counts[-1][1] <= counts[1][1] + 2, counts
+    engine.full_state_dict()  # the engine's own groups stay
+    checkpointer.save(3)  # what was closed opens again
+    checkpointer.load(3)
+    checkpointer.close()
+    checkpointer.close()
 
 
 # --- faults ---

@@ -25,10 +25,10 @@ from typing import Any, Literal
 
 import torch
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from fsdp_engine.checkpoint.agreement import agree
+from fsdp_engine.checkpoint.dcp_metadata import METADATA
 from fsdp_engine.checkpoint.directory import CheckpointDirectory
 from fsdp_engine.checkpoint.folder import (
     FolderMatch,
@@ -45,7 +45,6 @@ from fsdp_engine.checkpoint.run_state import (
     pack,
     random_state,
     set_random_state,
-    unpack,
 )
 from fsdp_engine.checkpoint.snapshot import HostMemory
 from fsdp_engine.checkpoint.verification import check_sizes, verify_files
@@ -152,7 +151,12 @@ class Checkpointer:
             save.raise_error()
 
     def load(
-        self, step: int | Literal["latest"] = "latest", strict: bool = True, verify: bool = False
+        self,
+        step: int | Literal["latest"] = "latest",
+        strict: bool = True,
+        verify: bool = False,
+        *,
+        trust: bool = False,
     ) -> LoadReport:
         """Bring back a run: any ranks, strategy, mesh and granule load what any others saved.
 
@@ -165,7 +169,11 @@ class Checkpointer:
             step: which; "latest": the newest complete one.
             strict: refuse a checkpoint with entries that are missing, unexpected or do not fit.
                 False: load what fits.
-            verify: read every file first, and compare checksums; ranks share the work.
+            verify: read every file first, and compare checksums; ranks share the work. Bytes that
+                a rank reads are compared anyway; this finds damage before anything is changed.
+            trust: whoever wrote the checkpoint may run code here: what is in ``extra`` and in
+                modules' extra states may be of any class. Otherwise numbers, texts, tensors, arrays
+                and containers of them are read, and anything else is refused.
 
         Returns:
             What was loaded, and (``strict=False``) what did not fit.
@@ -173,14 +181,15 @@ class Checkpointer:
         Raises:
             FileNotFoundError: no checkpoint of that step is there, or one of its files is not.
             ValueError: entries that do not fit (all of them are listed), files that are damaged,
-                or a format that is newer than this code.
-            RuntimeError: reading failed half way; weights are then partly replaced.
+                an object of a class that could run code, or a format that is newer than this code.
+            RuntimeError: reading failed half way (a damaged block; names file and tensor); weights
+                are then partly replaced, and forwards and saves raise until a checkpoint is loaded.
 
             All but the last before anything is changed, and on every rank if on one.
         """
         self.wait()
         with collector_paused():
-            return self._load(step, strict, verify)
+            return self._load(step, strict, verify, trust)
 
     def steps(self) -> list[int]:
         """Steps whose checkpoints are complete, in rising order, as rank 0 sees them."""
@@ -195,9 +204,19 @@ class Checkpointer:
         return list(agreed[0])
 
     def close(self) -> None:
-        """Wait for a save that is under way, and let another job save into the directory."""
-        self.wait()
-        self._directory.release()
+        """Wait for a save that is under way, and let go of everything: threads, connections, host
+        memory, and the directory, into which another job may save. A further save takes it again.
+
+        Raises:
+            RuntimeError: the save failed, on whatever rank; everything is let go of all the same.
+        """
+        try:
+            self.wait()  # on every rank: nobody needs the group any more
+        finally:
+            self._directory.release()
+            group, self._group = self._group, None
+            self._mesh.free_host_group(group)
+            self._host_memory = HostMemory(self._mesh.device)
 
     def _begin(self, step: int) -> _Save:
         """Check everything, and make place for a save."""
@@ -230,29 +249,26 @@ class Checkpointer:
             raise
         return _Save(self, entries, agreed[0][0], step)
 
-    def _load(self, step: int | Literal["latest"], strict: bool, verify: bool) -> LoadReport:
+    def _load(
+        self, step: int | Literal["latest"], strict: bool, verify: bool, trust: bool
+    ) -> LoadReport:
         folder = self._find(step)
         ranks_key = f"{RANKS}.{self._mesh.rank}"
         manifest = self._check_files(folder, verify)
         match: FolderMatch | None = None
         error: Exception | None = None
         try:
-            match = FolderMatch(folder, self._engine, self._optimizer, (EXTRA, ranks_key))
+            match = FolderMatch(folder, self._engine, self._optimizer, (EXTRA, ranks_key), trust)
             if strict:
                 match.raise_problems()
         except Exception as caught:
             error = caught
         agree(f"load({step!r})", error, self._control)
         assert match is not None
-        try:
-            match.load(self._control)
-        except CheckpointException as caught:
-            raise RuntimeError(
-                f"load({step!r}) failed while reading: {_reason(caught)}"
-            ) from caught
-        extra = unpack(match.targets.get(EXTRA))
-        if manifest.world_size == self._mesh.size:
-            own = unpack(match.targets.get(ranks_key))
+        match.load(f"load({step!r})", self._control)
+        extra = match.targets.get(EXTRA, {})
+        own = match.targets.get(ranks_key)
+        if own is not None and manifest.world_size == self._mesh.size:
             set_random_state(own["random"], self._mesh.device)
             extra = own["extra"]
         problems = list(match.problems)
@@ -293,8 +309,8 @@ class Checkpointer:
             manifest = Manifest.read(folder)
             names = sorted(manifest.files)[self._mesh.rank :: self._mesh.size]
             check_sizes(folder, manifest, names)
-            if verify:
-                verify_files(folder, manifest, names)
+            # Small, and read anyhow: is it this save's?
+            verify_files(folder, manifest, names if verify else {METADATA} & {*names})
         except Exception as caught:
             error = caught
         agree(f"load of {folder}", error, self._control)
@@ -380,9 +396,4 @@ class _Save(threading.Thread):
 
 def _reason(error: BaseException) -> str:
     """What went wrong, and on which ranks, in a line or two."""
-    if isinstance(error, CheckpointException):
-        return "; ".join(
-            f"on data-parallel rank {rank}: {type(cause[0]).__name__}: {cause[0]}"
-            for rank, cause in error.failures.items()
-        )
     return f"{type(error).__name__}: {error}"

@@ -7,7 +7,7 @@
 
 A PATH is a checkpoint, of the engine or of torch.distributed.checkpoint, or a directory of
 checkpoints, which stands for the latest one. Exit codes: 0; 1 for damages or differences; 2 if
-there is no answer, with one line on stderr. Checkpoints hold pickles: open only what you trust.
+there is no answer, with one line on stderr. A checkpoint runs no code, unless --trust allows it.
 """
 
 from __future__ import annotations
@@ -64,6 +64,9 @@ PathArgument = Annotated[Path, typer.Argument(help="a checkpoint, or a directory
 StepOption = Annotated[
     int | None, typer.Option(help="which of a directory's; the latest unless given")
 ]
+TrustOption = Annotated[
+    bool, typer.Option("--trust", help="who wrote it may run code here: objects of any class")
+]
 MatchOption = Annotated[
     str | None, typer.Option(help="only entries with names like this, such as '*.bias'")
 ]
@@ -84,11 +87,12 @@ def inspect_(
         bool, typer.Option("--all", help="list each tensor, however many there are")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="everything, for programs")] = False,
+    trust: TrustOption = False,
 ) -> None:
     """What is in a checkpoint: when and how it was saved, parameters, optimizer, tensors."""
     with _mistakes_told():
         (folder,) = find_folders(path, step)
-        found = describe(StoredCheckpoint(folder))
+        found = describe(StoredCheckpoint(folder, trust))
         directory = CheckpointDirectory(path)
         steps = [] if folder == path else list(directory.complete())
         left = [each.name for each in (*directory.unfinished(), *directory.incomplete())]
@@ -109,6 +113,7 @@ def verify_(
     paths: Annotated[list[Path], typer.Argument(help="checkpoints, or directories of them")],
     step: StepOption = None,
     every: Annotated[bool, typer.Option("--all", help="all of a directory's")] = False,
+    trust: TrustOption = False,
 ) -> None:
     """Read every byte: is it as it was written? If not, which files and tensors are damaged."""
     num_damaged = 0
@@ -120,7 +125,7 @@ def verify_(
         ]
         for folder in folders:
             with _progress(folder.name, count_files(folder)[1]) as progress:
-                verdict = verify(folder, progress)
+                verdict = verify(folder, progress, trust)
             _tell(verdict)
             num_damaged += bool(verdict.damages)
     if num_damaged:
@@ -154,13 +159,14 @@ def export(
         str | None, typer.Option(help=f"of floating-point tensors: {', '.join(DTYPES)}")
     ] = None,
     max_shard_size: Annotated[str, typer.Option(help="bytes of tensors in one file")] = "5GB",
+    trust: TrustOption = False,
 ) -> None:
     """Write the model's tensors as safetensors, in the layout of Hugging Face."""
     if dtype is not None and dtype not in DTYPES:
         raise typer.BadParameter(f"--dtype: expected one of {', '.join(DTYPES)}; found {dtype!r}")
     with _mistakes_told():
         (folder,) = find_folders(path, step)
-        checkpoint = StoredCheckpoint(folder)
+        checkpoint = StoredCheckpoint(folder, trust)
         num_bytes = sum(
             tensor_bytes(row)
             for key, row in checkpoint.tensors.items()
@@ -168,7 +174,12 @@ def export(
         )
         with _progress(f"export of {folder.name}", num_bytes) as progress:
             export_safetensors(
-                folder, directory, DTYPES.get(dtype or ""), max_shard_size, progress=progress
+                folder,
+                directory,
+                DTYPES.get(dtype or ""),
+                max_shard_size,
+                progress=progress,
+                trust=trust,
             )
     files = sorted(directory.glob("*.safetensors"))
     size = sum(file.stat().st_size for file in files)
@@ -187,10 +198,11 @@ def diff(
         bool, typer.Option("--ranks", help="compare what each rank saved for itself, too")
     ] = False,
     every: Annotated[bool, typer.Option("--all", help="list everything that differs")] = False,
+    trust: TrustOption = False,
 ) -> None:
     """Compare two checkpoints: entries, shapes, every element, hyperparameters and step."""
     with _mistakes_told():
-        first, second = (StoredCheckpoint(find_folders(path, step)[0]) for path in (a, b))
+        first, second = (StoredCheckpoint(find_folders(path, step)[0], trust) for path in (a, b))
         with _progress("diff", shared_bytes(first, second, match)) as progress:
             found = compare(
                 first, second, match=match, rtol=rtol, atol=atol, ranks=ranks, progress=progress

@@ -186,9 +186,7 @@ class _Pairs:
         self._readers = []
         for side in self._sides:
             # What cannot be read straight into place goes through a buffer of the reader.
-            reader = Reader(side.folder, buffer_bytes // 8)
-            reader.set_up_storage_reader(side.metadata, True)
-            self._readers.append(reader)
+            self._readers.append(Reader(side.folder, side.metadata, buffer_bytes // 8))
 
     def parts(self, key: str) -> Iterator[tuple[Tensor, Tensor]]:
         """The same flat range of both, one after the other; each overwrites the one before."""

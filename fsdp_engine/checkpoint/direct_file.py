@@ -1,4 +1,4 @@
-"""A file that is written once, from start to end: past the page cache, with a checksum.
+"""A file that is written once, from start to end: past the page cache, with checksums.
 
 A checkpoint is written, synced, and not read again for hours. Through the page cache that costs
 memory that somebody else could use, and time: pages have to be found, cleared and copied to before
@@ -20,6 +20,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from fsdp_engine.checkpoint.checksums import BlockSummer
+
 BLOCK_BYTES = 8 << 20
 # What direct writes have to be multiples of: no disk asks for more.
 _ALIGNMENT = 4096
@@ -35,6 +37,7 @@ class DirectFile(io.RawIOBase):
     Attributes:
         num_bytes: written so far.
         crc: CRC-32 of them.
+        sums: CRC-32C of their blocks, so far.
 
     Raises:
         OSError: opening failed; or, in any later call, writing did.
@@ -44,6 +47,7 @@ class DirectFile(io.RawIOBase):
         super().__init__()
         self.num_bytes = 0
         self.crc = 0
+        self.sums = BlockSummer()
         self._descriptor = _open(path)
         # Memory maps begin at a page, as direct writes want it.
         self._blocks = [mmap.mmap(-1, BLOCK_BYTES), mmap.mmap(-1, BLOCK_BYTES)]
@@ -61,6 +65,7 @@ class DirectFile(io.RawIOBase):
         """Take all of ``data``; what is full goes to the disk."""
         view = memoryview(data).cast("B")
         self.crc = zlib.crc32(view, self.crc)
+        self.sums.add(view)
         self.num_bytes += len(view)
         start = 0
         while start < len(view):

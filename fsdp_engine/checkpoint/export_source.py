@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorSt
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from fsdp_engine.checkpoint.folder import read_metadata
+from fsdp_engine.checkpoint.dcp_metadata import read_metadata
 from fsdp_engine.checkpoint.model_state import (
     EXTRA_STATE,
     MODEL,
@@ -28,6 +28,7 @@ from fsdp_engine.checkpoint.model_state import (
     is_extra_state,
 )
 from fsdp_engine.checkpoint.reader import ReadBuffer, Reader
+from fsdp_engine.checkpoint.unfinished_load import check_finished
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.flat_dtensor.placement import Box, flat_range_boxes
 from fsdp_engine.strategies import Axis, Role
@@ -67,9 +68,11 @@ def engine_sources(engine: ShardedModel, dtype: torch.dtype | None) -> list[Sour
         dtype: for floating-point tensors; None: each its own.
 
     Raises:
-        RuntimeError: within a forward, a backward or ``engine.unsharded()``.
+        RuntimeError: within a forward, a backward or ``engine.unsharded()``, or after a load that
+            failed half way.
     """
     check_at_rest(engine)
+    check_finished(engine)
     params = {id(param) for buffer in engine.buffers for param in buffer.sharded_params}
     found: dict[int, tuple[Tensor, list[str]]] = {}
     for name, value in engine.model.state_dict(keep_vars=True).items():
@@ -98,22 +101,24 @@ def engine_sources(engine: ShardedModel, dtype: torch.dtype | None) -> list[Sour
     return sources
 
 
-def checkpoint_sources(folder: Path, dtype: torch.dtype | None, buffer_bytes: int) -> list[Source]:
+def checkpoint_sources(
+    folder: Path, dtype: torch.dtype | None, buffer_bytes: int, trust: bool = False
+) -> list[Source]:
     """The model's tensors in a checkpoint, by name. A tied weight is there under each of its names.
 
     Args:
         folder: a checkpoint in DCP format with keys ``model.<name>``.
         dtype: for floating-point tensors; None: each its own.
         buffer_bytes: what is read at once.
+        trust: whoever wrote it may run code here.
 
     Raises:
         FileNotFoundError, NotADirectoryError: there is no checkpoint.
-        ValueError: it has no tensors of a model.
+        ValueError: it has no tensors of a model, or is damaged.
     """
-    metadata = read_metadata(folder)
+    metadata = read_metadata(folder, trust)
     saved = Saved(metadata)
-    reader = Reader(folder, buffer_bytes)
-    reader.set_up_storage_reader(metadata, True)
+    reader = Reader(folder, metadata, buffer_bytes)
     buffer = ReadBuffer(buffer_bytes)
     sources = []
     for key in saved.below(MODEL):

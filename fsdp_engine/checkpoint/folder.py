@@ -27,12 +27,13 @@ too.
 A checkpoint that :func:`save_checkpoint` writes over an older one replaces it at the very end, when
 its metadata is renamed into place: a job that is killed while it saves leaves the older one whole.
 
-Checkpoints hold pickles. Load only what you trust.
+Checkpoints hold pickles, which are read so that they cannot run code: see ``objects.py``.
 """
 
 from __future__ import annotations
 
 import gc
+import io
 import os
 import warnings
 from collections.abc import Iterator
@@ -45,8 +46,10 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import ReadItem
 
-from fsdp_engine.checkpoint.agreement import agree
+from fsdp_engine.checkpoint.agreement import agree, plain_errors
+from fsdp_engine.checkpoint.dcp_metadata import check_files, read_metadata
 from fsdp_engine.checkpoint.manifest import FileRow
 from fsdp_engine.checkpoint.model_state import (
     EXTRA,
@@ -60,6 +63,7 @@ from fsdp_engine.checkpoint.model_state import (
     model_entries,
     set_extra_states,
 )
+from fsdp_engine.checkpoint.objects import read_object
 from fsdp_engine.checkpoint.optimizer_state import (
     OptimizerMatch,
     group_targets,
@@ -67,7 +71,8 @@ from fsdp_engine.checkpoint.optimizer_state import (
 )
 from fsdp_engine.checkpoint.reader import Reader
 from fsdp_engine.checkpoint.run_state import pack, unpack
-from fsdp_engine.checkpoint.writer import METADATA, PREFIX, SUFFIX, SavePlanner, Writer
+from fsdp_engine.checkpoint.unfinished_load import check_finished, replacing
+from fsdp_engine.checkpoint.writer import PREFIX, SUFFIX, SavePlanner, Writer
 
 
 @dataclass(frozen=True)
@@ -107,8 +112,9 @@ def save_checkpoint(
         RuntimeError: within a forward, a backward or ``engine.unsharded()``.
         ValueError, TypeError: the optimizer does not belong to the engine, or has state that is
             neither tensor nor number; ``extra`` is no dict.
+        RuntimeError: writing failed on some rank; an older checkpoint is as it was.
 
-        All before anything is written, and on every rank if on one.
+        All but the last before anything is written, and on every rank if on one.
     """
     folder = Path(path)
     group = engine.mesh.control_group
@@ -139,6 +145,8 @@ def load_checkpoint(
     path: str | os.PathLike[str],
     engine: ShardedModel,
     optimizer: torch.optim.Optimizer | None = None,
+    *,
+    trust: bool = False,
 ) -> dict[str, Any]:
     """Read what :func:`save_checkpoint` or ``torch.distributed.checkpoint`` wrote. Collective.
 
@@ -151,6 +159,7 @@ def load_checkpoint(
         path: the folder.
         engine: whose weights and buffers are replaced.
         optimizer: whose state and hyperparameters are replaced; None: only weights are loaded.
+        trust: whoever wrote the checkpoint may run code here: objects in it may be of any class.
 
     Returns:
         ``extra`` as it was saved, tensors on the CPU; empty if there was none.
@@ -161,10 +170,10 @@ def load_checkpoint(
         ValueError: entries are missing, unexpected, or of another shape or of a dtype that would
             be rounded (all of them are listed), or the optimizer is of another kind, has other
             parameters, or groups them so that one group would have two values of one
-            hyperparameter.
+            hyperparameter. Or files are damaged, or an object is of a class that could run code.
         RuntimeError, TypeError: as for :func:`save_checkpoint`.
-        torch.distributed.checkpoint.CheckpointException: reading failed half way; weights are then
-            partly replaced.
+        RuntimeError: reading failed half way; weights are then partly replaced, and forwards and
+            saves raise until a checkpoint is loaded.
 
         All but the last before anything is changed, and on every rank if on one.
     """
@@ -173,14 +182,14 @@ def load_checkpoint(
     error: Exception | None = None
     with collector_paused():
         try:
-            match = FolderMatch(Path(path), engine, optimizer)
+            match = FolderMatch(Path(path), engine, optimizer, trust=trust)
             match.raise_problems()
         except Exception as caught:
             error = caught
         agree("load_checkpoint()", error, group)
         assert match is not None
-        match.load(group)
-    extra: dict[str, Any] = unpack(match.targets.get(EXTRA))
+        match.load("load_checkpoint()", group)
+    extra: dict[str, Any] = match.targets.get(EXTRA, {})
     return extra
 
 
@@ -193,6 +202,7 @@ def training_entries(
         RuntimeError, ValueError, TypeError: see :func:`save_checkpoint`.
     """
     check_at_rest(engine)
+    check_finished(engine)
     entries = {MODEL: model_entries(engine)}
     if optimizer is not None:
         entries[OPTIMIZER] = optimizer_entries(engine, optimizer)
@@ -201,7 +211,7 @@ def training_entries(
 
 def write_entries(entries: dict[str, Any], writer: Writer, group: ProcessGroup | None) -> None:
     """Write what all ranks contribute. Collective; an error on one rank is raised on all."""
-    with _without_the_warning_of_one_rank():
+    with _without_the_warning_of_one_rank(), plain_errors("writing"):
         dcp.save(
             entries,
             storage_writer=writer,
@@ -218,7 +228,8 @@ class FolderMatch:
         folder: the checkpoint.
         engine: whose weights it may replace.
         optimizer: likewise; None: only weights are loaded.
-        others: keys to read besides.
+        others: keys to read besides, packed objects.
+        trust: whoever wrote it may run code here.
 
     Attributes:
         problems: a line for each entry that does not fit; those are left out of ``targets``.
@@ -235,24 +246,29 @@ class FolderMatch:
         engine: ShardedModel,
         optimizer: torch.optim.Optimizer | None,
         others: tuple[str, ...] = (EXTRA,),
+        trust: bool = False,
     ) -> None:
         self._folder = folder
         self._engine = engine
-        self._saved = Saved(read_metadata(folder))
+        self._trust = trust
+        self._metadata = read_metadata(folder, trust)
+        check_files(folder, self._metadata, engine.mesh.rank, engine.mesh.size)
+        self._saved = Saved(self._metadata)
         check_at_rest(engine)
         self.targets, self.problems, self._extra_states = match_model(engine, self._saved)
         self._what = "model" if optimizer is None else "model and optimizer"
         self._optimizer: OptimizerMatch | None = None
         if optimizer is not None:
             groups = group_targets(self._saved)
-            read_entries(folder, groups, None)
+            read_entries(folder, self._metadata, groups, trust=trust)
             self._optimizer = OptimizerMatch(engine, optimizer, self._saved, groups)
             self.problems += self._optimizer.problems
             if self._optimizer.is_same_kind:
                 self.targets |= self._optimizer.targets
             else:
                 self._optimizer = None  # nothing of another kind's state is of use
-        self.targets |= {key: None for key in others if key in self._saved.entries}
+        self._others = [key for key in others if key in self._saved.entries]
+        self.targets |= dict.fromkeys(self._others)
 
     def raise_problems(self) -> None:
         """Refuse what does not fit as a whole.
@@ -267,45 +283,80 @@ class FolderMatch:
                 f"{len(self.problems)} that differ\n  {lines}"
             )
 
-    def load(self, group: ProcessGroup | None) -> None:
-        """Read, and give engine and optimizer what was read. Collective."""
-        read_entries(self._folder, self.targets, group, alone=group is None)
-        set_extra_states(self._engine, self._saved, self._extra_states, self.targets)
-        if self._optimizer is not None:
-            self._optimizer.apply(self.targets)
-        self._engine.weights_changed()
+    def load(self, what: str, group: ProcessGroup | None) -> None:
+        """Read, and give engine and optimizer what was read. Collective.
+
+        First objects, which may be refused and change nothing; then tensors, into their places.
+
+        Args:
+            what: is being done, for messages.
+            group: of all ranks; None: there is one.
+
+        Raises:
+            RuntimeError: reading tensors failed on some rank; the engine then refuses to go on.
+            Exception: what else went wrong; nothing was changed.
+        """
+        objects = {key: value for key, value in self.targets.items() if value is None}
+        tensors = {key: value for key, value in self.targets.items() if value is not None}
+        error: Exception | None = None
+        try:
+            read_entries(self._folder, self._metadata, objects, trust=self._trust)
+            for key in self._others:
+                where = f"{self._folder}: {key}"
+                objects[key] = unpack(objects[key], where, self._trust)
+        except Exception as caught:
+            error = caught
+        agree(what, error, group)
+        self.targets |= objects
+        with replacing(self._engine, tensors):
+            try:
+                read_entries(self._folder, self._metadata, tensors, group, alone=group is None)
+                self.targets |= tensors
+                set_extra_states(self._engine, self._saved, self._extra_states, self.targets)
+                if self._optimizer is not None:
+                    self._optimizer.apply(self.targets)
+            except Exception as caught:
+                error = RuntimeError(
+                    f"failed half way, weights are partly replaced, load again: {caught}"
+                )
+                error.__cause__ = caught
+            self._engine.weights_changed()
+            agree(what, error, group)
 
 
-def read_metadata(folder: Path) -> Metadata:
-    """DCP's metadata of the checkpoint in ``folder``.
+class _LoadPlanner(dcp.DefaultLoadPlanner):
+    """Reads objects without running code."""
 
-    Raises:
-        FileNotFoundError, NotADirectoryError: there is none.
-        ValueError: it is damaged.
-    """
-    if folder.exists() and not folder.is_dir():
-        raise NotADirectoryError(f"path: expected the folder of a checkpoint; found file {folder}")
-    if not (folder / METADATA).is_file():
-        found = f"a folder without {METADATA}" if folder.exists() else "nothing"
-        raise FileNotFoundError(f"path: expected a checkpoint at {folder}; found {found}")
-    try:
-        return dcp.FileSystemReader(folder).read_metadata()
-    except Exception as error:  # unpickling raises whatever the bytes make it do
-        raise ValueError(
-            f"{folder / METADATA}: expected DCP's metadata; found it damaged ({error!r})"
-        ) from error
+    def __init__(self, folder: Path, trust: bool) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._folder = folder
+        self._trust = trust
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Keep an object."""
+        key = read_item.dest_index.fqn
+        self.state_dict[key] = read_object(value, f"{self._folder}: {key}", self._trust)
 
 
 def read_entries(
-    folder: Path, targets: Targets, group: ProcessGroup | None, alone: bool = True
+    folder: Path,
+    metadata: Metadata,
+    targets: Targets,
+    group: ProcessGroup | None = None,
+    *,
+    alone: bool = True,
+    trust: bool = False,
 ) -> None:
-    """Fill ``targets``; ``alone``: without the other ranks."""
-    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with _without_the_warning_of_one_rank():
+    """Fill ``targets``; ``alone``: without the other ranks.
+
+    Raises:
+        Exception: what went wrong on this rank; of the same kind on others.
+    """
+    with _without_the_warning_of_one_rank(), plain_errors("reading"):
         dcp.load(
             targets,
-            storage_reader=Reader(folder),
-            planner=planner,
+            storage_reader=Reader(folder, metadata),
+            planner=_LoadPlanner(folder, trust),
             process_group=group,
             no_dist=alone,
         )

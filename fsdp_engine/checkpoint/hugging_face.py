@@ -39,6 +39,7 @@ from fsdp_engine.checkpoint.hugging_face_folder import (
     tensor_bytes,
 )
 from fsdp_engine.checkpoint.model_state import (
+    MODEL,
     ShardedModel,
     check_at_rest,
     describe_tensor,
@@ -52,6 +53,7 @@ from fsdp_engine.checkpoint.safetensors_file import (
     read_elements,
     write_elements,
 )
+from fsdp_engine.checkpoint.unfinished_load import replacing
 
 # What a rank holds at once, beyond its own slices, while it reads or writes.
 BUFFER_BYTES = 16 << 20
@@ -68,6 +70,7 @@ def export_safetensors(
     max_shard_size: int | str = "5GB",
     *,
     progress: Callable[[int], None] = lambda num_bytes: None,
+    trust: bool = False,
 ) -> None:
     """Write weights as ``save_pretrained`` would, for anything that reads safetensors.
 
@@ -87,11 +90,13 @@ def export_safetensors(
             tensor that is larger has a file of its own.
         progress: is told the number of bytes that this rank has written, as they are held (before
             a cast).
+        trust: whoever wrote the checkpoint may run code here.
 
     Raises:
         ValueError, TypeError: an argument, one that differs between ranks, or a tensor whose dtype
-            the format does not know.
-        RuntimeError: within a forward, a backward or ``engine.unsharded()``.
+            the format does not know; or the checkpoint is damaged.
+        RuntimeError: within a forward, a backward or ``engine.unsharded()``, or after a load that
+            failed half way.
         OSError: ``directory`` cannot be written, or there is no checkpoint.
 
         On every rank if on one. Nothing of the new export is then left, unless renaming files into
@@ -118,7 +123,7 @@ def export_safetensors(
             _check_dtype(dtype)
         if isinstance(engine_or_path, str | os.PathLike):
             buffer_bytes //= 4  # one to read through, one to read into, one to convert in
-            sources = checkpoint_sources(Path(engine_or_path), dtype, buffer_bytes)
+            sources = checkpoint_sources(Path(engine_or_path), dtype, buffer_bytes, trust)
         else:
             sources = engine_sources(engine_or_path, dtype)
         files = _plan(sources, max_bytes)
@@ -174,7 +179,8 @@ def load_safetensors(
         TypeError: ``rename`` is or returns something else.
         OSError: the folder or a file is missing.
         RuntimeError: within a forward, a backward or ``engine.unsharded()``; or reading failed
-            half way, and weights are partly replaced.
+            half way, and weights are partly replaced: forwards and saves raise until weights are
+            loaded.
 
         All but the last before anything is changed, and on every rank if on one.
     """
@@ -188,17 +194,18 @@ def load_safetensors(
     except Exception as caught:
         error = caught
     agree(what, error, group)
-    try:
-        _read(targets, ReadBuffer(BUFFER_BYTES))
-    except Exception as caught:
-        error = RuntimeError(
-            f"{what} failed while reading, and weights are partly replaced: "
-            f"{type(caught).__name__}: {caught}"
-        )
-        error.__cause__ = caught
-    finally:
-        engine.weights_changed()
-    agree(what, error, group)
+    with replacing(engine, [f"{MODEL}.{name}" for name in engine.model.state_dict()]):
+        try:
+            _read(targets, ReadBuffer(BUFFER_BYTES))
+        except Exception as caught:
+            error = RuntimeError(
+                f"{what} failed while reading, and weights are partly replaced: "
+                f"{type(caught).__name__}: {caught}"
+            )
+            error.__cause__ = caught
+        finally:
+            engine.weights_changed()
+        agree(what, error, group)
 
 
 # --- writing ---

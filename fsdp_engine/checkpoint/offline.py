@@ -4,7 +4,7 @@ A path may be the folder of a checkpoint, with a manifest or a plain one of
 ``torch.distributed.checkpoint``; or a directory of a ``Checkpointer``, which stands for its latest
 checkpoint. Nothing is printed here, and nothing is changed.
 
-Metadata and objects are pickles: open only what you trust.
+Metadata and objects are pickles, which are read so that they cannot run code.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
+from fsdp_engine.checkpoint.dcp_metadata import METADATA, read_metadata
 from fsdp_engine.checkpoint.directory import CheckpointDirectory
-from fsdp_engine.checkpoint.folder import read_entries, read_metadata
+from fsdp_engine.checkpoint.folder import read_entries
 from fsdp_engine.checkpoint.manifest import (
     MANIFEST,
     Manifest,
@@ -31,10 +30,10 @@ from fsdp_engine.checkpoint.manifest import (
     tensor_rows,
 )
 from fsdp_engine.checkpoint.model_state import EXTRA, MODEL, OPTIMIZER, RANKS, Saved
-from fsdp_engine.checkpoint.reader import FileView
+from fsdp_engine.checkpoint.objects import read_object
+from fsdp_engine.checkpoint.reader import Reader
 from fsdp_engine.checkpoint.run_state import unpack
 from fsdp_engine.checkpoint.verification import find_damaged_archives, find_damages
-from fsdp_engine.checkpoint.writer import METADATA
 
 OTHER = "other"
 _SECTIONS = (MODEL, OPTIMIZER, EXTRA, RANKS)
@@ -97,6 +96,7 @@ class StoredCheckpoint:
 
     Args:
         folder: that of the checkpoint itself.
+        trust: whoever wrote it may run code here: its objects may be of any class.
 
     Attributes:
         folder: as given.
@@ -110,12 +110,17 @@ class StoredCheckpoint:
         NewerFormatError: this code is too old for it.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, trust: bool = False) -> None:
         self.folder = folder
+        self.trust = trust
         has_manifest = (folder / MANIFEST).is_file()
         self.manifest = Manifest.read(folder) if has_manifest else None
-        self.metadata = read_metadata(folder)
+        self.metadata = read_metadata(folder, trust)
         self.saved = Saved(self.metadata)
+
+    @cached_property
+    def _reader(self) -> Reader:
+        return Reader(self.folder, self.metadata)
 
     @cached_property
     def tensors(self) -> dict[str, TensorRow]:
@@ -141,39 +146,25 @@ class StoredCheckpoint:
 
         Raises:
             FileNotFoundError: its file is missing.
-            EOFError: its file is too short.
+            ValueError: its file is too short, or damaged.
         """
-        place = self._place(key)
-        with open(self.folder / place.relative_path, "rb") as file:
-            content = FileView(file, place.offset, place.length).read(-1)
-        if len(content) != place.length:
-            raise EOFError(
-                f"{place.relative_path}: expected {place.length} bytes of {key}; found "
-                f"{len(content)}"
-            )
-        return content
+        return self._reader.read_object(key)
 
     def read_value(self, key: str) -> Any:
         """An object, or a tensor on the CPU; what is packed in bytes is unpacked.
 
         Raises:
-            FileNotFoundError, EOFError: see :meth:`read_object`.
-            ValueError: it cannot be read, for example because its class is not known here.
+            FileNotFoundError: see :meth:`read_object`.
+            ValueError: it cannot be read, or is of a class that could run code.
         """
         if key in self.tensors:
             targets = {key: self.saved.empty(key)}
-            try:
-                read_entries(self.folder, targets, None)
-            except CheckpointException as error:  # not an Exception, so that nobody catches it
-                raise ValueError(f"{key}: expected a tensor; found {error}") from error
+            read_entries(self.folder, self.metadata, targets)
             return targets[key]
-        content = self.read_object(key)
-        try:
-            value = torch.load(io.BytesIO(content), map_location="cpu", weights_only=False)
-            is_packed = isinstance(value, bytes) and self.section(key) in (EXTRA, RANKS)
-            return unpack(value) if is_packed else value
-        except Exception as error:  # unpickling raises whatever the classes make it do
-            raise ValueError(f"{key}: expected an object; found {error!r}") from error
+        where = f"{self.folder}: {key}"
+        value = read_object(io.BytesIO(self.read_object(key)), where, self.trust)
+        is_packed = isinstance(value, bytes) and self.section(key) in (EXTRA, RANKS)
+        return unpack(value, where, self.trust) if is_packed else value
 
     def files(self) -> set[str]:
         """Names of its files."""
@@ -210,12 +201,17 @@ class Verdict:
     strays: list[str]
 
 
-def verify(folder: Path, progress: Callable[[int], None] = lambda num_bytes: None) -> Verdict:
+def verify(
+    folder: Path,
+    progress: Callable[[int], None] = lambda num_bytes: None,
+    trust: bool = False,
+) -> Verdict:
     """Read every byte of a checkpoint, and compare it with the checksums that there are.
 
     Args:
         folder: of a checkpoint, see :func:`find_folders`.
         progress: is told the number of bytes as they are read.
+        trust: whoever wrote it may run code here.
 
     Raises:
         NewerFormatError: this code is too old for it.
@@ -238,8 +234,8 @@ def verify(folder: Path, progress: Callable[[int], None] = lambda num_bytes: Non
         damages += find_damages(folder, manifest, None, progress)
     else:
         try:
-            files = {MANIFEST, *_files(None, read_metadata(folder))}
-            damages += find_damaged_archives(folder, progress)
+            files = {MANIFEST, *_files(None, read_metadata(folder, trust))}
+            damages += find_damaged_archives(folder, progress, trust)
         except (FileNotFoundError, ValueError) as error:
             damages.append(str(error).removeprefix(f"{folder}/"))
     num_files, num_bytes = count_files(folder, files)

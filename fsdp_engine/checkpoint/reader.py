@@ -23,10 +23,13 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from fsdp_engine import memory
+from fsdp_engine.checkpoint.checksums import CheckedFile, DamagedError
+from fsdp_engine.checkpoint.dcp_metadata import RefusedError, file_sums
 
 # What a rank holds at once, beyond its own shards, while it reads.
 READ_BUFFER_BYTES = 16 << 20
@@ -37,11 +40,26 @@ _ZIP_HEADER_BYTES = 30  # of an entry; its name and an extra field follow
 
 
 class Reader(dcp.FileSystemReader):
-    """Reads what a rank needs, through a buffer of ``buffer_bytes``."""
+    """Reads what a rank needs, through a buffer, and compares it with the checksums that there are.
 
-    def __init__(self, folder: Path, buffer_bytes: int = READ_BUFFER_BYTES) -> None:
+    Args:
+        folder: of a checkpoint.
+        metadata: of it, which has the checksums.
+        buffer_bytes: size of the buffer.
+    """
+
+    def __init__(
+        self, folder: Path, metadata: Metadata, buffer_bytes: int = READ_BUFFER_BYTES
+    ) -> None:
         super().__init__(folder)
+        self._metadata = metadata
+        self._sums = file_sums(metadata)
         self._buffer = ReadBuffer(buffer_bytes)
+        self.set_up_storage_reader(metadata, True)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """That which was given: DCP's own way would run what is in it."""
+        return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read this rank's part."""
@@ -51,12 +69,49 @@ class Reader(dcp.FileSystemReader):
             per_file.setdefault(place.relative_path, []).append(item)
         for relative_path, items in per_file.items():
             with self.fs.create_stream(self.fs.concat_path(self.path, relative_path), "rb") as file:
+                source = self._checked(file, relative_path)
                 chunk: tuple[int, StoredChunk] | None = None  # the last one: several items share it
                 for item in sorted(items, key=self._offset):
-                    chunk = self._read_item(file, item, planner, chunk)
+                    try:
+                        chunk = self._read_item(source, item, planner, chunk)
+                    except RefusedError:
+                        raise
+                    except Exception as error:  # whatever damaged bytes make of an archive
+                        kind = OSError if isinstance(error, OSError) else DamagedError
+                        raise kind(
+                            f"{self.path}/{relative_path}: expected {item.storage_index.fqn} as "
+                            f"it was saved; found {type(error).__name__}: {error}"
+                        ) from error
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def read_object(self, key: str) -> bytes:
+        """An object as it is stored, which ``torch.load`` reads.
+
+        Raises:
+            FileNotFoundError: its file is missing.
+            ValueError: its file is too short, or damaged.
+        """
+        place = self.storage_data[MetadataIndex(key)]
+        path = Path(self.path) / place.relative_path
+        with open(path, "rb") as file:
+            try:
+                source = self._checked(file, place.relative_path)
+                content = FileView(source, place.offset, place.length).read(-1)
+            except DamagedError as error:
+                raise DamagedError(
+                    f"{path}: expected {key} as it was saved; found {error}"
+                ) from error
+        if len(content) != place.length:
+            raise DamagedError(
+                f"{path}: expected {place.length} bytes of {key}; found {len(content)}"
+            )
+        return content
+
+    def _checked(self, file: Any, name: str) -> Any:
+        sums = self._sums.get(name)
+        return file if sums is None else CheckedFile(file, name, sums)
 
     def _offset(self, item: ReadItem) -> int:
         return int(self.storage_data[item.storage_index].offset)

@@ -15,6 +15,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from fsdp_engine.checkpoint.objects import read_object
+
 
 @runtime_checkable
 class Stateful(Protocol):
@@ -75,8 +77,12 @@ def pack(value: Any) -> bytes:
     return packed.getvalue()
 
 
-def unpack(packed: Any) -> Any:
-    """What :func:`pack` was given, tensors on the CPU; an empty dict where there is nothing."""
+def unpack(packed: Any, where: str, trust: bool = False) -> Any:
+    """What :func:`pack` was given, tensors on the CPU; an empty dict where there is nothing.
+
+    Raises:
+        ValueError: see :func:`~fsdp_engine.checkpoint.objects.read_object`.
+    """
     if not isinstance(packed, bytes):
         return {}
-    return torch.load(io.BytesIO(packed), map_location="cpu", weights_only=False)
+    return read_object(io.BytesIO(packed), where, trust)

@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from fsdp_engine.checkpoint.folder import read_metadata
+from fsdp_engine.checkpoint.dcp_metadata import METADATA, read_metadata
 from fsdp_engine.checkpoint.manifest import Manifest, file_row
 from fsdp_engine.checkpoint.reader import FileView
-from fsdp_engine.checkpoint.writer import METADATA
 
 
 def check_sizes(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
@@ -82,7 +81,9 @@ def find_damages(
 
 
 def find_damaged_archives(
-    folder: Path, progress: Callable[[int], None] = lambda num_bytes: None
+    folder: Path,
+    progress: Callable[[int], None] = lambda num_bytes: None,
+    trust: bool = False,
 ) -> list[str]:
     """A line for each file with entries that differ from the checksums beside them.
 
@@ -92,11 +93,12 @@ def find_damaged_archives(
     Args:
         folder: a checkpoint in DCP format.
         progress: is told the number of bytes as they are read.
+        trust: whoever wrote it may run code here.
 
     Raises:
         FileNotFoundError, NotADirectoryError, ValueError: its metadata cannot be read.
     """
-    places = _places(folder)
+    places = _places(folder, trust)
     damages: list[str] = []
     for name, entries in places.items():
         if not (folder / name).is_file():
@@ -110,10 +112,10 @@ def find_damaged_archives(
 _Entry = tuple[str, Any]
 
 
-def _places(folder: Path) -> dict[str, list[_Entry]]:
+def _places(folder: Path, trust: bool = False) -> dict[str, list[_Entry]]:
     """What is in each file of a checkpoint."""
     found: dict[str, list[_Entry]] = {}
-    for index, place in read_metadata(folder).storage_data.items():
+    for index, place in read_metadata(folder, trust).storage_data.items():
         found.setdefault(place.relative_path, []).append((index.fqn, place))
     return found
 

@@ -1,4 +1,4 @@
-"""Writes a checkpoint: DCP's files, with a checksum for each, on the disk when they are done.
+"""Writes a checkpoint: DCP's files, with checksums, on the disk when they are done.
 
 Files are those of ``torch.distributed.checkpoint``: anything that reads its format reads them. This
 only looks at what passes by.
@@ -11,6 +11,7 @@ import os
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +24,21 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from fsdp_engine import memory
+from fsdp_engine.checkpoint.checksums import FileSums
+from fsdp_engine.checkpoint.dcp_metadata import METADATA, add_sums, seal_of
 from fsdp_engine.checkpoint.direct_file import DirectFile
 from fsdp_engine.checkpoint.manifest import FileRow
 
 # Before the first underscore after it stand eight digits of the save, then the rank.
 PREFIX, SUFFIX = "__shards_", ".distcp"
-METADATA = ".metadata"
 
 
 class _ChecksummingFiles(FileSystem):
-    """The file system as DCP's writer sees it; keeps a row for each file written."""
+    """The file system as DCP's writer sees it; keeps a row and the sums of each file written."""
 
     def __init__(self) -> None:
         self.rows: dict[str, FileRow] = {}
+        self.sums: dict[str, FileSums] = {}
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
@@ -44,16 +47,22 @@ class _ChecksummingFiles(FileSystem):
             with super().create_stream(path, mode) as stream:
                 yield stream
             return
+        name = Path(path).name
         with DirectFile(Path(path)) as file:
             yield file
-        self.rows[Path(path).name] = FileRow(file.num_bytes, f"{file.crc:08x}")
+            if name.startswith(METADATA):
+                file.write(seal_of(file.sums.whole()))
+                os.fsync(file.fileno())
+        self.rows[name] = FileRow(file.num_bytes, f"{file.crc:08x}")
+        self.sums[name] = file.sums.result()
 
 
 @dataclasses.dataclass(frozen=True)
 class _Written(WriteResult):
-    """A rank's first result carries the rows of its files."""
+    """A rank's first result carries the rows and sums of its files."""
 
     rows: dict[str, FileRow] = dataclasses.field(default_factory=dict)
+    sums: dict[str, FileSums] = dataclasses.field(default_factory=dict)
 
 
 class SavePlanner(dcp.DefaultSavePlanner):
@@ -114,21 +123,26 @@ class Writer(dcp.FileSystemWriter):
         if results:
             first = results[0]
             # A copy: one process hands its results on as they are, and more files are to come.
-            rows = dict(self._files.rows)
-            results[0] = _Written(first.index, first.size_in_bytes, first.storage_data, rows)
+            results[0] = _Written(
+                first.index,
+                first.size_in_bytes,
+                first.storage_data,
+                dict(self._files.rows),
+                dict(self._files.sums),
+            )
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator, when all ranks have written."""
-        rows = {
-            name: row
-            for written in results
-            for result in written
-            if isinstance(result, _Written)
-            for name, row in result.rows.items()
-        }
+        rows: dict[str, FileRow] = {}
+        sums: dict[str, FileSums] = {}
+        for result in chain.from_iterable(results):
+            if isinstance(result, _Written):
+                rows |= result.rows
+                sums |= result.sums
+        add_sums(metadata, sums)
         super().finish(metadata, results)
         rows[METADATA] = next(
             row for name, row in self._files.rows.items() if name.startswith(METADATA)
