@@ -38,7 +38,7 @@ LONGEST_SLEEP_SECONDS = 0.1
 _MOST_NAMED = 8
 
 # What another rank's error becomes here, by name; any other a RuntimeError.
-_KINDS: dict[str, type[Exception]] = {
+ERROR_KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (
         ValueError,
@@ -69,7 +69,7 @@ class Meeting:
 
 def error_of_another(what: str, who: str, kind: str, text: str) -> Exception:
     """What to raise for the error that another rank has: of its kind, if that is a known one."""
-    return _KINDS.get(kind, RuntimeError)(f"{what} failed on {who}: {kind}: {text}")
+    return ERROR_KINDS.get(kind, RuntimeError)(f"{what} failed on {who}: {kind}: {text}")
 
 
 def meet(

@@ -506,6 +506,11 @@ def test_an_extreme_of_what_autograd_follows_is_refused(mesh: DeviceMesh) -> Non
         param.max()
 
 
+def test_a_number_is_copied_into_every_element(mesh: DeviceMesh) -> None:
+    tensor = flat_of(torch.ones(SHAPE), mesh)
+    check(tensor.copy_(3.0), torch.full(SHAPE, 3.0))
+
+
 def test_an_extreme_of_a_dim_is_refused_for_it_has_indices_too(mesh: DeviceMesh) -> None:
     vector = flat_of(torch.arange(30.0), mesh)
     for function in (torch.max, torch.min):

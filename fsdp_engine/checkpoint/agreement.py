@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import CheckpointException
 
 from fsdp_engine.collectives import gather_objects
-from fsdp_engine.meeting import error_of_another
+from fsdp_engine.meeting import ERROR_KINDS, error_of_another
 
 
 @contextmanager
@@ -29,12 +29,12 @@ def plain_errors(what: str) -> Iterator[None]:
         first = next(iter(causes.values()))
         if not isinstance(first, Exception):
             raise first from caught  # an interrupt, or an exit
-        kind = next((each for each in type(first).__mro__ if each.__name__ in _KINDS), None)
+        kind = next((each for each in type(first).__mro__ if each.__name__ in ERROR_KINDS), None)
         found = "; ".join(
             f"on data-parallel rank {rank}: {type(cause).__name__}: {cause}"
             for rank, cause in causes.items()
         )
-        made = RuntimeError if kind is None else _KINDS[kind.__name__]
+        made = RuntimeError if kind is None else ERROR_KINDS[kind.__name__]
         raise made(f"{what} failed {found}") from first
 
 

@@ -221,6 +221,8 @@ def copy_(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     target, source = args[0], args[1] if len(args) > 1 else kwargs["src"]
     if not isinstance(target, cls):
         raise refusal(cls, func, (source,), "copies into a tensor that is not a FlatDTensor")
+    if not isinstance(source, Tensor):
+        source = torch.as_tensor(source)
     flat: FlatPlacement = target._flat
     for tensor in (target, source):
         check_inplace(func, tensor)

@@ -234,6 +234,8 @@ def _backward(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> None:
     gradient = rest[0] if rest else kwargs.get("gradient")
     if gradient is None and tensor._flat.shape:
         raise refusal(cls, func, args, "needs the gradient of a tensor that is no scalar")
+    if gradient is not None and not isinstance(gradient, cls):
+        raise refusal(cls, func, args, "needs a gradient of the same slice")
     local = unwrap(tensor)
     seed = torch.scalar_tensor(1.0, dtype=local.dtype, device=local.device).expand_as(local)
     rest = [seed if gradient is None else gradient._local_tensor, *rest[1:]]

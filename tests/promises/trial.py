@@ -59,6 +59,7 @@ _CLEAR = (
     r"fe\.\w+|engine\.\w+\(",
     r"requires grad|require grad|requires_grad",
     r"leaf",
+    r"invalid combination of arguments",  # names what it got, and what it takes
 )
 _UNCLEAR_TYPES = (AssertionError, KeyError, IndexError, UnboundLocalError, RecursionError)
 
