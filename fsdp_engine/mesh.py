@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -115,6 +116,18 @@ class DataMesh:
     def is_first(self) -> bool:
         """Whether this is the rank whose values are broadcast, if any are."""
         return self.control_group is None or self.control_group.rank() == 0
+
+    @cached_property
+    def alone(self) -> DeviceMesh:
+        """This rank by itself: where a tensor lives that every rank holds whole.
+
+        Who sums over the mesh of a tensor (Megatron-Core's norms do, whatever its placements say)
+        would count it once for each rank.
+        """
+        if self.device_mesh.ndim == 1 and self.size == 1:
+            return self.device_mesh
+        group = group_of_ranks([dist.get_rank()], self.device_mesh.get_group(0), self.device)
+        return DeviceMesh.from_group(group, self.device_mesh.device_type)
 
     def make_host_group(self, timeout: timedelta) -> dist.ProcessGroup | None:
         """A further group of all ranks, on gloo, for work beside training; None for one rank.

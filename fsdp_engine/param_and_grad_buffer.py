@@ -188,7 +188,7 @@ class ParamAndGradBuffer:
             shape=torch.Size(self.layout.slots[index].shape),
             start=start,
             stop=stop,
-            mesh=self._ladder.mesh.device_mesh,
+            mesh=self.mesh.device_mesh if self._optim_depth else self.mesh.alone,
             split_groups=self.split_groups,
             num_cut_axes=self._num_cut_mesh_axes,
         )

@@ -1,5 +1,6 @@
 """The sharded tensor that users see, and what it is made of."""
 
+from fsdp_engine.flat_dtensor import state_dicts as _state_dicts  # noqa: F401  changes torch
 from fsdp_engine.flat_dtensor.placement import Box, FlatPlacement, FlatShard, flat_range_boxes
 from fsdp_engine.flat_dtensor.tensor import (
     FlatDTensor,

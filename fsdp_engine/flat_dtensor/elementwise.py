@@ -252,7 +252,7 @@ def set_masked(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
 def _whole(source: Tensor) -> Tensor:
     if not isinstance(source, DTensor):
         return source
-    # Where torch has distributed a value by our placements, every rank holds all of it.
+    # Every rank holds all of it, as in what set_model_state_dict makes for us.
     whole = all(isinstance(placement, Replicate) for placement in source._spec.placements)
     return source.to_local() if whole else source.full_tensor()
 

@@ -83,13 +83,12 @@ def _boxes(shape: tuple[int, ...], prefix: tuple[int, ...], start: int, stop: in
     return found
 
 
-class FlatShard(Replicate):
+class FlatShard(Placement):
     """Along this mesh axis the tensor is cut by flat ranges, not along a dim.
 
-    Not a ``Shard``: code that takes ``Shard(0)`` at its word would read or write wrong elements. To
-    ``isinstance`` a ``Replicate``, so that code which makes values for a tensor of these placements
-    (``distribute_tensor`` in ``set_model_state_dict``) makes whole ones: ``copy_`` takes the slice
-    of those.
+    Neither a ``Shard``, since code that takes ``Shard(0)`` at its word would read or write wrong
+    elements, nor a ``Replicate``. ``distribute_tensor`` takes no others, and puts the text of this
+    one into its error.
     """
 
     def is_replicate(self) -> bool:
@@ -108,6 +107,13 @@ class FlatShard(Replicate):
 
     def __repr__(self) -> str:
         return "FlatShard()"
+
+    def __str__(self) -> str:
+        return (
+            "FlatShard() (placements do not say which elements a rank holds: copy the whole tensor "
+            "into the parameter, with parameter.copy_(tensor) under torch.no_grad() or "
+            "load_state_dict, and the slice is taken)"
+        )
 
     def __reduce__(self) -> Any:
         return FlatShard, ()

@@ -1,0 +1,47 @@
+"""``torch.distributed.checkpoint.state_dict`` takes whole tensors for FlatDTensors, too.
+
+``set_model_state_dict`` and ``set_optimizer_state_dict`` with ``full_state_dict=True`` cut each
+whole tensor to what a rank holds, by the placements of the tensor that it is for. Ours do not say
+that, and there is no hook to ask: so both functions that cut (torch 2.11 to 2.13) are told here to
+leave it to ``copy_``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import _state_dict_utils
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from fsdp_engine.flat_dtensor.placement import FlatShard
+from fsdp_engine.flat_dtensor.tensor import FlatDTensor
+
+_torch_utils: Any = _state_dict_utils
+_cut = _torch_utils._distribute_tensors
+_distribute = _torch_utils.distribute_tensor
+
+
+def _cut_or_copy(state: dict[str, Any], keys: Sequence[str], *rest: Any, **options: Any) -> None:
+    """After a broadcast from rank 0: entries are pairs of a DTensor and the whole tensor."""
+    for key in keys:
+        pair = state.get(key)
+        if isinstance(pair, tuple) and isinstance(pair[0], FlatDTensor):
+            state[key] = pair[0].detach().copy_(pair[1])
+    _cut(state, keys, *rest, **options)
+
+
+def _distribute_or_keep(
+    tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], **options: Any
+) -> DTensor:
+    """Where every rank has the whole tensor: it stays whole, and ``copy_`` takes the slice."""
+    if any(isinstance(placement, FlatShard) for placement in placements):
+        return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return _distribute(tensor, mesh, placements, **options)
+
+
+_torch_utils._distribute_tensors = _cut_or_copy
+_torch_utils.distribute_tensor = _distribute_or_keep

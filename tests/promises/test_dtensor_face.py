@@ -1,0 +1,103 @@
+"""What takes DTensors takes sharded parameters: right, or an error that says what to do instead."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+import fsdp_engine as fe
+from tests import reference
+from tests.promises.everywhere import Place, everywhere
+
+DTYPES = (None, torch.bfloat16)
+
+
+def make() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
+
+
+def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """One process's model after a step, the same on every rank."""
+    torch.manual_seed(1)
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 5)).square().mean().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@everywhere
+def test_whole_states_are_set_from_rank_0_or_from_every_rank(place: Place) -> None:
+    alone, alone_optimizer = trained()
+    expected = get_optimizer_state_dict(alone, alone_optimizer)["state"]
+    for dtype in DTYPES:
+        for from_rank_0 in (False, True):
+            model = make()
+            place.shard(model, mp_policy=fe.MixedPrecisionPolicy(param_dtype=dtype))
+            optimizer = torch.optim.AdamW(model.parameters())
+            given = not from_rank_0 or not dist.get_rank()
+            weights: Any = dict(alone.state_dict()) if given else {}
+            state: Any = get_optimizer_state_dict(alone, alone_optimizer) if given else {}
+            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_rank_0)
+            set_model_state_dict(model, weights, options=options)
+            set_optimizer_state_dict(model, optimizer, state, options=options)
+            for name, weight in reference.full_weights(model).items():
+                assert torch.equal(weight, alone.state_dict()[name]), name
+            assert torch.equal(model[1].running_mean, alone[1].running_mean)  # type: ignore[index]
+            for name, parameter in model.named_parameters():
+                for key, value in optimizer.state[parameter].items():
+                    found = value.full_tensor() if isinstance(value, DTensor) else value
+                    assert torch.equal(found, expected[name][key]), (name, key)
+
+
+@everywhere
+def test_a_whole_tensor_is_not_distributed_by_placements_that_cannot_say_how(place: Place) -> None:
+    model = make()
+    place.shard(model, mp_policy=fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    weight, whole = model[0].weight, torch.randn(7, 5)  # type: ignore[index]
+    if all(isinstance(each, Replicate) for each in weight.placements):
+        made = distribute_tensor(whole, weight.device_mesh, weight.placements)
+        assert torch.equal(made.full_tensor(), whole)
+        return
+    with pytest.raises(RuntimeError, match=r"FlatShard\(\).*parameter.copy_"):
+        distribute_tensor(whole, weight.device_mesh, weight.placements)
+
+
+def norm_over_meshes(grads: list[Tensor]) -> float:
+    """As Megatron-Core takes it: of local parts, summed over the last axis of the tensor's mesh."""
+    total = torch.zeros(())
+    for grad in grads:
+        assert isinstance(grad, DTensor)
+        total += grad.to_local().double().square().sum()
+    mesh = grads[0].device_mesh  # type: ignore[attr-defined]
+    dist.all_reduce(total, group=mesh.get_group(mesh.ndim - 1))
+    return math.sqrt(total.item())
+
+
+@everywhere
+def test_a_norm_over_the_mesh_of_a_gradient_counts_every_element_once(place: Place) -> None:
+    if place.outer != "no_shard":
+        return  # cut along both axes: such a norm looks along one only
+    model = nn.Linear(6, 5)
+    place.shard(model, mp_policy=fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    model(torch.randn(4, 6)).square().sum().backward()
+    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    expected = torch.nn.utils.get_total_norm(grads)
+    assert norm_over_meshes(grads) == pytest.approx(expected.item(), rel=1e-5)
+    whole = place.inner == "no_shard"
+    for grad in grads:
+        assert isinstance(grad, DTensor)
+        assert all(isinstance(each, Replicate) for each in grad.placements) or not whole
+        assert grad.device_mesh.size() == 1 or not whole
