@@ -55,7 +55,8 @@ class Description:
     def __str__(self) -> str:
         table = Table(title=self.title, title_justify="left", show_footer=True)
         total = _total(self.rows)
-        table.add_column("unit", footer="all")
+        # Names of deep modules differ at their ends: they are folded, never cut.
+        table.add_column("unit", footer="all", overflow="fold")
         columns = (
             ("parameters", "num_parameters", _count),
             ("elements", "num_elements", _count),
@@ -69,7 +70,7 @@ class Description:
         )
         for header, field, show in columns:
             footer = "" if field in ("full_bytes", "staging_bytes") else show(getattr(total, field))
-            table.add_column(header, footer=footer, justify="right")
+            table.add_column(header, footer=footer, justify="right", no_wrap=True)
         for first, last, row in _runs(self.rows):
             name = row.name or "(root)"
             label = name if first == last else f"{name} .. {self.rows[last].name}"
@@ -96,7 +97,10 @@ def describe_units(
 
 def _row(unit: Unit, strategy: Strategy, mesh: DataMesh, stays_full: bool) -> UnitRow:
     _, reductions = count_collectives(strategy, mesh)
-    gathers = [count_collectives(strategy, mesh, b.weights.num_wires)[0] for b in unit.buffers]
+    gathers = [
+        count_collectives(strategy, mesh, b.weights.num_wires, changes=b.grads is not None)[0]
+        for b in unit.buffers
+    ]
     return UnitRow(
         name=unit.name,
         num_parameters=sum(len(buffer.records) for buffer in unit.buffers),
@@ -121,13 +125,15 @@ class GatherCount:
 
 
 def count_collectives(
-    strategy: Strategy, mesh: DataMesh, num_wires: int = 1
+    strategy: Strategy, mesh: DataMesh, num_wires: int = 1, *, changes: bool = True
 ) -> tuple[GatherCount, int]:
     """Gathers and reductions of one buffer in a step of one microbatch.
 
     Args:
         num_wires: 2 where forward and backward read different bytes ([Note: Planes] in
             ``codecs/base.py``).
+        changes: False for frozen weights, which are not gathered again where only optimizer state
+            is cut.
 
     An axis of one rank costs nothing. Along each other axis: parameters are gathered for forward
     and again for backward where they are cut, once per step where only optimizer state is;
@@ -141,7 +147,7 @@ def count_collectives(
         if strategy.cuts(Role.PARAM, axis):
             total += 2
             once += num_wires
-        elif strategy.cuts(Role.OPTIM, axis):
+        elif changes and strategy.cuts(Role.OPTIM, axis):
             total += num_wires
             once += num_wires
     return GatherCount(total, once), reductions

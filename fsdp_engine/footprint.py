@@ -109,7 +109,8 @@ class Footprint:
 
     def traffic_bytes(self, axis: Axis, num_microbatches: int) -> float:
         """Sent along ``axis`` in a step. Along the outer one the inner part travels, if there is
-        one."""
+        one. Frozen weights do not change, so what is gathered once a step is not gathered again.
+        """
         size = self.sizes[axis]
         traffic = self.strategy.level(axis).traffic(size)
         elements: float = self.buffer.layout.numel
@@ -117,7 +118,7 @@ class Footprint:
             elements *= self.strategy.inner.fraction(Role.OPTIM, self.sizes[Axis.INNER])
         codec = self.buffer.codec
         # What is gathered once a step is gathered in all planes, what is for each use in one.
-        params = traffic.params_per_step * codec.num_planes
+        params = traffic.params_per_step * codec.num_planes if self.buffer.trainable else 0.0
         params += num_microbatches * traffic.params_per_microbatch
         sent = params * codec.wire_dtype.itemsize
         if self.buffer.trainable:

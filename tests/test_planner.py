@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_engine as fe
+from fsdp_engine.description import Description, UnitRow
 from fsdp_engine.planner import Estimate, compare, estimate
 from fsdp_engine.strategies import ALL_STRATEGIES, LEVELS, Axis, Role
 from tests import models
@@ -192,6 +193,30 @@ def test_models_with_habits_are_planned_as_they_are_sharded(ranks: Ranks) -> Non
     assert not any(results), "\n".join(results[0][:10])
 
 
+def compare_adapters() -> list[str]:
+    lines = []
+    for level, outer in (("optim", "no_shard"), ("optim_grads", "optim_grads")):
+        model = models.lora_model()
+        options = {"strategy": level, "outer_strategy": outer, "mp_policy": POLICIES["bf16"]}
+        planned = estimate(model, world_size=4, outer_size=2, **options)  # type: ignore[arg-type]
+        engine, _, sent = train_and_measure(model, vector_batch(2, 1), (2, 2), options)
+        expected = Counter(
+            {Axis.INNER: planned.inner_traffic_bytes, Axis.OUTER: planned.outer_traffic_bytes}
+        )
+        if sent != expected:
+            lines.append(f"{level}, {outer}: sent {sent}, planned {expected}")
+        trainable = sum(len(unit.trainable) for unit in engine.units)
+        axes = 1 if outer == "no_shard" else 2
+        if sum(row.num_gathers for row in engine.describe().rows) != axes * trainable:
+            lines.append(f"{level}, {outer}: {engine.describe()}")
+    return lines
+
+
+def test_frozen_weights_that_are_never_cut_are_not_planned_to_travel(ranks: Ranks) -> None:
+    results = ranks.run(compare_adapters)
+    assert not any(results), "\n".join(results[0])
+
+
 def test_the_worked_example_of_the_module_holds() -> None:
     policy = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     whole = estimate(8e9, world_size=64, strategy="no_shard", mp_policy=policy)
@@ -307,3 +332,18 @@ def test_what_cannot_be_planned_is_refused(
 ) -> None:
     with pytest.raises(error, match=match):
         estimate(model, **options)
+
+
+def test_the_table_of_an_engine_shows_long_names_to_their_ends() -> None:
+    names = [
+        f"base_model.model.model.language_model.layers.{n}.mlp.experts.{'x' * 60}.{n}"
+        for n in (1, 2)
+    ]
+    rows = tuple(
+        UnitRow(name, 4, 10**9 + place, 0, 10**9, 10**9, 0, 0, 2, 1)
+        for place, name in enumerate(names)
+    )
+    table = str(Description("", rows))
+    cells = "".join(line.split("│")[1].strip() for line in table.splitlines() if "│" in line)
+    assert all(name in cells for name in names)
+    assert "…" not in table
