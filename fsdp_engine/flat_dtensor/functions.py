@@ -7,6 +7,7 @@
                    ``_foreach_mul_``, ``_fused_adamw_``
     reductions     ``sum``, ``mean``, ``vector_norm``, ``max``  reduce the slice, then the scalar
                                                                 over the ranks; a plain tensor
+    random         ``normal_``, ``uniform_``                    drawn whole; the slice is kept
     metadata       ``size``, ``requires_grad_``, ``grad``       asked of the wrapper
     =============  ===========================================  ==================================
 
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from fsdp_engine.flat_dtensor import full_reductions
 from fsdp_engine.flat_dtensor.elementwise import convert, copy_, elementwise, foreach, set_masked
+from fsdp_engine.flat_dtensor.random_values import constant_, draw_
 from fsdp_engine.flat_dtensor.slices import (
     Args,
     Function,
@@ -83,10 +85,16 @@ _METADATA = _words(
     is_pinned is_shared dim_order _is_view __len__ detach_
     """
 )
+_DRAW = _words(
+    """
+    normal_ uniform_ random_ bernoulli_ exponential_ cauchy_ log_normal_ geometric_
+    kaiming_uniform_
+    """
+)
 _RANDOM = _words(
     """
-    normal_ uniform_ random_ bernoulli bernoulli_ exponential_ cauchy_ log_normal_ geometric_
-    rand_like randn_like randint_like dropout alpha_dropout feature_dropout native_dropout rrelu
+    bernoulli rand_like randn_like randint_like dropout alpha_dropout feature_dropout native_dropout
+    rrelu
     """
 )
 _RESHAPING_PROPERTIES = _words("T mT H mH real imag")
@@ -112,6 +120,8 @@ def _classify(func: Function) -> Handler:
         return _SPECIAL[name]
     if name in _METADATA:
         return _metadata
+    if name in _DRAW:
+        return draw_
     if name in _RANDOM:
         return refuse_random
     if name in _MAKE_ANOTHER or name.removeprefix("special_").removesuffix("_") in _ELEMENTWISE:
@@ -271,6 +281,7 @@ _SPECIAL: dict[str, Handler] = {
     "_has_compatible_shallow_copy_type": _takes_data,
     "new_tensor": _new_tensor,
     "copy_": copy_,
+    "constant_": constant_,
     "zero_": _zero_,
     "_foreach_zero_": _foreach_zero_,
     "__setitem__": set_masked,
