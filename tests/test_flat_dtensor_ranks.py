@@ -424,7 +424,8 @@ def broadcast_is_loaded() -> None:
     module, full = module_on(mesh)
     options = dcp_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     given = {name: torch.zeros_like(value) for name, value in full.items()}
-    dcp_state.set_model_state_dict(module, given if dist.get_rank() == 0 else {}, options=options)
+    loaded = dict(given) if dist.get_rank() == 0 else {}
+    dcp_state.set_model_state_dict(module, loaded, options=options)
     for name, param in module.named_parameters():
         assert torch.equal(param.full_tensor(), given[name])
 
