@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from fsdp_engine import memory
 from fsdp_engine.param_and_grad_buffer import ParamRecord
 from fsdp_engine.patterns import compile_pattern
 
@@ -35,6 +37,67 @@ def collect_records(model: nn.Module) -> list[ParamRecord]:
                 seen_sites.add((id(module), attribute))
                 record.sites.append((module, attribute))
     return list(records.values())
+
+
+def check_memory(model: nn.Module, records: Sequence[ParamRecord]) -> None:
+    """Whether each parameter has its elements to itself.
+
+    Raises:
+        ValueError: two parameters, or a parameter and a buffer, share elements; names both. What
+            is written to one would no longer be seen in the other.
+    """
+    tensors = [(record.name, record.param.detach()) for record in records]
+    num_params = len(tensors)
+    tensors += [(name, buffer) for name, buffer in model.named_buffers()]
+    by_storage: dict[int, list[tuple[int, int, int]]] = {}
+    for index, (_, tensor) in enumerate(tensors):
+        # Other tensors have memory of their own kind, which no address tells.
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided or not tensor.numel():
+            continue
+        if address := tensor.untyped_storage().data_ptr():
+            start = int(tensor.storage_offset()) * tensor.itemsize
+            by_storage.setdefault(address, []).append((start, start + _extent(tensor), index))
+    for spans in by_storage.values():
+        spans.sort()
+        for place, (_, stop, first) in enumerate(spans):
+            for start, _, second in spans[place + 1 :]:
+                if start >= stop:
+                    break
+                pair = tensors[min(first, second)], tensors[max(first, second)]
+                if min(first, second) < num_params and _share_elements(pair[0][1], pair[1][1]):
+                    is_buffer = max(first, second) >= num_params
+                    raise ValueError(
+                        f"{pair[0][0]}: expected a parameter with memory of its own; found the "
+                        f"{'buffer' if is_buffer else 'parameter'} {pair[1][0]} over the same "
+                        "elements. Tie parameters by assigning one nn.Parameter to both modules, "
+                        "or clone() one of the two"
+                    )
+
+
+def _extent(tensor: Tensor) -> int:
+    """Bytes from its first element to the end of its last."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return int(1 + sum((size - 1) * stride for size, stride in steps)) * tensor.itemsize
+
+
+def _share_elements(first: Tensor, second: Tensor) -> bool:
+    """Whether tensors, whose spans in one storage overlap, have an element in common: those that
+    are columns of one matrix, say, have not."""
+    if first.is_contiguous() and second.is_contiguous():
+        return True
+    if first.itemsize != second.itemsize:
+        return True
+    pair = (first, second)
+    offsets = [int(each.storage_offset()) for each in pair]
+    starts = [offset - min(offsets) for offset in offsets]
+    num_elements = max(start + _extent(each) for start, each in zip(starts, pair, strict=True))
+    seen = memory.zeros(num_elements, torch.bool, "cpu")
+    views = [
+        seen.as_strided(each.shape, each.stride(), start)
+        for each, start in zip(pair, starts, strict=True)
+    ]
+    views[0].fill_(True)
+    return bool(views[1].any())
 
 
 def find_units(

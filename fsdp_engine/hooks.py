@@ -9,16 +9,20 @@
 [Note: Boundary]
 A unit's full parameters may go only when nothing in its backward still reads them, and the last
 gradient of a trainable parameter does not show that: a frozen weight may still be needed for the
-gradient of the input. So inputs are passed through an identity that autograd visits after
-everything in the unit: a view for one input, a function of all of them for several (its backward
-runs once all have come, whatever each is used for outside the unit).
+gradient of the input. So each input is passed through a view, which autograd visits after
+everything in the unit, and the end is seen when those views that this backward reaches have all
+been visited. They are torch's own views: what the unit changes in place then changes for the user.
+
+Of an input that was changed in place autograd visits other nodes than that view's, so such a call
+is over when all of backward is. And its gradient enters the unit from there, as from outputs; so it
+does from what the unit has put into the user's containers.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
 
+from fsdp_engine.inputs import Inputs, cast_to, is_of, version_of
 from fsdp_engine.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.scheduler import Scheduler, in_backward
 from fsdp_engine.trees import iter_tensors, map_tensors
@@ -75,18 +80,25 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     setattr(module, name, hooks.around(method))
 
 
-class _Boundary(torch.autograd.Function):
-    """Identity on several tensors; tells when the gradients of all of them are there."""
+class _Entered:
+    """One call of a module that is under way.
 
-    @staticmethod
-    def forward(ctx: Any, call: Call, scheduler: Scheduler, *tensors: Tensor) -> Any:
-        ctx.call, ctx.scheduler = call, scheduler
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
+    Attributes:
+        call: None: no backward is to come, or it is seen by an earlier forward's call.
+        recomputes: it runs within backward.
+        opens: the unit was entered for it, and has to be left.
+        alone: the only input, if it is one tensor, and its version.
+        inputs: all of them, if they are more than that.
+    """
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.scheduler.leave_backward(ctx.call)
-        return (None, None, *grads)
+    __slots__ = ("alone", "call", "inputs", "opens", "recomputes")
+
+    def __init__(self, call: Call | None, *, recomputes: bool, opens: bool) -> None:
+        self.call = call
+        self.recomputes = recomputes
+        self.opens = opens
+        self.alone: tuple[Tensor, int] | None = None
+        self.inputs: Inputs | None = None
 
 
 class UnitHooks:
@@ -113,7 +125,7 @@ class UnitHooks:
         self._unit = unit
         self._input_dtype = input_dtype
         self._output_dtype = output_dtype
-        self._entered: list[tuple[Call | None, bool]] = []
+        self._entered: list[_Entered] = []
         self.paused = False
 
     def register(self) -> None:
@@ -171,78 +183,86 @@ class UnitHooks:
             # Calls of the first forward still wait for their backward, unless it ran without
             # autograd, as the first forward of a re-entrant checkpoint does.
             wants_call = wants_call and not unit.num_calls
-            if not wants_call:
-                return self._cast_inputs(args, kwargs)
         else:
             self._scheduler.enter_forward(unit)
         call = Call(unit) if wants_call else None
-        self._entered.append((call, recomputes))
+        opens = wants_call or not recomputes
+        entered = _Entered(call, recomputes=recomputes, opens=opens)
+        self._entered.append(entered)
+        if call is None and self._input_dtype is None:
+            return args, kwargs
+        if len(args) == 1 and not kwargs and type(args[0]) is Tensor:  # most units, most cheaply
+            tensor = args[0]
+            if self._input_dtype is None or is_of(self._input_dtype, tensor):
+                if call is None:
+                    return args, kwargs
+                entered.alone = (tensor, version_of(tensor))
+                return ((self._listen(call, tensor),) if tensor.requires_grad else args), kwargs
+        inputs = entered.inputs = Inputs((args, kwargs))
         if self._input_dtype is not None:
-            args, kwargs = self._cast_inputs(args, kwargs)
+            inputs.cast(self._input_dtype)
         if call is not None:
-            args, kwargs = self._mark_boundary(call, args, kwargs)
-        return args, kwargs
+            inputs.mark(partial(self._listen, call))
+        return inputs.arguments
 
     @not_compiled
     def after(self, output: Any) -> Any:
         """The module has returned."""
-        if self.paused:
-            return None
-        recomputes = in_backward()
-        if recomputes and not (self._entered and self._entered[-1][1]):
-            return None
-        if not self._entered:
+        if self.paused or not self._entered:
             return None  # entering failed: there is nothing to leave
-        call, _ = self._entered.pop()
+        entered = self._entered.pop()
+        call, inputs = entered.call, entered.inputs
+        if inputs is not None:
+            inputs.take_back()
+        if not entered.opens:
+            return None
         has_backward = False
         if call is not None:
             begin = None
-            for tensor in iter_tensors(output):
-                if tensor.requires_grad:
+            views = inputs.views if inputs is not None else []
+            for tensor in self._ways_in(entered, call, output):
+                # What comes back as it was handed in leads past the unit.
+                if tensor.requires_grad and not any(tensor is view for view in views):
                     if begin is None:
-                        begin = partial(_begin_backward, self._scheduler, call)
-                    tensor.register_hook(begin)
+                        begin = _begin_backward(self._scheduler, call, views)
+                    node = tensor.grad_fn
+                    if node is None:
+                        tensor.register_hook(begin)
+                    else:
+                        # Tensor.register_hook crashes on a view whose base was changed through
+                        # another view (torch 2.13).
+                        node.register_prehook(begin)
                     has_backward = True
             if has_backward:
                 call.count()
-        if not recomputes:
+        if not entered.recomputes:
             self._scheduler.leave_forward(self._unit, has_backward)
         if self._output_dtype is not None:
-            return map_tensors(partial(_cast, self._output_dtype), output)
+            return map_tensors(partial(cast_to, self._output_dtype), output)
         return None
 
-    def _cast_inputs(self, args: Any, kwargs: Any) -> Any:
-        if self._input_dtype is None:
-            return args, kwargs
-        cast = partial(_cast, self._input_dtype)
-        return map_tensors(cast, args), map_tensors(cast, kwargs)
+    def _ways_in(self, entered: _Entered, call: Call, output: Any) -> Iterable[Tensor]:
+        """Tensors by which gradients enter the unit."""
+        found = [output] if type(output) is Tensor else list(iter_tensors(output))
+        if entered.inputs is not None:
+            changed = entered.inputs.changed()
+            found += entered.inputs.added()
+        elif entered.alone is not None and version_of(entered.alone[0]) != entered.alone[1]:
+            changed = [entered.alone[0]]
+        else:
+            return found
+        if changed:
+            call.num_awaited = -1
+            # Not those that only no_grad() has changed.
+            found += [tensor for tensor in changed if tensor.grad_fn is not None]
+        return found
 
-    def _boundary_view(self, call: Call, tensor: Tensor) -> Tensor:
+    def _listen(self, call: Call, tensor: Tensor) -> Tensor:
+        """A view of ``tensor`` that tells when its gradient is there."""
         call.has_boundary = True
         view = tensor.view_as(tensor)
-        view.register_hook(partial(_end_backward, self._scheduler, call))
+        view.register_hook(partial(_input_came, self._scheduler, call))
         return view
-
-    def _mark_boundary(self, call: Call, args: Any, kwargs: Any) -> Any:
-        if len(args) == 1 and not kwargs and type(args[0]) is Tensor:  # most units, most cheaply
-            tensor = args[0]
-            return ((self._boundary_view(call, tensor),) if tensor.requires_grad else args), kwargs
-        inputs = {id(t): t for t in iter_tensors((args, kwargs)) if t.requires_grad}
-        if not inputs:
-            return args, kwargs
-        tensors = list(inputs.values())
-        if len(tensors) == 1:
-            views: Any = (self._boundary_view(call, tensors[0]),)
-        else:
-            call.has_boundary = True
-            views = _Boundary.apply(call, self._scheduler, *tensors)
-        # One input given twice stays one tensor: modules compare inputs by identity.
-        replaced = dict(zip(inputs, views, strict=True))
-
-        def replace(tensor: Tensor) -> Tensor:
-            return replaced.get(id(tensor), tensor)
-
-        return map_tensors(replace, args), map_tensors(replace, kwargs)
 
 
 def hook_gradients(scheduler: Scheduler, unit: Unit) -> None:
@@ -271,16 +291,31 @@ def _gradient_writer(scheduler: Scheduler, unit: Unit, buffer: ParamAndGradBuffe
     return on_grad
 
 
-def _begin_backward(scheduler: Scheduler, call: Call, grad: Tensor) -> None:
-    scheduler.enter_backward(call)
+def _begin_backward(
+    scheduler: Scheduler, call: Call, views: Sequence[Tensor]
+) -> Callable[[Any], None]:
+    """The hook for gradients by which backward enters a call, whose inputs are ``views``."""
+    # Hooks of outputs may hold nodes of inputs; the other way round there would be a cycle, which
+    # would keep a whole graph.
+    nodes = [view.grad_fn for view in views] if len(views) > 1 else []
+
+    def begin(grads: Any) -> None:
+        if not call.opened and call.num_awaited >= 0:
+            call.num_awaited = sum(map(_will_run, nodes)) if nodes else 1
+        scheduler.enter_backward(call)
+
+    return begin
 
 
-def _end_backward(scheduler: Scheduler, call: Call, grad: Tensor) -> None:
-    scheduler.leave_backward(call)
+# Whether the backward that is under way comes to a node.
+_will_run: Any = torch._C._will_engine_execute_node
 
 
-def _cast(dtype: torch.dtype, tensor: Tensor) -> Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
+def _input_came(scheduler: Scheduler, call: Call, grad: Tensor) -> None:
+    if call.opened and call.num_awaited > 0:
+        call.num_awaited -= 1
+        if not call.num_awaited:
+            scheduler.leave_backward(call)
 
 
 def _refuse_autograd(unit: Unit) -> None:

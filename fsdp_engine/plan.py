@@ -10,6 +10,7 @@ its weights are waited for when the first module needs them.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -19,8 +20,9 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _NormBase
 
-from fsdp_engine.assignment import UnitSelector, assign, collect_records, find_units
+from fsdp_engine.assignment import UnitSelector, assign, check_memory, collect_records, find_units
 from fsdp_engine.buckets import bucket_multiple, split_by_count, split_by_size
 from fsdp_engine.codecs import (
     CastCodec,
@@ -154,7 +156,8 @@ def make_plan(
 
     Raises:
         ValueError: units that match nothing, a granule that does not divide its parameter, a
-            model without parameters, uninitialised lazy parameters, DTensors, experts without
+            model without parameters, uninitialised lazy parameters, parameters that share memory,
+            DTensors, experts without
             ranks of their own, weight gradients put off unasked, or an optimizer that holds the
             model's parameters already.
     """
@@ -163,6 +166,7 @@ def make_plan(
         raise ValueError(f"model: expected parameters; found none in {type(model).__name__}")
     for record in records:
         _check_record(record, recipe)
+    check_memory(model, records)
     _check_no_optimizer(records)
     on_meta, lacks = check_meta(model)
     planned = plan_units(model, records, units, recipe)
@@ -275,7 +279,11 @@ def _lay_out(
 
 def _kind_of(record: ParamRecord, recipe: Recipe) -> tuple[BufferKind, Callable[[], ParamCodec]]:
     param = record.param
-    dtypes = recipe.policy.resolve(param, recipe.config.reduce_scatter_with_fp32_accumulation)
+    policy = recipe.policy
+    if any(_keeps_statistics(module) for module, _ in record.sites):
+        # Batch norm wants weights in the dtype of its running statistics, which no policy casts.
+        policy = dataclasses.replace(policy, param_dtype=None)
+    dtypes = policy.resolve(param, recipe.config.reduce_scatter_with_fp32_accumulation)
     of_experts = is_expert(param)
     divisor = float(getattr(param, "gradient_divisor", 1.0))
     if of_experts and recipe.grounds.expert is not None:
@@ -289,6 +297,10 @@ def _kind_of(record: ParamRecord, recipe: Recipe) -> tuple[BufferKind, Callable[
             codec_name, maker = found  # type: ignore[assignment]
             break
     return BufferKind(codec_name, dtypes, param.requires_grad, divisor, of_experts, apart), maker
+
+
+def _keeps_statistics(module: nn.Module) -> bool:
+    return isinstance(module, _NormBase) and module.running_mean is not None
 
 
 def is_expert(param: Tensor) -> bool:

@@ -38,7 +38,8 @@ class MixedPrecisionPolicy:
 
     Attributes:
         param_dtype: dtype of weights in forward and backward, and on the wire. None: each
-            parameter's own, so a module may mix dtypes.
+            parameter's own, so a module may mix dtypes. Batch norms that keep running statistics
+            compute with weights of their own dtype, that of the statistics.
         reduce_dtype: dtype in which gradients of ranks are summed. None: ``main_grads_dtype``.
         main_params_dtype: dtype of the weights that the optimizer changes. None: fp32 for
             bf16 and fp16 parameters, else the parameter's own. Frozen parameters keep their own.

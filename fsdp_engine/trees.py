@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,37 +21,112 @@ def iter_tensors(tree: Any) -> Iterator[torch.Tensor]:
     elif isinstance(tree, Mapping):
         for item in tree.values():
             yield from iter_tensors(item)
-    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+    elif _is_dataclass(tree):
         for field in dataclasses.fields(tree):
-            yield from iter_tensors(getattr(tree, field.name))
+            yield from iter_tensors(getattr(tree, field.name, None))
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
     """``tree`` with every tensor replaced; parts in which nothing changed are kept as they are.
 
     Keeping unchanged parts means that a container of a user's own class comes back as the same
-    object unless one of its tensors really was replaced.
+    object unless one of its tensors really was replaced. No container is changed: see
+    :class:`Exchange` for that.
     """
     if isinstance(tree, torch.Tensor):
         return function(tree)
-    if isinstance(tree, (tuple, list)):
-        items = [map_tensors(function, item) for item in tree]
-        if all(new is old for new, old in zip(items, tree, strict=True)):
+    if isinstance(tree, tuple):
+        return _mapped_tuple(partial(map_tensors, function), tree)
+    changes = [
+        (key, new)
+        for key, value in _slots(tree)
+        if (new := map_tensors(function, value)) is not value
+    ]
+    return _changed_copy(tree, changes) if changes else tree
+
+
+class Exchange:
+    """Other tensors in the user's own containers, until it is undone.
+
+    A list, dict or dataclass that a module is given may be what it is to change (a history, a
+    cache), so that it has to get that very object. Tuples, and whatever else cannot be changed,
+    are copied where a tensor in them is replaced.
+    """
+
+    def __init__(self) -> None:
+        # Each container with its new values by id, and the old ones.
+        self._changed: list[tuple[Any, dict[int, tuple[Any, Any]]]] = []
+
+    def put(self, function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+        """``tree``, with each of its tensors replaced by what ``function`` makes of it."""
+        if isinstance(tree, torch.Tensor):
+            return function(tree)
+        if isinstance(tree, tuple):
+            return _mapped_tuple(partial(self.put, function), tree)
+        changes = [
+            (key, value, new)
+            for key, value in _slots(tree)
+            if (new := self.put(function, value)) is not value
+        ]
+        if not changes:
             return tree
-        if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-            return type(tree)(*items)
-        return type(tree)(items)
+        if not _is_mutable(tree):
+            return _changed_copy(tree, [(key, new) for key, _, new in changes])
+        for key, _, new in changes:
+            _set(tree, key, new)
+        self._changed.append((tree, {id(new): (new, old) for _, old, new in changes}))
+        return tree
+
+    def undo(self) -> None:
+        """Put the old values back, wherever in their containers the new ones are by now."""
+        for tree, old_of in reversed(self._changed):
+            for key, value in _slots(tree):
+                if id(value) in old_of:
+                    _set(tree, key, old_of[id(value)][1])
+        self._changed.clear()
+
+
+def _mapped_tuple(function: Callable[[Any], Any], tree: tuple[Any, ...]) -> Any:
+    items = [function(item) for item in tree]
+    if all(new is old for new, old in zip(items, tree, strict=True)):
+        return tree
+    return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+
+
+def _slots(tree: Any) -> list[tuple[Any, Any]]:
+    """What a container holds, with where it holds it; nothing of what is no container."""
+    if isinstance(tree, list):
+        return list(enumerate(tree))
     if isinstance(tree, Mapping):
-        pairs = {key: map_tensors(function, value) for key, value in tree.items()}
-        if all(pairs[key] is value for key, value in tree.items()):
-            return tree
-        return type(tree)(pairs)  # type: ignore[call-arg]
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        changes = {}
-        for field in dataclasses.fields(tree):
-            old = getattr(tree, field.name)
-            new = map_tensors(function, old)
-            if new is not old:
-                changes[field.name] = new
-        return dataclasses.replace(tree, **changes) if changes else tree
-    return tree
+        return list(tree.items())
+    if _is_dataclass(tree):
+        names = [field.name for field in dataclasses.fields(tree)]
+        return [(name, getattr(tree, name)) for name in names if hasattr(tree, name)]
+    return []
+
+
+def _is_dataclass(tree: Any) -> bool:
+    return dataclasses.is_dataclass(tree) and not isinstance(tree, type)
+
+
+def _is_mutable(tree: Any) -> bool:
+    if isinstance(tree, Mapping):
+        return isinstance(tree, MutableMapping)
+    return isinstance(tree, list) or not type(tree).__dataclass_params__.frozen
+
+
+def _set(tree: Any, key: Any, value: Any) -> None:
+    if isinstance(tree, (list, MutableMapping)):
+        tree[key] = value
+    else:
+        object.__setattr__(tree, key, value)
+
+
+def _changed_copy(tree: Any, changes: list[tuple[Any, Any]]) -> Any:
+    """A copy, of the same type and with all its attributes, in which ``changes`` are made."""
+    if isinstance(tree, Mapping) and not isinstance(tree, MutableMapping):
+        return type(tree)({**tree, **dict(changes)})  # type: ignore[call-arg]
+    made = copy.copy(tree)
+    for key, value in changes:
+        _set(made, key, value)
+    return made

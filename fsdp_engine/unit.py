@@ -64,15 +64,18 @@ class Call:
 
     Attributes:
         has_boundary: an input needs a gradient, so the end of this call's backward will be seen.
+        num_awaited: inputs whose gradients are yet to come in this backward. -1: not known, since
+            an input was changed in place; then the call is over when all of backward is.
         opened: its backward has begun.
         closed: its backward is over.
     """
 
-    __slots__ = ("_counts", "closed", "has_boundary", "opened", "unit")
+    __slots__ = ("_counts", "closed", "has_boundary", "num_awaited", "opened", "unit")
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self.has_boundary = False
+        self.num_awaited = 1
         self.opened = False
         self.closed = False
         self._counts = False

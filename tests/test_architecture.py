@@ -28,6 +28,7 @@ FLOORS: dict[str, float] = {
     "buckets": 0,
     "patterns": 0,
     "trees": 0,
+    "inputs": 0.5,
     "terminal": 0,
     # devices and communication
     "meeting": 0.5,

@@ -1,0 +1,293 @@
+"""What a module does to its inputs is seen outside: containers, and tensors changed in place."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, UserDict, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fsdp_engine as fe
+from tests import reference
+from tests.promises.everywhere import Place, everywhere
+
+DIM = 6
+
+
+@dataclass
+class State:
+    """What a user hands from block to block."""
+
+    hidden: Tensor
+    seen: list[Tensor] = field(default_factory=list)
+    count: int = 0
+
+
+class Block(nn.Module):
+    """Calls ``use(block, ...)`` as its forward."""
+
+    def __init__(self, use: Callable[..., Any]) -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM)
+        self.first.weight.requires_grad_(False)  # still read after the last gradient has come
+        self.second = nn.Linear(DIM, DIM)
+        self.use = use
+
+    def run(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.first(torch.tanh(self.second(x))))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.use(self, *args, **kwargs)
+
+
+class Model(nn.Module):
+    """Three blocks; ``drive(blocks, x)`` calls them."""
+
+    def __init__(self, use: Callable[..., Any], drive: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.before = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList([Block(use) for _ in range(3)])
+        self.drive = drive
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drive(self.blocks, self.before(x))
+
+
+def assert_as_alone(place: Place, model: nn.Module, **options: Any) -> None:
+    """Two steps of training give the weights that one process has."""
+    alone = copy.deepcopy(model)
+    place.shard(model, **options)
+    x = torch.randn(4, DIM)
+    for each in (model, alone):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.5)
+        for _ in range(2):
+            each(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found, expected = reference.full_weights(model), reference.full_weights(alone)
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, msg=name, rtol=1e-4, atol=1e-6)
+
+
+@everywhere
+def test_a_list_that_units_append_to_is_the_users_list(place: Place) -> None:
+    def use(block: Block, x: Tensor, seen: list[Tensor]) -> Tensor:
+        y = block.run(x + seen[0])
+        seen.append(y)
+        return y
+
+    def drive(blocks: Any, x: Tensor) -> Tensor:
+        seen = [x]
+        for block in blocks:
+            x = block(x, seen)
+        assert len(seen) == 4
+        return torch.stack(seen).sum(0)
+
+    assert_as_alone(place, Model(use, drive))
+
+
+@everywhere
+def test_gradients_that_enter_a_unit_by_a_list_alone_are_right(place: Place) -> None:
+    def use(block: Block, x: Tensor, seen: list[Tensor]) -> None:
+        seen.append(block.run(x) * seen[-1])
+
+    def drive(blocks: Any, x: Tensor) -> Tensor:
+        seen = [x]
+        for block in blocks:
+            block(x, seen=seen)
+        return seen[1] + seen[-1].exp()
+
+    assert_as_alone(place, Model(use, drive))
+
+
+@everywhere
+def test_dicts_dataclasses_and_what_they_contain_are_the_users(place: Place) -> None:
+    def use(block: Block, cache: Any, state: State, *, more: tuple[Any, ...]) -> Tensor:
+        state.count += 1
+        state.seen.append(block.run(cache["k"] + state.hidden))
+        state.hidden = state.seen[-1]
+        cache["k"] = cache["k"] * 0.5
+        cache[str(state.count)] = state.hidden
+        more[0].append(more[1] + state.hidden)
+        return state.hidden
+
+    for make in (dict, UserDict, lambda **k: defaultdict(list, k)):
+
+        def drive(blocks: Any, x: Tensor, make: Any = make) -> Tensor:
+            cache, state, listed = make(k=x), State(x), []
+            first = cache
+            for block in blocks:
+                block(cache, state, more=(listed, x))
+            assert cache is first
+            assert state.count == 3
+            assert list(cache) == ["k", "1", "2", "3"]
+            return cache["1"] + cache["k"] + sum(state.seen) + sum(listed)
+
+        assert_as_alone(place, Model(use, drive))
+
+
+@everywhere
+def test_after_a_call_a_container_holds_the_users_own_tensors(place: Place) -> None:
+    def use(block: Block, x: Tensor, given: dict[str, Tensor]) -> Tensor:
+        if given["x"].shape[0] == 1:
+            raise KeyError("on purpose")
+        return block.run(given["x"])
+
+    def drive(blocks: Any, x: Tensor) -> Tensor:
+        given = {"x": x}
+        for block in blocks:
+            y = block(x, given)
+            assert given["x"] is x
+        return y
+
+    model = Model(use, drive)
+    engine = place.shard(model)
+    model(torch.randn(2, DIM)).sum().backward()
+    given = {"x": torch.randn(1, DIM, requires_grad=True)}
+    before = dict(given)
+    try:
+        model.blocks[0](given["x"], given)
+    except KeyError:
+        engine.reset()
+    assert given["x"] is before["x"]
+
+
+@everywhere
+def test_inputs_that_a_policy_casts_are_the_users_where_a_unit_changes_them(place: Place) -> None:
+    def use(block: Block, x: Tensor, seen: list[Tensor], total: Tensor) -> Tensor:
+        assert {x.dtype, seen[0].dtype, total.dtype} == {torch.bfloat16}
+        assert x is seen[0]
+        total.add_(1)
+        seen.append(block.run(x))
+        return seen[-1].float()
+
+    model = Model(use, lambda blocks, x: x)
+    place.shard(model, mp_policy=fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    for grad in (True, False):
+        x, total = torch.randn(2, DIM), torch.zeros(3)
+        seen = [x]
+        with torch.set_grad_enabled(grad):
+            model.blocks[0](x, seen, total)
+        assert seen[0] is x
+        assert len(seen) == 2
+        assert total.tolist() == [1, 1, 1]
+
+
+@everywhere
+def test_one_input_may_be_changed_in_place(place: Place) -> None:
+    def use(block: Block, x: Tensor) -> Tensor:
+        x.mul_(2).add_(block.run(x.detach().clone()))
+        return block.run(x * 1)
+
+    def drive(blocks: Any, x: Tensor) -> Tensor:
+        for block in blocks:
+            y = block(x)
+            x = x + y
+        return x
+
+    assert_as_alone(place, Model(use, drive))
+
+
+@everywhere
+def test_two_inputs_may_be_changed_in_place(place: Place) -> None:
+    def use(block: Block, x: Tensor, y: Tensor) -> Tensor:
+        x.mul_(2)
+        y.add_(block.run(x * 1))
+        return block.run(y * 1)
+
+    def drive(blocks: Any, x: Tensor) -> Tensor:
+        y = x * 3
+        for block in blocks:
+            z = block(x, y)
+        return x + y * z
+
+    assert_as_alone(place, Model(use, drive))
+
+
+@everywhere
+def test_gradients_that_enter_a_unit_by_an_input_changed_in_place_are_right(place: Place) -> None:
+    def use(block: Block, x: Tensor, out: Tensor) -> None:
+        out[:, :3] += block.run(x)[:, :3]
+
+    def drive(blocks: Any, x: Tensor) -> Tensor:
+        out = torch.zeros(4, DIM)  # needs no gradient before
+        for block in blocks:
+            block(x, out)
+            x = x + out
+        return x
+
+    assert_as_alone(place, Model(use, drive))
+
+
+@everywhere
+def test_inputs_that_are_views_of_each_other_stay_so(place: Place) -> None:
+    def use(block: Block, whole: Tensor, part: Tensor) -> Tensor:
+        part.mul_(2)
+        return block.run(whole) + whole
+
+    def drive(blocks: Any, x: Tensor) -> Tensor:
+        for block in blocks:
+            x = x * 1
+            x = block(x, x[:, 1:3])
+        return x
+
+    assert_as_alone(place, Model(use, drive))
+
+
+@everywhere
+def test_an_input_that_a_unit_ignores_or_hands_back_gets_no_gradient_from_it(place: Place) -> None:
+    def use(block: Block, x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        return block.run(x), y
+
+    def drive(blocks: Any, x: Tensor) -> Tensor:
+        unused = torch.zeros(3, requires_grad=True)
+        handed = x * 2
+        for block in blocks:
+            x, handed = block(x, handed, unused)
+        drive.unused = unused  # type: ignore[attr-defined]
+        return x + handed
+
+    model = Model(use, drive)
+    assert_as_alone(place, model)
+    model(torch.randn(2, DIM)).sum().backward()
+    assert drive.unused.grad is None  # type: ignore[attr-defined]
+
+
+@everywhere
+def test_parameters_that_share_memory_are_refused_unless_they_share_no_element(
+    place: Place,
+) -> None:
+    model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
+    first, second = model[0], model[1]
+    second.weight = nn.Parameter(first.weight.data)
+    with pytest.raises(ValueError, match=r"0\.weight: expected.*the parameter 1\.weight over"):
+        place.shard(model)
+    second.weight = nn.Parameter(first.weight.data[1:].t()[1:])
+    with pytest.raises(ValueError, match=r"0\.weight: expected.*the parameter 1\.weight over"):
+        place.shard(model)
+    second.weight = nn.Parameter(torch.randn(DIM, DIM))
+    first.register_buffer("copy", first.weight.data)
+    with pytest.raises(ValueError, match=r"0\.weight: expected.*the buffer 0\.copy over"):
+        place.shard(model)
+    del first.copy
+    fused = torch.randn(DIM, 2 * DIM)
+    first.weight, second.weight = (nn.Parameter(each) for each in fused.chunk(2, 1))
+    assert_as_alone(place, model)
+
+
+@everywhere
+def test_a_batch_norm_trains_under_a_policy_wherever_it_is(place: Place) -> None:
+    model = nn.Sequential(OrderedDict(first=nn.Linear(DIM, DIM), norm=nn.BatchNorm1d(DIM)))
+    policy = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    place.shard(model, units=lambda name, module: name == "first", mp_policy=policy)
+    x = torch.randn(4, DIM)
+    model(x).sum().backward()
+    assert model.norm.weight.grad.dtype == torch.float32
+    assert model(x).dtype == torch.bfloat16
+    model.eval()
+    assert model(x).dtype == torch.bfloat16
