@@ -31,6 +31,7 @@ from fsdp_engine.plan import Plan
 from fsdp_engine.plane_hooks import hook_planes
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.reductions import Reductions
+from fsdp_engine.roster import Roster, refuse_copies
 from fsdp_engine.scheduler import Scheduler
 from fsdp_engine.strategies import Role
 from fsdp_engine.unit import Unit, holders, install_into
@@ -91,6 +92,7 @@ class Engine:
             self.units, root, self._memory, self.budget, self._reductions, timing
         )
         self._hooks: dict[int, UnitHooks] = {}
+        self._roster = Roster(model, self.units)
         for unit in self.units:
             self._hook(unit, is_root=unit is root)
         self._sharded_ids = {id(param) for each in self.buffers for param in each.sharded_params}
@@ -228,6 +230,7 @@ class Engine:
             ]
             install_into(unit.buffers, tensors)
             self._pause(unit, True)
+        self._roster.paused = True
         try:
             yield
             for unit in units:
@@ -235,6 +238,7 @@ class Engine:
                     buffer.write_main(flat)
                     buffer.weights.mark_stale()
         finally:
+            self._roster.paused = False
             for unit in units:
                 install_into(unit.buffers, [buffer.sharded_params for buffer in unit.buffers])
                 self._pause(unit, False)
@@ -262,8 +266,10 @@ class Engine:
 
         Raises:
             RuntimeError: a load of a checkpoint failed half way.
+            ValueError: a module has another parameter than at ``shard()``; names it.
         """
         check_finished(self)
+        self.check_modules()
         keeps = not rank0_only or self.mesh.rank == 0
         gathered: dict[str, Tensor] = {}
         for buffer in self.buffers:
@@ -281,6 +287,18 @@ class Engine:
             elif isinstance(value, Tensor):  # an extra state may be anything
                 state[key] = value.detach().cpu().clone()
         return dict(state)
+
+    def check_modules(self) -> None:
+        """Whether the modules have the parameters that they had at ``shard()``, and no others.
+
+        Values that were assigned to known parameters are taken. Nothing is looked at while a
+        forward or backward is under way.
+
+        Raises:
+            ValueError: they have not; names the parameter.
+        """
+        if self._scheduler.is_at_rest:
+            self._roster.check_all()
 
     def reset(self) -> None:
         """Back to rest after an exception in forward or backward; weights stay as they are.
@@ -321,6 +339,7 @@ class Engine:
             buffer.weights.mark_stale()
 
     def _optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        self._roster.check_optimizer(optimizer)
         for buffer in self.buffers:
             if buffer.grads is not None:  # frozen weights are changed by nobody but the user
                 buffer.weights.mark_stale()
@@ -341,8 +360,10 @@ class Engine:
             output = self.policy.output_dtype if is_root else None
             # The root is always seen, since its forward frames all others.
             if is_root or unit.reshards or unit.needs_refresh or casts is not None:
-                hooks = UnitHooks(self._scheduler, unit, casts, output, self)
+                check = self._roster.check if is_root else None
+                hooks = UnitHooks(self._scheduler, unit, casts, output, self, check)
                 hooks.register()
+                refuse_copies(unit.module)
                 self._hooks[unit.index] = hooks
         hook_planes(self._scheduler, unit)
         hook_gradients(self._scheduler, unit)

@@ -110,6 +110,7 @@ class UnitHooks:
         input_dtype: floating-point inputs are cast to it; None: left alone.
         output_dtype: likewise for outputs.
         engine: kept alive as long as the module, whether or not the user holds on to it.
+        check: called before each forward, if given.
     """
 
     def __init__(
@@ -119,8 +120,10 @@ class UnitHooks:
         input_dtype: torch.dtype | None,
         output_dtype: torch.dtype | None,
         engine: object,
+        check: Callable[[], None] | None = None,
     ) -> None:
         self._engine = engine
+        self._check = check
         self._scheduler = scheduler
         self._unit = unit
         self._input_dtype = input_dtype
@@ -184,6 +187,8 @@ class UnitHooks:
             # autograd, as the first forward of a re-entrant checkpoint does.
             wants_call = wants_call and not unit.num_calls
         else:
+            if self._check is not None and self._scheduler.is_at_rest:
+                self._check()
             self._scheduler.enter_forward(unit)
         call = Call(unit) if wants_call else None
         opens = wants_call or not recomputes

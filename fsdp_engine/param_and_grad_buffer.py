@@ -191,6 +191,7 @@ class ParamAndGradBuffer:
             mesh=self.mesh.device_mesh if self._optim_depth else self.mesh.alone,
             split_groups=self.split_groups,
             num_cut_axes=self._num_cut_mesh_axes,
+            name=self.records[index].name,
         )
 
     @property

@@ -32,6 +32,7 @@ from fsdp_engine.codecs import (
     TransformerEngine,
     TransformerEngineCodec,
 )
+from fsdp_engine.codecs.transformer_engine import is_quantized
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.layout import ALIGNMENT, Layout
 from fsdp_engine.materialize import check_meta
@@ -332,6 +333,13 @@ def _check_record(record: ParamRecord, recipe: Recipe) -> None:
             f"{record.name}: expected a plain parameter; found a {type(param).__name__} "
             f"over {param.device_mesh} (sharded elsewhere; tensor parallelism has to "
             "keep plain local parameters)"
+        )
+    if type(param) not in (Tensor, nn.Parameter) and not is_quantized(param):
+        raise ValueError(
+            f"{record.name}: expected a plain torch.nn.Parameter, all of whose data are its "
+            f"elements; found a {type(param).__name__}, of which only those would be kept. Make it "
+            "a plain parameter (dequantise it, say) before shard(), or leave it out of the "
+            "model's parameters, as a buffer"
         )
     if is_expert(param) and recipe.grounds.expert is None:
         raise ValueError(

@@ -28,6 +28,7 @@ from fsdp_engine.flat_dtensor import any_requires_grad
 from fsdp_engine.lanes import Lanes, Ticket
 from fsdp_engine.memory import Place
 from fsdp_engine.param_and_grad_buffer import ParamAndGradBuffer
+from fsdp_engine.recurrent import list_flat_weights
 
 
 class UnitState(enum.Enum):
@@ -274,7 +275,7 @@ class Unit:
         """
         for parameters, name, full, sharded in self._table:
             found = parameters[name]
-            if found is not sharded and found is not full and _in_functional_call():
+            if found is not sharded and found is not full and in_functional_call():
                 raise RuntimeError(
                     f"functional_call: expected the model's own parameters in unit {self.label}; "
                     f"found another tensor for {name}, in whose place the engine would use the "
@@ -387,7 +388,8 @@ class Unit:
         self.state = state
 
 
-def _in_functional_call() -> bool:
+def in_functional_call() -> bool:
+    """Whether ``torch.func.functional_call`` is under way."""
     frame = sys._getframe().f_back
     while frame is not None and frame.f_code is not _functional_call.__code__:
         frame = frame.f_back
@@ -409,8 +411,7 @@ def install_into(
             for module, attribute in record.sites:
                 module._parameters[attribute] = tensor  # type: ignore[assignment]
     for module in _modules_with_flat_weights(buffers):
-        # In place: entries of units refer to the list.
-        module._flat_weights[:] = _flat_weights(module)
+        list_flat_weights(module)
 
 
 def _install_entries(
@@ -441,7 +442,3 @@ def _install_entries(
 def _modules_with_flat_weights(buffers: Sequence[ParamAndGradBuffer]) -> list[nn.RNNBase]:
     """Recurrent modules, which compute with a list of weights of their own."""
     return [module for module in holders(buffers) if isinstance(module, nn.RNNBase)]
-
-
-def _flat_weights(module: nn.RNNBase) -> list[Any]:
-    return [getattr(module, name, None) for name in module._flat_weights_names]

@@ -28,6 +28,7 @@ FLOORS: dict[str, float] = {
     "buckets": 0,
     "patterns": 0,
     "trees": 0,
+    "recurrent": 0,
     "inputs": 0.5,
     "terminal": 0,
     # devices and communication
@@ -63,6 +64,7 @@ FLOORS: dict[str, float] = {
     "marked_grads": 4,
     "initial_values": 4.4,
     "build": 4.5,
+    "roster": 4.5,
     "description": 4.5,
     "reductions": 4.5,
     "scheduler": 4.75,

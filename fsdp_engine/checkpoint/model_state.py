@@ -45,6 +45,10 @@ class ShardedModel(Protocol):
         """Main weights were changed from outside."""
         ...
 
+    def check_modules(self) -> None:
+        """Raise where modules have other parameters than at ``shard()``."""
+        ...
+
 
 class Saved:
     """The keys of a checkpoint.
@@ -108,8 +112,10 @@ def check_at_rest(engine: ShardedModel) -> None:
     Raises:
         RuntimeError: they hold full ones: a forward or backward is under way, or
             ``engine.unsharded()``.
-        ValueError: ranks hold different experts under one name.
+        ValueError: ranks hold different experts under one name, or a module has another parameter
+            than at ``shard()``.
     """
+    engine.check_modules()
     for buffer in engine.buffers:
         if buffer.mesh.size < engine.mesh.size:
             raise ValueError(

@@ -134,6 +134,7 @@ class FlatPlacement:
             be left out.
         num_cut_axes: how many mesh axes cut the tensor, counted from the innermost; None: one for
             each of ``split_groups``.
+        name: of the parameter, for messages; "" if it is not known.
 
     Raises:
         ValueError: the range does not lie inside the tensor, or more axes cut it than there are.
@@ -145,6 +146,7 @@ class FlatPlacement:
     mesh: DeviceMesh
     split_groups: tuple[ProcessGroup, ...] = ()
     num_cut_axes: int | None = None
+    name: str = field(default="", compare=False)
     # One for each dtype that this slice is held in; they cost more to make than to keep.
     _specs: dict[torch.dtype, DTensorSpec] = field(
         default_factory=dict, init=False, repr=False, compare=False

@@ -100,11 +100,22 @@ def refusal(
     No TypeError: operators turn that into "unsupported operand", without a word of why.
     """
     flat = _first_flat(cls, found)
-    whose = "" if flat is None else f" of shape {tuple(flat.shape)}, elements {_range(flat)} here"
+    whose, within = "a FlatDTensor", ""
+    if flat is not None:
+        named = f"{flat.name}, " if flat.name else ""
+        whose = f"{named}a FlatDTensor of shape {tuple(flat.shape)}, elements {_range(flat)} here"
+        if flat.name:
+            within = (
+                f". Modules hold the whole {flat.name} within the model's forward alone: call the "
+                "model; for another method of a unit or of the model, "
+                "fe.register_forward_method(module, name) before; or work within "
+                "engine.unsharded(module). engine.full_state_dict() and fe.export_safetensors() "
+                "save whole weights. Change shapes before shard()"
+            )
     return ValueError(
         f"{name_of(func)}: {why}; expected an elementwise function of FlatDTensors of one slice "
-        f"and of scalars, or a full reduction; found a FlatDTensor{whose}. Call .full_tensor() for "
-        f"the whole tensor, .to_local() for the slice"
+        f"and of scalars, or a full reduction; found {whose}. Call .full_tensor() for "
+        f"the whole tensor, .to_local() for the slice{within}"
     )
 
 
@@ -133,8 +144,10 @@ def check_inplace(func: Function, tensor: Any) -> None:
             any of its arguments.
     """
     if torch.is_grad_enabled() and tensor.requires_grad and is_inplace(func):
+        flat = getattr(tensor, "_flat", None)
+        named = f"{flat.name}, " if flat is not None and flat.name else ""
         raise RuntimeError(
-            f"{func.__name__}: expected torch.no_grad() around an in-place change; found a "
+            f"{func.__name__}: expected torch.no_grad() around an in-place change; found {named}a "
             f"{type(tensor).__name__} of shape {tuple(tensor.shape)} that requires grad"
         )
 
