@@ -172,9 +172,9 @@ def _view(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
         if target[0].itemsize != tensor.dtype.itemsize:
             raise refusal(cls, func, args, "changes the number of elements")
         return elementwise(cls, func, args, kwargs)
-    if len(target) == 1 and isinstance(target[0], Tensor):
+    if func.__name__.endswith("_as"):
         target = list(target[0].shape)
-    elif len(target) == 1 and not isinstance(target[0], int):
+    elif len(target) == 1 and not isinstance(target[0], int | Tensor):
         target = list(target[0])
     if func.__name__ in {"flatten", "ravel"}:
         target = [-1]

@@ -40,28 +40,7 @@ BEGIN, END = "<!-- written by tests/promises/catalogue.py -->", "<!-- to here --
 
 # Known to be wrong, and on its way to be mended: names of entries, which are not run, and of
 # tensor functions.
-BEING_MENDED: frozenset[str] = frozenset(
-    {
-        "Module.__delattr__ of a parameter",
-        "Module.__setattr__ of a known parameter",
-        "Module.__setattr__, tying",
-        "Module.add_module with parameters",
-        "Module.load_state_dict, assign=True",
-        "Module.register_module with parameters",
-        "Module.register_parameter",
-        "Module.set_submodule with parameters",
-        "Module.zero_grad, set_to_none=False",
-        "adapters (LoRA) put in after shard",
-        "copy.deepcopy of the model",
-        "in-place operations on two inputs of a unit",
-        "lists and dicts that units fill",
-        "parametrize.register_parametrization",
-        "parametrize.remove_parametrizations",
-        "prune.identity",
-        "pickle of the model",
-        "torch.save of the model",
-    }
-)
+BEING_MENDED: frozenset[str] = frozenset()
 
 SECTIONS: dict[str, list[Entry]] = {
     "Modules and optimizers": catalogue_module.catalogue.entries,

@@ -397,7 +397,8 @@ def _backward_to_input(s: Scene) -> Any:
 
 @tries("autograd.grad of parameters")
 def _autograd_grad(s: Scene) -> Any:
-    return torch.autograd.grad(s.loss(), list(s.model.parameters()))
+    found = torch.autograd.grad(s.loss(), list(s.model.parameters()))
+    return [s.mean(gradient) for gradient in found]  # each rank's own
 
 
 @tries("autograd.grad of an input")
@@ -486,7 +487,7 @@ def _multi_hook(s: Scene) -> Any:
 @tries("autograd.graph.get_gradient_edge")
 def _edge(s: Scene) -> Any:
     edge = torch.autograd.graph.get_gradient_edge(s.model.head.weight)
-    return torch.autograd.grad(s.loss(), [edge])
+    return s.mean(torch.autograd.grad(s.loss(), [edge])[0])  # each rank's own
 
 
 @tries("autograd.graph.increment_version")
