@@ -36,6 +36,7 @@ from fsdp_engine.lanes import Chain, Lanes, Operation, Ticket
 from fsdp_engine.layout import Layout
 from fsdp_engine.memory import Memory, TransientStorage, alias
 from fsdp_engine.precision import ParamDtypes
+from fsdp_engine.reducing_again import keep_owned, kept_factor
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis
 
 
@@ -47,6 +48,7 @@ class GradTower:
         touched: per parameter: a gradient came in this backward.
         num_touched: how many of them.
         writes_to_staging: whether gradients are cut, so that full ones are transient.
+        rounds_again: what is reduced cannot be reduced again without loss.
     """
 
     def __init__(
@@ -106,6 +108,15 @@ class GradTower:
             self._staging = memory.transient(layout.numel, dtypes.comm, "staging")
         if dtypes.comm != dtypes.main_grad and self._last_axes:
             self._wire = memory.transient(self._numel(grad_depth), dtypes.comm, "staging")
+        # See [Note: Reducing again].
+        self.rounds_again = self._wire is not None or self._hands_over
+        self._kept_factor = kept_factor(
+            ladder,
+            self._last_axes,
+            optim_depth,
+            average=self._average,
+            later_scale=1.0 if self.writes_to_staging else self._later_scale,
+        )
         self._sums_wide = dtypes.reduce != dtypes.comm
         self._accumulates = False
         self._stale: list[Tensor] = []
@@ -178,6 +189,12 @@ class GradTower:
                 self._bring_back(self._staging, self._aside)
         else:
             compute.access(writes=(accum.tensor,))
+
+    def resume(self) -> None:
+        """What is reduced is to be added to: see [Note: Reducing again]."""
+        accum = self.main_grads()
+        self._lanes.compute.access(writes=(accum.tensor,))
+        keep_owned(accum, self._optim_depth, self._kept_factor)
 
     def set_aside(self) -> None:
         """Another unit needs the slot before this one is reduced: keep what was staged elsewhere.

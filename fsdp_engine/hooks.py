@@ -273,7 +273,7 @@ class UnitHooks:
 def hook_gradients(scheduler: Scheduler, unit: Unit) -> None:
     """Write each of the unit's gradients into its place as soon as it has been accumulated."""
     for buffer in unit.trainable:
-        buffer.hook_gradients(_gradient_writer(scheduler, unit, buffer))
+        buffer.hook_gradients(_gradient_writer(scheduler, unit, buffer), scheduler.begin_backward)
 
 
 def _gradient_writer(scheduler: Scheduler, unit: Unit, buffer: ParamAndGradBuffer) -> Any:

@@ -29,7 +29,7 @@ from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.flat_dtensor import (
     FlatDTensor,
     FlatPlacement,
-    gradients_of,
+    accumulator_of,
     set_gradients,
 )
 from fsdp_engine.grad_tower import GradTower
@@ -40,6 +40,7 @@ from fsdp_engine.mesh import DataMesh
 from fsdp_engine.outside_reads import OutsideReads
 from fsdp_engine.param_hooks import ParamHooks
 from fsdp_engine.precision import ParamDtypes
+from fsdp_engine.shown_gradients import ShownGradients
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis, Role, Strategy
 from fsdp_engine.weight_tower import WeightTower
 
@@ -93,7 +94,6 @@ class ParamAndGradBuffer:
         sharded_params: what users see.
         hooks: that users put on its parameters.
         reads: of its parameters, outside their unit's forward.
-        used: per parameter: a gradient came on this rank since gradients were last cleared.
     """
 
     def __init__(
@@ -153,9 +153,6 @@ class ParamAndGradBuffer:
                 tag,
             )
         self.is_plain = codec.is_identity and self._optim_depth == 0
-        self.used = [False] * len(self.records)
-        self._is_accumulating = False  # what nobody has seen yet
-        self._grad_views: list[Tensor] = []
         self._load_initial_values(self.control_group if broadcast else None)
         self.full_params = [
             self.weights.bind(index, record.param) for index, record in enumerate(self.records)
@@ -163,6 +160,15 @@ class ParamAndGradBuffer:
         self.sharded_params = (
             self.full_params if self.is_plain else [self._sharded(i) for i in range(len(by_name))]
         )
+        self._shown: ShownGradients | None = None
+        if self.grads is not None:
+            self._shown = ShownGradients(
+                self.sharded_params,
+                [record.name for record in self.records],
+                self.grads,
+                self._optim_depth,
+                is_plain=self.is_plain,
+            )
         for record, full, sharded in zip(
             self.records, self.full_params, self.sharded_params, strict=True
         ):
@@ -195,6 +201,12 @@ class ParamAndGradBuffer:
         )
 
     @property
+    def shown(self) -> ShownGradients:
+        """``.grad`` of the sharded parameters, which must be trainable."""
+        assert self._shown is not None
+        return self._shown
+
+    @property
     def mesh(self) -> DataMesh:
         """The ranks that share these parameters."""
         return self._ladder.mesh
@@ -215,8 +227,11 @@ class ParamAndGradBuffer:
     def _num_cut_mesh_axes(self) -> int:
         return min(self._optim_depth, self._ladder.mesh.device_mesh.ndim)
 
-    def hook_gradients(self, on_grad: Callable[[int, Tensor], None]) -> None:
-        """Call ``on_grad(index, parameter)`` whenever autograd has accumulated a gradient."""
+    def hook_gradients(
+        self, on_grad: Callable[[int, Tensor], None], begin: Callable[[], None]
+    ) -> None:
+        """Call ``on_grad(index, parameter)`` whenever autograd has accumulated a gradient into a
+        full parameter, and ``begin()`` before it accumulates into what users hold."""
         # Autograd's hold on a hook is invisible to the garbage collector: a hook that held the
         # buffer, and so the parameter, would keep all of them for ever.
         self._on_grad = on_grad
@@ -234,6 +249,22 @@ class ParamAndGradBuffer:
             handle = param.register_post_accumulate_grad_hook(listen(index))
             if self.is_plain:
                 self.hooks.own[index] = handle.id
+        self._begin = begin
+        buffer = weakref.ref(self)
+
+        def precede(index: int) -> Callable[[tuple[Tensor | None, ...]], None]:
+            def hook(grads: tuple[Tensor | None, ...]) -> None:
+                preceding = buffer()
+                if preceding is not None and grads[0] is not None:
+                    preceding._begin()
+                    preceding.shown.make_way(index)
+
+            return hook
+
+        # Autograd would add to `.grad` in place, unscaled.
+        self._accumulators = [accumulator_of(param) for param in self.sharded_params]
+        for index, node in enumerate(self._accumulators):
+            node.register_prehook(precede(index))
 
     def follow_requires_grad(self) -> None:
         """Freeze and thaw full parameters as the user has the sharded ones since."""
@@ -244,57 +275,15 @@ class ParamAndGradBuffer:
             if full.requires_grad is not wanted:
                 full.requires_grad_(wanted)
 
-    def stale_gradient(self) -> str | None:
-        """Name of a parameter that still holds a reduced gradient; None if all are cleared."""
-        for index, grad in enumerate(gradients_of(self.sharded_params)):
-            if grad is not None and not self._is_zeroed(index, grad):
-                return self.records[index].name
-        return None
-
-    def begin_backward(self) -> None:
-        """Find out which gradients the user has cleared: those are overwritten, not added to."""
-        assert self.grads is not None
+    def begin_backward(self, *, reduced: bool) -> None:
+        """See :meth:`ShownGradients.begin_backward`."""
         if self.is_plain:
             self.hooks.adopt(self.sharded_params)
-        self._is_accumulating = True
-        fresh, used = self.grads.fresh, self.used
-        for index, grad in enumerate(gradients_of(self.sharded_params)):
-            if grad is None:
-                fresh[index], used[index] = True, False
-                continue
-            if self._is_zeroed(index, grad):
-                fresh[index], used[index] = True, False
-                if isinstance(grad, FlatDTensor):
-                    grad.zeroed = False
-            if self.is_plain:
-                # Autograd would add to it in place, unscaled.
-                self.sharded_params[index].grad = None
+        self.shown.begin_backward(reduced=reduced)
 
-    def note_used(self) -> None:
-        """Before a reduction: which parameters got a gradient in this backward."""
-        assert self.grads is not None
-        if self.grads.num_touched == len(self.used):
-            self.used = [True] * len(self.used)
-        else:
-            self.used = [a or b for a, b in zip(self.used, self.grads.touched, strict=True)]
-
-    def publish_gradients(self, used: Sequence[bool]) -> None:
-        """Make ``.grad`` of the sharded parameters that were used what was accumulated."""
-        self._is_accumulating = False
-        views, params = self._make_grad_views(), self.sharded_params
-        changes: list[tuple[Tensor, Tensor | None]] = []
-        for param, grad, view, has_grad in zip(
-            params, gradients_of(params), views, used, strict=True
-        ):
-            if not has_grad:
-                if grad is view:  # from an earlier microbatch
-                    changes.append((param, None))
-            elif grad is not view:
-                if grad is not None and not self.is_plain:
-                    # Autograd's own: a penalty on the sharded parameter itself, say.
-                    view.add_(grad)
-                changes.append((param, view))
-        set_gradients(changes)
+    def publish_gradients(self, used: Sequence[bool], *, reduced: bool) -> None:
+        """See :meth:`ShownGradients.publish`."""
+        self.shown.publish(used, reduced=reduced)
 
     def attach_main_grads(self) -> None:
         """Give parameters ``main_grad``, the full gradient that is accumulated, if there is one."""
@@ -305,25 +294,11 @@ class ParamAndGradBuffer:
             for param in params:
                 param.main_grad = main.full(index)  # type: ignore[attr-defined]
 
-    def publish_gradient(self, index: int) -> Tensor:
-        """Make ``.grad`` of one parameter its place among the gradients, which the caller fills.
-
-        For a gradient that came about outside backward; the next backward adds to it.
-        """
-        assert self.grads is not None
-        view = self._make_grad_views()[index]
-        self.sharded_params[index].grad = view
-        self.used[index], self.grads.fresh[index] = True, False
-        return view
-
     def discard_gradients(self) -> None:
         """Forget what was accumulated; ``.grad`` becomes None."""
-        self._is_accumulating = False
-        if self.grads is not None:
-            self.grads.discard()
-            self.used = [False] * len(self.used)
-            params = (*self.sharded_params, *self.full_params)
-            set_gradients([(param, None) for param in params])
+        if self._shown is not None:
+            self._shown.discard()
+            set_gradients([(param, None) for param in self.full_params])
 
     def gather_main(self) -> ShardedBuffer:
         """Full main weights in memory of their own (main's own where nothing is cut); waits.
@@ -359,29 +334,9 @@ class ParamAndGradBuffer:
 
     def _lend_gradients(self, dtype: torch.dtype) -> Tensor | None:
         """The gradients' memory, while there are none in it."""
-        if self.grads is None or self._is_accumulating or self.stale_gradient() is not None:
+        if self.grads is None or not self.shown.are_cleared:
             return None
         return self.grads.lend(dtype)
-
-    def _is_zeroed(self, index: int, grad: Tensor) -> bool:
-        if isinstance(grad, FlatDTensor):
-            return grad.zeroed
-        return not bool(grad.any())
-
-    def _make_grad_views(self) -> list[Tensor]:
-        if not self._grad_views:
-            assert self.grads is not None
-            main = self.grads.for_optimizer()
-            if self.is_plain:
-                self._grad_views = [main.full(i) for i in range(len(self.records))]
-            else:
-                locals_ = (main.local(i, self._optim_depth) for i in range(len(self.records)))
-                self._grad_views = [
-                    FlatDTensor.from_flat_local(local, param.flat_placement)
-                    for local, param in zip(locals_, self.sharded_params, strict=True)
-                    if isinstance(param, FlatDTensor)
-                ]
-        return self._grad_views
 
     def _load_initial_values(self, group: ProcessGroup | None) -> None:
         """This rank's part of the user's values; those of the first rank of ``group``, if given."""

@@ -13,8 +13,12 @@ equal all of them adopt it.
 From cleared gradients to the next clearing, a step goes through:
 
     cleared --backward--> accumulating --backward of the last microbatch, or start--> issued
-       ^                                                                                 |
-       +------ zero_grad, zero_grad_buffer ------ final <-- end of backward, or finish --+
+       ^                       ^                                                         |
+       |                       +-- backward -- final <-- end of backward, or finish -----+
+       +------ zero_grad, zero_grad_buffer ------+
+
+A backward after the end adds to what is reduced: [Note: Reducing again] in ``reducing_again.py``.
+``zero_grad`` is seen when the next backward begins.
 
 ``Timing`` says which of the two: ``shard``'s own engine goes all the way within the last backward;
 under ``DistributedDataParallel`` the last backward issues (``overlap_grad_reduce``) or only
@@ -31,6 +35,7 @@ or its turn comes.
 
 from __future__ import annotations
 
+import enum
 from collections import deque
 from collections.abc import Sequence
 
@@ -44,6 +49,26 @@ from fsdp_engine.step_message import StepMessage
 from fsdp_engine.unit import Unit
 
 _MOST_NAMED = 8
+
+
+class Phase(enum.Enum):
+    """Where a step's gradients are: see [Note: A step's gradients]."""
+
+    CLEARED = "cleared"
+    ACCUMULATING = "accumulating"
+    ISSUED = "issued"
+    FINAL = "final"
+
+
+# Any may be cleared.
+TRANSITIONS = {
+    (Phase.CLEARED, Phase.ACCUMULATING),
+    (Phase.CLEARED, Phase.ISSUED),  # no microbatch at all on this rank
+    (Phase.ACCUMULATING, Phase.ACCUMULATING),
+    (Phase.ACCUMULATING, Phase.ISSUED),
+    (Phase.ISSUED, Phase.FINAL),
+    (Phase.FINAL, Phase.ACCUMULATING),
+}
 
 
 class Reductions:
@@ -83,10 +108,7 @@ class Reductions:
         # (unit, its tickets, elements of its staging)
         self._in_flight: deque[tuple[Unit, list[Ticket], int]] = deque()
         self._num_staged = 0
-        # See [Note: A step's gradients]; none of them: cleared.
-        self._is_accumulating = False
-        self._is_issued = False
-        self._is_final = False
+        self._phase = Phase.CLEARED
         # A backward is under way; autograd is done with it, but weight gradients are yet to come.
         self._in_backward = False
         self._is_closing = False
@@ -101,8 +123,8 @@ class Reductions:
         """A backward begins.
 
         Raises:
-            RuntimeError: gradients were reduced already and not cleared since; or weight gradients
-                of the last backward were put off and have not come.
+            RuntimeError: reductions are issued and not finished; weight gradients of the last
+                backward were put off and have not come; a gradient was edited between microbatches.
         """
         self._message.finish()
         if self._is_closing:
@@ -110,18 +132,15 @@ class Reductions:
                 f"backward: expected the weight gradients of {self._missing()}, which the last "
                 "backward put off, to be computed first (backward_dw); found them missing"
             )
-        if self._is_issued:
+        if self._phase is Phase.ISSUED:
             raise RuntimeError(
                 "backward: expected finish_grad_sync() after the last microbatch's backward; found "
                 "another backward. Run all microbatches but the last under no_sync()"
             )
-        if self._is_final:
-            self._check_cleared()
-        if self._timing.finishes_backward or not self._is_accumulating:
+        if self._timing.finishes_backward or self._phase is not Phase.ACCUMULATING:
             for buffer in self._buffers:
-                buffer.begin_backward()
-        self._is_final = False
-        self._is_accumulating = True
+                buffer.begin_backward(reduced=self._phase is Phase.FINAL)
+        self._move_to(Phase.ACCUMULATING)
         self._in_backward = True
         # Settled now: gradients may come late, when a no_sync() is over.
         self._is_last = self.sync and self._timing.reduces_in_backward
@@ -175,10 +194,10 @@ class Reductions:
         Args:
             wait: return when they are done.
         """
-        if self._in_backward or self._is_issued or self._is_final:
+        if self._in_backward or self._phase in (Phase.ISSUED, Phase.FINAL):
             return  # backward issues them, or has
-        for buffer in self._buffers if not self._is_accumulating else ():
-            buffer.begin_backward()  # no microbatch at all on this rank: zeros
+        for buffer in self._buffers if self._phase is Phase.CLEARED else ():
+            buffer.begin_backward(reduced=False)  # no microbatch at all on this rank: zeros
         for unit in self._queue:
             if unit.place is not None:
                 self._take_slot(unit)
@@ -210,16 +229,15 @@ class Reductions:
                 "is not over, or weight gradients put off by it (backward_dw): missing are those "
                 f"of {self._missing()}"
             )
-        if self._is_final:
+        if self._phase is Phase.FINAL:
             return
         self.start()
         while self._in_flight:
             self._retire_oldest()
         for unit in self._trainable:
             unit.is_reduced = False
-        self._is_issued = self._is_accumulating = False
         self._publish()
-        self._is_final = True
+        self._move_to(Phase.FINAL)
 
     def run_hooks(self) -> None:
         """Run users' hooks on gradients that have become final; the engine must be at rest."""
@@ -251,13 +269,14 @@ class Reductions:
             buffer.discard_gradients()
             if zero and buffer.grads is not None:
                 buffer.grads.zero()
-        self._is_accumulating = self._is_issued = self._is_final = False
+        self._phase = Phase.CLEARED
 
     def scale(self, factor: float | torch.Tensor) -> None:
         """Multiply all gradients that are there, reduced or accumulated so far."""
         for buffer in self._buffers:
             assert buffer.grads is not None
-            buffer.grads.scale(factor, self._is_final)
+            buffer.grads.scale(factor, self._phase is Phase.FINAL)
+            buffer.shown.scale_apart(factor)
 
     def reset(self) -> None:
         """Forget this backward and all accumulated gradients."""
@@ -265,7 +284,7 @@ class Reductions:
         self._ready.clear()
         self._in_flight.clear()
         self._num_staged = 0
-        self._is_accumulating = self._is_issued = self._is_final = False
+        self._phase = Phase.CLEARED
         self._in_backward = self._is_closing = False
         self._message.forget()
         for buffer in self._buffers:
@@ -301,7 +320,7 @@ class Reductions:
         for buffer in unit.trainable:
             grads = buffer.grads
             assert grads is not None
-            buffer.note_used()
+            buffer.shown.note_used()
             grads.finish_writing()
             if self._checks is not None and (last or grads.writes_to_staging):
                 self._checks.look(buffer)
@@ -340,6 +359,8 @@ class Reductions:
         self._next = 0
         self._ready.clear()
         self._in_backward = self._is_closing = False
+        for buffer in self._buffers:
+            buffer.shown.end_backward()
         if self._is_last:
             self._issued()
             if self._timing.finishes_backward:
@@ -353,7 +374,7 @@ class Reductions:
             unit.is_reduced = False
 
     def _issued(self) -> None:
-        self._is_issued = True
+        self._move_to(Phase.ISSUED)
         self._message.start(self._seen_order)
 
     def _publish_partial(self) -> None:
@@ -362,7 +383,7 @@ class Reductions:
         for unit in self._trainable:
             if unit.is_reduced:
                 for buffer in unit.trainable:
-                    buffer.publish_gradients([True] * len(buffer.used))
+                    buffer.publish_gradients([True] * len(buffer.records), reduced=False)
 
     def _publish(self) -> None:
         new_order = self._seen_order != self.canonical_order
@@ -375,17 +396,14 @@ class Reductions:
             raise RuntimeError(verdict.problem)
         self._hooks_are_due = True
         for buffer in self._buffers:
-            buffer.publish_gradients(verdict.used.get(id(buffer), buffer.used))
+            used = verdict.used.get(id(buffer), buffer.shown.used)
+            buffer.publish_gradients(used, reduced=True)
 
-    def _check_cleared(self) -> None:
-        for buffer in self._buffers:
-            name = buffer.stale_gradient()
-            if name is not None:
-                raise RuntimeError(
-                    f"backward after the gradients were reduced: expected .grad of {name} to "
-                    "be cleared by zero_grad() first; found it set. To accumulate over "
-                    "microbatches, run all but the last under no_sync()"
-                )
+    def _move_to(self, phase: Phase) -> None:
+        assert (self._phase, phase) in TRANSITIONS, (
+            f"gradients: {self._phase.value} -> {phase.value} is not a legal transition"
+        )
+        self._phase = phase
 
     def _missing(self) -> str:
         """Names of parameters whose gradients this backward has not brought so far."""

@@ -207,7 +207,7 @@ class Scheduler:
 
         Nothing is gathered ahead, and nothing is released before the unit's own backward is over.
         """
-        self._begin_backward()
+        self.begin_backward()
         self._touched[unit.index] = unit
         if unit.has_planes and unit.uses:
             unit.is_recomputed = True
@@ -230,7 +230,7 @@ class Scheduler:
         """The gradient of a call's output has come: its backward begins."""
         if call.opened:
             return
-        self._begin_backward()
+        self.begin_backward()
         self._creates_graph = torch.is_grad_enabled()
         if self._creates_graph:
             # What is recorded now will read the weights once more.
@@ -271,7 +271,7 @@ class Scheduler:
 
     def begin_gradient(self, unit: Unit) -> None:
         """A parameter of ``unit`` is about to get the first gradient of this backward."""
-        self._begin_backward()
+        self.begin_backward()
         self._creates_graph = torch.is_grad_enabled()
         self.reductions.open_unit(unit)
 
@@ -283,7 +283,8 @@ class Scheduler:
         if not self._backward_is_open:
             self.reductions.run_hooks()
 
-    def _begin_backward(self) -> None:
+    def begin_backward(self) -> None:
+        """Some event of a backward, whichever is seen first."""
         if self._backward_is_open:
             return
         self.reductions.begin_backward()

@@ -89,7 +89,7 @@ class StepMessage:
         for part in self._parts:
             flags = bytearray()
             for buffer in part.buffers:
-                flags += bytes(buffer.used)
+                flags += bytes(buffer.shown.used)
             if part.group is self._group:
                 digest = order_digest(order)
                 flags += digest + bytes(255 - byte for byte in digest)
@@ -107,7 +107,7 @@ class StepMessage:
         found: list[int] | None = None
         for part in self._parts:
             is_main = part.group is self._group
-            missing = not all(all(buffer.used) for buffer in part.buffers)
+            missing = not all(all(buffer.shown.used) for buffer in part.buffers)
             if not (missing or (is_main and (has_new_order or self._looks_for_nan))):
                 continue  # the work is waited for before the next message
             assert part.result is not None
@@ -116,8 +116,8 @@ class StepMessage:
             values = part.result.tolist()
             at = 0
             for buffer in part.buffers:
-                used[id(buffer)] = values[at : at + len(buffer.used)]
-                at += len(buffer.used)
+                used[id(buffer)] = values[at : at + len(buffer.shown.used)]
+                at += len(buffer.shown.used)
             if is_main:
                 digest = values[at : at + _DIGEST_BYTES]
                 complement = values[at + _DIGEST_BYTES : at + 2 * _DIGEST_BYTES]

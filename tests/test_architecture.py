@@ -51,7 +51,9 @@ FLOORS: dict[str, float] = {
     "ascent": 3,
     "passage": 3.25,
     "weight_tower": 3.4,
-    "grad_tower": 3,
+    "reducing_again": 3,
+    "grad_tower": 3.25,
+    "shown_gradients": 3.4,
     "param_and_grad_buffer": 3.5,
     # lifecycle and order
     "assignment": 4,

@@ -294,12 +294,17 @@ def test_a_meta_parameter_that_nobody_can_initialise_is_refused() -> None:
 
 
 @on_ranks(2)
-def test_a_backward_without_zero_grad_names_a_parameter() -> None:
+def test_a_gradient_edited_between_microbatches_names_the_parameter() -> None:
     for strategy in LEVELS:
         model = Transformer(num_blocks=1)
-        fe.shard(model, strategy=strategy)
-        model(*token_batch(2, 1)).backward()
-        with pytest.raises(RuntimeError, match=r"\.grad of .*weight.*zero_grad"):
+        engine = fe.shard(model, strategy=strategy)
+        for _ in range(2):  # the first microbatch of all, and one after others
+            with engine.no_sync():
+                model(*token_batch(2, 1)).backward()
+        head = model.head.weight
+        assert head.grad is not None
+        head.grad.mul_(0.5)
+        with pytest.raises(RuntimeError, match=r"\.grad of head\.weight.*between microbatches"):
             model(*token_batch(2, 2)).backward()
 
 

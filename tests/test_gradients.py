@@ -139,32 +139,46 @@ def test_no_sync_nests_and_ends_with_an_exception() -> None:
         assert_gradients(model, expected_gradients(alone, token_batch, [10, 20, 30]), strategy)
 
 
+@pytest.mark.parametrize("fused", [True, False], ids=["div_fused", "div_apart"])
+@pytest.mark.parametrize("average", [False, True], ids=["scaled_first", "average_in_collective"])
 @pytest.mark.parametrize(("strategy", "outer"), PAIRS, ids=PAIR_NAMES)
 @on_ranks(4)
-def test_a_backward_after_the_last_reduction_raises_until_gradients_are_cleared(
-    strategy: str, outer: str
+def test_a_backward_after_the_last_reduction_adds_to_what_is_reduced(
+    strategy: str, outer: str, average: bool, fused: bool
 ) -> None:
-    model = Transformer(num_blocks=2)
-    alone = copy.deepcopy(model)
-    engine = fe.shard(model, square_mesh(), strategy, outer)
-    rank = dist.get_rank()
-    model(*token_batch(2, 10 + rank)).backward()
-    with pytest.raises(RuntimeError, match="zero_grad"):
-        model(*token_batch(2, 20 + rank)).backward()
-    engine.reset()
-    model.zero_grad()
-    model(*token_batch(2, 30 + rank)).backward()
-    assert_gradients(model, expected_gradients(alone, token_batch, [30]), strategy)
+    """Exactly: integers, so that no order of summation matters."""
+    config = fe.DistributedDataParallelConfig(
+        average_in_collective=average, gradient_reduce_div_fusion=fused
+    )
+    model = nn.Linear(3, 50, bias=False)
+    engine = fe.shard(model, square_mesh(), strategy, outer, config=config)
+    inputs = torch.tensor([[1.0, 2.0, 4.0]]) * 4 ** (dist.get_rank() + 1)
+    one = torch.tensor([1.0, 2.0, 4.0]) * (4 + 16 + 64 + 256) / 4
+    for step in range(2):
+        for number in range(3):
+            model(inputs).sum().backward()
+            gradient = full_gradients(model)["weight"]
+            assert gradient is not None
+            assert torch.equal(gradient, ((number + 1) * one).expand(50, 3)), (step, number)
+        with engine.no_sync():
+            model(inputs).sum().backward()
+        model(inputs).sum().backward()
+        gradient = full_gradients(model)["weight"]
+        assert gradient is not None
+        assert torch.equal(gradient, (5 * one).expand(50, 3))
+        model.zero_grad(set_to_none=step == 1)
 
 
-@on_ranks(1)
-def test_one_rank_alone_must_clear_gradients_too() -> None:
+@on_ranks(3)
+def test_three_ranks_add_to_what_is_reduced() -> None:
     for strategy in LEVELS:
+        torch.manual_seed(0)
         model = Transformer(num_blocks=1)
+        alone = copy.deepcopy(model)
         fe.shard(model, strategy=strategy)
-        model(*token_batch(2, 1)).backward()
-        with pytest.raises(RuntimeError, match="zero_grad"):
-            model(*token_batch(2, 2)).backward()
+        for seed in (10, 20, 30):
+            model(*token_batch(2, seed + dist.get_rank())).backward()
+        assert_gradients(model, expected_gradients(alone, token_batch, [10, 20, 30]), strategy)
 
 
 @pytest.mark.parametrize("average", [False, True], ids=["scaled_first", "average_in_collective"])

@@ -4,6 +4,7 @@ from fsdp_engine.flat_dtensor import state_dicts as _state_dicts  # noqa: F401  
 from fsdp_engine.flat_dtensor.placement import Box, FlatPlacement, FlatShard, flat_range_boxes
 from fsdp_engine.flat_dtensor.tensor import (
     FlatDTensor,
+    accumulator_of,
     any_requires_grad,
     gradients_of,
     set_gradients,
@@ -14,6 +15,7 @@ __all__ = [
     "FlatDTensor",
     "FlatPlacement",
     "FlatShard",
+    "accumulator_of",
     "any_requires_grad",
     "flat_range_boxes",
     "gradients_of",

@@ -150,7 +150,7 @@ def _detach(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
 def _zero_(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     check_inplace(func, args[0])
     args[0]._local_tensor.zero_()
-    args[0].zeroed = True
+    args[0].zeroed = True  # after the change: it counts until the next one
     return args[0]
 
 

@@ -49,13 +49,10 @@ class FlatDTensor(DTensor):
         takes_slices: whole plain tensors beside it are the same on every rank, as a mask on a
             gradient is, and give their slice. So are those beside what is computed from it.
         _home: of an engine's parameter, where it belongs.
-        zeroed: set by ``zero_()`` and ``torch._foreach_zero_``, which is how
-            ``optimizer.zero_grad(set_to_none=False)`` clears gradients; whoever watches it resets
-            it.
     """
 
     _flat: FlatPlacement
-    zeroed: bool = False
+    _zeroed_at: int | None = None
     takes_slices: bool = False
     _home: Home | None = None
 
@@ -205,6 +202,19 @@ class FlatDTensor(DTensor):
     @property
     def _version(self) -> int:  # type: ignore[override]
         return self._local_tensor._version
+
+    @property
+    def zeroed(self) -> bool:
+        """Whether ``zero_()`` or ``torch._foreach_zero_`` was the last that changed it.
+
+        That is how ``optimizer.zero_grad(set_to_none=False)`` clears gradients. Who changes the
+        memory where the version counter does not show it sets it to False.
+        """
+        return self._zeroed_at == self._local_tensor._version
+
+    @zeroed.setter
+    def zeroed(self, value: bool) -> None:
+        self._zeroed_at = self._local_tensor._version if value else None
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
@@ -395,6 +405,17 @@ def any_requires_grad(params: Sequence[Tensor]) -> bool:
     """Whether autograd follows any of them, plain ones or not."""
     with _NoTorchFunction():
         return any(map(_get_requires_grad, params))
+
+
+def accumulator_of(param: Tensor) -> Any:
+    """The node by which autograd accumulates into ``param``, a leaf that requires grad.
+
+    Autograd itself holds it only while a graph refers to it, its hooks included.
+    """
+    with torch.enable_grad():
+        followed = unwrap(param) if isinstance(param, FlatDTensor) else param.view_as(param)
+    assert followed.grad_fn is not None
+    return followed.grad_fn.next_functions[0][0]
 
 
 def set_gradients(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> None:
