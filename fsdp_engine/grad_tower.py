@@ -108,15 +108,9 @@ class GradTower:
             self._staging = memory.transient(layout.numel, dtypes.comm, "staging")
         if dtypes.comm != dtypes.main_grad and self._last_axes:
             self._wire = memory.transient(self._numel(grad_depth), dtypes.comm, "staging")
-        # See [Note: Reducing again].
-        self.rounds_again = self._wire is not None or self._hands_over
-        self._kept_factor = kept_factor(
-            ladder,
-            self._last_axes,
-            optim_depth,
-            average=self._average,
-            later_scale=1.0 if self.writes_to_staging else self._later_scale,
-        )
+        self.rounds_again = self._wire is not None or self._hands_over  # [Note: Reducing again]
+        later = 1.0 if self.writes_to_staging else self._later_scale
+        self._kept_factor = kept_factor(ladder, self._last_axes, optim_depth, self._average, later)
         self._sums_wide = dtypes.reduce != dtypes.comm
         self._accumulates = False
         self._stale: list[Tensor] = []

@@ -27,7 +27,7 @@ from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis
 
 
 def kept_factor(
-    ladder: Ladder, axes: Sequence[Axis], optim_depth: int, *, average: bool, later_scale: float
+    ladder: Ladder, axes: Sequence[Axis], optim_depth: int, average: bool, later_scale: float
 ) -> float:
     """What is reduced times this, reduced again, is the same.
 

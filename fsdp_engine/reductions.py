@@ -381,9 +381,11 @@ class Reductions:
         """Between microbatches: ``.grad`` is there wherever something is accumulated, on any rank,
         so that the user's clearing it can be seen."""
         for unit in self._trainable:
-            if unit.is_reduced:
-                for buffer in unit.trainable:
+            for buffer in unit.trainable:
+                if unit.is_reduced:
                     buffer.publish_gradients([True] * len(buffer.records), reduced=False)
+                else:
+                    buffer.shown.put_back()
 
     def _publish(self) -> None:
         new_order = self._seen_order != self.canonical_order

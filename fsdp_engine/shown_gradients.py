@@ -65,6 +65,7 @@ class ShownGradients:
         self._apart: dict[int, Tensor] = {}
         # Parameters that autograd accumulates into by itself in this backward.
         self._own: set[int] = set()
+        self._taken: list[int] = []  # ``.grad`` went away as a backward began
         # Of the views, when they were last shown or looked at between microbatches.
         self._versions: list[int] = []
 
@@ -104,6 +105,7 @@ class ShownGradients:
                 self._clear_or_raise(index, grad)
             if self._is_plain:
                 taken.append(index)  # autograd would add to it in place, unscaled
+        self._taken = taken
         if taken:
             set_gradients([(self._params[index], None) for index in taken])
         if kept and self._tower.rounds_again:
@@ -168,6 +170,13 @@ class ShownGradients:
                 _local(views[index]).add_(_local(apart))
             self._apart.clear()
 
+    def put_back(self) -> None:
+        """Nothing came in this microbatch: what was shown before it is shown again."""
+        self.are_hidden = False
+        if self._taken:
+            views = self._views()
+            set_gradients([(self._params[index], views[index]) for index in self._taken])
+
     def publish_one(self, index: int) -> Tensor:
         """Make ``.grad`` of one parameter its place among the gradients, which the caller fills.
 
@@ -190,6 +199,7 @@ class ShownGradients:
         self._apart.clear()
         self._own.clear()
         self._versions = []
+        self._taken = []
         self.used = [False] * len(self.used)
         self._tower.discard()
         set_gradients([(param, None) for param in self._params])
