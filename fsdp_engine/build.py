@@ -70,7 +70,7 @@ def agree(
     seed = int(torch.randint(2**31, ())) if plan is not None and plan.on_meta else 0
     found = (type(error).__name__, str(error)) if error is not None else None
     values = holdings.digests if holdings is not None else {}
-    heads: list[Any] = gather_objects((digest, found, seed, values), mesh.control_group)
+    heads: list[Any] = gather_objects((digest, found, seed, values), mesh.control_group, what)
     if error is not None:
         raise error
     for rank, (_, other, *_) in enumerate(heads):

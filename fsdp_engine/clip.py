@@ -11,6 +11,8 @@ from torch.distributed import ProcessGroup
 
 from fsdp_engine.collectives import all_reduce_
 
+_WHAT = "the norm of gradients"
+
 
 def total_norm(
     shards: Sequence[Tensor],
@@ -47,8 +49,8 @@ def total_norm(
         norms = [torch.zeros((), dtype=dtype, device=device)]
     local = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     if math.isinf(norm_type):
-        return all_reduce_(local, group, "max")
-    return all_reduce_(local.pow(norm_type), group).pow(1.0 / norm_type)
+        return all_reduce_(local, group, "max", what=_WHAT)
+    return all_reduce_(local.pow(norm_type), group, what=_WHAT).pow(1.0 / norm_type)
 
 
 def clip_(shards: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:

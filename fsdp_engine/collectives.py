@@ -22,11 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_engine import memory
+from fsdp_engine import memory, watch
 from fsdp_engine.mesh import backend_of
+from fsdp_engine.watch import naming
 
 Work = dist.Work
-Steps = Iterator[Sequence[Work]]
+Steps = Iterator[Sequence[Work | watch.HostWork]]
 
 # torch 2.13 renamed these and warns of the old names; 2.11 has only the old ones.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -147,7 +148,8 @@ class Communicator:
     ) -> Steps:
         """Sum (or average) ``tensor`` over the ranks, in place, by the backend's own all-reduce."""
         op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
-        yield [_require(dist.all_reduce(tensor, op=op, group=self.group, async_op=True))]
+        work = _require(dist.all_reduce(tensor, op=op, group=self.group, async_op=True))
+        yield [watch.HostWork(work) if self._gloo else work]
 
     def _bounds(self, numel: int, place: int) -> int:
         # Equal parts wherever numel allows, which collectives with a fixed part size rely on.
@@ -216,11 +218,18 @@ class Communicator:
         return _require(dist.irecv(tensor, group=self.group, group_src=sender, tag=tag))
 
 
-def all_reduce_(tensor: Tensor, group: dist.ProcessGroup | None, op: str = "sum") -> Tensor:
-    """Reduce a small tensor in place and wait. ``op``: "sum", "max" or "min". None: one rank."""
+def all_reduce_(
+    tensor: Tensor, group: dist.ProcessGroup | None, op: str = "sum", what: str = "a sum over ranks"
+) -> Tensor:
+    """Reduce a small tensor in place and wait. ``op``: "sum", "max" or "min". None: one rank.
+
+    ``what`` it is for is part of the error of a rank that waits in vain.
+    """
     if group is not None:
         ops = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-        dist.all_reduce(tensor, op=ops[op], group=group)
+        with naming(what, group):
+            work = _require(dist.all_reduce(tensor, op=ops[op], group=group, async_op=True))
+            (watch.HostWork(work) if tensor.device.type == "cpu" else work).wait()
     return tensor
 
 
@@ -256,16 +265,23 @@ class MaxGroup(dist.ProcessGroup):
 def broadcast_(tensor: Tensor, group: dist.ProcessGroup | None, source: int = 0) -> Tensor:
     """Give every rank of the group the values of its rank ``source``. None: one rank."""
     if group is not None and tensor.numel():
-        dist.broadcast(_as_bytes(tensor), group=group, group_src=source)
+        with naming("values of the first rank", group):
+            dist.broadcast(_as_bytes(tensor), group=group, group_src=source)
     return tensor
 
 
-def gather_objects(value: object, group: dist.ProcessGroup | None) -> list[object]:
-    """Every rank's ``value``, on every rank. For construction and errors only."""
+def gather_objects(
+    value: object, group: dist.ProcessGroup | None, what: str = "a comparison of ranks"
+) -> list[object]:
+    """Every rank's ``value``, on every rank. For construction and errors only.
+
+    ``what`` it is for is part of the error of a rank that waits in vain.
+    """
     if group is None:
         return [value]
     gathered: list[object] = [None] * group.size()
-    dist.all_gather_object(gathered, value, group=group)
+    with naming(what, group):
+        dist.all_gather_object(gathered, value, group=group)
     return gathered
 
 

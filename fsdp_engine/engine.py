@@ -75,7 +75,7 @@ class Engine:
         symmetric = not config.disable_symmetric_registration
         pool = NcclPool(mesh, symmetric=symmetric) if config.nccl_ub else None
         self._memory = Memory(mesh.device, pool)
-        self._lanes = lanes_module.make_lanes(mesh.device)
+        self._lanes = lanes_module.make_lanes(mesh.device, mesh.ranks)
         self.units = build_units(plan, sites, self._lanes, self._memory, config, start)
         if pool is not None:
             pool.register()

@@ -26,7 +26,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fsdp_engine import watch
 from fsdp_engine.strategies import Axis
+from fsdp_engine.watch import NOW
+
+# Of a lane on CUDA, how many submissions are kept to tell which of them is stuck.
+_MOST_RECENT = 256
 
 Steps = Iterator[Sequence[Any]]
 Operation = Callable[[], Steps]
@@ -132,13 +137,20 @@ class Chain:
         return bool(self._links)
 
 
-def make_lanes(device: torch.device) -> Lanes:
-    """Lanes for ``device``: streams on CUDA, FIFOs of asynchronous works elsewhere."""
+def make_lanes(device: torch.device, ranks: Sequence[int] = ()) -> Lanes:
+    """Lanes for ``device``: streams on CUDA, FIFOs of asynchronous works elsewhere.
+
+    Args:
+        device: where the work is done.
+        ranks: global ranks that take part, for messages; none: all.
+    """
     if device.type == "cuda":
         # High priority: a gather that starts late stalls the model, compute that yields does not.
         streams = [torch.cuda.Stream(device, priority=-1) for _ in range(4)]
-        return Lanes(DeviceLane(device, None), *(DeviceLane(device, s) for s in streams))
-    return Lanes(*(HostLane() for _ in range(5)))
+        lanes = [DeviceLane(device, stream, ranks) for stream in streams]
+        watch.SLOW.update(lanes)
+        return Lanes(DeviceLane(device, None), *lanes)
+    return Lanes(*(HostLane(ranks) for _ in range(5)))
 
 
 def finish_compute(device: torch.device) -> None:
@@ -170,6 +182,16 @@ class HostTicket:
         self._works: Sequence[Any] = ()
         self._failure: str | None = None
         self.done = False
+
+    @property
+    def label(self) -> str:
+        """Its unit and what is done."""
+        return self._label
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Global ranks that it is about; none: all."""
+        return self._lane.ranks
 
     @property
     def ready(self) -> bool:
@@ -207,23 +229,24 @@ class HostTicket:
             raise RuntimeError(self._failure)
         assert self._steps is not None
         try:
+            NOW.waits = self
             for work in self._works:
                 work.wait()
+            NOW.waits = None
             if torch.autograd._profiler_enabled():
                 with torch.profiler.record_function(f"fsdp_engine: {self._label}"):
                     works = next(self._steps, None)
             else:  # a range that nobody looks at costs time, too
                 works = next(self._steps, None)
         except RuntimeError as error:
-            self._failure = (
-                f"{self._label} did not complete: another rank failed, or never came to it. "
-                f"({error})"
-            )
+            self._failure = watch.explain(self._label, self.ranks, error)
+            NOW.waits = None
             raise RuntimeError(self._failure) from error
         self._works = works or ()
         if works is None:
             self.done = True
             self._steps = None
+            NOW.done = self._label
 
 
 class _Done:
@@ -236,9 +259,14 @@ _DONE = _Done()
 
 
 class HostLane:
-    """A lane on CPU: a FIFO of operations. See [Note: Lanes]."""
+    """A lane on CPU: a FIFO of operations. See [Note: Lanes].
 
-    def __init__(self) -> None:
+    Args:
+        ranks: global ranks that take part, for messages; none: all.
+    """
+
+    def __init__(self, ranks: Sequence[int] = ()) -> None:
+        self.ranks = ranks
         self._waiting: deque[HostTicket] = deque()
         self._unfinished: deque[HostTicket] = deque()
 
@@ -259,6 +287,7 @@ class HostLane:
             self._waiting.popleft().start()
         while self._unfinished and self._unfinished[0].done:
             self._unfinished.popleft()
+        NOW.last = label
         ticket = HostTicket(self, label, operation, after)
         self._unfinished.append(ticket)
         if ticket.ready:
@@ -313,11 +342,26 @@ class DeviceTicket:
 
 
 class DeviceLane:
-    """A lane on CUDA: a stream. ``stream`` None means the stream that is current at each call."""
+    """A lane on CUDA: a stream.
 
-    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None) -> None:
+    Args:
+        device: where.
+        stream: None: the stream that is current at each call.
+        ranks: global ranks that take part, for messages; none: all.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        stream: torch.cuda.Stream | None,
+        ranks: Sequence[int] = (),
+    ) -> None:
         self._device = device
         self._stream = stream
+        self.ranks = ranks
+        self._recent: deque[tuple[str, Any]] = deque(maxlen=_MOST_RECENT)
+        self._awaited: tuple[str, Any] | None = None  # the newest when last looked
+        self._awaited_since = 0.0
 
     def _target(self) -> torch.cuda.Stream:
         return self._stream or torch.cuda.current_stream(self._device)
@@ -330,7 +374,7 @@ class DeviceLane:
         after: Sequence[Ticket] = (),
         reads: Sequence[Tensor] = (),
         writes: Sequence[Tensor] = (),
-    ) -> Ticket:
+    ) -> DeviceTicket:
         """See :class:`Lane`; the host does not wait."""
         del reads, writes
         stream = self._target()
@@ -340,9 +384,24 @@ class DeviceLane:
             for works in operation():
                 for work in works:
                     work.wait()  # makes the current stream wait, not the host
-        return self.record()
+        ticket = self.record()
+        NOW.last = label
+        self._recent.append((label, ticket.event))
+        return ticket
 
-    def record(self) -> Ticket:
+    def stuck(self, now: float, patience: float) -> str | None:
+        """See :class:`fsdp_engine.watch.Slow`; asks for one event, whatever the lane has to do."""
+        if self._awaited is None or self._awaited[1].query():
+            recent = list(self._recent)
+            self._awaited = recent[-1] if recent else None
+            self._awaited_since = now
+        elif now - self._awaited_since > patience:
+            self._awaited_since = float("inf")
+            unreached = [label for label, event in list(self._recent) if not event.query()]
+            return (unreached or [self._awaited[0]])[0]
+        return None
+
+    def record(self) -> DeviceTicket:
         """See :class:`Lane`."""
         event = torch.cuda.Event()
         event.record(self._target())

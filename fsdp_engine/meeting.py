@@ -30,6 +30,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from fsdp_engine import watch
+
 # How long ranks that are missing may take before somebody looks where they are, and at most between
 # two looks.
 FIRST_LOOK_SECONDS = 2.0
@@ -90,6 +92,7 @@ def meet(
     """
     if len(ranks) == 1 or dist.get_backend() == "fake":
         return Meeting(f"alone{next(_alone)}", has)
+    watch.start()
     return _Place(what, ranks).wait_for_all(timeout, note, has)
 
 
@@ -129,6 +132,7 @@ class _Place:
     def wait_for_all(self, timeout: timedelta, note: str, has: bool) -> Meeting:
         """See :func:`meet`."""
         here = json.dumps([self._what, self._ranks, self._crowd, self._number])
+        watch.NOW.last = self._what
         self._store.set(f"at/{self._rank}", here)
         mine = json.dumps([self._rank, note])
         first = self._store.compare_set(f"{self._base}/note", "", mine).decode()
@@ -217,14 +221,10 @@ class _Place:
 
     def _who_is_missing(self, seconds: float) -> str:
         missing = self._missing()
-        parts = [
-            f"rank {rank} waits in {there[0]} over ranks {_shown(there[1])}"
-            for rank in missing[:_MOST_NAMED]
-            if (there := self._waits_at(rank)) is not None
-        ]
+        where = watch.who_is_missing(self._what, missing)
         return (
             f"{self._what}: expected ranks {_shown(self._ranks)}; ranks {_shown(missing)} did not "
-            f"come in {seconds:.0f} s{''.join('; ' + part for part in parts)}"
+            f"come in {seconds:.0f} s{where and ': '}{where}"
         )
 
     def _forget_the_one_before(self) -> None:

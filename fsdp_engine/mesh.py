@@ -103,6 +103,11 @@ class DataMesh:
         return self.outer.size * self.inner.size
 
     @property
+    def ranks(self) -> list[int]:
+        """Global ranks, row by row."""
+        return list(self.device_mesh.mesh.flatten().tolist())
+
+    @property
     def coordinate(self) -> Coordinate:
         """This rank's place."""
         return Coordinate(self.outer.rank, self.inner.rank)

@@ -23,12 +23,14 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fsdp_engine import collectives
+from fsdp_engine import collectives, memory
 from fsdp_engine.gradient_checks import GradientChecks
 from fsdp_engine.order import order_digest
 from fsdp_engine.param_and_grad_buffer import ParamAndGradBuffer
+from fsdp_engine.watch import naming
 
 _DIGEST_BYTES = 8
+_WHAT = "the message of the step"
 
 
 @dataclass
@@ -93,7 +95,7 @@ class StepMessage:
             if part.group is self._group:
                 digest = order_digest(order)
                 flags += digest + bytes(255 - byte for byte in digest)
-            message = torch.frombuffer(flags, dtype=torch.uint8).to(self._device)
+            message = memory.bytes_to(flags, self._device)
             if part.group is self._group and self._looks_for_nan:
                 assert self._checks is not None
                 message = torch.cat([message, self._checks.flags])
@@ -111,7 +113,8 @@ class StepMessage:
             if not (missing or (is_main and (has_new_order or self._looks_for_nan))):
                 continue  # the work is waited for before the next message
             assert part.result is not None
-            part.work.wait()
+            with naming(_WHAT, part.group):
+                part.work.wait()
             part.work = None
             values = part.result.tolist()
             at = 0
@@ -134,7 +137,8 @@ class StepMessage:
         """Wait for messages that nobody has read."""
         for part in self._parts:
             if part.work is not None:
-                part.work.wait()
+                with naming(_WHAT, part.group):
+                    part.work.wait()
                 part.work = None
 
     def forget(self) -> None:

@@ -32,6 +32,7 @@ FLOORS: dict[str, float] = {
     "inputs": 0.5,
     "terminal": 0,
     # devices and communication
+    "watch": 0.25,
     "meeting": 0.5,
     "mesh": 1,
     "memory": 1,

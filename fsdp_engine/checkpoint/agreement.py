@@ -56,7 +56,7 @@ def agree(
         Exception: ``error``; or one of the kind of the first rank's that has one.
     """
     found = None if error is None else (type(error).__name__, str(error))
-    gathered: list[Any] = gather_objects((found, value), group)
+    gathered: list[Any] = gather_objects((found, value), group, what)
     if error is not None:
         raise error
     for rank, (other, _) in enumerate(gathered):

@@ -1,0 +1,239 @@
+"""A rank that stops: the others say which one, and after what. [Note: Who is missing]"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import fsdp_engine as fe
+from fsdp_engine import watch
+from fsdp_engine.lanes import DeviceLane
+from fsdp_engine.strategies import LEVELS
+from tests import pool
+from tests.pool import Ranks, on_ranks
+
+NUM_STEPS = 2
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3)))
+
+
+def train(model: nn.Module, num_steps: int) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(num_steps):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def run_and_stop(rank: int, world_size: int, port: int, level: str, how: str, pipe: Any) -> None:
+    """Two steps on all ranks; then the last one stops, and the others send what they are told."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    model = make_model()
+    fe.shard(model, strategy=level)
+    train(model, NUM_STEPS)
+    try:
+        if rank == world_size - 1:
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ArithmeticError("this rank's own")
+        train(model, NUM_STEPS)
+    except RuntimeError as error:
+        pipe.send(str(error))
+    finally:
+        os._exit(1)
+
+
+@pytest.mark.parametrize("how", ["killed", "an exception"])
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_others_say_at_once_which_rank_has_ended(level: str, world_size: int, how: str) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(pool.PRELOADED)
+    pipes, processes = [], []
+    for rank in range(world_size):
+        ours, theirs = context.Pipe()
+        process = context.Process(
+            target=run_and_stop, args=(rank, world_size, store.port, level, how, theirs)
+        )
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    try:
+        for rank in range(world_size - 1):
+            assert pipes[rank].poll(40), f"rank {rank} was told nothing"
+            text = pipes[rank].recv()
+            assert f"rank {world_size - 1} has ended (process " in text, text
+            assert "did not complete: another rank failed, or never came to it: " in text
+            assert "The last that did complete here was " in text
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def do_something_else(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@on_ranks(2)
+def test_a_rank_with_fewer_batches_is_named_with_what_it_does_instead(level: str) -> None:
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=3))
+    model = make_model()
+    fe.shard(model, DeviceMesh.from_group(group, "cpu"), level)
+    train(model, NUM_STEPS)
+    if dist.get_rank() == 1:
+        do_something_else(10)
+        return
+    where = r"rank 1 is at .*test_missing_ranks\.py:\d+ in do_something_else; the last it began "
+    with pytest.raises(RuntimeError, match=rf"did not complete.*: {where}"):
+        train(model, 1)
+
+
+@on_ranks(2)
+def test_norms_and_comparisons_say_what_they_were_and_who_is_missing() -> None:
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
+    model = make_model()
+    engine = fe.shard(model, DeviceMesh.from_group(group, "cpu"))
+    model(torch.ones(2, 4)).sum().backward()
+    if dist.get_rank() == 1:
+        do_something_else(8)
+        return
+    with pytest.raises(RuntimeError, match=r"the norm of gradients did not complete.*rank 1 is at"):
+        engine.clip_grad_norm_(1.0)
+
+
+@on_ranks(2)
+def test_a_wait_that_takes_long_is_logged_with_who_is_missing_and_goes_on() -> None:
+    model = make_model()
+    engine = fe.shard(model)
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fsdp_engine").addHandler(handler)
+    before, watch.PATIENCE_SECONDS = watch.PATIENCE_SECONDS, 1.0
+    try:
+        if dist.get_rank() == 1:
+            do_something_else(6)
+        model(torch.ones(2, 4)).sum().backward()
+    finally:
+        watch.PATIENCE_SECONDS = before
+        logging.getLogger("fsdp_engine").removeHandler(handler)
+    assert engine.clip_grad_norm_(1.0) >= 0
+    if dist.get_rank() == 0:
+        assert len(lines) == 1, lines
+        assert "rank 0 has waited 1 s for all-gather of" in lines[0]
+        assert "in do_something_else" in lines[0]
+
+
+SCRIPT = """
+import torch, fsdp_engine as fe
+from torch import nn
+import torch.distributed as dist
+
+def main():
+    model = nn.Linear(4, 4)
+    fe.shard(model, strategy="no_shard")
+    for step in range(4):
+        if step == 2 and dist.get_rank() == 1:
+            raise ValueError("a bad sample")
+        model(torch.ones(2, 4)).sum().backward()
+        model.zero_grad()
+
+main()
+"""
+
+
+def test_a_program_that_ends_with_an_exception_leaves_word(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    programs = [
+        subprocess.Popen(
+            [sys.executable, str(tmp_path / "train.py")],
+            env={**os.environ, **common, "RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    errors = [program.communicate(timeout=200)[1] for program in programs]
+    assert [program.returncode for program in programs] == [1, 1], errors
+    assert "rank 1 has ended with ValueError: a bad sample; the last it began was" in errors[0]
+
+
+class FakeEvent:
+    """An event of CUDA that is reached when it is told so."""
+
+    def __init__(self) -> None:
+        self.reached = False
+
+    def query(self) -> bool:
+        return self.reached
+
+
+def test_work_on_a_stream_that_is_not_reached_in_time_is_told_once_by_its_label() -> None:
+    lane = DeviceLane(torch.device("cpu"), None, [0, 1])
+    events = [FakeEvent() for _ in range(4)]
+    assert lane.stuck(0.0, 60.0) is None
+    for number in range(3):
+        lane._recent.append((f"gather {number}", events[number]))
+    assert lane.stuck(1.0, 60.0) is None
+    events[0].reached = True
+    assert lane.stuck(60.0, 60.0) is None
+    assert lane.stuck(62.0, 60.0) == "gather 1"
+    assert lane.stuck(200.0, 60.0) is None
+    events[1].reached = events[2].reached = True
+    lane._recent.append(("gather 3", events[3]))
+    assert lane.stuck(201.0, 60.0) is None
+    assert lane.stuck(262.0, 60.0) == "gather 3"
+
+
+def test_lanes_on_streams_that_are_stuck_are_logged_by_the_watching_thread(ranks: Ranks) -> None:
+    ranks.run(watch_a_fake_lane, world_size=2)
+
+
+def watch_a_fake_lane() -> None:
+    fe.shard(make_model())
+    lane = DeviceLane(torch.device("cpu"), None, [0, 1])
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fsdp_engine").addHandler(handler)
+    before, watch.PATIENCE_SECONDS = watch.PATIENCE_SECONDS, 0.5
+    try:
+        if dist.get_rank() == 0:
+            lane._recent.append(("gather of blocks.1", FakeEvent()))
+            watch.SLOW.add(lane)
+        do_something_else(6)
+    finally:
+        watch.PATIENCE_SECONDS = before
+        logging.getLogger("fsdp_engine").removeHandler(handler)
+        watch.SLOW.discard(lane)
+    expected = ["gather of blocks.1: rank 1 is at"] if dist.get_rank() == 0 else []
+    assert len(lines) == len(expected), lines
+    assert all(part in line for part, line in zip(expected, lines, strict=True)), lines
