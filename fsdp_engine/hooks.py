@@ -39,6 +39,10 @@ from fsdp_engine.unit import Call, Unit
 _frames: Any = eval_frame
 _SKIP_ALL = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
 
+_functorch = torch._C._functorch
+_TransformType = _functorch.TransformType
+_inside_transform = _functorch.peek_interpreter_stack
+
 
 def not_compiled(function: Any) -> Any:
     """Keep ``torch.compile`` out of ``function``: it breaks the graph there and goes on after.
@@ -189,6 +193,8 @@ class UnitHooks:
         else:
             if self._check is not None and self._scheduler.is_at_rest:
                 self._check()
+            if _inside_transform() is not None:
+                _refuse_transform(unit)
             self._scheduler.enter_forward(unit)
         call = Call(unit) if wants_call else None
         opens = wants_call or not recomputes
@@ -321,6 +327,17 @@ def _input_came(scheduler: Scheduler, call: Call, grad: Tensor) -> None:
         call.num_awaited -= 1
         if not call.num_awaited:
             scheduler.leave_backward(call)
+
+
+def _refuse_transform(unit: Unit) -> None:
+    """Tensors made within ``torch.func.grad`` and its kind have no memory that could travel."""
+    differentiates = {_TransformType.Grad, _TransformType.Jvp}
+    if any(each.key() in differentiates for each in _functorch.get_interpreter_stack() or ()):
+        raise RuntimeError(
+            f"forward of {unit.label} within torch.func.grad, vjp, jvp or their kind: expected "
+            "loss.backward() or torch.autograd.grad, which sharded models have; found a transform. "
+            "Or transform a model that is not sharded (engine.full_state_dict has the weights)"
+        )
 
 
 def _refuse_autograd(unit: Unit) -> None:

@@ -508,6 +508,19 @@ def test_a_number_is_copied_into_every_element(mesh: DeviceMesh) -> None:
     check(tensor.copy_(3.0), torch.full(SHAPE, 3.0))
 
 
+def test_memory_cannot_be_replaced_nor_copied_element_by_element(mesh: DeviceMesh) -> None:
+    tensor = flat_of(torch.ones(SHAPE), mesh)
+    with pytest.raises(ValueError, match="replaces the memory of a flat buffer"):
+        tensor.set_(torch.ones(SHAPE))
+    with pytest.raises(ValueError, match="new_tensor: not defined"):
+        tensor.new_tensor(tensor)
+
+
+def test_the_node_at_which_autograd_accumulates_is_not_shown(mesh: DeviceMesh) -> None:
+    with pytest.raises(ValueError, match="register_post_accumulate_grad_hook"):
+        torch.autograd.graph.get_gradient_edge(param_of(torch.ones(SHAPE), mesh))
+
+
 def test_an_extreme_of_a_dim_is_refused_for_it_has_indices_too(mesh: DeviceMesh) -> None:
     vector = flat_of(torch.arange(30.0), mesh)
     for function in (torch.max, torch.min):

@@ -173,6 +173,10 @@ def _view(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
             raise refusal(cls, func, args, "changes the number of elements")
         return elementwise(cls, func, args, kwargs)
     if func.__name__.endswith("_as"):
+        if target[0] is tensor and tensor.is_leaf and tensor.requires_grad:
+            # So torch finds the node at which autograd accumulates, which no backward reaches.
+            why = "looks for this parameter in the graph, where modules put the full one"
+            raise refusal(cls, func, args, f"{why} (use register_post_accumulate_grad_hook)")
         target = list(target[0].shape)
     elif len(target) == 1 and not isinstance(target[0], int | Tensor):
         target = list(target[0])
@@ -196,7 +200,9 @@ def _new(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     if size is None and func.__name__ == "new_full":
         size, *rest = rest
     elif size is None:
-        size, rest = (rest, []) if not rest or isinstance(rest[0], int) else (rest[0], rest[1:])
+        size, rest = (
+            (rest, []) if not rest or isinstance(rest[0], int | Tensor) else (rest[0], rest[1:])
+        )
     if tuple(size) != tuple(flat.shape):
         return func(local, tuple(size), *rest, **kwargs)
     return cls._wrap(func(local, (flat.numel,), *rest, **kwargs), flat)
@@ -208,6 +214,8 @@ def _takes_data(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> bool:
 
 
 def _new_tensor(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
+    if isinstance(args[0], cls) and any(isinstance(each, cls) for each in args[1:]):
+        raise refusal(cls, func, args)  # it would ask for one element after the other
     return func(args[0]._local_tensor, *args[1:], **kwargs)
 
 
@@ -227,10 +235,10 @@ def _backward(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> None:
     ]
     if flat:
         # Modules compute with full tensors: autograd would find none of these in its graph.
-        shapes = ", ".join(str(tuple(each.shape)) for each in flat[:4])
+        names = ", ".join(each._flat.name or str(tuple(each.shape)) for each in flat[:4])
         raise ValueError(
-            f"backward: expected no sharded parameters in inputs=; found FlatDTensors of shapes "
-            f"{shapes}. Leave inputs= away and call requires_grad_(False) on what needs no gradient"
+            f"backward: expected no sharded parameters in inputs=; found {names}. Leave inputs= "
+            "away and call requires_grad_(False) on what needs no gradient"
         )
     tensor, *rest = args
     if not isinstance(tensor, cls):  # torch.autograd.backward, of one tensor or several

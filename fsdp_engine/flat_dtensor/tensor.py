@@ -35,7 +35,7 @@ from fsdp_engine import memory
 from fsdp_engine.flat_dtensor import functions
 from fsdp_engine.flat_dtensor.full_reductions import mean_over_mesh, reduce_over
 from fsdp_engine.flat_dtensor.placement import Box, FlatPlacement, FlatShard, _on_mesh
-from fsdp_engine.flat_dtensor.slices import compact, unwrap
+from fsdp_engine.flat_dtensor.slices import compact, refusal, unwrap
 from fsdp_engine.outside_reads import Home
 
 _NoTorchFunction = torch._C.DisableTorchFunctionSubclass  # type: ignore[attr-defined]
@@ -287,6 +287,14 @@ class FlatDTensor(DTensor):
             handle: RemovableHandle = super().register_post_accumulate_grad_hook(hook)
             return handle
         return self._home.add_hook(hook, on_param=True)
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused; a method, since torch does not ask ``__torch_function__`` for it.
+
+        Raises:
+            ValueError: always.
+        """
+        raise refusal(type(self), Tensor.set_, (self,), "replaces the memory of a flat buffer")
 
     # --- copies ---
 

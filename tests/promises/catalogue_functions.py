@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import warnings
 from typing import Any
 
@@ -712,6 +712,7 @@ def _gets(label: str, options: dict[str, Any]) -> None:
         s.step(optimizer)
         model_state, state = dcp.get_state_dict(s.model, optimizer, options=chosen)
         kept = {key: value.detach().clone() for key, value in model_state.items()}
+        state = copy.deepcopy(state)
         s.step(optimizer)
         dcp.set_model_state_dict(s.model, kept, options=chosen)
         dcp.set_optimizer_state_dict(s.model, optimizer, state, options=chosen)
@@ -745,13 +746,10 @@ def _broadcast_optimizer(s: Scene) -> Any:
     optimizer = torch.optim.AdamW(s.model.parameters(), lr=0.01)
     s.step(optimizer)
     full = StateDictOptions(full_state_dict=True)
-    state = dcp.get_optimizer_state_dict(s.model, optimizer, options=full)
+    state = copy.deepcopy(dcp.get_optimizer_state_dict(s.model, optimizer, options=full))
     s.step(optimizer)
     if s.engine is not None:
         state = state if s.rank == 0 else {}
         full = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     dcp.set_optimizer_state_dict(s.model, optimizer, state, options=full)
     return s.step(optimizer)
-
-
-__all__ = ["catalogue", "contextlib"]

@@ -60,7 +60,9 @@ _CLEAR = (
     r"requires grad|require grad|requires_grad",
     r"leaf",
     r"invalid combination of arguments",  # names what it got, and what it takes
-    r"only supports 0-dimension value",
+    r"only supports (a )?0-dimension",
+    r"must be \w+, not",
+    r"tensor subclass",
 )
 _UNCLEAR_TYPES = (AssertionError, KeyError, IndexError, UnboundLocalError, RecursionError)
 
