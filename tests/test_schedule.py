@@ -312,8 +312,8 @@ def free_on_compute(self: Any, storage: Any) -> None:
     self._lanes.compute.manage("free too early", storage.drain, storage)
 
 
-def mark_no_boundary(self: Any, call: Any, args: Any, kwargs: Any) -> Any:
-    return args, kwargs
+def mark_no_boundary(self: Any, call: Any, tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def own(strategy: str, outer: str = "no_shard") -> dict[str, Any]:
@@ -395,7 +395,7 @@ BROKEN: dict[str, tuple[dict[str, Any], Forgets, Any, Callable[[], nn.Module]]] 
     "reshard at the last gradient": (
         own("optim_grads_params"),
         never,
-        replace(hooks.UnitHooks, "_mark_boundary", mark_no_boundary),
+        replace(hooks.UnitHooks, "_listen", mark_no_boundary),
         lora_model,
     ),
 }
