@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import get_overridable_functions
 
 from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement, functions
+from fsdp_engine.flat_dtensor.elementwise import elementwise
 from fsdp_engine.flat_dtensor.slices import refuse
 from tests.promises.trial import Difference, Outcome, Verdict, compare, judge, outcome_of
 
@@ -250,13 +251,28 @@ _FUNCTIONS: list[Way] = [
 ]
 
 
+# Of those, the ones that tell something of a function that runs on slices element by element.
+_ELEMENTWISE: list[Way] = [
+    _after(0.5),
+    _after(_other, _other),
+    _after(_other, 0.5),
+    _after(0.2, 0.4),
+    _after(torch.ones(6)),
+]
+
+
 def _ways(name: str, kind: str) -> list[Way]:
     ways = list(_SIMPLE)
     if kind in {"parameter", "parameter, no_grad", "gradient"}:
-        ways += _MORE
+        ways += _ELEMENTWISE if _handler(name) is elementwise else _MORE
     if not name.startswith("Tensor."):
         ways += _FUNCTIONS
     return ways
+
+
+def _handler(name: str) -> Any:
+    method = getattr(torch.Tensor, name.removeprefix("Tensor."), None)
+    return None if method is None else functions.handler_of(method)
 
 
 # Pointers and storages are of this rank's slice by their nature.
@@ -364,7 +380,7 @@ def _run(function: Any, kit: Kit, kind: str, way: Way) -> _Run:
 
 def _with_gradient(run: _Run) -> _Run:
     result = run.result
-    if isinstance(result, Tensor) and result.requires_grad and result is not run.subject:
+    if isinstance(result, Tensor) and result.requires_grad:
         result.square().sum().backward()
         run.gradient = run.subject.grad
     return run

@@ -15,6 +15,8 @@ from tests.promises.everywhere import LEVELS
 from tests.promises.trial import Difference, Outcome, Verdict, compare, is_clear, judge
 
 CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
+# Each of the calls behind the fixtures tries hundreds of things.
+pytestmark = pytest.mark.timeout(900)
 Tensors = dict[str, list[tuple[str, Outcome]]]
 ByLevel = dict[str, dict[str, Outcome]]
 
@@ -27,13 +29,13 @@ def _is_pinned() -> bool:
 
 @pytest.fixture(scope="module")
 def tensors(ranks: Ranks) -> Tensors:
-    found: Tensors = ranks.run(catalogue.run_tensor, world_size=2, timeout=300)[0]
+    found: Tensors = ranks.run(catalogue.run_tensor, world_size=2, timeout=600)[0]
     return found
 
 
 @pytest.fixture(scope="module")
 def by_level(ranks: Ranks) -> ByLevel:
-    run = functools.partial(ranks.run, catalogue.run_entries, world_size=2, timeout=300)
+    run = functools.partial(ranks.run, catalogue.run_entries, world_size=2, timeout=600)
     return {level: run(level)[0] for level in LEVELS}
 
 
