@@ -235,6 +235,7 @@ class Scheduler:
         if self._creates_graph:
             # What is recorded now will read the weights once more.
             self._recorded.add(call.unit.index)
+            call.unit.is_recorded = True
             call.unit.keep_full()
         call.opened = True
         self._opened_calls.append(call)
@@ -308,7 +309,7 @@ class Scheduler:
         self._drop_ahead()
         if not self._creates_graph:
             for index in self._recorded:
-                self.units[index].is_kept_full = False
+                self.units[index].is_recorded = self.units[index].is_kept_full = False
                 self._touched[index] = self.units[index]
             self._recorded.clear()
         for unit in self._touched.values():

@@ -113,7 +113,8 @@ class Unit:
         installed: the full parameters are in the modules.
         has_planes: forward and backward gather different bytes of some of its buffers.
         for_backward: what it is gathered for next.
-        is_kept_full: a backward with ``create_graph`` has recorded functions of its weights.
+        is_recorded: a backward with ``create_graph`` has recorded functions of its weights.
+        is_kept_full: it is not released, since what is recorded will read its weights.
         is_recomputed: its forward was seen to run again within its backward.
         place: its slots, if transient memory does not come and go: see [Note: Slots].
     """
@@ -156,6 +157,7 @@ class Unit:
         self.for_backward = False
         self.is_recomputed = False
         self.installed = False
+        self.is_recorded = False
         self.is_kept_full = False
         self._table = _install_entries(self.buffers)
 
@@ -322,8 +324,13 @@ class Unit:
 
     @property
     def awaits_backward(self) -> bool:
-        """Whether more gradients may come, from forwards or from reads outside them."""
-        return self.num_calls > 0 or any(buffer.reads.num_open for buffer in self.trainable)
+        """Whether more gradients may come: from forwards, from reads outside them, or from what a
+        backward has recorded, of which nobody sees the end."""
+        return (
+            self.num_calls > 0
+            or self.is_recorded
+            or any(buffer.reads.num_open for buffer in self.trainable)
+        )
 
     @property
     def num_missing_grads(self) -> int:
@@ -349,7 +356,7 @@ class Unit:
         self.uses = 0
         self.num_awaited = 0
         self.is_recomputed = False
-        self.is_kept_full = False
+        self.is_recorded = self.is_kept_full = False
         self._tickets.clear()
         self.num_calls = 0
         self.open_calls.clear()

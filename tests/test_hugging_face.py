@@ -44,6 +44,7 @@ from tests.test_checkpoint import (
     different,
     label,
     mesh_of,
+    run_on,
     shard,
     shared_folder,
     trained,
@@ -140,7 +141,7 @@ def test_any_ranks_and_levels_export_what_libraries_and_any_others_load(
     assert {(c["strategy"], c["outer"]) for c in configs[4]} == set(PAIRS)
     expected = {}
     for world_size, each in configs.items():
-        found = ranks.run(export_each, str(tmp_path), each, world_size=world_size, timeout=120)
+        found = run_on(ranks, world_size, export_each, str(tmp_path), each, timeout=120)
         for config, saved in zip(each, found[0], strict=True):
             expected[label(config)] = tensors_of(saved)
             assert different(read_all(tmp_path / label(config)), expected[label(config)]) == []
@@ -148,8 +149,8 @@ def test_any_ranks_and_levels_export_what_libraries_and_any_others_load(
     sources = [config for each in configs.values() for config in each]
     for world_size, targets in configs.items():
         pairs = [(draw.choice(sources), target) for target in targets]
-        for lines in ranks.run(
-            load_each, str(tmp_path), pairs, expected, world_size=world_size, timeout=120
+        for lines in run_on(
+            ranks, world_size, load_each, str(tmp_path), pairs, expected, timeout=120
         ):
             assert lines == []
 

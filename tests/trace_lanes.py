@@ -261,7 +261,7 @@ class Tracer(TorchDispatchMode):
         originals = [(each, each.fill, each.drain) for each in classes]
         for each, fill, drain in originals:
             each.fill, each.drain = self._traced(fill, drain)  # type: ignore[method-assign]
-        lanes_module.make_lanes = lambda device: self.lanes()
+        lanes_module.make_lanes = lambda device, ranks=(): self.lanes()
 
         def undo() -> None:
             for each, fill, drain in originals:
