@@ -50,6 +50,9 @@ class Place:
         return fe.shard(model, mesh, self.inner, self.outer, **options)
 
 
+# Of all places of one number of ranks.
+TIMEOUT_SECONDS = 240.0
+
 LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 PLACES = (
@@ -71,7 +74,8 @@ def everywhere(check: Callable[[Place], None]) -> Callable[..., None]:
     @functools.wraps(check)
     def test(ranks: Ranks, num_ranks: int) -> None:
         __tracebackhide__ = True
-        ranks.run(_run_at_places, check.__module__, check.__qualname__, world_size=num_ranks)
+        call = (_run_at_places, check.__module__, check.__qualname__)
+        ranks.run(*call, world_size=num_ranks, timeout=TIMEOUT_SECONDS)
 
     parameters = [
         inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
