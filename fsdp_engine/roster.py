@@ -226,7 +226,8 @@ class Roster:
             problem = "memory of another of its parameters. Tie parameters before shard()"
         elif isinstance(value, FlatDTensor):
             mine = sharded._flat if isinstance(sharded, FlatDTensor) else None
-            if value._flat != mine:
+            # By name, too: on one rank the slices of two parameters can both be empty.
+            if mine is None or value._flat != mine or value._flat.name != mine.name:
                 problem = f"another slice, {value.flat_placement}. Assign value.full_tensor()"
         elif isinstance(value, DTensor) or type(value) not in (Tensor, nn.Parameter):
             problem = f"a {type(value).__name__}. Assign a plain tensor (.full_tensor(), say)"
