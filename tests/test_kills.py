@@ -69,7 +69,7 @@ def _train(rank: int, folder: Path, life: int, saves: bool) -> None:
     torch.manual_seed(rank)
     model = nn.Module()
     model.net, model.dropout = Transformer(num_blocks=1), nn.Dropout(0.2)
-    engine = fe.shard(model.net)
+    engine = fe.shard(model.net, initial_values="rank0")  # ranks are seeded apart
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
     data = Data(rank)
