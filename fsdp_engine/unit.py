@@ -324,13 +324,9 @@ class Unit:
 
     @property
     def awaits_backward(self) -> bool:
-        """Whether more gradients may come: from forwards, from reads outside them, or from what a
-        backward has recorded, of which nobody sees the end."""
-        return (
-            self.num_calls > 0
-            or self.is_recorded
-            or any(buffer.reads.num_open for buffer in self.trainable)
-        )
+        """Whether more gradients may come: of forwards, of reads outside them, of what is recorded."""
+        calls = self.num_calls > 0 or self.is_recorded
+        return calls or any(buffer.reads.num_open for buffer in self.trainable)
 
     @property
     def num_missing_grads(self) -> int:

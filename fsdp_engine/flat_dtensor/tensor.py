@@ -416,10 +416,7 @@ def any_requires_grad(params: Sequence[Tensor]) -> bool:
 
 
 def accumulator_of(param: Tensor) -> Any:
-    """The node by which autograd accumulates into ``param``, a leaf that requires grad.
-
-    Autograd itself holds it only while a graph refers to it, its hooks included.
-    """
+    """The node by which autograd accumulates into ``param``; it lives as long as it is held."""
     with torch.enable_grad():
         followed = unwrap(param) if isinstance(param, FlatDTensor) else param.view_as(param)
     assert followed.grad_fn is not None
