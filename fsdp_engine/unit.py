@@ -324,7 +324,7 @@ class Unit:
 
     @property
     def awaits_backward(self) -> bool:
-        """Whether more gradients may come: of forwards, of reads outside them, of what is recorded."""
+        """Whether more gradients may come: of forwards, reads outside them, what is recorded."""
         calls = self.num_calls > 0 or self.is_recorded
         return calls or any(buffer.reads.num_open for buffer in self.trainable)
 
