@@ -383,8 +383,10 @@ def _check_fp8_fields(units: Sequence[PlannedUnit], recipe: Recipe) -> None:
 
 def _check_no_optimizer(records: Sequence[ParamRecord]) -> None:
     names = {id(record.param): record.name for record in records}
+    kinds = _with_subclasses(torch.optim.Optimizer)
+    # Exact types: there may be a million things to look at, and some lie about their class.
     for thing in gc.get_objects():
-        if not issubclass(type(thing), torch.optim.Optimizer):
+        if type(thing) not in kinds:
             continue
         for group in vars(thing).get("param_groups", ()):
             for param in group["params"]:
@@ -393,3 +395,7 @@ def _check_no_optimizer(records: Sequence[ParamRecord]) -> None:
                         f"optimizer: expected it to be built after shard(); found a "
                         f"{type(thing).__name__} that already holds {names[id(param)]}"
                     )
+
+
+def _with_subclasses(kind: type) -> set[type]:
+    return {kind}.union(*map(_with_subclasses, kind.__subclasses__()))

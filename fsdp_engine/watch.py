@@ -121,7 +121,9 @@ class HostWork:
                 return
             except RuntimeError:
                 if self._work.is_completed():
-                    raise
+                    # It has failed, or was done just after this look at it: it says which.
+                    self._work.wait()
+                    return
             latest = _num_alarms()
             if latest > NOW.alarms:
                 NOW.alarms = latest

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.promises.scene import WIDTH, Catalogue, Model, Scene
+from tests.promises.scene import ROWS, WIDTH, Catalogue, Model, Scene
 
 catalogue = Catalogue([])
 tries = catalogue.tries
@@ -25,8 +25,8 @@ tries = catalogue.tries
 def _accumulate(s: Scene) -> Any:
     optimizer = s.sgd()
     for _ in range(2):
-        for part in s.x.tensor_split(s.x.shape[0]) if s.engine else s.x.tensor_split(3 * s.size):
-            (s.loss(part) / (3 if s.engine else 3 * s.size)).backward()
+        for part in s.x.tensor_split(ROWS):
+            (s.loss(part) / ROWS).backward()
         optimizer.step()
         optimizer.zero_grad()
 

@@ -95,6 +95,7 @@ SUBJECTS: dict[str, Tensor] = {
     "scalar": torch.tensor(0.5),
     "vector": _matrix().reshape(36),
     "cube": _matrix().reshape(3, 2, 6),
+    "count": torch.tensor(3),
 }
 _SHIFT = torch.arange(36.0).reshape(6, 6) % 5 / 10 + 0.1
 _INDEX = torch.tensor([1, 0, 3])
@@ -408,8 +409,8 @@ def fitting(name: str, function: Any, plain: Kit) -> dict[str, list[int]]:
     """Which of the ways plain torch accepts, by kind of subject; of what is refused, the first."""
     found: dict[str, list[int]] = {kind: [] for kind in SUBJECTS}
     refused = is_refused(getattr(torch.Tensor, name.removeprefix("Tensor."), function))
-    for kind in ("gradient", "integers", "mask", "scalar", "vector", "cube", "parameter"):
-        if kind in {"vector", "cube", "parameter"} and any(found.values()):
+    for kind in ("gradient", "integers", "mask", "scalar", "vector", "cube", "count", "parameter"):
+        if kind in {"vector", "cube", "count", "parameter"} and any(found.values()):
             break  # of nothing else
         for number, way in enumerate(_ways(name, kind)):
             if outcome_of(partial(_run, function, plain, kind, way))[1] is None:
