@@ -57,7 +57,17 @@ START_TIMEOUT_SECONDS = 240.0
 # Groups that a call leaves behind (torch's caches hold meshes of DTensors, and a module may hold a
 # graph) have threads that wake a hundred times a second. With more of them a rank is replaced.
 MOST_THREADS = 24
-PRELOADED = ["torch", "torch.distributed.tensor", "fsdp_engine", __name__]
+# torch._dynamo: the first step of an optimizer imports it, in two seconds.
+PRELOADED = [
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.tensor",
+    "fsdp_engine",
+    "tests.models",
+    "tests.reference",
+    __name__,
+]
 
 
 class RankError(RuntimeError):

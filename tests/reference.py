@@ -152,6 +152,30 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor.clone()
 
 
+def held(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, flat where that is a slice. Sends nothing."""
+    return tensor.local.detach() if isinstance(tensor, fe.FlatDTensor) else tensor.detach()
+
+
+def slice_like(whole: Tensor, like: Tensor) -> Tensor:
+    """The part of ``whole`` that :func:`held` gives of ``like``."""
+    if not isinstance(like, fe.FlatDTensor):
+        return whole.detach()
+    flat = like.flat_placement
+    assert flat.shape == whole.shape, f"expected shape {tuple(whole.shape)}; found {flat.shape}"
+    return whole.detach().reshape(-1)[flat.start : flat.stop]
+
+
+def assert_same_weights(model: nn.Module, alone: nn.Module, **tolerance: float) -> None:
+    """Whether every rank holds its part of what one process has; all ranks together, everything."""
+    expected = dict(alone.named_parameters())
+    for name, param in model.named_parameters():
+        wanted = slice_like(expected[name], param)
+        torch.testing.assert_close(
+            held(param), wanted, msg=lambda m, n=name: f"{n}: {m}", **tolerance
+        )
+
+
 def full_gradients(model: nn.Module) -> dict[str, Tensor | None]:
     """Whole gradients by name; None where there is none. A collective."""
     return {name: None if p.grad is None else full(p.grad) for name, p in model.named_parameters()}

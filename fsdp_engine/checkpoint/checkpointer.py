@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from fsdp_engine.checkpoint.agreement import agree
 from fsdp_engine.checkpoint.dcp_metadata import METADATA
 from fsdp_engine.checkpoint.directory import CheckpointDirectory
+from fsdp_engine.checkpoint.engines import Engines, as_one, level_names
 from fsdp_engine.checkpoint.folder import (
     FolderMatch,
     LoadReport,
@@ -37,8 +38,14 @@ from fsdp_engine.checkpoint.folder import (
     training_entries,
     write_entries,
 )
-from fsdp_engine.checkpoint.manifest import FileRow, Manifest, library_versions, tensor_rows
-from fsdp_engine.checkpoint.model_state import EXTRA, RANKS, ShardedModel
+from fsdp_engine.checkpoint.manifest import (
+    MANIFEST,
+    FileRow,
+    Manifest,
+    library_versions,
+    tensor_rows,
+)
+from fsdp_engine.checkpoint.model_state import EXTRA, RANKS
 from fsdp_engine.checkpoint.run_state import (
     Stateful,
     check_extra,
@@ -59,21 +66,22 @@ class Checkpointer:
 
     Args:
         directory: on storage that all ranks share; made when something is saved.
-        engine: what :func:`~fsdp_engine.sharding.shard` returned.
-        optimizer: one over the engine's parameters; None: weights only.
+        engine: what :func:`~fsdp_engine.sharding.shard` returned; or several of these by name, over
+            the same ranks, such as ``{"actor": actor, "critic": critic}``.
+        optimizer: one over the parameters of all of them; None: weights only.
         extra: objects with ``state_dict()`` and ``load_state_dict()`` by name: scheduler, data
             position. Every rank saves its own.
         keep: how many checkpoints stay, the latest ones; None: all.
         timeout: how long a rank waits for another one within a save. None: 30 minutes.
 
     Raises:
-        TypeError, ValueError: ``extra`` or ``keep`` is none of these.
+        TypeError, ValueError: ``engine``, ``extra`` or ``keep`` is none of these.
     """
 
     def __init__(
         self,
         directory: str | os.PathLike[str],
-        engine: ShardedModel,
+        engine: Engines,
         optimizer: torch.optim.Optimizer | None = None,
         *,
         extra: Mapping[str, Stateful] | None = None,
@@ -83,9 +91,10 @@ class Checkpointer:
         if keep is not None and (not isinstance(keep, int) or keep < 1):
             raise ValueError(f"keep: expected a number of at least 1, or None; found {keep!r}")
         self._extra = check_extra(extra)
-        self._engine = engine
-        self._mesh = engine.mesh
-        self._control = engine.mesh.control_group
+        self._engine = as_one(engine)
+        self._levels = level_names(engine)
+        self._mesh = self._engine.mesh
+        self._control = self._mesh.control_group
         self._optimizer = optimizer
         self._keep = keep
         self._directory = CheckpointDirectory(Path(directory))
@@ -294,7 +303,14 @@ class Checkpointer:
                         f"step: expected the {step} complete checkpoint in {self._directory.path}; "
                         f"found {found}"
                     )
-                folder = complete[max(complete) if step == "latest" else step]
+                newest = max(complete)
+                folder = complete[newest if step == "latest" else step]
+                if step == "latest" and (damaged := self._directory.newer_without_manifest(newest)):
+                    warnings.warn(
+                        f"load of the latest step: expected {MANIFEST} in {damaged}; found none, "
+                        f"so {folder.name} is loaded",
+                        stacklevel=5,
+                    )
             except Exception as caught:
                 error = caught
         agreed = agree(f"load({step!r})", error, self._control, folder)
@@ -321,12 +337,11 @@ class Checkpointer:
         """Write what a save holds and publish it. Collective over the group of saves."""
 
         def publish(saved: Metadata, files: dict[str, FileRow]) -> None:
-            strategy = self._engine.strategy
             manifest = Manifest(
                 step=save.step,
                 world_size=self._mesh.size,
                 mesh={"outer": self._mesh.outer.size, "inner": self._mesh.inner.size},
-                strategy={"inner": strategy.inner.name, "outer": strategy.outer.name},
+                strategy=self._levels,
                 tensors=tensor_rows(saved),
                 files=files,
                 libraries=library_versions(),

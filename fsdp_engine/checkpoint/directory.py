@@ -63,6 +63,14 @@ class CheckpointDirectory:
             if _COMPLETE.fullmatch(folder.name) and not (folder / MANIFEST).is_file()
         )
 
+    def newer_without_manifest(self, step: int) -> list[str]:
+        """Names of incomplete folders of later steps than ``step``."""
+        return [
+            folder.name
+            for folder in self.incomplete()
+            if (match := _COMPLETE.fullmatch(folder.name)) and int(match[1]) > step
+        ]
+
     def unfinished(self) -> list[Path]:
         """Folders that a job writes or removes at this moment, or that a job that died has left."""
         if not self.path.is_dir():

@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from fsdp_engine.checkpoint.dcp_metadata import read_metadata
+from fsdp_engine.checkpoint.engines import EngineLike
 from fsdp_engine.checkpoint.model_state import (
     EXTRA_STATE,
     MODEL,
     Saved,
-    ShardedModel,
     check_at_rest,
     is_extra_state,
 )
@@ -57,7 +57,7 @@ class Source:
     parts: Callable[[], Iterable[Part]]
 
 
-def engine_sources(engine: ShardedModel, dtype: torch.dtype | None) -> list[Source]:
+def engine_sources(engine: EngineLike, dtype: torch.dtype | None) -> list[Source]:
     """Parameters and persistent buffers of a sharded model, in the order of its modules.
 
     Parameters that several ranks hold are shared out among them by bytes, in that order. Buffers
@@ -194,7 +194,7 @@ class _IntoBoxes(dcp.DefaultLoadPlanner):
         """Nothing is left to do."""
 
 
-def _replica(engine: ShardedModel) -> tuple[int, int]:
+def _replica(engine: EngineLike) -> tuple[int, int]:
     """This rank's number among those that hold the same slices, and how many those are."""
     number, count = 0, 1
     for axis in (Axis.OUTER, Axis.INNER):

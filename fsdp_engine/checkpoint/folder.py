@@ -50,6 +50,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from fsdp_engine.checkpoint.agreement import agree, plain_errors
 from fsdp_engine.checkpoint.dcp_metadata import check_files, read_metadata
+from fsdp_engine.checkpoint.engines import Engines, as_one
 from fsdp_engine.checkpoint.manifest import FileRow
 from fsdp_engine.checkpoint.model_state import (
     EXTRA,
@@ -92,7 +93,7 @@ class LoadReport:
 
 def save_checkpoint(
     path: str | os.PathLike[str],
-    engine: ShardedModel,
+    engine: Engines,
     optimizer: torch.optim.Optimizer | None = None,
     extra: dict[str, Any] | None = None,
 ) -> None:
@@ -101,9 +102,10 @@ def save_checkpoint(
     Args:
         path: the folder, on storage that all ranks share; made if need be. An older checkpoint in
             it is replaced, other files are left alone.
-        engine: what :func:`~fsdp_engine.sharding.shard` returned.
-        optimizer: one over the engine's parameters. State tensors that have not the parameter's
-            shape must be the same on all ranks.
+        engine: what :func:`~fsdp_engine.sharding.shard` returned; or several of these by name, over
+            the same ranks. Entries then begin with the name: ``model.actor.head.weight``.
+        optimizer: one over the parameters of all of them. State tensors that have not the
+            parameter's shape must be the same on all ranks.
         extra: anything else, as ``torch.save`` takes it: step, LR scheduler, data position. That of
             data-parallel rank 0 is kept.
 
@@ -116,8 +118,8 @@ def save_checkpoint(
 
         All but the last before anything is written, and on every rank if on one.
     """
-    folder = Path(path)
-    group = engine.mesh.control_group
+    folder, model = Path(path), as_one(engine)
+    group = model.mesh.control_group
     entries: dict[str, Any] = {}
     error: Exception | None = None
     try:
@@ -125,9 +127,9 @@ def save_checkpoint(
             raise NotADirectoryError(f"path: expected a folder; found the file {folder}")
         if not isinstance(extra, dict | None):
             raise TypeError(f"extra: expected a dict or None; found {type(extra).__name__}")
-        entries = training_entries(engine, optimizer)
+        entries = training_entries(model, optimizer)
         packed = pack(extra or {})
-        if engine.mesh.rank == 0:
+        if model.mesh.rank == 0:
             entries[EXTRA] = packed
     except Exception as caught:
         error = caught
@@ -143,7 +145,7 @@ def save_checkpoint(
 
 def load_checkpoint(
     path: str | os.PathLike[str],
-    engine: ShardedModel,
+    engine: Engines,
     optimizer: torch.optim.Optimizer | None = None,
     *,
     trust: bool = False,
@@ -157,7 +159,7 @@ def load_checkpoint(
 
     Args:
         path: the folder.
-        engine: whose weights and buffers are replaced.
+        engine: whose weights and buffers are replaced; or several by name, as they were saved.
         optimizer: whose state and hyperparameters are replaced; None: only weights are loaded.
         trust: whoever wrote the checkpoint may run code here: objects in it may be of any class.
 
@@ -177,12 +179,13 @@ def load_checkpoint(
 
         All but the last before anything is changed, and on every rank if on one.
     """
-    group = engine.mesh.control_group
+    model = as_one(engine)
+    group = model.mesh.control_group
     match: FolderMatch | None = None
     error: Exception | None = None
     with collector_paused():
         try:
-            match = FolderMatch(Path(path), engine, optimizer, trust=trust)
+            match = FolderMatch(Path(path), model, optimizer, trust=trust)
             match.raise_problems()
         except Exception as caught:
             error = caught

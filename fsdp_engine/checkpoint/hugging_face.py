@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from fsdp_engine.checkpoint.agreement import agree
+from fsdp_engine.checkpoint.engines import EngineLike
 from fsdp_engine.checkpoint.export_source import (
     Source,
     checkpoint_sources,
@@ -64,7 +65,7 @@ Rename = Callable[[str], str | None] | Mapping[str, str | None]
 
 
 def export_safetensors(
-    engine_or_path: ShardedModel | str | os.PathLike[str],
+    engine_or_path: EngineLike | str | os.PathLike[str],
     directory: str | os.PathLike[str],
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",

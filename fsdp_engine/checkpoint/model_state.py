@@ -17,8 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from fsdp_engine import memory
 from fsdp_engine.codecs.transformer_engine import extra_tensors
 from fsdp_engine.mesh import DataMesh
-from fsdp_engine.param_and_grad_buffer import ParamAndGradBuffer
-from fsdp_engine.strategies import Strategy
+from fsdp_engine.param_and_grad_buffer import ParamRecord
 
 MODEL, OPTIMIZER, EXTRA, RANKS = "model", "optimizer", "extra", "ranks"
 
@@ -29,15 +28,33 @@ Path = tuple[str | int, ...]
 Targets = dict[str, Any]
 
 
+class ShardedBuffer(Protocol):
+    """What a checkpoint needs to know of a buffer; attributes as in ``ParamAndGradBuffer``."""
+
+    @property
+    def records(self) -> Sequence[ParamRecord]:
+        """Its parameters."""
+        ...
+
+    @property
+    def sharded_params(self) -> Sequence[Tensor]:
+        """What users see of them."""
+        ...
+
+    @property
+    def mesh(self) -> DataMesh:
+        """Whose ranks share them."""
+        ...
+
+
 class ShardedModel(Protocol):
     """What a checkpoint needs to know of an engine."""
 
     model: nn.Module
     mesh: DataMesh
-    strategy: Strategy
 
     @property
-    def buffers(self) -> list[ParamAndGradBuffer]:
+    def buffers(self) -> Sequence[ShardedBuffer]:
         """All buffers of all units."""
         ...
 

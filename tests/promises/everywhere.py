@@ -24,7 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdp_engine as fe
 from tests.pool import Ranks
@@ -45,9 +45,15 @@ class Place:
 
     def shard(self, model: nn.Module, **options: Any) -> fe.Engine:
         """``fe.shard`` at this place."""
-        names = ("outer", "inner")[-len(self.shape) :]
-        mesh = init_device_mesh("cpu", self.shape, mesh_dim_names=names)
-        return fe.shard(model, mesh, self.inner, self.outer, **options)
+        if self.shape not in _MESHES:
+            names = ("outer", "inner")[-len(self.shape) :]
+            _MESHES[self.shape] = init_device_mesh("cpu", self.shape, mesh_dim_names=names)
+        return fe.shard(model, _MESHES[self.shape], self.inner, self.outer, **options)
+
+
+# Of the present process group: every mesh has groups of its own, whose threads wake a hundred times
+# a second.
+_MESHES: dict[tuple[int, ...], DeviceMesh] = {}
 
 
 # Of all places of one number of ranks.
@@ -88,11 +94,14 @@ def everywhere(check: Callable[[Place], None]) -> Callable[..., None]:
 def _run_at_places(module: str, name: str) -> None:
     # The module's attribute is the test; functools.wraps left the check on it.
     check = getattr(importlib.import_module(module), name).__wrapped__
-    for place in PLACES:
-        if place.num_ranks == dist.get_world_size():
-            torch.manual_seed(0)
-            try:
-                check(place)
-            except Exception as error:
-                error.add_note(f"at {place}")
-                raise
+    try:
+        for place in PLACES:
+            if place.num_ranks == dist.get_world_size():
+                torch.manual_seed(0)
+                try:
+                    check(place)
+                except Exception as error:
+                    error.add_note(f"at {place}")
+                    raise
+    finally:
+        _MESHES.clear()

@@ -113,6 +113,9 @@ def compare(
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=to_none)
+    for module in model.modules():
+        if isinstance(module, Block):
+            module.penalty = None  # its graph would keep the engine and its groups
 
 
 def assert_same_gradients(model: nn.Module, alone: nn.Module, label: object) -> None:
@@ -121,7 +124,7 @@ def assert_same_gradients(model: nn.Module, alone: nn.Module, label: object) -> 
         wanted = expected[name].grad
         assert (param.grad is None) == (wanted is None), f"{label}: {name}: {param.grad}"
         if param.grad is not None and wanted is not None:
-            found = reference.full(param.grad)
+            found, wanted = reference.held(param.grad), reference.slice_like(wanted, param.grad)
             torch.testing.assert_close(found, wanted, rtol=2e-5, atol=1e-6, msg=f"{label}: {name}")
 
 
@@ -144,9 +147,7 @@ def test_a_gradient_that_was_zeroed_stays_zeros_where_nothing_comes(place: Place
             optimizer.zero_grad(set_to_none=False)
         each(x).sum().backward()
     assert_same_gradients(model, alone, place)
-    found, expected = reference.full_weights(model), reference.full_weights(alone)
-    for name, weight in expected.items():
-        torch.testing.assert_close(found[name], weight, msg=name)
+    reference.assert_same_weights(model, alone)
 
 
 @everywhere

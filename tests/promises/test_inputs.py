@@ -69,9 +69,7 @@ def assert_as_alone(place: Place, model: nn.Module, **options: Any) -> None:
             each(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    found, expected = reference.full_weights(model), reference.full_weights(alone)
-    for name, weight in expected.items():
-        torch.testing.assert_close(found[name], weight, msg=name, rtol=1e-4, atol=1e-6)
+    reference.assert_same_weights(model, alone, rtol=1e-4, atol=1e-6)
 
 
 @everywhere

@@ -33,12 +33,6 @@ def _steps(model: nn.Module, optimizer: Any) -> None:
         optimizer.zero_grad()
 
 
-def _same_weights(model: nn.Module, alone: nn.Module) -> None:
-    found = reference.full_weights(model)
-    for name, weight in reference.full_weights(alone).items():
-        torch.testing.assert_close(found[name], weight, msg=name)
-
-
 def _masked(model: Any, seen: list[Any], mask: Tensor) -> Any:
     def hook(grad: Tensor) -> Tensor:
         seen.append(tuple(grad.shape))
@@ -61,7 +55,7 @@ def test_a_mask_on_a_gradient_is_applied_once_whenever_it_was_registered(place: 
         _masked(alone, [], mask)
         for each in (model, alone):
             _steps(each, torch.optim.SGD(each.parameters(), lr=0.5))
-        _same_weights(model, alone)
+        reference.assert_same_weights(model, alone)
         assert seen == [(7, 3)] * 2
         handle.remove()
         _steps(model, torch.optim.SGD(model.parameters(), lr=0.5))
@@ -92,7 +86,7 @@ def test_an_optimizer_may_step_in_a_hook_of_its_parameter(place: Place) -> None:
             for _ in range(3):
                 each(torch.tensor([0, 1, 2, 3, 6])).square().mean().backward()
                 assert all(param.grad is None for param in each.parameters())
-        _same_weights(model, alone)
+        reference.assert_same_weights(model, alone)
 
 
 @everywhere

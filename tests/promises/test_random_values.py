@@ -39,8 +39,7 @@ def test_a_sharded_parameter_is_filled_as_one_process_fills_it(place: Place) -> 
             with torch.no_grad():
                 fill(each.weight)
             nn.init.normal_(each.bias)  # what comes after is alike, too
-        for name, weight in reference.full_weights(model).items():
-            assert torch.equal(weight, dict(alone.named_parameters())[name]), (number, name)
+        reference.assert_same_weights(model, alone, rtol=0, atol=0)
 
 
 @on_ranks(2)

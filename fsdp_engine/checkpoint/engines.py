@@ -1,0 +1,127 @@
+"""Several engines in one checkpoint: an actor and a critic, say, under one optimizer.
+
+What reads and writes checkpoints asks a model for its ``state_dict`` and for its buffers. Engines
+by name answer together: entries and parameters are called ``actor.head.weight``, as those of one
+module that holds both would be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp_engine.checkpoint.model_state import ShardedBuffer, ShardedModel
+from fsdp_engine.mesh import DataMesh
+from fsdp_engine.param_and_grad_buffer import ParamRecord
+from fsdp_engine.strategies import Axis, Strategy
+
+
+class EngineLike(ShardedModel, Protocol):
+    """One engine."""
+
+    strategy: Strategy
+
+
+Engines = EngineLike | Mapping[str, EngineLike]
+
+
+@dataclass(frozen=True)
+class _Renamed:
+    """One engine's buffer, with the names that its parameters have in the checkpoint."""
+
+    records: Sequence[ParamRecord]
+    sharded_params: Sequence[Tensor]
+    mesh: DataMesh
+
+
+class _Together:
+    """Engines by name, as one sharded model.
+
+    Attributes:
+        model: has each engine's model under the engine's name.
+        mesh: the first engine's.
+    """
+
+    def __init__(self, engines: Mapping[str, EngineLike]) -> None:
+        self._engines = dict(engines)
+        self.model: nn.Module = nn.ModuleDict({name: each.model for name, each in engines.items()})
+        self.mesh = next(iter(engines.values())).mesh
+
+    @property
+    def buffers(self) -> list[ShardedBuffer]:
+        """All buffers of all engines."""
+        return [
+            _Renamed(
+                [_renamed(record, prefix) for record in buffer.records],
+                buffer.sharded_params,
+                buffer.mesh,
+            )
+            for prefix, engine in self._engines.items()
+            for buffer in engine.buffers
+        ]
+
+    def weights_changed(self) -> None:
+        """Main weights were changed from outside."""
+        for engine in self._engines.values():
+            engine.weights_changed()
+
+    def check_modules(self) -> None:
+        """Raise where modules have other parameters than at ``shard()``."""
+        for engine in self._engines.values():
+            engine.check_modules()
+
+
+def _renamed(record: ParamRecord, prefix: str) -> ParamRecord:
+    return replace(
+        record,
+        name=f"{prefix}.{record.name}",
+        aliases=[f"{prefix}.{alias}" for alias in record.aliases],
+    )
+
+
+def as_one(engine: Engines) -> ShardedModel:
+    """One engine as it is; several, by name, as one.
+
+    Raises:
+        TypeError: a mapping of something else.
+        ValueError: no engine, a name with a dot, one engine under two names, or engines of other
+            ranks.
+    """
+    if not isinstance(engine, Mapping):
+        return engine
+    for name, each in engine.items():
+        if not isinstance(name, str) or not hasattr(each, "check_modules"):
+            raise TypeError(
+                f"engine[{name!r}]: expected a str and what shard() returned; found a "
+                f"{type(each).__name__}"
+            )
+        if "." in name or not name:
+            raise ValueError(f"engine: expected names without a dot; found {name!r}")
+    engines = list(engine.values())
+    if not engines or len({id(each) for each in engines}) < len(engines):
+        raise ValueError(
+            f"engine: expected engines, each of them once; found {list(engine) or 'none'}"
+        )
+    ranks = [_ranks(each.mesh) for each in engines]
+    if any(others != ranks[0] for others in ranks):
+        raise ValueError(
+            "engine: expected engines of the same ranks; found "
+            + ", ".join(f"{name} of {each}" for name, each in zip(engine, ranks, strict=True))
+        )
+    return _Together(engine)
+
+
+def level_names(engine: Engines) -> dict[str, str]:
+    """Levels by axis; where engines differ, all of them."""
+    engines = list(engine.values()) if isinstance(engine, Mapping) else [engine]
+    found = [{axis.value: each.strategy.level(axis).name for axis in Axis} for each in engines]
+    return {axis: ", ".join(dict.fromkeys(names[axis] for names in found)) for axis in found[0]}
+
+
+def _ranks(mesh: DataMesh) -> list[int]:
+    group = mesh.control_group
+    return [] if group is None else dist.get_process_group_ranks(group)
