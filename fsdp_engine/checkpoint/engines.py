@@ -8,15 +8,14 @@ module that holds both would be.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_engine.checkpoint.model_state import ShardedBuffer, ShardedModel
+from fsdp_engine.checkpoint.model_state import NamedRecord, ShardedBuffer, ShardedModel
 from fsdp_engine.mesh import DataMesh
-from fsdp_engine.param_and_grad_buffer import ParamRecord
 from fsdp_engine.strategies import Axis, Strategy
 
 
@@ -29,11 +28,20 @@ class EngineLike(ShardedModel, Protocol):
 Engines = EngineLike | Mapping[str, EngineLike]
 
 
-@dataclass(frozen=True)
-class _Renamed:
-    """One engine's buffer, with the names that its parameters have in the checkpoint."""
+@dataclass
+class _Record:
+    """A parameter under the name that it has in the checkpoint."""
 
-    records: Sequence[ParamRecord]
+    name: str
+    sites: list[tuple[nn.Module, str]]
+    aliases: list[str]
+
+
+@dataclass
+class _Buffer:
+    """One engine's buffer, with such records."""
+
+    records: Sequence[NamedRecord]
     sharded_params: Sequence[Tensor]
     mesh: DataMesh
 
@@ -55,12 +63,12 @@ class _Together:
     def buffers(self) -> list[ShardedBuffer]:
         """All buffers of all engines."""
         return [
-            _Renamed(
-                [_renamed(record, prefix) for record in buffer.records],
+            _Buffer(
+                [_named(record, name) for record in buffer.records],
                 buffer.sharded_params,
                 buffer.mesh,
             )
-            for prefix, engine in self._engines.items()
+            for name, engine in self._engines.items()
             for buffer in engine.buffers
         ]
 
@@ -75,12 +83,9 @@ class _Together:
             engine.check_modules()
 
 
-def _renamed(record: ParamRecord, prefix: str) -> ParamRecord:
-    return replace(
-        record,
-        name=f"{prefix}.{record.name}",
-        aliases=[f"{prefix}.{alias}" for alias in record.aliases],
-    )
+def _named(record: NamedRecord, engine: str) -> _Record:
+    aliases = [f"{engine}.{alias}" for alias in record.aliases]
+    return _Record(f"{engine}.{record.name}", record.sites, aliases)
 
 
 def as_one(engine: Engines) -> ShardedModel:

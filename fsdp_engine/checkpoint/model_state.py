@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from fsdp_engine import memory
 from fsdp_engine.codecs.transformer_engine import extra_tensors
 from fsdp_engine.mesh import DataMesh
-from fsdp_engine.param_and_grad_buffer import ParamRecord
 
 MODEL, OPTIMIZER, EXTRA, RANKS = "model", "optimizer", "extra", "ranks"
 
@@ -28,11 +27,19 @@ Path = tuple[str | int, ...]
 Targets = dict[str, Any]
 
 
+class NamedRecord(Protocol):
+    """What a checkpoint needs to know of a parameter; attributes as in ``ParamRecord``."""
+
+    name: str
+    sites: list[tuple[nn.Module, str]]
+    aliases: list[str]
+
+
 class ShardedBuffer(Protocol):
     """What a checkpoint needs to know of a buffer; attributes as in ``ParamAndGradBuffer``."""
 
     @property
-    def records(self) -> Sequence[ParamRecord]:
+    def records(self) -> Sequence[NamedRecord]:
         """Its parameters."""
         ...
 

@@ -28,6 +28,7 @@ from fsdp_engine import memory
 from fsdp_engine.checkpoint.model_state import (
     MODEL,
     OPTIMIZER,
+    NamedRecord,
     Saved,
     ShardedModel,
     Targets,
@@ -35,7 +36,6 @@ from fsdp_engine.checkpoint.model_state import (
     nested,
 )
 from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement
-from fsdp_engine.param_and_grad_buffer import ParamRecord
 
 STATE, GROUPS, KIND = "state", "param_groups", "kind"
 
@@ -46,7 +46,7 @@ _NOT_HYPERPARAMETERS = ("params", "param_names")
 class NamedParam:
     """A parameter of an optimizer."""
 
-    record: ParamRecord
+    record: NamedRecord
     param: Tensor
     placement: FlatPlacement | None  # None for a plain tensor
 
@@ -289,7 +289,7 @@ class OptimizerMatch:
                 return there.detach()
         return _like(member, dtype)
 
-    def _is_like_parameter(self, record: ParamRecord, state: str, key: str) -> bool:
+    def _is_like_parameter(self, record: NamedRecord, state: str, key: str) -> bool:
         """Whether a state has its parameter's shape. See [Note: State without a step]."""
         shape = self._saved_shape(record.aliases)
         if self._saved.shape(key) != shape:

@@ -8,7 +8,6 @@ reason covers fails ``test_catalogue.py``, so that a new torch does not slip by.
 
 from __future__ import annotations
 
-import gc
 import re
 import sys
 import warnings
@@ -93,17 +92,19 @@ def uncovered() -> list[str]:
     return [name for name in names_to_cover() if name not in known]
 
 
-def run_entries(level: str) -> dict[str, Outcome]:
-    """On a rank: all trials on whole models at one level."""
-    gc.collect()
-    gc.freeze()  # shard() looks at every object that the collector knows
+ByLevel = dict[str, dict[str, Outcome]]
+
+
+def run_entries() -> ByLevel:
+    """On a rank: all trials on whole models, at all levels."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    found: dict[str, Outcome] = {}
+    found: ByLevel = {level: {} for level in LEVELS}
     for entry in ENTRIES:
-        if entry.trial is not None and entry.name not in BEING_MENDED:
-            outcome = perform(entry, mesh, level)
-            before = found.get(entry.name, outcome)
-            found[entry.name] = max(before, outcome, key=lambda each: each.verdict)
+        if entry.trial is None or entry.name in BEING_MENDED:
+            continue
+        for level, outcome in perform(entry, mesh, LEVELS).items():
+            before = found[level].get(entry.name, outcome)
+            found[level][entry.name] = max(before, outcome, key=lambda each: each.verdict)
     return found
 
 
@@ -171,9 +172,7 @@ def tensor_lines(found: dict[str, list[tuple[str, Outcome]]]) -> list[str]:
     ]
 
 
-def page(
-    by_level: dict[str, dict[str, Outcome]], tensors: dict[str, list[tuple[str, Outcome]]]
-) -> str:
+def page(by_level: ByLevel, tensors: dict[str, list[tuple[str, Outcome]]]) -> str:
     """What stands between ``BEGIN`` and ``END`` in docs/promises.md."""
     lines = [BEGIN, "", "### Methods of tensors", ""]
     lines += tensor_lines(tensors)
@@ -200,9 +199,7 @@ def page(
 
 def everything(ranks: Ranks) -> str:
     """Tries all; the page's part."""
-    by_level = {
-        level: ranks.run(run_entries, level, world_size=2, timeout=600)[0] for level in LEVELS
-    }
+    by_level = ranks.run(run_entries, world_size=2, timeout=600)[0]
     tensors = ranks.run(run_tensor, world_size=2, timeout=600)[0]
     return page(by_level, tensors)
 

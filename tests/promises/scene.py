@@ -8,9 +8,8 @@ training on them.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -112,6 +111,7 @@ class Scene:
 
 
 Trial = Callable[[Scene], Any]
+Step = Callable[[Scene], Any]
 
 
 @dataclass(frozen=True)
@@ -179,55 +179,77 @@ def _goes_on(scene: Scene) -> dict[str, Any]:
     return {"one more loss": loss, "after one more step": dict(model.named_parameters())}
 
 
-def perform(entry: Entry, mesh: DeviceMesh, level: str) -> Outcome:
-    """One trial at one level. Every rank must call alike.
+def perform(entry: Entry, mesh: DeviceMesh, levels: Sequence[str]) -> dict[str, Outcome]:
+    """One trial at several levels. Every rank must call alike.
 
     Returns:
-        The worst of all ranks' outcomes.
+        By level, the worst of all ranks' outcomes.
     """
+    alone = _scene(entry, mesh, None)
+    # Those that are still as they should be.
+    ours = {level: _scene(entry, mesh, level) for level in levels}
+    found: dict[str, Outcome] = {}
     assert entry.trial is not None
+    steps: list[Step] = [entry.trial, _state, *([_goes_on] if entry.goes_on else [])]
+    for step in steps:
+        expected = _run(step, alone)
+        own = {level: judge(expected, _run(step, scene)) for level, scene in ours.items()}
+        if step is not entry.trial and expected[1] is not None:
+            break  # plain torch cannot go on either
+        for level, outcome in _agreed(own, mesh).items():
+            if step is not entry.trial and outcome.verdict is Verdict.WRONG:
+                outcome = Outcome(Verdict.WRONG, f"afterwards: {outcome.note}")
+            found[level] = outcome
+            if outcome.verdict is not Verdict.RIGHT:
+                del ours[level]
+    return found
+
+
+def _scene(entry: Entry, mesh: DeviceMesh, level: str | None) -> Scene:
     rank, size = mesh.get_local_rank(), mesh.size()
-    sides = []
-    for sharded in (False, True):
-        torch.default_generator.manual_seed(0)
-        model = entry.make()
-        x = torch.randn(size * ROWS, WIDTH)
-        engine = fe.shard(model, mesh, level) if sharded else None
-        if sharded:
-            x = x.tensor_split(size)[rank].clone()
-        sides.append(Scene(model, x, engine, rank, size))
-    alone, ours = sides
-    steps: list[Callable[[Scene], Any]] = [entry.trial, _state]
-    outcome = Outcome(Verdict.RIGHT)
-    for number, step in enumerate([*steps, _goes_on] if entry.goes_on else steps):
-        outcome, ends = _agreed(_one_step(step, alone, ours), mesh)
-        if ends:
-            return Outcome(Verdict.RIGHT) if number else outcome
-        if outcome.verdict is not Verdict.RIGHT:
-            if number and outcome.verdict is Verdict.WRONG:
-                return Outcome(Verdict.WRONG, f"afterwards: {outcome.note}")
-            break
-    return outcome
+    torch.default_generator.manual_seed(0)
+    model = entry.make()
+    x = torch.randn(size * ROWS, WIDTH)
+    if level is None:
+        return Scene(model, x, None, rank, size)
+    engine = fe.shard(model, mesh, level)
+    return Scene(model, x.tensor_split(size)[rank].clone(), engine, rank, size)
 
 
-def _one_step(step: Callable[[Scene], Any], alone: Scene, ours: Scene) -> tuple[Outcome, bool]:
-    """Its outcome, and whether plain torch refuses it."""
-    sides = []
+def _run(step: Step, scene: Scene) -> tuple[Any, BaseException | None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for scene in (alone, ours):
-            torch.default_generator.manual_seed(1)
-            sides.append(outcome_of(partial(step, scene)))
-    return judge(*sides), sides[0][1] is not None
+        torch.default_generator.manual_seed(1)
+        return outcome_of(lambda: _kept(step(scene)))
 
 
-def _agreed(own: tuple[Outcome, bool], mesh: DeviceMesh) -> tuple[Outcome, bool]:
-    """The worst of all ranks' outcomes: all go on, or none."""
+def _kept(value: Any) -> Any:
+    """``value`` with lists for iterators: it is compared several times."""
+    if isinstance(value, Iterator):
+        return [_kept(each) for each in value]
+    if type(value) in (list, tuple):
+        return type(value)(_kept(each) for each in value)
+    return value
+
+
+def _agreed(own: dict[str, Outcome], mesh: DeviceMesh) -> dict[str, Outcome]:
+    """By level, the worst of all ranks' outcomes: all go on, or none."""
+    if not own:
+        return {}
+    group = mesh.get_group()
+    verdicts = [outcome.verdict for outcome in own.values()]
+    extremes = torch.tensor([verdicts, [-each for each in verdicts]])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+    if torch.equal(extremes[0], -extremes[1]) and Verdict.WRONG not in extremes[0].tolist():
+        return own
     found: list[Any] = [None] * mesh.size()
-    dist.all_gather_object(found, own, group=mesh.get_group())
-    worst: Outcome = max((outcome for outcome, _ in found), key=lambda each: each.verdict)
-    verdicts = [outcome.verdict for outcome, _ in found]
-    if worst.verdict is not Verdict.WRONG and len(set(verdicts)) > 1:
-        names = ", ".join(each.name for each in verdicts)
-        worst = Outcome(Verdict.WRONG, f"ranks differ: {names}: {worst.note}")
-    return worst, own[1]
+    dist.all_gather_object(found, own, group=group)
+    agreed = {}
+    for level in own:
+        outcomes: list[Outcome] = [each[level] for each in found]
+        worst = max(outcomes, key=lambda each: each.verdict)
+        if worst.verdict is not Verdict.WRONG and len({each.verdict for each in outcomes}) > 1:
+            names = ", ".join(each.verdict.name for each in outcomes)
+            worst = Outcome(Verdict.WRONG, f"ranks differ: {names}: {worst.note}")
+        agreed[level] = worst
+    return agreed

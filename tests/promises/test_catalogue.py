@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 
 from tests.pool import Ranks
 from tests.promises import catalogue, catalogue_tensor
+from tests.promises.catalogue import ByLevel
 from tests.promises.everywhere import LEVELS
 from tests.promises.trial import Difference, Outcome, Verdict, compare, is_clear, judge
 
@@ -18,7 +18,6 @@ CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
 # Each of the calls behind the fixtures tries hundreds of things.
 pytestmark = pytest.mark.timeout(900)
 Tensors = dict[str, list[tuple[str, Outcome]]]
-ByLevel = dict[str, dict[str, Outcome]]
 
 
 def _is_pinned() -> bool:
@@ -35,8 +34,8 @@ def tensors(ranks: Ranks) -> Tensors:
 
 @pytest.fixture(scope="module")
 def by_level(ranks: Ranks) -> ByLevel:
-    run = functools.partial(ranks.run, catalogue.run_entries, world_size=2, timeout=600)
-    return {level: run(level)[0] for level in LEVELS}
+    found: ByLevel = ranks.run(catalogue.run_entries, world_size=2, timeout=600)[0]
+    return found
 
 
 def test_every_public_name_is_in_the_catalogue() -> None:
