@@ -17,7 +17,7 @@ from fsdp_engine.collectives import broadcast_, gather_objects
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.initial_values import Holdings, Start, broadcast_buffers, decide
 from fsdp_engine.lanes import Lanes
-from fsdp_engine.materialize import materialize, materialize_buffers
+from fsdp_engine.materialize import ModuleTree, materialize, materialize_buffers
 from fsdp_engine.meeting import error_of_another
 from fsdp_engine.memory import Memory, Place
 from fsdp_engine.mesh import DataMesh
@@ -101,9 +101,10 @@ def build_units(
     device = sites.data.mesh.device
     tag = FIRST_TAG
     units = []
+    tree = ModuleTree(plan.units[0].module) if plan.on_meta else None
     places = _places(plan, memory) if config.fsdp_double_buffer else [None] * len(plan.units)
     for index, planned in enumerate(plan.units):
-        if plan.on_meta:
+        if tree is not None:
             records = [
                 record
                 for part in planned.buffers
@@ -111,7 +112,7 @@ def build_units(
                 if not start.whole or sites.of(part.kind)[1].mesh.is_first
                 for record in part.records
             ]
-            materialize(plan.units[0].module, records, device, start.seed + index)
+            materialize(tree, records, device, start.seed + index)
         buffers: list[ParamAndGradBuffer] = []
         for number, part in enumerate(planned.buffers):
             label = planned.name or "the root module"

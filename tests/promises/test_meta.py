@@ -1,0 +1,126 @@
+"""Models on the meta device: what modules give their children, and parametrised tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+import fsdp_engine as fe
+from tests import reference
+from tests.pool import on_ranks
+from tests.promises.everywhere import LEVELS, Place, everywhere
+
+
+class Positions(nn.Module):
+    """Gives its child other values than that would give itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(6, 4)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.table.weight[:, 0::2] = torch.arange(6.0)[:, None]
+            self.table.weight[:, 1::2] = -1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + self.table.weight
+        return result
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = Positions()
+        self.blocks = nn.ModuleList([nn.Sequential(Positions(), nn.Linear(4, 4)) for _ in range(2)])
+        self.conv = parametrizations.weight_norm(nn.Conv1d(6, 6, 3, padding=1), dim=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.positions(x)
+        for block in self.blocks:
+            x = block(x)
+        result: Tensor = self.conv(x)
+        return result
+
+
+def on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return Model()
+
+
+@everywhere
+def test_children_get_the_values_that_their_parents_give_them(place: Place) -> None:
+    alone, model = Model(), on_meta()
+    place.shard(model)
+    for name, param in model.named_parameters():
+        if name.endswith("table.weight"):
+            wanted = reference.slice_like(alone.get_parameter(name), param)
+            assert torch.equal(reference.held(param), wanted), name
+
+
+@everywhere
+def test_a_weight_that_is_normalised_starts_as_its_module_would_without(place: Place) -> None:
+    torch.manual_seed(0)
+    model = on_meta()
+    engine = place.shard(model)
+    state = engine.full_state_dict()
+    lengths, directions = (state[f"conv.parametrizations.weight.original{i}"] for i in range(2))
+    torch.testing.assert_close(directions.norm(dim=(0, 1), keepdim=True), lengths)
+    assert 0.1 < directions.abs().max() < 1 / (6 * 3) ** 0.5  # kaiming_uniform_(a=sqrt(5))
+    alone = Model()
+    alone.load_state_dict(state)
+    x = torch.randn(2, 6, 4)
+    torch.testing.assert_close(model(x), alone(x))
+
+
+def state_of(level: str) -> Any:
+    return fe.shard(on_meta(), strategy=level).full_state_dict()
+
+
+def test_values_are_the_same_whatever_the_number_of_ranks_and_the_level(ranks: Any) -> None:
+    (expected,) = ranks.run(state_of, "no_shard", world_size=1)
+    for level in LEVELS:
+        for world_size in (1, 2, 4):
+            for found in ranks.run(state_of, level, world_size=world_size):
+                assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+class Late(nn.Module):
+    """Forgets one of its tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.zeros(3)) for _ in range(2))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.first)
+
+
+@on_ranks(2)
+def test_what_stays_without_values_is_an_error_on_all_ranks() -> None:
+    with torch.device("meta"):
+        old = nn.Sequential(nn.utils.weight_norm(nn.Linear(3, 3)))
+        late = nn.Sequential(Late())
+    with pytest.raises(ValueError, match=r"Linear\.weight_g: expected its reset_parameters\(\) to"):
+        fe.shard(old)
+    with pytest.raises(ValueError, match=r"Late\.second: expected its reset_parameters\(\) to"):
+        fe.shard(late)
+
+
+class Tripled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 3 * x
+
+
+@on_ranks(2)
+def test_a_parametrisation_that_cannot_be_turned_around_is_an_error_on_all_ranks() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 3))
+        nn.utils.parametrize.register_parametrization(model[0], "weight", Tripled())
+    with pytest.raises(ValueError, match=r"Linear\.weight: expected a parametrisation that turns"):
+        fe.shard(model)
