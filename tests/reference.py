@@ -154,7 +154,12 @@ def full(tensor: Tensor) -> Tensor:
 
 def held(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor, flat where that is a slice. Sends nothing."""
-    return tensor.local.detach() if isinstance(tensor, fe.FlatDTensor) else tensor.detach()
+    if isinstance(tensor, fe.FlatDTensor):
+        return tensor.local.detach()
+    if isinstance(tensor, DTensor):
+        assert all(place.is_replicate() for place in tensor.placements), tensor.placements
+        return tensor.to_local().detach()
+    return tensor.detach()
 
 
 def slice_like(whole: Tensor, like: Tensor) -> Tensor:
