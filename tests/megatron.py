@@ -11,13 +11,12 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp_engine as fe
-from fsdp_engine.strategies import ALL_STRATEGIES, LEVELS
+from fsdp_engine.strategies import LEVELS
 from tests.reference import Data, OptimizerMaker, Step, full_gradients, mean_over_ranks, sgd
 
 Config = fe.DistributedDataParallelConfig
 
 LEVEL_NAMES = list(LEVELS)
-PAIRS = [(strategy.inner.name, strategy.outer.name) for strategy in ALL_STRATEGIES]
 
 
 def config_of(

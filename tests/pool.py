@@ -51,6 +51,9 @@ import torch.distributed as dist
 
 NUM_RANKS = 4
 GROUP_TIMEOUT_SECONDS = 60.0
+# Of a whole call. On a busy machine what takes seconds may take minutes; ranks that wait for each
+# other in vain fail by the group's timeout.
+CALL_TIMEOUT_SECONDS = 240.0
 # How long the peers of a rank that failed may take to fail as well.
 GRACE_SECONDS = 5.0
 START_TIMEOUT_SECONDS = 240.0
@@ -110,7 +113,7 @@ class Ranks:
         fn: Callable[..., Any],
         *args: Any,
         world_size: int = NUM_RANKS,
-        timeout: float = GROUP_TIMEOUT_SECONDS,
+        timeout: float = CALL_TIMEOUT_SECONDS,
         group: bool = True,
     ) -> list[Any]:
         """Runs ``fn(*args)`` on ranks 0 to ``world_size - 1``; what each returned, by rank.
@@ -258,7 +261,7 @@ class Ranks:
 
 
 def on_ranks(
-    world_size: int = NUM_RANKS, timeout: float = GROUP_TIMEOUT_SECONDS
+    world_size: int = NUM_RANKS, timeout: float = CALL_TIMEOUT_SECONDS
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Makes a test of a function that every rank of a fresh world shall run.
 

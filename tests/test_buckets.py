@@ -455,7 +455,7 @@ def test_evaluation_between_steps_sees_the_weights_of_the_last_step() -> None:
 # Units beside them.
 
 
-@on_ranks(world_size=2, timeout=120)
+@on_ranks(world_size=2)
 @pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_units_and_a_root_larger_than_a_bucket_train_as_one_process(level: str) -> None:
     model = Transformer(num_blocks=2)
@@ -473,7 +473,7 @@ def test_units_and_a_root_larger_than_a_bucket_train_as_one_process(level: str) 
     assert {"embedding.weight", "norm.weight", "norm.bias"} in of_root
 
 
-@on_ranks(world_size=4, timeout=120)
+@on_ranks(world_size=4)
 @pytest.mark.parametrize("levels", [("optim", "optim"), ("optim_grads_params", "optim")])
 def test_buckets_on_two_axes_of_a_model_with_tied_weights_train_as_one_process(
     levels: tuple[str, str],

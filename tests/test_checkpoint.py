@@ -375,8 +375,8 @@ def resume(
 
 def test_a_resumed_run_continues_as_if_nothing_had_happened(ranks: Ranks, tmp_path: Path) -> None:
     """Bit for bit with the same ranks and strategy, up to rounding with others."""
-    expected = ranks.run(run_and_save, str(tmp_path), timeout=120)[0]
-    exact = ranks.run(resume, str(tmp_path), [SAME], expected, True, timeout=120)
+    expected = ranks.run(run_and_save, str(tmp_path))[0]
+    exact = ranks.run(resume, str(tmp_path), [SAME], expected, True)
     assert not any(exact), "\n".join(exact[0][:10])
     for world_size, configs in OTHERS.items():
         lines = ranks.run(

@@ -118,7 +118,6 @@ def load_each(folder: str, pairs: list[tuple[Config, Config]], expected: Any) ->
     return lines
 
 
-@pytest.mark.timeout(240)
 def test_any_ranks_and_levels_load_what_others_saved_bit_for_bit(
     ranks: Ranks, tmp_path: Path
 ) -> None:
@@ -331,8 +330,7 @@ def test_a_rank_without_host_memory_is_an_error_on_all() -> None:
     assert checkpointer.steps() == []
 
 
-@pytest.mark.timeout(280)
-@on_ranks(2, timeout=240)
+@on_ranks(2)
 def test_twenty_that_are_closed_leave_no_files_and_no_threads() -> None:
     folder = shared_folder()
     engine = fe.shard(nn.Linear(4, 4))

@@ -16,11 +16,9 @@ import fsdp_engine as fe
 from fsdp_engine.codecs import ParamCodec, Piece
 from fsdp_engine.collectives import Steps
 from fsdp_engine.precision import ParamDtypes
-from fsdp_engine.strategies import ALL_STRATEGIES
 from tests.models import Transformer, token_batch
+from tests.pairs import FEW_PAIRS
 from tests.pool import on_ranks
-
-PAIRS = [(strategy.inner.name, strategy.outer.name) for strategy in ALL_STRATEGIES]
 
 
 def quantise(values: Tensor, amax: Tensor) -> Tensor:
@@ -101,7 +99,7 @@ def restore(model: nn.Module) -> None:
             param.data.copy_(param.main)
 
 
-@pytest.mark.parametrize(("strategy", "outer"), PAIRS)
+@pytest.mark.parametrize(("strategy", "outer"), FEW_PAIRS)
 @on_ranks(4)
 def test_a_quantising_codec_trains_like_one_process_with_the_same_quantiser(
     strategy: str, outer: str

@@ -23,8 +23,9 @@ from fsdp_engine import lanes as lanes_module
 from fsdp_engine.description import count_collectives
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis, Role, Strategy
 from tests.models import DIM, LoraLinear, Mlp, Regression, vector_batch
+from tests.pairs import PAIRS
 from tests.pool import Ranks, on_ranks
-from tests.test_equivalence import PAIR_NAMES, PAIRS, mesh_of
+from tests.test_equivalence import PAIR_NAMES, mesh_of
 
 GATHERS, REDUCTIONS = ("all-gather",), ("reduce-scatter", "all-reduce")
 
@@ -232,7 +233,7 @@ def describes(engine: Any, strategy: Strategy) -> list[tuple[str, Any, Any]]:
 def test_collectives_and_bytes_of_a_step_follow_from_the_levels(
     ranks: Ranks, strategy: str, outer: str
 ) -> None:
-    for pairs in ranks.run(count_pair, strategy, outer, timeout=120):
+    for pairs in ranks.run(count_pair, strategy, outer):
         for what, found, expected in pairs:
             assert found == expected, what
 

@@ -220,7 +220,7 @@ def test_damage_is_an_error_or_does_not_matter(
         ranks.run(save, str(tmp_path / str(number)), number, manifest, **alone)
     num = NUM_DAMAGES if world_size == 0 else NUM_DAMAGES // 5
     places = [str(tmp_path / name) for name in ("1", "2", "work")]
-    for counts in ranks.run(load_damaged, *places, manifest, num, **alone, timeout=200):
+    for counts in ranks.run(load_damaged, *places, manifest, num, **alone):
         assert sum(counts.values()) == num
         assert counts["before"] > num / 3
         assert counts["half way"] > num / 30

@@ -154,7 +154,7 @@ PAIRS = [(level, "no_shard") for level in LEVEL_NAMES] + [("optim_grads_params",
 def test_weight_gradients_that_come_late_train_as_one_process(
     ranks: Ranks, inner: str, outer: str
 ) -> None:
-    results = ranks.run(compare, inner, outer, timeout=120)
+    results = ranks.run(compare, inner, outer)
     assert not any(results), report(results)
 
 

@@ -440,7 +440,7 @@ def wide_step(model: Any, engine: Any, optimizer: Any) -> None:
 def test_nothing_is_allocated_in_a_step_and_slots_are_as_long_as_their_largest_units(
     ranks: Ranks, strategy: str, outer: str
 ) -> None:
-    for pairs in ranks.run(books_of_pair, strategy, outer, timeout=120):
+    for pairs in ranks.run(books_of_pair, strategy, outer):
         for what, found, expected in pairs:
             assert found == expected, what
 

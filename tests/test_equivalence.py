@@ -16,9 +16,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdp_engine as fe
-from fsdp_engine.strategies import ALL_STRATEGIES, LEVELS
+from fsdp_engine.strategies import LEVELS
 from tests import reference
 from tests.models import Transformer, odd_model, token_batch, vector_batch
+from tests.pairs import PAIRS
 from tests.pool import Ranks
 
 NUM_STEPS = 3
@@ -26,7 +27,6 @@ MAX_NORM = 1.0
 OPTIMIZERS = {"sgd": reference.sgd, "adamw": reference.adamw}
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 
-PAIRS = [(strategy.inner.name, strategy.outer.name) for strategy in ALL_STRATEGIES]
 PAIR_NAMES = ["-".join(pair) for pair in PAIRS]
 
 
@@ -92,7 +92,7 @@ def report(results: list[list[str]]) -> str:
 def test_a_pair_of_levels_on_two_axes_trains_as_one_process(
     ranks: Ranks, strategy: str, outer: str
 ) -> None:
-    results = ranks.run(compare_with_one_process, strategy, outer, (2, 2), False, timeout=120)
+    results = ranks.run(compare_with_one_process, strategy, outer, (2, 2), False)
     assert not any(results), report(results)
 
 

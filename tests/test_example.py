@@ -397,10 +397,10 @@ def train(folder: Path, out: str, num_ranks: int, *arguments: str) -> dict[str, 
     """Runs the job to its end; returns what it measured, and what it ``printed``."""
     process = start(folder, out, num_ranks, *arguments)
     try:
-        printed, _ = process.communicate(timeout=120)
+        printed, _ = process.communicate(timeout=300)
     except subprocess.TimeoutExpired:
         process.terminate()  # torchrun then ends its ranks
-        process.communicate(timeout=30)
+        process.communicate(timeout=300)
         raise
     assert process.returncode == 0, printed
     assert "bigram" in printed
@@ -450,7 +450,7 @@ class TestWholeJob:
             time.sleep(0.01)
         rank_0 = int((checkpoints / ".lock").read_text().split()[1])
         os.kill(rank_0, signal.SIGKILL)
-        printed, _ = process.communicate(timeout=60)  # torchrun ends the other rank
+        printed, _ = process.communicate(timeout=300)  # torchrun ends the other rank
         assert process.returncode != 0, printed
         last = max(int(path.name[5:13]) for path in checkpoints.glob("step-*"))
 

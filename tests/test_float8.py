@@ -16,16 +16,15 @@ from torch import Tensor, nn
 
 import fsdp_engine as fe
 from fsdp_engine.codecs import Float8, Float8Codec, Piece
-from fsdp_engine.strategies import ALL_STRATEGIES
 from tests import reference
 from tests.float8_reference import quantised, reference_bytes, reference_scales
 from tests.megatron import Config
 from tests.models import Transformer, token_batch
+from tests.pairs import FEW_PAIRS
 from tests.pool import on_ranks
 from tests.test_counts import Messages, Stack, count_step
 from tests.test_equivalence import mesh_of
 
-PAIRS = [(strategy.inner.name, strategy.outer.name) for strategy in ALL_STRATEGIES]
 OPTIONS = [Float8(g, p) for g in ("tensor", "row", "block") for p in (False, True)]
 LABELS = [f"{each.granularity}-{each.power_of_two_scales}" for each in OPTIONS]
 
@@ -149,7 +148,7 @@ class Rounded(nn.Module):
         return torch.func.functional_call(self.model, copies, batch)
 
 
-@pytest.mark.parametrize(("inner", "outer"), PAIRS)
+@pytest.mark.parametrize(("inner", "outer"), FEW_PAIRS)
 @on_ranks(4)
 def test_fp8_param_gather_trains_as_one_process_with_the_same_quantiser(
     inner: str, outer: str

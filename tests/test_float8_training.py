@@ -20,8 +20,9 @@ from fsdp_engine.codecs import Float8, Float8Codec
 from tests import reference
 from tests.float8_reference import fp8_bytes, quantised, reference_grid
 from tests.models import Transformer, token_batch
+from tests.pairs import FEW_PAIRS
 from tests.pool import Ranks, on_ranks
-from tests.test_equivalence import PAIRS, mesh_of
+from tests.test_equivalence import mesh_of
 
 NUM_STEPS, NUM_MICROBATCHES = 3, 2
 # Matrices of 131 columns and up to 393 rows: blocks at both edges are cut, and no shard of four
@@ -145,7 +146,7 @@ def train_step(model: nn.Module, engine: fe.Engine, step: list[list[reference.Ba
     (model(*step[-1][rank]) / len(step)).backward()
 
 
-@pytest.mark.parametrize(("inner", "outer"), PAIRS)
+@pytest.mark.parametrize(("inner", "outer"), FEW_PAIRS)
 @on_ranks(4)
 def test_modules_compute_with_the_quantised_main_weights_in_every_forward_and_backward(
     inner: str, outer: str
@@ -282,7 +283,7 @@ def load_and_compare(folder: str, expected: list[dict[str, Tensor]]) -> list[str
 def test_any_ranks_and_level_quantise_a_loaded_checkpoint_to_the_same_bytes(
     ranks: Ranks, tmp_path: Path
 ) -> None:
-    expected = ranks.run(train_and_save, str(tmp_path), timeout=120)[0]
+    expected = ranks.run(train_and_save, str(tmp_path))[0]
     kinds = Counter(key.split()[0] for key in expected[0])
     # Of two blocks' four matrices, and the embedding that is the head's weight, too.
     assert kinds["scales"] == kinds["bytes"] == 9

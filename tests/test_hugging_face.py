@@ -35,6 +35,7 @@ from fsdp_engine.checkpoint.safetensors_file import plan_file, read_header
 from fsdp_engine.strategies import LEVELS
 from tests import models
 from tests.models import Transformer, token_batch
+from tests.pairs import PAIRS
 from tests.pool import Ranks, on_ranks
 from tests.test_checkpoint import (
     Config,
@@ -49,7 +50,6 @@ from tests.test_checkpoint import (
     shared_folder,
     trained,
 )
-from tests.test_equivalence import PAIRS
 
 TIED = {"blocks.6.up.weight": "blocks.2.up.weight"}  # dropped and kept name in Everything
 PT = {"format": "pt"}
@@ -141,7 +141,7 @@ def test_any_ranks_and_levels_export_what_libraries_and_any_others_load(
     assert {(c["strategy"], c["outer"]) for c in configs[4]} == set(PAIRS)
     expected = {}
     for world_size, each in configs.items():
-        found = run_on(ranks, world_size, export_each, str(tmp_path), each, timeout=120)
+        found = run_on(ranks, world_size, export_each, str(tmp_path), each)
         for config, saved in zip(each, found[0], strict=True):
             expected[label(config)] = tensors_of(saved)
             assert different(read_all(tmp_path / label(config)), expected[label(config)]) == []
@@ -905,7 +905,7 @@ def test_a_llama_of_transformers_goes_in_trains_and_comes_back(
     model.save_pretrained(tmp_path / "start", max_shard_size="150KB")
     assert (tmp_path / "start" / INDEX).exists()
     probe = torch.arange(20).view(2, 10)
-    found = ranks.run(train_llamas, str(tmp_path), tied, world_size=2, timeout=120)[0]
+    found = ranks.run(train_llamas, str(tmp_path), tied, world_size=2)[0]
     for strategy in LEVELS:
         for moment, folder in (("before", "start"), ("after", strategy)):
             config.save_pretrained(tmp_path / folder)

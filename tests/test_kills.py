@@ -136,7 +136,6 @@ def finish(ranks: list[Any], folder: Path) -> Any:
     return torch.load(folder / "weights")
 
 
-@pytest.mark.timeout(280)
 def test_a_job_that_is_killed_thirty_times_ends_with_the_same_weights(
     tmp_path: Path, forked: Any
 ) -> None:

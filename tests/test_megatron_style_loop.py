@@ -118,10 +118,10 @@ def train(folder: Path, out: str, *arguments: str, launcher: tuple[str, ...] = (
         text=True,
     )
     try:
-        printed, _ = process.communicate(timeout=120)
+        printed, _ = process.communicate(timeout=300)
     except subprocess.TimeoutExpired:
         process.terminate()  # torchrun then ends its ranks
-        process.communicate(timeout=30)
+        process.communicate(timeout=300)
         raise
     assert process.returncode == 0, printed
     return printed

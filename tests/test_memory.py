@@ -24,8 +24,9 @@ from fsdp_engine.memory import BACKWARDS_PER_TRIM, Memory, TransientStorage
 from fsdp_engine.strategies import Axis, Role, Strategy
 from fsdp_engine.weight_tower import Plane
 from tests.models import DIM, Mlp, Regression, odd_model, vector_batch
+from tests.pairs import PAIRS
 from tests.pool import Ranks, on_ranks
-from tests.test_equivalence import PAIR_NAMES, PAIRS, mesh_of
+from tests.test_equivalence import PAIR_NAMES, mesh_of
 
 NUM_BLOCKS = 6
 # By name: policy, bytes of compute weights, of main weights (0: they are the compute weights), of
@@ -145,7 +146,7 @@ def rest_of_pair(strategy: str, outer: str) -> list[tuple[str, Any, Any]]:
 
 @pytest.mark.parametrize(("strategy", "outer"), PAIRS, ids=PAIR_NAMES)
 def test_bytes_at_rest_are_those_of_the_formulas(ranks: Ranks, strategy: str, outer: str) -> None:
-    for pairs in ranks.run(rest_of_pair, strategy, outer, timeout=120):
+    for pairs in ranks.run(rest_of_pair, strategy, outer):
         for what, found, expected in pairs:
             assert found == expected, what
 
@@ -207,7 +208,7 @@ def peak_of_pair(strategy: str, outer: str) -> list[tuple[str, Any, Any]]:
 def test_bytes_at_peak_follow_from_levels_and_budget(
     ranks: Ranks, strategy: str, outer: str
 ) -> None:
-    for pairs in ranks.run(peak_of_pair, strategy, outer, timeout=120):
+    for pairs in ranks.run(peak_of_pair, strategy, outer):
         for what, found, expected in pairs:
             assert found == expected, what
 

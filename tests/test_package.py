@@ -38,7 +38,7 @@ def run(folder: Path, *command: str) -> str:
     environment = {name: value for name, value in os.environ.items() if name not in misleading}
     environment["OMP_NUM_THREADS"] = "1"
     done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -119,7 +119,7 @@ def load_each(folder: str, expected: Any, configs: list[Config]) -> list[str]:
 @pytest.fixture(scope="module")
 def saved(ranks: Ranks, tmp_path_factory: Any) -> tuple[str, Any]:
     folder = str(tmp_path_factory.mktemp("checkpoints"))
-    return folder, ranks.run(save_each, folder, timeout=120)[0]
+    return folder, ranks.run(save_each, folder)[0]
 
 
 @pytest.mark.parametrize("world_size", LOADED)
@@ -128,7 +128,7 @@ def test_other_ranks_and_levels_load_and_quantise_to_the_same_bytes(
 ) -> None:
     folder, expected = saved
     arguments = (folder, expected, LOADED[world_size])
-    for lines in ranks.run(load_each, *arguments, world_size=world_size, timeout=120):
+    for lines in ranks.run(load_each, *arguments, world_size=world_size):
         assert not lines, lines[:8]
 
 
@@ -174,7 +174,7 @@ def continue_each(folder: str) -> None:
 
 
 def test_loaded_training_goes_on_bit_by_bit(ranks: Ranks, saved: tuple[str, Any]) -> None:
-    ranks.run(continue_each, saved[0], timeout=120)
+    ranks.run(continue_each, saved[0])
 
 
 def load_into_delayed(folder: str) -> None:

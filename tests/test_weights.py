@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_engine as fe
-from fsdp_engine.strategies import ALL_STRATEGIES, LEVELS
+from fsdp_engine.strategies import LEVELS
 from fsdp_engine.unit import UnitState
 from tests import models, reference
 from tests.models import Transformer, token_batch, vector_batch
+from tests.pairs import PAIRS
 from tests.pool import on_ranks
 from tests.reference import full_weights
 
-PAIRS = [(strategy.inner.name, strategy.outer.name) for strategy in ALL_STRATEGIES]
 PAIR_NAMES = ["-".join(pair) for pair in PAIRS]
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 

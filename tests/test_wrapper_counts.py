@@ -16,11 +16,12 @@ import torch.distributed as dist
 
 import fsdp_engine as fe
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis, Role, Strategy
-from tests.megatron import LEVEL_NAMES, PAIRS, config_of
+from tests.megatron import LEVEL_NAMES, config_of
 from tests.models import vector_batch
+from tests.pairs import FEW_PAIRS
 from tests.pool import Ranks, on_ranks
 from tests.test_counts import Messages, Stack, expected_collectives
-from tests.test_equivalence import PAIR_NAMES, mesh_of
+from tests.test_equivalence import mesh_of
 from tests.timeline import PHASES, Timeline, timed_step
 
 CUT_MODEL = {"bucket_size": 300}  # three buckets where parameters are whole
@@ -116,11 +117,11 @@ def batch_of(dtype: torch.dtype, number: int) -> tuple[torch.Tensor, torch.Tenso
     return x.to(dtype), y
 
 
-@pytest.mark.parametrize(("inner", "outer"), PAIRS, ids=PAIR_NAMES)
+@pytest.mark.parametrize(("inner", "outer"), FEW_PAIRS, ids=map("-".join, FEW_PAIRS))
 def test_collectives_of_a_wrapped_step_on_two_axes_follow_from_the_levels(
     ranks: Ranks, inner: str, outer: str
 ) -> None:
-    for pairs in ranks.run(count_wrapped, inner, outer, (2, 2), timeout=120):
+    for pairs in ranks.run(count_wrapped, inner, outer, (2, 2)):
         for what, found, expected in pairs:
             assert found == expected, what
 
@@ -129,7 +130,7 @@ def test_collectives_of_a_wrapped_step_on_two_axes_follow_from_the_levels(
 def test_collectives_of_a_wrapped_step_on_one_axis_follow_from_the_levels(
     ranks: Ranks, level: str
 ) -> None:
-    for pairs in ranks.run(count_wrapped, level, "no_shard", (2,), world_size=2, timeout=120):
+    for pairs in ranks.run(count_wrapped, level, "no_shard", (2,), world_size=2):
         for what, found, expected in pairs:
             assert found == expected, what
 

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp_engine as fe
-from tests.megatron import LEVEL_NAMES, PAIRS, Config, config_of
+from tests.megatron import LEVEL_NAMES, Config, config_of
 from tests.models import Regression, Transformer, token_batch, vector_batch
+from tests.pairs import FEW_PAIRS
 from tests.pool import on_ranks
 from tests.reference import full, full_weights, relative_error
 from tests.test_counts import Messages, Stack
@@ -51,7 +52,7 @@ def assert_gradients(ddp: fe.DistributedDataParallel, expected: dict[str, Tensor
 
 
 @on_ranks(4)
-@pytest.mark.parametrize(("inner", "outer"), PAIRS)
+@pytest.mark.parametrize(("inner", "outer"), FEW_PAIRS)
 def test_a_wrapped_model_starts_from_the_values_of_rank_0(inner: str, outer: str) -> None:
     torch.manual_seed(0)
     expected = {name: p.detach().clone() for name, p in Transformer(2).named_parameters()}

@@ -1,0 +1,16 @@
+"""Pairs of levels, (inner, outer), that tests are run for."""
+
+from __future__ import annotations
+
+from fsdp_engine.strategies import ALL_STRATEGIES
+
+# All ten: for what a level is, training, counts, memory.
+PAIRS = [(strategy.inner.name, strategy.outer.name) for strategy in ALL_STRATEGIES]
+# Every inner level, and three outer ones: for what comes on top of a level.
+FEW_PAIRS = [
+    ("no_shard", "no_shard"),
+    ("optim", "optim"),
+    ("optim_grads", "no_shard"),
+    ("optim_grads_params", "no_shard"),
+    ("optim_grads_params", "optim_grads"),
+]
