@@ -174,7 +174,7 @@ def load_damaged(source: str, other: str, work: str, manifest: bool, num: int) -
             load(str(copy))
         except Exception as error:  # anything else ends the test
             text = str(error)
-            if (done, name) not in (("removed", MANIFEST), ("other", METADATA)):
+            if done not in ("removed", "other") or name not in (MANIFEST, METADATA):
                 assert name in text, f"{case}: {text}"
             if "half way" not in text:
                 counts["before"] += 1
@@ -285,7 +285,7 @@ class Evil:
         self.path = path
 
     def __reduce__(self) -> Any:
-        return os.mkdir, (self.path,)
+        return os.makedirs, (self.path, 0o777, True)
 
 
 def hostile_metadata(folder: Path, evil: Any) -> None:
@@ -353,7 +353,7 @@ def refuse_code(work: str, where: str) -> None:
     before = contents(model, engine, optimizer)
     name = METADATA if where == "metadata" else "hostile"
     error = RuntimeError if where == "tensor" else ValueError
-    with pytest.raises(error, match=f"(?s){name}.*(posix.mkdir|nt.mkdir|head.bias)"):
+    with pytest.raises(error, match=f"(?s){name}.*(os.makedirs|head.bias)"):
         load(trust=False)
     assert not marker.exists()
     if where != "tensor":
