@@ -237,3 +237,29 @@ def watch_a_fake_lane() -> None:
     expected = ["gather of blocks.1: rank 1 is at"] if dist.get_rank() == 0 else []
     assert len(lines) == len(expected), lines
     assert all(part in line for part, line in zip(expected, lines, strict=True)), lines
+
+
+class DoneJustAfter:
+    """Work that is over in the moment after a look at it has said that it is not."""
+
+    def __init__(self, error: str = "") -> None:
+        self.error = error
+        self.num_waits = 0
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        self.num_waits += 1
+        if timeout is not None:
+            raise RuntimeError("Operation timed out!")
+        if self.error:
+            raise RuntimeError(self.error)
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def test_work_that_ends_between_two_looks_is_no_error() -> None:
+    work: Any = DoneJustAfter()
+    watch.HostWork(work).wait()
+    assert work.num_waits == 2
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        watch.HostWork(DoneJustAfter("Connection closed by peer")).wait()  # type: ignore[arg-type]
