@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _get_default_store
 
 import fsdp_engine as fe
 from fsdp_engine import watch
@@ -83,7 +84,7 @@ def test_the_others_say_at_once_which_rank_has_ended(level: str, world_size: int
         processes.append(process)
     try:
         for rank in range(world_size - 1):
-            assert pipes[rank].poll(40), f"rank {rank} was told nothing"
+            assert pipes[rank].poll(150), f"rank {rank} was told nothing"
             text = pipes[rank].recv()
             assert f"rank {world_size - 1} has ended (process " in text, text
             assert "did not complete: another rank failed, or never came to it: " in text
@@ -93,36 +94,45 @@ def test_the_others_say_at_once_which_rank_has_ended(level: str, world_size: int
             process.kill()
 
 
-def do_something_else(seconds: float) -> None:
-    time.sleep(seconds)
+def do_something_else() -> None:
+    """Until the other rank has been told."""
+    store, deadline = _get_default_store(), time.monotonic() + 120
+    while not store.check(["told"]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+def is_told() -> None:
+    _get_default_store().set("told", "")
 
 
 @pytest.mark.parametrize("level", LEVELS)
 @on_ranks(2)
 def test_a_rank_with_fewer_batches_is_named_with_what_it_does_instead(level: str) -> None:
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=3))
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=8))
     model = make_model()
     fe.shard(model, DeviceMesh.from_group(group, "cpu"), level)
     train(model, NUM_STEPS)
     if dist.get_rank() == 1:
-        do_something_else(10)
+        do_something_else()
         return
     where = r"rank 1 is at .*test_missing_ranks\.py:\d+ in do_something_else; the last it began "
     with pytest.raises(RuntimeError, match=rf"did not complete.*: {where}"):
         train(model, 1)
+    is_told()
 
 
 @on_ranks(2)
 def test_norms_and_comparisons_say_what_they_were_and_who_is_missing() -> None:
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=8))
     model = make_model()
     engine = fe.shard(model, DeviceMesh.from_group(group, "cpu"))
     model(torch.ones(2, 4)).sum().backward()
     if dist.get_rank() == 1:
-        do_something_else(8)
+        do_something_else()
         return
     with pytest.raises(RuntimeError, match=r"the norm of gradients did not complete.*rank 1 is at"):
         engine.clip_grad_norm_(1.0)
+    is_told()
 
 
 @on_ranks(2)
@@ -131,12 +141,17 @@ def test_a_wait_that_takes_long_is_logged_with_who_is_missing_and_goes_on() -> N
     engine = fe.shard(model)
     lines: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+
+    def emit(record: logging.LogRecord) -> None:
+        lines.append(record.getMessage())
+        is_told()
+
+    handler.emit = emit  # type: ignore[method-assign]
     logging.getLogger("fsdp_engine").addHandler(handler)
     before, watch.PATIENCE_SECONDS = watch.PATIENCE_SECONDS, 1.0
     try:
         if dist.get_rank() == 1:
-            do_something_else(6)
+            do_something_else()
         model(torch.ones(2, 4)).sum().backward()
     finally:
         watch.PATIENCE_SECONDS = before
@@ -222,7 +237,12 @@ def watch_a_fake_lane() -> None:
     lane = DeviceLane(torch.device("cpu"), None, [0, 1])
     lines: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+
+    def emit(record: logging.LogRecord) -> None:
+        lines.append(record.getMessage())
+        is_told()
+
+    handler.emit = emit  # type: ignore[method-assign]
     logging.getLogger("fsdp_engine").addHandler(handler)
     before, watch.PATIENCE_SECONDS = watch.PATIENCE_SECONDS, 0.5
     try:
