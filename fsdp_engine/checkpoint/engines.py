@@ -123,7 +123,10 @@ def as_one(engine: Engines) -> ShardedModel:
 def level_names(engine: Engines) -> dict[str, str]:
     """Levels by axis; where engines differ, all of them."""
     engines = list(engine.values()) if isinstance(engine, Mapping) else [engine]
-    found = [{axis.value: each.strategy.level(axis).name for axis in Axis} for each in engines]
+    found = [
+        {axis.value: each.strategy.level(axis).name for axis in (Axis.INNER, Axis.OUTER)}
+        for each in engines
+    ]
     return {axis: ", ".join(dict.fromkeys(names[axis] for names in found)) for axis in found[0]}
 
 
