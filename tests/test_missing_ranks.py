@@ -169,6 +169,7 @@ from torch import nn
 import torch.distributed as dist
 
 def main():
+    torch.manual_seed(0)
     model = nn.Linear(4, 4)
     fe.shard(model, strategy="no_shard")
     for step in range(4):
