@@ -221,7 +221,8 @@ def _reset_parametrized(module: nn.Module, names: list[str], init_weights: InitW
         "_modules": {k: v for k, v in module._modules.items() if k != "parametrizations"},
     }
     for name in lists:
-        values = torch.full_like(getattr(module, name), torch.nan)
+        computed = getattr(module, name)
+        values = empty_like(computed, computed.device)
         plain._parameters[name] = nn.Parameter(values, requires_grad=False)
     resets = callable(getattr(plain, "reset_parameters", None))
     _reset_module(plain, [*names, *lists], None if resets else init_weights)
