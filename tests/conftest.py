@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.pool import Ranks
 
@@ -33,5 +34,10 @@ def texts(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _one_seed() -> None:
+def _alone() -> Iterator[None]:
+    """What a test draws, and whether a process group is there, depends on no other test."""
     torch.manual_seed(0)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        pytest.fail("this test left the default process group to the tests after it")

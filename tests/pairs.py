@@ -14,3 +14,6 @@ FEW_PAIRS = [
     ("optim_grads_params", "no_shard"),
     ("optim_grads_params", "optim_grads"),
 ]
+
+PAIR_NAMES = ["-".join(pair) for pair in PAIRS]
+FEW_PAIR_NAMES = ["-".join(pair) for pair in FEW_PAIRS]

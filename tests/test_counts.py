@@ -23,9 +23,9 @@ from fsdp_engine import lanes as lanes_module
 from fsdp_engine.description import count_collectives
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis, Role, Strategy
 from tests.models import DIM, LoraLinear, Mlp, Regression, vector_batch
-from tests.pairs import PAIRS
+from tests.pairs import PAIR_NAMES, PAIRS
 from tests.pool import Ranks, on_ranks
-from tests.test_equivalence import PAIR_NAMES, mesh_of
+from tests.test_equivalence import mesh_of
 
 GATHERS, REDUCTIONS = ("all-gather",), ("reduce-scatter", "all-reduce")
 

@@ -56,6 +56,13 @@ def sharded(*levels: str) -> tuple[dict[str, nn.Module], dict[str, fe.Engine]]:
     }
 
 
+def trained() -> tuple[dict[str, nn.Module], dict[str, fe.Engine], torch.optim.AdamW]:
+    models, engines = sharded("optim_grads_params", "optim")
+    optimizer = make_optimizer(models)
+    train(models, optimizer, seed=0)
+    return models, engines, optimizer
+
+
 def everything(models: dict[str, nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Weights, buffers and optimizer state, whole. A collective."""
     found = {}
@@ -81,9 +88,7 @@ def test_one_optimizer_trains_two_engines_as_it_trains_two_modules(level: str) -
 @on_few_ranks
 def test_two_engines_come_back_from_one_checkpoint() -> None:
     folder = shared_folder()
-    models, engines = sharded("optim_grads_params", "optim")
-    optimizer = make_optimizer(models)
-    train(models, optimizer, seed=0)
+    models, engines, optimizer = trained()
     expected = everything(models, optimizer)
     checkpointer = fe.Checkpointer(folder, engines, optimizer)
     checkpointer.save_async(2)
@@ -105,9 +110,7 @@ def test_two_engines_come_back_from_one_checkpoint() -> None:
 @on_few_ranks
 def test_a_folder_of_two_engines_says_which_entry_is_whose() -> None:
     folder = shared_folder()
-    models, engines = sharded("optim_grads_params", "optim")
-    optimizer = make_optimizer(models)
-    train(models, optimizer, seed=0)
+    models, engines, optimizer = trained()
     expected = everything(models, optimizer)
     fe.save_checkpoint(folder, engines, optimizer, {"step": 2})
     again, others = sharded("optim", "optim")

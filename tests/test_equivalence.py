@@ -19,15 +19,13 @@ import fsdp_engine as fe
 from fsdp_engine.strategies import LEVELS
 from tests import reference
 from tests.models import Transformer, odd_model, token_batch, vector_batch
-from tests.pairs import PAIRS
+from tests.pairs import PAIR_NAMES, PAIRS
 from tests.pool import Ranks
 
 NUM_STEPS = 3
 MAX_NORM = 1.0
 OPTIMIZERS = {"sgd": reference.sgd, "adamw": reference.adamw}
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}
-
-PAIR_NAMES = ["-".join(pair) for pair in PAIRS]
 
 
 def mesh_of(*shape: int) -> DeviceMesh:

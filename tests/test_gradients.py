@@ -18,11 +18,9 @@ import fsdp_engine as fe
 from fsdp_engine.strategies import LEVELS
 from tests import models, reference
 from tests.models import Transformer, token_batch, vector_batch
-from tests.pairs import FEW_PAIRS
+from tests.pairs import FEW_PAIR_NAMES, FEW_PAIRS
 from tests.pool import on_ranks
 from tests.reference import full_gradients, full_weights, relative_error
-
-PAIR_NAMES = ["-".join(pair) for pair in FEW_PAIRS]
 
 
 def square_mesh() -> object:
@@ -105,7 +103,7 @@ def test_a_sharded_optimizer_clears_gradients_both_ways() -> None:
             optimizer.zero_grad(set_to_none=to_none)
 
 
-@pytest.mark.parametrize(("strategy", "outer"), FEW_PAIRS, ids=PAIR_NAMES)
+@pytest.mark.parametrize(("strategy", "outer"), FEW_PAIRS, ids=FEW_PAIR_NAMES)
 @on_ranks(4)
 def test_microbatches_add_up_to_one_reduced_gradient(strategy: str, outer: str) -> None:
     model = Transformer(num_blocks=2, tied=True)
@@ -141,7 +139,7 @@ def test_no_sync_nests_and_ends_with_an_exception() -> None:
 
 @pytest.mark.parametrize("fused", [True, False], ids=["div_fused", "div_apart"])
 @pytest.mark.parametrize("average", [False, True], ids=["scaled_first", "average_in_collective"])
-@pytest.mark.parametrize(("strategy", "outer"), FEW_PAIRS, ids=PAIR_NAMES)
+@pytest.mark.parametrize(("strategy", "outer"), FEW_PAIRS, ids=FEW_PAIR_NAMES)
 @on_ranks(4)
 def test_a_backward_after_the_last_reduction_adds_to_what_is_reduced(
     strategy: str, outer: str, average: bool, fused: bool
@@ -182,7 +180,7 @@ def test_three_ranks_add_to_what_is_reduced() -> None:
 
 
 @pytest.mark.parametrize("average", [False, True], ids=["scaled_first", "average_in_collective"])
-@pytest.mark.parametrize(("strategy", "outer"), FEW_PAIRS, ids=PAIR_NAMES)
+@pytest.mark.parametrize(("strategy", "outer"), FEW_PAIRS, ids=FEW_PAIR_NAMES)
 @on_ranks(4)
 def test_gradients_are_those_of_the_mean_over_all_ranks(
     strategy: str, outer: str, average: bool
@@ -451,7 +449,7 @@ def test_a_retained_graph_may_be_run_twice() -> None:
         assert_gradients(model, {n: 2 * g for n, g in expected.items()}, strategy)
 
 
-@pytest.mark.parametrize(("strategy", "outer"), FEW_PAIRS, ids=PAIR_NAMES)
+@pytest.mark.parametrize(("strategy", "outer"), FEW_PAIRS, ids=FEW_PAIR_NAMES)
 @on_ranks(4)
 def test_the_gradient_norm_counts_every_element_once(strategy: str, outer: str) -> None:
     model = Transformer(num_blocks=2, tied=True)

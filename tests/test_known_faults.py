@@ -21,7 +21,7 @@ from fsdp_engine.strategies import Role, Strategy
 from tests import reference
 from tests.megatron import LEVEL_NAMES, Layers, config_of, train_wrapped
 from tests.models import DIM, Regression, vector_batch
-from tests.pairs import FEW_PAIRS
+from tests.pairs import FEW_PAIR_NAMES, FEW_PAIRS
 from tests.pool import Ranks, on_ranks
 from tests.test_equivalence import mesh_of
 from tests.timeline import Timeline, timed_step
@@ -121,7 +121,7 @@ def test_expert_gradients_scaled_wrongly_when_averaging_in_the_collective(level:
 
 
 @on_ranks(world_size=4)
-@pytest.mark.parametrize(("inner", "outer"), FEW_PAIRS, ids=map("-".join, FEW_PAIRS))
+@pytest.mark.parametrize(("inner", "outer"), FEW_PAIRS, ids=FEW_PAIR_NAMES)
 def test_one_over_dp_lost_in_hfsdp(inner: str, outer: str) -> None:
     ddp = fe.DistributedDataParallel(Dot(), config_of(inner, outer), mesh_of(2, 2))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5)
@@ -306,7 +306,7 @@ def test_loaded_weights_that_take_effect_only_after_the_next_step(level: str) ->
 
 
 @on_ranks(world_size=4)
-@pytest.mark.parametrize(("inner", "outer"), FEW_PAIRS, ids=map("-".join, FEW_PAIRS))
+@pytest.mark.parametrize(("inner", "outer"), FEW_PAIRS, ids=FEW_PAIR_NAMES)
 def test_only_the_last_microbatchs_gradient_kept_under_hybrid_sharding(
     inner: str, outer: str
 ) -> None:

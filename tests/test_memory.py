@@ -24,9 +24,9 @@ from fsdp_engine.memory import BACKWARDS_PER_TRIM, Memory, TransientStorage
 from fsdp_engine.strategies import Axis, Role, Strategy
 from fsdp_engine.weight_tower import Plane
 from tests.models import DIM, Mlp, Regression, odd_model, vector_batch
-from tests.pairs import PAIRS
+from tests.pairs import PAIR_NAMES, PAIRS
 from tests.pool import Ranks, on_ranks
-from tests.test_equivalence import PAIR_NAMES, mesh_of
+from tests.test_equivalence import mesh_of
 
 NUM_BLOCKS = 6
 # By name: policy, bytes of compute weights, of main weights (0: they are the compute weights), of

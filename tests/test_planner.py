@@ -19,7 +19,7 @@ from fsdp_engine.planner import Estimate, compare, estimate
 from fsdp_engine.strategies import ALL_STRATEGIES, LEVELS, Axis, Role
 from tests import models
 from tests.models import Transformer, token_batch, vector_batch
-from tests.pairs import FEW_PAIRS
+from tests.pairs import FEW_PAIR_NAMES, FEW_PAIRS
 from tests.pool import Ranks
 
 GIB = 2**30
@@ -147,7 +147,7 @@ def check(case: str, planned: Estimate, engine: fe.Engine, found: dict[str, int]
     return lines
 
 
-@pytest.mark.parametrize(("strategy", "outer"), FEW_PAIRS, ids=map("-".join, FEW_PAIRS))
+@pytest.mark.parametrize(("strategy", "outer"), FEW_PAIRS, ids=FEW_PAIR_NAMES)
 def test_an_engine_holds_and_sends_what_was_planned(
     ranks: Ranks, strategy: str, outer: str
 ) -> None:

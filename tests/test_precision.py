@@ -16,12 +16,11 @@ import fsdp_engine as fe
 from fsdp_engine.strategies import LEVELS
 from tests import models, reference
 from tests.models import Transformer, token_batch, vector_batch
-from tests.pairs import FEW_PAIRS
+from tests.pairs import FEW_PAIR_NAMES, FEW_PAIRS
 from tests.pool import on_ranks
 from tests.reference import assert_trains_alike, full_gradients, full_weights
 
 BF16 = torch.bfloat16
-PAIR_NAMES = ["-".join(pair) for pair in FEW_PAIRS]
 
 
 class Spy(nn.Module):
@@ -182,7 +181,7 @@ def gradient_of_big_and_small(
 EXACT, LOST = 1027.0, {1024.0, 1026.0, 1028.0}
 
 
-@pytest.mark.parametrize(("strategy", "outer"), FEW_PAIRS, ids=PAIR_NAMES)
+@pytest.mark.parametrize(("strategy", "outer"), FEW_PAIRS, ids=FEW_PAIR_NAMES)
 @on_ranks(4)
 def test_gradients_of_bf16_units_are_summed_in_fp32_by_default(strategy: str, outer: str) -> None:
     policy = fe.MixedPrecisionPolicy(param_dtype=BF16)
@@ -190,7 +189,7 @@ def test_gradients_of_bf16_units_are_summed_in_fp32_by_default(strategy: str, ou
     assert torch.equal(gradient, torch.full((64,), EXACT))
 
 
-@pytest.mark.parametrize(("strategy", "outer"), FEW_PAIRS, ids=PAIR_NAMES)
+@pytest.mark.parametrize(("strategy", "outer"), FEW_PAIRS, ids=FEW_PAIR_NAMES)
 @on_ranks(4)
 def test_reduce_dtype_is_the_dtype_of_the_sum(strategy: str, outer: str) -> None:
     policy = fe.MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16)
@@ -200,7 +199,7 @@ def test_reduce_dtype_is_the_dtype_of_the_sum(strategy: str, outer: str) -> None
 
 
 @pytest.mark.parametrize("way", ["grad_comm_dtype", "reduce_scatter_with_fp32_accumulation"])
-@pytest.mark.parametrize(("strategy", "outer"), FEW_PAIRS, ids=PAIR_NAMES)
+@pytest.mark.parametrize(("strategy", "outer"), FEW_PAIRS, ids=FEW_PAIR_NAMES)
 @on_ranks(4)
 def test_gradients_may_travel_in_bf16_and_be_summed_in_fp32(
     strategy: str, outer: str, way: str

@@ -23,7 +23,7 @@ from fsdp_engine.collectives import Steps
 from tests import reference
 from tests.happens_before import COMPUTE, RaceError
 from tests.models import DIM, Mlp, Regression, Skipping, lora_model, vector_batch
-from tests.pairs import FEW_PAIRS
+from tests.pairs import FEW_PAIR_NAMES, FEW_PAIRS
 from tests.pool import Ranks, on_ranks
 from tests.test_equivalence import mesh_of
 from tests.trace_lanes import AnnotationError, Forgets, Tracer
@@ -127,7 +127,7 @@ def trace_pair(strategy: str, outer: str) -> list[tuple[str, str, dict[str, int]
     return found
 
 
-@pytest.mark.parametrize(("strategy", "outer"), FEW_PAIRS, ids=map("-".join, FEW_PAIRS))
+@pytest.mark.parametrize(("strategy", "outer"), FEW_PAIRS, ids=FEW_PAIR_NAMES)
 def test_a_pair_of_levels_has_no_race(ranks: Ranks, strategy: str, outer: str) -> None:
     for budget, dtypes, operations, max_full in ranks.run(trace_pair, strategy, outer)[0]:
         expected = {"inner_reduce", "outer_reduce"}  # gradients travel along both axes, always

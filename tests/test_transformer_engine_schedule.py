@@ -21,7 +21,7 @@ from fsdp_engine.codecs import Float8, Float8Codec, TransformerEngineCodec
 from fsdp_engine.strategies import Axis
 from fsdp_engine.unit import Unit
 from tests.models import Transformer, token_batch
-from tests.pairs import FEW_PAIRS
+from tests.pairs import FEW_PAIR_NAMES, FEW_PAIRS
 from tests.pool import Ranks, on_ranks
 from tests.te_on_cpu import QuantisedBlock, QuantisedStack
 from tests.te_training import (
@@ -285,7 +285,7 @@ def count_amaxes(inner: str, outer: str) -> None:
                 step_of(engine, optimizer)
 
 
-@pytest.mark.parametrize(("inner", "outer"), FEW_PAIRS, ids=map("-".join, FEW_PAIRS))
+@pytest.mark.parametrize(("inner", "outer"), FEW_PAIRS, ids=FEW_PAIR_NAMES)
 def test_each_change_is_encoded_once_with_one_message_for_each_axis_that_cuts(
     ranks: Ranks, inner: str, outer: str
 ) -> None:
@@ -313,7 +313,7 @@ def count_native(inner: str, outer: str) -> None:
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(("inner", "outer"), FEW_PAIRS, ids=map("-".join, FEW_PAIRS))
+@pytest.mark.parametrize(("inner", "outer"), FEW_PAIRS, ids=FEW_PAIR_NAMES)
 def test_the_native_codec_encodes_each_change_once(ranks: Ranks, inner: str, outer: str) -> None:
     ranks.run(count_native, inner, outer)
 

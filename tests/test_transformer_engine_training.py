@@ -16,7 +16,7 @@ from torch import Tensor
 import fsdp_engine as fe
 from fsdp_engine.codecs import TransformerEngineCodec
 from tests import reference, te_on_cpu
-from tests.pairs import FEW_PAIRS
+from tests.pairs import FEW_PAIR_NAMES, FEW_PAIRS
 from tests.pool import Ranks, on_ranks
 from tests.te_on_cpu import RECIPES
 from tests.te_reference import dequantise
@@ -75,7 +75,7 @@ def train_pair(inner: str, outer: str) -> tuple[list[str], dict[str, Tensor]]:
     return found, scales
 
 
-@pytest.mark.parametrize(("inner", "outer"), FEW_PAIRS, ids=map("-".join, FEW_PAIRS))
+@pytest.mark.parametrize(("inner", "outer"), FEW_PAIRS, ids=FEW_PAIR_NAMES)
 def test_a_pair_of_levels_trains_as_one_process_and_all_ranks_have_its_bytes_and_scales(
     ranks: Ranks, inner: str, outer: str
 ) -> None:
@@ -170,7 +170,7 @@ def transposes_of_pair(inner: str, outer: str) -> None:
         assert watch.looks["columns"] == 2 * once_each
 
 
-@pytest.mark.parametrize(("inner", "outer"), FEW_PAIRS, ids=map("-".join, FEW_PAIRS))
+@pytest.mark.parametrize(("inner", "outer"), FEW_PAIRS, ids=FEW_PAIR_NAMES)
 def test_transposes_are_never_stale_and_are_made_once_where_they_are_kept(
     ranks: Ranks, inner: str, outer: str
 ) -> None:

@@ -18,11 +18,10 @@ from fsdp_engine.strategies import LEVELS
 from fsdp_engine.unit import UnitState
 from tests import models, reference
 from tests.models import Transformer, token_batch, vector_batch
-from tests.pairs import PAIRS
+from tests.pairs import PAIR_NAMES, PAIRS
 from tests.pool import on_ranks
 from tests.reference import full_weights
 
-PAIR_NAMES = ["-".join(pair) for pair in PAIRS]
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 
 

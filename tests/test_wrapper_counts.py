@@ -18,7 +18,7 @@ import fsdp_engine as fe
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis, Role, Strategy
 from tests.megatron import LEVEL_NAMES, config_of
 from tests.models import vector_batch
-from tests.pairs import FEW_PAIRS
+from tests.pairs import FEW_PAIR_NAMES, FEW_PAIRS
 from tests.pool import Ranks, on_ranks
 from tests.test_counts import Messages, Stack, expected_collectives
 from tests.test_equivalence import mesh_of
@@ -117,7 +117,7 @@ def batch_of(dtype: torch.dtype, number: int) -> tuple[torch.Tensor, torch.Tenso
     return x.to(dtype), y
 
 
-@pytest.mark.parametrize(("inner", "outer"), FEW_PAIRS, ids=map("-".join, FEW_PAIRS))
+@pytest.mark.parametrize(("inner", "outer"), FEW_PAIRS, ids=FEW_PAIR_NAMES)
 def test_collectives_of_a_wrapped_step_on_two_axes_follow_from_the_levels(
     ranks: Ranks, inner: str, outer: str
 ) -> None:

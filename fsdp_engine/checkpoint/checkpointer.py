@@ -303,12 +303,11 @@ class Checkpointer:
                         f"step: expected the {step} complete checkpoint in {self._directory.path}; "
                         f"found {found}"
                     )
-                newest = max(complete)
-                folder = complete[newest if step == "latest" else step]
-                if step == "latest" and (damaged := self._directory.newer_without_manifest(newest)):
+                folder = complete[max(complete) if step == "latest" else step]
+                if step == "latest" and (newer := self._directory.incomplete(after=max(complete))):
                     warnings.warn(
-                        f"load of the latest step: expected {MANIFEST} in {damaged}; found none, "
-                        f"so {folder.name} is loaded",
+                        f"load of the latest step: expected {MANIFEST} in "
+                        f"{[each.name for each in newer]}; found none, so {folder.name} is loaded",
                         stacklevel=5,
                     )
             except Exception as caught:

@@ -53,23 +53,18 @@ class CheckpointDirectory:
                 newest[step] = (generation, folder)
         return {step: newest[step][1] for step in sorted(newest)}
 
-    def incomplete(self) -> list[Path]:
-        """Folders with the name of a checkpoint but without a manifest: no save here leaves one."""
+    def incomplete(self, after: int = -1) -> list[Path]:
+        """Folders with the name of a checkpoint of a later step than ``after``, but without a
+        manifest: no save here leaves one."""
         if not self.path.is_dir():
             return []
         return sorted(
             folder
             for folder in self.path.iterdir()
-            if _COMPLETE.fullmatch(folder.name) and not (folder / MANIFEST).is_file()
+            if (match := _COMPLETE.fullmatch(folder.name))
+            and int(match[1]) > after
+            and not (folder / MANIFEST).is_file()
         )
-
-    def newer_without_manifest(self, step: int) -> list[str]:
-        """Names of incomplete folders of later steps than ``step``."""
-        return [
-            folder.name
-            for folder in self.incomplete()
-            if (match := _COMPLETE.fullmatch(folder.name)) and int(match[1]) > step
-        ]
 
     def unfinished(self) -> list[Path]:
         """Folders that a job writes or removes at this moment, or that a job that died has left."""
