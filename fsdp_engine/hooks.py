@@ -33,7 +33,7 @@ from torch._C._dynamo import eval_frame
 from fsdp_engine.inputs import Inputs, cast_to, is_of, version_of
 from fsdp_engine.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.scheduler import Scheduler, in_backward
-from fsdp_engine.trees import iter_tensors, map_tensors
+from fsdp_engine.trees import iter_tensors, map_tensors, unknown_part
 from fsdp_engine.unit import Call, Unit
 
 _frames: Any = eval_frame
@@ -228,6 +228,7 @@ class UnitHooks:
         if not entered.opens:
             return None
         has_backward = False
+        hidden_in = None
         if call is not None:
             begin = None
             views = inputs.views if inputs is not None else []
@@ -246,8 +247,14 @@ class UnitHooks:
                     has_backward = True
             if has_backward:
                 call.count()
+            elif call.has_boundary or self._unit.trainable:
+                hidden_in = unknown_part(output)
         if not entered.recomputes:
-            self._scheduler.leave_forward(self._unit, has_backward)
+            try:
+                if hidden_in is not None:
+                    self._unit.hide_output(hidden_in)
+            finally:
+                self._scheduler.leave_forward(self._unit, has_backward)
         if self._output_dtype is not None:
             return map_tensors(partial(cast_to, self._output_dtype), output)
         return None

@@ -103,7 +103,9 @@ class Scheduler:
         if unit.uses == 0:
             unit.uninstall()
             needed_first = unit is self._root or unit.index == self._last_left
-            if not (has_backward and needed_first):
+            if unit.hides_output:
+                unit.turn_to_backward()
+            elif not (has_backward and needed_first):
                 unit.release()
             else:
                 if unit is not self._root:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import enum
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import partial
 from typing import Any
@@ -24,6 +25,19 @@ def iter_tensors(tree: Any) -> Iterator[torch.Tensor]:
     elif _is_dataclass(tree):
         for field in dataclasses.fields(tree):
             yield from iter_tensors(getattr(tree, field.name, None))
+
+
+def unknown_part(tree: Any) -> Any:
+    """Something in ``tree`` that may hold tensors which nobody here finds; None if nothing does."""
+    if isinstance(tree, _SIMPLE):
+        return None
+    if isinstance(tree, (tuple, list, Mapping)) or _is_dataclass(tree):
+        items = tree if isinstance(tree, tuple) else [value for _, value in _slots(tree)]
+        return next((part for item in items if (part := unknown_part(item)) is not None), None)
+    return tree
+
+
+_SIMPLE = (torch.Tensor, torch.dtype, torch.device, type(None), int, float, str, bytes, enum.Enum)
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import enum
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,6 +30,8 @@ from fsdp_engine.lanes import Lanes, Ticket
 from fsdp_engine.memory import Place
 from fsdp_engine.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.recurrent import list_flat_weights
+
+_CANNOT_STAY = "slots that units take turns with (fsdp_double_buffer), or weights of two encodings"
 
 
 class UnitState(enum.Enum):
@@ -115,6 +118,7 @@ class Unit:
         for_backward: what it is gathered for next.
         is_recorded: a backward with ``create_graph`` has recorded functions of its weights.
         is_kept_full: it is not released, since what is recorded will read its weights.
+        hides_output: it is not released, since where its backward begins was not seen once.
         is_recomputed: its forward was seen to run again within its backward.
         place: its slots, if transient memory does not come and go: see [Note: Slots].
     """
@@ -159,6 +163,7 @@ class Unit:
         self.installed = False
         self.is_recorded = False
         self.is_kept_full = False
+        self.hides_output = False
         self._table = _install_entries(self.buffers)
 
     @property
@@ -229,18 +234,45 @@ class Unit:
             self._move_to(UnitState.IDLE)
 
     def keep_full(self) -> None:
-        """Do not release it, whoever leaves it, until ``is_kept_full`` is taken back.
+        """A backward with ``create_graph``: do not release it, whoever leaves it, until
+        ``is_kept_full`` is taken back.
 
         Raises:
             RuntimeError: its weights cannot stay.
         """
-        if self.reshards and (self.place is not None or self.has_planes):
+        if self.reshards and not self._can_stay:
             raise RuntimeError(
                 f"backward with create_graph=True through unit {self.label}: expected memory that "
-                "can stay until the second backward; found slots that units take turns with "
-                "(fsdp_double_buffer), or weights of two encodings. Use level optim_grads"
+                f"can stay until the second backward; found {_CANNOT_STAY}. Use level optim_grads"
             )
         self.is_kept_full = self.reshards
+
+    def hide_output(self, found: object) -> None:
+        """Nobody will see its backward begin, since its output lies in ``found``: it stays full.
+
+        Raises:
+            RuntimeError: its weights cannot stay.
+        """
+        if not self.reshards or self.hides_output or not self.num_elements:
+            return
+        message = (
+            f"forward of unit {self.label}: expected tensors to be returned by themselves or in "
+            f"tuples, lists, dicts or dataclasses; found a {type(found).__name__}, in which nobody "
+            "looks for them"
+        )
+        if not self._can_stay:
+            raise RuntimeError(f"{message}, and {_CANNOT_STAY}. Return a dataclass")
+        warnings.warn(
+            f"{message}. Its backward may come unseen, so its full parameters are not released any "
+            "more. Return a dataclass, and they will be",
+            stacklevel=2,
+        )
+        self.hides_output = True
+
+    @property
+    def _can_stay(self) -> bool:
+        """Whether its full parameters may stay as long as they are wanted."""
+        return self.place is None and not self.has_planes
 
     def rest(self) -> None:
         """Nothing uses it, whatever was not seen to end."""
@@ -250,7 +282,8 @@ class Unit:
     def release(self) -> None:
         """Hand back the full parameters' memory, unless they are never cut."""
         self.uninstall()
-        if not self.reshards or self.is_kept_full or self.state is UnitState.SHARDED:
+        stays = not self.reshards or self.is_kept_full or self.hides_output
+        if stays or self.state is UnitState.SHARDED:
             return
         self.settle()
         self._move_to(UnitState.SHARDED)
@@ -352,7 +385,7 @@ class Unit:
         self.uses = 0
         self.num_awaited = 0
         self.is_recomputed = False
-        self.is_recorded = self.is_kept_full = False
+        self.is_recorded = self.is_kept_full = self.hides_output = False
         self._tickets.clear()
         self.num_calls = 0
         self.open_calls.clear()

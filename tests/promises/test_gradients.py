@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import fsdp_engine as fe
 from tests import reference
 from tests.promises.everywhere import Place, everywhere
 
@@ -67,6 +68,23 @@ class Hidden:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
+
+
+class HidingBlock(Block):
+    def forward(self, x: Any) -> Any:
+        return Hidden(super().forward(x.tensor))
+
+
+class HidingNet(Net):
+    """Each of its units, and it itself, returns what nobody looks into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([HidingBlock(), HidingBlock()])
+
+    def forward(self, x: Tensor) -> Any:
+        hidden: Any = Hidden(x * self.scale)
+        return Hidden(self.head(self.encoder(hidden).tensor))
 
 
 def plain(model: Any, x: Tensor) -> Tensor:
@@ -202,6 +220,28 @@ def test_a_loss_that_a_module_keeps_counts(place: Place) -> None:
         return plain(model, x) + torch.stack([b.penalty for b in model.blocks]).sum()
 
     compare(place, Net(), [(auxiliary, True)], clear=(True, False, True))
+
+
+@everywhere
+def test_an_output_in_a_class_of_the_users_has_its_gradients(place: Place) -> None:
+    def with_evaluation_between(model: Any, x: Tensor) -> Tensor:
+        loss = plain(model, x)
+        with torch.no_grad():
+            model(x)
+        return loss
+
+    def of_two_calls(model: Any, x: Tensor) -> Tensor:
+        return plain(model, x) + plain(model, x.square())
+
+    losses = [(plain, True), (with_evaluation_between, False), (of_two_calls, True)]
+    if place.inner != "optim_grads_params":
+        compare(place, HidingNet(), losses)
+        return
+    with pytest.warns(UserWarning, match=r"unit blocks\.0: expected .* found a Hidden"):
+        compare(place, HidingNet(), losses, clear=(True, False, True))
+    turns = fe.DistributedDataParallelConfig(fsdp_double_buffer=True)
+    with pytest.raises(RuntimeError, match=r"unit blocks\.0: expected .* found a Hidden"):
+        compare(place, HidingNet(), losses, config=turns)
 
 
 @everywhere
