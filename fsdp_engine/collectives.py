@@ -90,6 +90,7 @@ class Communicator:
         *,
         reduce_dtype: torch.dtype | None = None,
         average: bool = False,
+        divisor: float = 1.0,
         accumulate: bool = False,
         tag: int = 0,
     ) -> Steps:
@@ -100,45 +101,40 @@ class Communicator:
             out: the destination, which may be this rank's part of ``full`` itself.
             reduce_dtype: sum in this dtype; None or the dtype of ``full``: sum in that.
             average: divide by the number of ranks.
+            divisor: divide by this, too, in the dtype of ``out``.
             accumulate: add to ``out`` instead of overwriting it.
             tag: tells this message from others in flight.
         """
-        wide = reduce_dtype is not None and reduce_dtype != full.dtype
-        if self._staged:
-            host_full, host_out = full.cpu(), out.cpu()
-            yield from self._pairwise_reduce(
-                host_full, host_out, reduce_dtype if wide else None, accumulate, tag
-            )
-            out.copy_(host_out)
+        wide = None if reduce_dtype == full.dtype else reduce_dtype
+        if self._gloo:
             if average:
-                assert not accumulate
-                out.div_(self.size)
-        elif self._gloo:
-            fresh = (
-                memory.empty(out.numel(), out.dtype, out.device) if accumulate and average else out
-            )
-            yield from self._pairwise_reduce(
-                full, fresh, reduce_dtype if wide else None, accumulate and not average, tag
-            )
-            if average:
-                fresh.div_(self.size)
-                if accumulate:
-                    out.add_(fresh)
-        elif wide:
-            assert reduce_dtype is not None
+                divisor *= self.size
+            source, target = (full.cpu(), out.cpu()) if self._staged else (full, out)
+            apart = accumulate and divisor != 1.0
+            fresh = memory.empty(target.numel(), target.dtype, target.device) if apart else target
+            yield from self._pairwise_reduce(source, fresh, wide, accumulate and not apart, tag)
+            if divisor != 1.0:
+                fresh.div_(divisor)
+            if apart:
+                target.add_(fresh)
+            if self._staged:
+                out.copy_(target)
+        elif wide is not None:
             received = memory.empty(full.numel(), full.dtype, full.device)
             yield [dist.all_to_all_single(received, full, group=self.group, async_op=True)]
-            total = received.view(self.size, -1).sum(0, dtype=reduce_dtype)
+            total = received.view(self.size, -1).sum(0, dtype=wide)
             if average:
                 total.div_(self.size)
-            _store(out, total, accumulate)
+            _store(out, total, accumulate, divisor)
         else:
             op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
             direct = out.dtype == full.dtype and not accumulate
             target = out if direct else self.part(full)
             yield [_reduce_scatter_single(target, full, op=op, group=self.group, async_op=True)]
             if not direct:
-                _store(out, target, accumulate)
+                _store(out, target, accumulate, divisor)
+            elif divisor != 1.0:
+                out.div_(divisor)
 
     def all_reduce(
         self,
@@ -285,11 +281,13 @@ def gather_objects(
     return gathered
 
 
-def _store(out: Tensor, value: Tensor, accumulate: bool) -> None:
+def _store(out: Tensor, value: Tensor, accumulate: bool, divisor: float = 1.0) -> None:
     if accumulate:
-        out.add_(value)
-    else:
-        out.copy_(value)
+        out.add_(value, alpha=1.0 / divisor)
+        return
+    out.copy_(value)
+    if divisor != 1.0:
+        out.div_(divisor)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -19,6 +19,13 @@ factor ``1 / (ranks * extra divisor)`` is applied here and nowhere else: while g
 written, or (``average_in_collective``) the ranks' part of it by the collectives, axis by axis.
 Without ``gradient_reduce_div_fusion`` what is not the collectives' part is a pass of its own, just
 before gradients travel for the first time.
+
+[Note: fp16 on the wire]
+Divided by many ranks, small gradients would be zeros in fp16; not divided, sums of large ones would
+be infinite. So what travels in fp16 is divided by about the root of that divisor beforehand, by the
+rest after it was summed: it is larger by ``boost``, a power of two, wherever it lies in a buffer of
+the wire's. (PyTorch's FSDP divides in the same two parts.) Gradients that are kept in fp16 and
+accumulated whole have no such buffer: they are divided once, beforehand.
 """
 
 from __future__ import annotations
@@ -76,7 +83,10 @@ class GradTower:
         self._average = config.average_in_collective
         self._tag = tag
         self._at = ladder.mesh.coordinate
-        scale = 1.0 / (extra_divisor * (1 if self._average else ladder.mesh.size))
+        self.writes_to_staging = grad_depth > 0
+        divisor = extra_divisor * (1 if self._average else ladder.mesh.size)
+        self._boost = _boost(divisor) if dtypes.comm == torch.float16 else 1.0
+        scale = (self._boost if self.writes_to_staging else 1.0) / divisor
         fused = config.gradient_reduce_div_fusion
         self._scale = scale if fused else 1.0
         # What a pass of its own multiplies with before gradients travel; 1.0: there is none.
@@ -91,7 +101,6 @@ class GradTower:
         self.fresh = [True] * count
         self.touched = [False] * count
         self.num_touched = 0
-        self.writes_to_staging = grad_depth > 0
         # Axes that are reduced on the last microbatch only, innermost first.
         self._last_axes = [a for a in AXIS_BELOW_DEPTH[grad_depth:] if ladder.reduces(a)]
         self._accum: ShardedBuffer | None = None
@@ -344,9 +353,10 @@ class GradTower:
             if self._sums_wide:
                 self._descend_to_optim(flat, accum)
             else:
-                self._add_copy(accum.tensor, flat.tensor)
+                self._add_copy(accum.tensor, flat.tensor, self._boost)
                 self._descend_to_optim(flat, flat)
-                self._add_copy(flat.narrow(self._optim_depth), accum.narrow(self._optim_depth))
+                reduced = flat.narrow(self._optim_depth)
+                self._add_copy(reduced, accum.narrow(self._optim_depth), 1.0 / self._boost)
 
     def _descend_from_staging(self, staging: ShardedBuffer, accum: ShardedBuffer) -> None:
         """Every microbatch: along the axes that cut gradients, into the persistent shard."""
@@ -358,13 +368,15 @@ class GradTower:
             self._every_chain.add(
                 self._lanes.reduce(axis),
                 f"reduce-scatter of {self._label} over the {axis.value} axis",
-                self._scatter_steps(axis, source, out, into_accum),
+                self._scatter_steps(
+                    axis, source, out, self._boost if into_accum else 1.0, into_accum=into_accum
+                ),
                 reads=[source],
                 writes=[source, out],
             )
 
     def _scatter_steps(
-        self, axis: Axis, source: Tensor, out: Tensor, into_accum: bool
+        self, axis: Axis, source: Tensor, out: Tensor, divisor: float, *, into_accum: bool = False
     ) -> Operation:
         def steps() -> Steps:
             accumulate = into_accum and self._accumulates
@@ -377,13 +389,14 @@ class GradTower:
                     out,
                     reduce_dtype=self._dtypes.reduce,
                     average=self._average,
+                    divisor=divisor,
                     accumulate=accumulate,
                     tag=self._tag,
                 )
             elif accumulate:
-                out.add_(source)
+                out.add_(source, alpha=1.0 / divisor)
             elif out.data_ptr() != source.data_ptr():
-                out.copy_(source)
+                _copy(source, out, 1.0 / divisor)
 
         return steps
 
@@ -393,17 +406,18 @@ class GradTower:
         What is summed travels in ``wire``, sums go into ``target``; they may be one.
         """
         depth = self._grad_depth
+        divisor = 1.0 if wire is target else self._boost
         for axis in self._last_axes:
             below = AXIS_BELOW_DEPTH.index(axis) + 1
             sent = wire.narrow(depth)
             if wire is not target:
-                self._add_copy(target.narrow(depth), sent)
+                self._add_copy(target.narrow(depth), sent, self._boost)
             if self._optim_depth >= below:
                 out = target.narrow(below)
                 self._last_chain.add(
                     self._lanes.reduce(axis),
                     f"reduce-scatter of {self._label} over the {axis.value} axis",
-                    self._scatter_steps(axis, sent, out, into_accum=False),
+                    self._scatter_steps(axis, sent, out, divisor),
                     reads=[sent],
                     writes=[sent, out],
                 )
@@ -419,7 +433,7 @@ class GradTower:
         # as good as the two halves pairwise, and needs no host in between.)
         if self._sums_wide and tensor.numel() % comm.size == 0:
             own = comm.part(tensor)
-            scatter = self._scatter_steps(axis, sent, own, into_accum=False)
+            scatter = self._scatter_steps(axis, sent, own, self._boost)
             self._last_chain.add(lane, label, scatter, reads=[sent], writes=[sent, own])
             # A tag of its own: parts of both halves may be under way between two ranks.
             self._last_chain.add(
@@ -438,11 +452,26 @@ class GradTower:
             writes=[tensor],
         )
 
-    def _add_copy(self, source: Tensor, out: Tensor) -> None:
+    def _add_copy(self, source: Tensor, out: Tensor, factor: float = 1.0) -> None:
         def steps() -> Steps:
-            out.copy_(source)
+            _copy(source, out, factor)
             yield from ()
 
         self._last_chain.add(
             self._lanes.inner_reduce, f"cast of {self._label}", steps, reads=[source], writes=[out]
         )
+
+
+def _boost(divisor: float) -> float:
+    """See [Note: fp16 on the wire]."""
+    return max(1.0, 2.0 ** round(math.log2(divisor) / 2))
+
+
+def _copy(source: Tensor, out: Tensor, factor: float) -> None:
+    """``out = source * factor``, computed in the wider of their dtypes."""
+    if factor == 1.0:
+        out.copy_(source)
+    elif source.dtype.itemsize >= out.dtype.itemsize:
+        torch.mul(source, factor, out=out)
+    else:
+        out.copy_(source).mul_(factor)

@@ -234,6 +234,30 @@ def test_on_one_axis_a_bf16_wire_with_fp32_sums_rounds_once_at_most(way: str) ->
         assert torch.equal(gradient, torch.full((64,), EXACT)), strategy
 
 
+# In fp16 the next power of two to be a zero is 2 ** -25.
+SMALL = 2.0**-23
+
+
+@pytest.mark.parametrize(("strategy", "outer"), FEW_PAIRS, ids=FEW_PAIR_NAMES)
+@on_ranks(4)
+def test_division_by_the_ranks_makes_no_zeros_of_what_fp16_can_send(
+    strategy: str, outer: str
+) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    for reduce_dtype, fused in itertools.product((torch.float16, torch.float32), (True, False)):
+        policy = fe.MixedPrecisionPolicy(grad_comm_dtype=torch.float16, reduce_dtype=reduce_dtype)
+        config = fe.DistributedDataParallelConfig(gradient_reduce_div_fusion=fused)
+        model = BigAndSmall()
+        engine = fe.shard(model, mesh, strategy, outer, mp_policy=policy, config=config)
+        for _ in range(2):  # the second is added to what is reduced
+            with engine.no_sync():
+                model(torch.full((64,), SMALL)).backward()
+            model(torch.full((64,), SMALL)).backward()
+        gradient = full_gradients(model)["weight"]
+        assert gradient is not None
+        assert torch.equal(gradient, torch.full((64,), 4 * SMALL)), (reduce_dtype, fused)
+
+
 @on_ranks(4)
 def test_microbatches_are_added_in_fp32() -> None:
     for strategy, outer in FEW_PAIRS:
