@@ -250,7 +250,7 @@ def watch_a_fake_lane() -> None:
         if dist.get_rank() == 0:
             lane._recent.append(("gather of blocks.1", FakeEvent()))
             watch.SLOW.add(lane)
-        do_something_else(6)
+        do_something_else()
     finally:
         watch.PATIENCE_SECONDS = before
         logging.getLogger("fsdp_engine").removeHandler(handler)
