@@ -2,6 +2,10 @@
 
 Nothing is changed before every rank has checked its arguments and all ranks have told each other
 so: an error on one rank is raised on all, and no rank is left waiting.
+
+What the user's modules do when they give themselves values (``materialize.py``) shows only while
+units are built. A rank where one of them raises goes on with whatever its memory holds, so that
+ranks send each other the same; when all is built it tells, and all raise.
 """
 
 from __future__ import annotations
@@ -97,7 +101,12 @@ def build_units(
     Args:
         start: whose values they begin with; where they are not the first rank's, each rank's
             slices are its own, and only those that several ranks hold are made the same.
+
+    Raises:
+        Exception: a module on the meta device could not give itself values, on some rank; the
+            model is of no use any more.
     """
+    error: Exception | None = None
     device = sites.data.mesh.device
     tag = FIRST_TAG
     units = []
@@ -112,7 +121,10 @@ def build_units(
                 if not start.whole or sites.of(part.kind)[1].mesh.is_first
                 for record in part.records
             ]
-            materialize(tree, records, device, start.seed + index)
+            try:
+                materialize(tree, records, device, start.seed + index)
+            except Exception as caught:
+                error = error or caught
         buffers: list[ParamAndGradBuffer] = []
         for number, part in enumerate(planned.buffers):
             label = planned.name or "the root module"
@@ -145,7 +157,12 @@ def build_units(
                 del record.param
     root = plan.units[0].module
     has_values = not start.whole or sites.data.mesh.is_first
-    materialize_buffers(root, device, start.seed + len(units), values=has_values)
+    try:
+        materialize_buffers(root, device, start.seed + len(units), values=has_values)
+    except Exception as caught:
+        error = error or caught
+    if plan.on_meta or start.whole:
+        _raise_everywhere(error, sites.data.mesh)
     if start.whole:
         experts = sites.expert.mesh if sites.expert is not None else None
         broadcast_buffers(root, sites.data.mesh, experts)
@@ -154,6 +171,20 @@ def build_units(
     )
     memory.fix_slots()
     return units
+
+
+def _raise_everywhere(error: Exception | None, mesh: DataMesh) -> None:
+    """Raise the error of whichever rank has one. Collective."""
+    what = "giving values to modules on the meta device"
+    found = (type(error).__name__, str(error)) if error is not None else None
+    others: list[Any] = gather_objects(found, mesh.control_group, what)
+    failed = [(rank, other) for rank, other in enumerate(others) if other is not None]
+    if error is None and failed:
+        rank, other = failed[0]
+        error = error_of_another(what, f"data-parallel rank {rank}", *other)
+    if error is not None:
+        error.add_note("The model is half built: make a new one before the next shard()")
+        raise error
 
 
 def _places(plan: Plan, memory: Memory) -> list[Place | None]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
@@ -124,3 +125,28 @@ def test_a_parametrisation_that_cannot_be_turned_around_is_an_error_on_all_ranks
         nn.utils.parametrize.register_parametrization(model[0], "weight", Tripled())
     with pytest.raises(ValueError, match=r"Linear\.weight: expected a parametrisation that turns"):
         fe.shard(model)
+
+
+class FailsOnOneRank(nn.Linear):
+    """Its file of values is not there on rank 1, say."""
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if self.weight.device.type != "meta" and dist.get_rank() == 1:
+            raise FileNotFoundError("values.bin")
+
+
+@everywhere
+def test_a_module_that_fails_on_one_rank_is_an_error_on_all(place: Place) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(FailsOnOneRank(3, 3), nn.Linear(3, 3))
+    if place.num_ranks == 1:
+        place.shard(model)
+        return
+    kind = FileNotFoundError if dist.get_rank() == 1 else (FileNotFoundError, RuntimeError)
+    with pytest.raises(kind, match=r"values\.bin") as caught:
+        place.shard(model)
+    if dist.get_rank() != 1:
+        assert "failed on data-parallel rank 1: FileNotFoundError" in str(caught.value)
+    again = place.shard(nn.Sequential(nn.Linear(3, 3)), initial_values="rank0")
+    again.model(torch.ones(2, 3)).sum().backward()
