@@ -63,13 +63,17 @@ class ParamHooks:
                 param._post_accumulate_grad_hooks = OrderedDict({key: hooks.pop(key)})
                 self._on_param.setdefault(index, []).append(hooks)
 
-    @torch.no_grad()
     def run(self, params: Sequence[Tensor]) -> None:
         """Gradients are final: run what hooks there are on those that came.
 
         Raises:
             TypeError: a hook returned something else than None or a gradient of the same shape.
         """
+        if self._on_grad or self._on_param:
+            with torch.no_grad():
+                self._run(params)
+
+    def _run(self, params: Sequence[Tensor]) -> None:
         for index in sorted(self._on_grad.keys() | self._on_param.keys()):
             param = params[index]
             grad = param.grad

@@ -32,7 +32,7 @@ from fsdp_engine.config import Timing
 from fsdp_engine.memory import Memory
 from fsdp_engine.order import Walk, first_use_order, leave_order
 from fsdp_engine.reductions import Reductions
-from fsdp_engine.unit import Call, Unit, UnitState
+from fsdp_engine.unit import Call, Unit, UnitState, in_functional_call
 
 
 def in_backward() -> bool:
@@ -120,8 +120,10 @@ class Scheduler:
                 "the last backward did not finish, perhaps because of an exception: "
                 "call engine.reset() before the next forward"
             )
+        is_functional = in_functional_call()
         for unit in self.units:
-            unit.check_not_swapped()
+            if is_functional:
+                unit.check_not_swapped()
             unit.check_not_thawed()
         self._forward.restart()
         for unit in self.units:

@@ -79,9 +79,13 @@ class ShownGradients:
             RuntimeError: one was edited between microbatches; names the parameter.
         """
         self.are_hidden = True
-        fresh, used = self._tower.fresh, self.used
         found = gradients_of(self._params)
-        views = self._views() if any(grad is not None for grad in found) else []
+        if not any(grad is not None for grad in found):  # most steps, most cheaply
+            self._tower.fresh, self.used = [True] * len(found), [False] * len(found)
+            self._apart.clear()
+            self._taken, self._versions = [], []
+            return
+        fresh, used, views = self._tower.fresh, self.used, self._views()
         kept, taken = [], []
         for index, grad in enumerate(found):
             if grad is None:

@@ -303,14 +303,15 @@ class Unit:
             self._move_to(UnitState.IN_USE)
 
     def check_not_swapped(self) -> None:
-        """A forward is about to put full parameters where the sharded ones are.
+        """A forward within ``torch.func.functional_call`` is about to put full parameters where the
+        sharded ones are.
 
         Raises:
-            RuntimeError: ``torch.func.functional_call`` has put others there.
+            RuntimeError: it has put others there.
         """
         for parameters, name, full, sharded in self._table:
             found = parameters[name]
-            if found is not sharded and found is not full and in_functional_call():
+            if found is not sharded and found is not full:
                 raise RuntimeError(
                     f"functional_call: expected the model's own parameters in unit {self.label}; "
                     f"found another tensor for {name}, in whose place the engine would use the "
