@@ -24,6 +24,7 @@ from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.gradient_checks import GradientChecks
 from fsdp_engine.hooks import UnitHooks, hook_gradients
 from fsdp_engine.initial_values import Start
+from fsdp_engine.installing import holders, install_into
 from fsdp_engine.memory import Memory
 from fsdp_engine.nccl_pool import NcclPool
 from fsdp_engine.param_and_grad_buffer import ParamAndGradBuffer
@@ -34,7 +35,7 @@ from fsdp_engine.reductions import Reductions
 from fsdp_engine.roster import Roster, refuse_copies
 from fsdp_engine.scheduler import Scheduler
 from fsdp_engine.strategies import Role
-from fsdp_engine.unit import Unit, holders, install_into
+from fsdp_engine.unit import Unit
 
 # Weak both ways: an engine knows its model, and a value that holds its key would never go. The
 # model's hooks keep the engine.

@@ -12,20 +12,6 @@ Each gradient is written once, scaled and cast on the way, into its place in a f
 What the last microbatch reduces goes through a transient copy if the wire has another dtype. Where
 ranks sum in a wider dtype than they send, only what is summed is sent narrow: the sums are not
 rounded again.
-
-[Note: Averaging]
-Every rank contributes its mean loss; the result is the gradient of the mean over all ranks. The
-factor ``1 / (ranks * extra divisor)`` is applied here and nowhere else: while gradients are
-written, or (``average_in_collective``) the ranks' part of it by the collectives, axis by axis.
-Without ``gradient_reduce_div_fusion`` what is not the collectives' part is a pass of its own, just
-before gradients travel for the first time.
-
-[Note: fp16 on the wire]
-Divided by many ranks, small gradients would be zeros in fp16; not divided, sums of large ones would
-be infinite. So what travels in fp16 is divided by about the root of that divisor beforehand, by the
-rest after it was summed: it is larger by ``boost``, a power of two, wherever it lies in a buffer of
-the wire's. (PyTorch's FSDP divides in the same two parts.) Gradients that are kept in fp16 and
-accumulated whole have no such buffer: they are divided once, beforehand.
 """
 
 from __future__ import annotations
@@ -39,6 +25,7 @@ from torch import Tensor
 from fsdp_engine.buffer import Ladder, ShardedBuffer
 from fsdp_engine.collectives import Steps
 from fsdp_engine.config import DistributedDataParallelConfig
+from fsdp_engine.gradient_scale import boost, scaled_copy
 from fsdp_engine.lanes import Chain, Lanes, Operation, Ticket
 from fsdp_engine.layout import Layout
 from fsdp_engine.memory import Memory, TransientStorage, alias
@@ -85,7 +72,7 @@ class GradTower:
         self._at = ladder.mesh.coordinate
         self.writes_to_staging = grad_depth > 0
         divisor = extra_divisor * (1 if self._average else ladder.mesh.size)
-        self._boost = _boost(divisor) if dtypes.comm == torch.float16 else 1.0
+        self._boost = boost(divisor, dtypes.comm)
         scale = (self._boost if self.writes_to_staging else 1.0) / divisor
         fused = config.gradient_reduce_div_fusion
         self._scale = scale if fused else 1.0
@@ -364,13 +351,12 @@ class GradTower:
             axis = AXIS_BELOW_DEPTH[depth]
             source = staging.narrow(depth)
             into_accum = depth == self._grad_depth - 1
+            divisor = self._boost if into_accum else 1.0
             out = accum.tensor if into_accum else staging.narrow(depth + 1)
             self._every_chain.add(
                 self._lanes.reduce(axis),
                 f"reduce-scatter of {self._label} over the {axis.value} axis",
-                self._scatter_steps(
-                    axis, source, out, self._boost if into_accum else 1.0, into_accum=into_accum
-                ),
+                self._scatter_steps(axis, source, out, divisor, into_accum=into_accum),
                 reads=[source],
                 writes=[source, out],
             )
@@ -396,7 +382,7 @@ class GradTower:
             elif accumulate:
                 out.add_(source, alpha=1.0 / divisor)
             elif out.data_ptr() != source.data_ptr():
-                _copy(source, out, 1.0 / divisor)
+                scaled_copy(source, out, 1.0 / divisor)
 
         return steps
 
@@ -454,24 +440,9 @@ class GradTower:
 
     def _add_copy(self, source: Tensor, out: Tensor, factor: float = 1.0) -> None:
         def steps() -> Steps:
-            _copy(source, out, factor)
+            scaled_copy(source, out, factor)
             yield from ()
 
         self._last_chain.add(
             self._lanes.inner_reduce, f"cast of {self._label}", steps, reads=[source], writes=[out]
         )
-
-
-def _boost(divisor: float) -> float:
-    """See [Note: fp16 on the wire]."""
-    return max(1.0, 2.0 ** round(math.log2(divisor) / 2))
-
-
-def _copy(source: Tensor, out: Tensor, factor: float) -> None:
-    """``out = source * factor``, computed in the wider of their dtypes."""
-    if factor == 1.0:
-        out.copy_(source)
-    elif source.dtype.itemsize >= out.dtype.itemsize:
-        torch.mul(source, factor, out=out)
-    else:
-        out.copy_(source).mul_(factor)

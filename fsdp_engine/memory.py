@@ -101,20 +101,6 @@ def zeros(
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
-def host_block(num_bytes: int, *, pinned: bool) -> torch.Tensor:
-    """Uninitialised bytes of host memory, not booked. Pinned memory is copied to without a stop."""
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
-
-
-def bytes_to(content: bytearray, device: torch.device) -> torch.Tensor:
-    """A copy of ``content`` on ``device``. The host does not wait for what the device has to do."""
-    tensor = torch.frombuffer(content, dtype=torch.uint8)
-    if device.type == "cuda":
-        # From pageable memory the copy would wait; torch keeps the pinned block until it is read.
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
-
-
 def alias(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor over the same memory with a version counter of its own."""
     other = torch.empty(0, dtype=tensor.dtype, device=tensor.device)

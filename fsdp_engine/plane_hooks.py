@@ -13,8 +13,9 @@ from typing import Any
 from torch import nn
 
 from fsdp_engine.hooks import not_compiled
+from fsdp_engine.installing import holders
 from fsdp_engine.scheduler import Scheduler, in_backward
-from fsdp_engine.unit import Unit, holders
+from fsdp_engine.unit import Unit
 
 
 def hook_planes(scheduler: Scheduler, unit: Unit) -> None:

@@ -102,15 +102,13 @@ class Scheduler:
         unit.leave()
         if unit.uses == 0:
             unit.uninstall()
-            needed_first = unit is self._root or unit.index == self._last_left
-            if unit.hides_output:
+            stays = has_backward and (unit is self._root or unit.index == self._last_left)
+            if stays and unit is not self._root:
+                self._kept = unit
+            if stays or unit.hides_output:
                 unit.turn_to_backward()
-            elif not (has_backward and needed_first):
-                unit.release()
             else:
-                if unit is not self._root:
-                    self._kept = unit
-                unit.turn_to_backward()
+                unit.release()
         if not self._open:
             self._end_forward(unit)
 
@@ -124,11 +122,8 @@ class Scheduler:
         for unit in self.units:
             if is_functional:
                 unit.check_not_swapped()
-            unit.check_not_thawed()
+            unit.follow_requires_grad()
         self._forward.restart()
-        for unit in self.units:
-            for buffer in unit.trainable:
-                buffer.follow_requires_grad()
         self._refreshed.clear()
         if self._gathered_before:
             self._gathered_before = False

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fsdp_engine import collectives, memory
+from fsdp_engine import collectives
 from fsdp_engine.gradient_checks import GradientChecks
+from fsdp_engine.host_memory import bytes_to
 from fsdp_engine.order import order_digest
 from fsdp_engine.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.watch import naming
@@ -95,7 +96,7 @@ class StepMessage:
             if part.group is self._group:
                 digest = order_digest(order)
                 flags += digest + bytes(255 - byte for byte in digest)
-            message = memory.bytes_to(flags, self._device)
+            message = bytes_to(flags, self._device)
             if part.group is self._group and self._looks_for_nan:
                 assert self._checks is not None
                 message = torch.cat([message, self._checks.flags])

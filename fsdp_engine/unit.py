@@ -20,16 +20,15 @@ import enum
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils.stateless import _functional_call
 
 from fsdp_engine.flat_dtensor import any_requires_grad
+from fsdp_engine.installing import install_table
 from fsdp_engine.lanes import Lanes, Ticket
 from fsdp_engine.memory import Place
 from fsdp_engine.param_and_grad_buffer import ParamAndGradBuffer
-from fsdp_engine.recurrent import list_flat_weights
 
 _CANNOT_STAY = "slots that units take turns with (fsdp_double_buffer), or weights of two encodings"
 
@@ -164,7 +163,7 @@ class Unit:
         self.is_recorded = False
         self.is_kept_full = False
         self.hides_output = False
-        self._table = _install_entries(self.buffers)
+        self._table = install_table(self.buffers)
 
     @property
     def label(self) -> str:
@@ -319,8 +318,12 @@ class Unit:
                     "engine.unsharded()), or shard at level no_shard without mixed precision"
                 )
 
-    def check_not_thawed(self) -> None:
-        """Raise RuntimeError if a parameter requires grad that was frozen at ``shard``."""
+    def follow_requires_grad(self) -> None:
+        """Freeze and thaw full parameters as the user has the sharded ones since.
+
+        Raises:
+            RuntimeError: one requires grad that was frozen at ``shard``.
+        """
         for buffer in self._frozen:
             if any_requires_grad(buffer.sharded_params):
                 names = [
@@ -334,6 +337,8 @@ class Unit:
                     "place for gradients: let it require grad before shard(), freeze it after, and "
                     "thaw it when wanted"
                 )
+        for buffer in self.trainable:
+            buffer.follow_requires_grad()
 
     def install(self) -> None:
         """Put the full parameters into the modules."""
@@ -431,51 +436,3 @@ def in_functional_call() -> bool:
     while frame is not None and frame.f_code is not _functional_call.__code__:
         frame = frame.f_back
     return frame is not None
-
-
-def holders(buffers: Sequence[ParamAndGradBuffer]) -> list[nn.Module]:
-    """Modules that hold parameters of ``buffers``, each once."""
-    sites = (site for b in buffers for record in b.records for site in record.sites)
-    return list({id(module): module for module, _ in sites}.values())
-
-
-def install_into(
-    buffers: Sequence[ParamAndGradBuffer], tensors: Sequence[Sequence[Tensor]]
-) -> None:
-    """Put ``tensors``, a row for each buffer, into the modules in place of the parameters."""
-    for buffer, row in zip(buffers, tensors, strict=True):
-        for record, tensor in zip(buffer.records, row, strict=True):
-            for module, attribute in record.sites:
-                module._parameters[attribute] = tensor  # type: ignore[assignment]
-    for module in _modules_with_flat_weights(buffers):
-        list_flat_weights(module)
-
-
-def _install_entries(
-    buffers: Sequence[ParamAndGradBuffer],
-) -> list[tuple[Any, str | int, Any, Any]]:
-    """(container, key, full, sharded) for every place that refers to a parameter."""
-    install_into(buffers, [buffer.sharded_params for buffer in buffers])
-    entries: list[tuple[Any, str | int, Any, Any]] = []
-    full_of: dict[int, Tensor] = {}
-    for buffer in buffers:
-        if buffer.is_plain:
-            continue
-        for record, full, sharded in zip(
-            buffer.records, buffer.full_params, buffer.sharded_params, strict=True
-        ):
-            full_of[id(sharded)] = full
-            for module, attribute in record.sites:
-                entries.append((module._parameters, attribute, full, sharded))
-    for module in _modules_with_flat_weights(buffers):
-        # Weight by weight, since others of the module's may be in another bucket.
-        listed = module._flat_weights
-        for place, weight in enumerate(listed):
-            if id(weight) in full_of:
-                entries.append((listed, place, full_of[id(weight)], weight))
-    return entries
-
-
-def _modules_with_flat_weights(buffers: Sequence[ParamAndGradBuffer]) -> list[nn.RNNBase]:
-    """Recurrent modules, which compute with a list of weights of their own."""
-    return [module for module in holders(buffers) if isinstance(module, nn.RNNBase)]

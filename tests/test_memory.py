@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import fsdp_engine as fe
 from curve import memory_in_use
 from fsdp_engine.buffer import ShardedBuffer
+from fsdp_engine.host_memory import HostBlock
 from fsdp_engine.memory import BACKWARDS_PER_TRIM, Memory, TransientStorage
 from fsdp_engine.strategies import Axis, Role, Strategy
 from fsdp_engine.weight_tower import Plane
@@ -312,3 +313,41 @@ def test_pages_between_small_allocations_are_handed_back_after_so_many_backwards
         books.end_backward()
     assert memory_in_use(torch.device("cpu")) < held - 900 * size
     assert all(int(each.sum()) == 64 for each in kept)
+
+
+class FakeRuntime:
+    """CUDA's, as far as pinning goes: what is pinned at an address."""
+
+    def __init__(self, code: int = 0) -> None:
+        self.pinned: dict[int, int] = {}
+        self._code = code
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        if self._code == 0:
+            self.pinned[address] = num_bytes
+        return self._code
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.pinned[address]
+        return 0
+
+
+def test_pinned_host_memory_is_as_large_as_asked_and_goes_with_its_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runtime = FakeRuntime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    block = HostBlock(1000, pinned=True)
+    piece = block.bytes[:10]
+    assert runtime.pinned == {block.bytes.data_ptr(): 1000}
+    del block
+    assert runtime.pinned == {}
+    assert piece.fill_(3).sum() == 30  # a view is memory all the same
+    assert HostBlock(0, pinned=True).bytes.numel() == 0
+
+
+def test_host_memory_that_cannot_be_pinned_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: FakeRuntime(code=2))
+    with pytest.warns(UserWarning, match=r"1000 bytes of host memory: expected to pin them"):
+        block = HostBlock(1000, pinned=True)
+    assert block.bytes.numel() == 1000

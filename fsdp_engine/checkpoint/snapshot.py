@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fsdp_engine import lanes, memory
+from fsdp_engine import lanes
 from fsdp_engine.flat_dtensor import FlatDTensor
+from fsdp_engine.host_memory import HostBlock
 
 _ALIGNMENT = 64  # bytes
 
@@ -28,12 +29,12 @@ class HostMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._block = memory.host_block(0, pinned=False)
+        self._block = HostBlock(0, pinned=False)
 
     @property
     def num_bytes(self) -> int:
         """Bytes held, whether or not a snapshot uses them."""
-        return self._block.numel()
+        return self._block.bytes.numel()
 
     def snapshot(self, entries: dict[str, Any]) -> dict[str, Any]:
         """``entries`` with copies in place of its tensors, sharded ones keeping their slices.
@@ -43,14 +44,16 @@ class HostMemory:
         """
         tensors = {id(leaf): leaf for leaf in tree_leaves(entries) if isinstance(leaf, Tensor)}
         needed = sum(_padded_bytes(tensor) for tensor in tensors.values())
-        if needed > self._block.numel():
-            self._block = memory.host_block(0, pinned=False)  # first let go of the old one
-            self._block = memory.host_block(needed, pinned=self._device.type == "cuda")
+        if needed > self.num_bytes:
+            self._block = HostBlock(0, pinned=False)  # first let go of the old one
+            self._block = HostBlock(needed, pinned=self._device.type == "cuda")
         copies: dict[int, Tensor] = {}
         start = 0
         for key, tensor in tensors.items():
             local = _local(tensor)
-            piece = self._block[start : start + local.nbytes].view(local.dtype).view(local.shape)
+            piece = (
+                self._block.bytes[start : start + local.nbytes].view(local.dtype).view(local.shape)
+            )
             piece.copy_(local, non_blocking=True)
             copies[key] = (
                 FlatDTensor.from_flat_local(piece, tensor.flat_placement)

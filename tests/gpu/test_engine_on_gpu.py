@@ -23,6 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_engine as fe
+from fsdp_engine.host_memory import HostBlock
 from tests.pool import Ranks
 
 pytestmark = [
@@ -346,6 +347,17 @@ def test_a_step_never_makes_the_host_wait_for_the_device(level: str, dtype: torc
             step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+def test_host_memory_of_snapshots_is_pinned_and_given_back() -> None:
+    block = HostBlock(3 * MIB, pinned=True)
+    piece = block.bytes[: 2 * MIB]
+    assert piece.is_pinned()
+    piece.copy_(torch.full((2 * MIB,), 7, dtype=torch.uint8, device="cuda"), non_blocking=True)
+    torch.cuda.synchronize()
+    assert bool((piece == 7).all())
+    del block
+    assert not piece.is_pinned()
 
 
 def test_reset_after_an_error_in_forward_trains_on(mesh: DeviceMesh) -> None:
