@@ -34,11 +34,24 @@ def texts(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    """What a test draws, and whether a process group is there, depends on no other test."""
+def _one_seed() -> None:
     torch.manual_seed(0)
-    was_there = dist.is_initialized()  # a fixture's, of the whole module
+
+
+@pytest.fixture(autouse=True)
+def _tests_leave_no_group() -> Iterator[None]:
+    yield from _leaves_no_group("test")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _files_leave_no_group() -> Iterator[None]:
+    yield from _leaves_no_group("file")
+
+
+def _leaves_no_group(what: str) -> Iterator[None]:
+    """What comes after would fail, and nobody would know why."""
+    was_there = dist.is_initialized()  # a fixture's of wider scope
     yield
     if dist.is_initialized() and not was_there:
         dist.destroy_process_group()
-        pytest.fail("this test left the default process group to the tests after it")
+        pytest.fail(f"this {what} has left the default process group behind")
