@@ -7,6 +7,7 @@ round by round. Files go to one disk and are synced by all ways. "torch.save" is
 written by one rank alone, with fsync. Loads come from the page cache, "cold" ones from the disk.
 DCP writes over its older checkpoint, so that a crash leaves none; this engine writes beside it and
 removes it after the save has returned, before the next way's turn, as "new folder" does with DCP.
+This engine compares what it reads with checksums; "unchecked" it does not, as only here it can.
 
 *Blocked* is how long an asynchronous save keeps the caller; *total* until it has landed.
 Resharding is a load by four ranks of what two have saved, against what four have saved. Planning
@@ -40,6 +41,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import fsdp_engine as fe
 from examples.gpt import GPT, GPTConfig
 from fsdp_engine.checkpoint.folder import training_entries
+from fsdp_engine.checkpoint.reader import Reader
 
 SIZES = {
     "10M": GPTConfig(sequence_length=128, num_layers=6, width=384, num_heads=6),
@@ -47,6 +49,7 @@ SIZES = {
 }
 ENGINE, FSDP2, PLAIN = "fsdp_engine", "FSDP2 + DCP", "torch.save, one rank"
 BESIDE = "new folder"
+UNCHECKED = "unchecked"
 # The first rounds touch pages of the machine's memory, and of the disk, for the first time.
 WARMUP = 3
 TARGETS = (
@@ -55,6 +58,8 @@ TARGETS = (
     ("save", ENGINE, f"save: {FSDP2}, {BESIDE}", 1.0),
     ("load", ENGINE, f"load: {FSDP2}", 1.0),
     ("load", f"{ENGINE}, cold", f"load: {FSDP2}, cold", 1.0),
+    ("load", ENGINE, f"load: {ENGINE}, {UNCHECKED}", 1.1),
+    ("load", f"{ENGINE}, cold", f"load: {ENGINE}, {UNCHECKED}, cold", 1.1),
     ("blocked", ENGINE, f"save: {ENGINE}", 0.15),
 )
 
@@ -162,6 +167,14 @@ def measure(size: str, rounds: int, folder: str) -> dict[str, list[float]]:
     def verified_load() -> None:
         checkpointer.load(verify=True)
 
+    def unchecked_load() -> None:
+        checked = Reader._checked
+        Reader._checked = lambda reader, file, name: file  # type: ignore[method-assign]
+        try:
+            checkpointer.load()
+        finally:
+            Reader._checked = checked  # type: ignore[method-assign]
+
     steps: dict[str, list[tuple[str, Callable[[], Any]]]] = {
         f"save: {ENGINE}": [("save", lambda: checkpointer.save(next(count)))],
         f"save: {FSDP2}": [("save", fsdp2_save)],
@@ -169,7 +182,9 @@ def measure(size: str, rounds: int, folder: str) -> dict[str, list[float]]:
         f"save: {PLAIN}": [("save", plain_save)],
         f"load: {ENGINE}": [("load", checkpointer.load)],
         f"load: {ENGINE}, verified": [("load", verified_load)],
+        f"load: {ENGINE}, {UNCHECKED}": [("load", unchecked_load)],
         f"load: {ENGINE}, cold": [("load", checkpointer.load)],
+        f"load: {ENGINE}, {UNCHECKED}, cold": [("load", unchecked_load)],
         f"load: {FSDP2}, cold": [("load", fsdp2_load)],
         f"load: {FSDP2}": [("load", fsdp2_load)],
         f"load: {PLAIN}": [("load", plain_load)],
