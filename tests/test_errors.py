@@ -521,31 +521,27 @@ WRONG_ON_RANK_1: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], 
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG_ON_RANK_1)
+BY_THE_WRAPPER = ("units", "a type", "a config", "a mesh")
+
+
+@pytest.mark.parametrize(
+    ("face", "wrong"),
+    [
+        *(("shard", wrong) for wrong in WRONG_ON_RANK_1),
+        *(("DistributedDataParallel", wrong) for wrong in BY_THE_WRAPPER),
+    ],
+)
 @on_ranks(4, timeout=30.0)
-def test_what_is_wrong_on_one_rank_alone_is_raised_on_all_of_them(wrong: str) -> None:
+def test_what_is_wrong_on_one_rank_alone_is_raised_on_all_of_them(face: str, wrong: str) -> None:
     make, kind, text = WRONG_ON_RANK_1[wrong]
+    what = "shard()" if face == "shard" else face
     model = Transformer(num_blocks=1)
     if dist.get_rank() == 1:
         with refused(model, kind=Exception):
-            fe.shard(model, **make())
+            getattr(fe, face)(model, **make())
     else:
-        with refused(model, "shard() failed on", "rank 1", text, kind=kind):
-            fe.shard(model, **make())
-    assert_still_trains(model)
-
-
-@pytest.mark.parametrize("wrong", ["units", "a type", "a config", "a mesh"])
-@on_ranks(4, timeout=30.0)
-def test_what_is_wrong_on_one_rank_alone_is_raised_on_all_by_the_wrapper(wrong: str) -> None:
-    make, kind, text = WRONG_ON_RANK_1[wrong]
-    model = Transformer(num_blocks=1)
-    if dist.get_rank() == 1:
-        with refused(model, kind=Exception):
-            fe.DistributedDataParallel(model, **make())
-    else:
-        with refused(model, "DistributedDataParallel failed on", "rank 1", text, kind=kind):
-            fe.DistributedDataParallel(model, **make())
+        with refused(model, f"{what} failed on", "rank 1", text, kind=kind):
+            getattr(fe, face)(model, **make())
     assert_still_trains(model)
 
 

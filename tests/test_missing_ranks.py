@@ -10,6 +10,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -105,6 +107,26 @@ def is_told() -> None:
     _get_default_store().set("told", "")
 
 
+@contextmanager
+def logged(patience_seconds: float) -> Iterator[list[str]]:
+    """What this rank logs; the other one is told when it does."""
+    lines: list[str] = []
+    handler = logging.Handler()
+
+    def emit(record: logging.LogRecord) -> None:
+        lines.append(record.getMessage())
+        is_told()
+
+    handler.emit = emit
+    logging.getLogger("fsdp_engine").addHandler(handler)
+    before, watch.PATIENCE_SECONDS = watch.PATIENCE_SECONDS, patience_seconds
+    try:
+        yield lines
+    finally:
+        watch.PATIENCE_SECONDS = before
+        logging.getLogger("fsdp_engine").removeHandler(handler)
+
+
 @pytest.mark.parametrize("level", LEVELS)
 @on_ranks(2)
 def test_a_rank_with_fewer_batches_is_named_with_what_it_does_instead(level: str) -> None:
@@ -139,23 +161,10 @@ def test_norms_and_comparisons_say_what_they_were_and_who_is_missing() -> None:
 def test_a_wait_that_takes_long_is_logged_with_who_is_missing_and_goes_on() -> None:
     model = make_model()
     engine = fe.shard(model)
-    lines: list[str] = []
-    handler = logging.Handler()
-
-    def emit(record: logging.LogRecord) -> None:
-        lines.append(record.getMessage())
-        is_told()
-
-    handler.emit = emit  # type: ignore[method-assign]
-    logging.getLogger("fsdp_engine").addHandler(handler)
-    before, watch.PATIENCE_SECONDS = watch.PATIENCE_SECONDS, 1.0
-    try:
+    with logged(patience_seconds=1.0) as lines:
         if dist.get_rank() == 1:
             do_something_else()
         model(torch.ones(2, 4)).sum().backward()
-    finally:
-        watch.PATIENCE_SECONDS = before
-        logging.getLogger("fsdp_engine").removeHandler(handler)
     assert engine.clip_grad_norm_(1.0) >= 0
     if dist.get_rank() == 0:
         assert len(lines) == 1, lines
@@ -236,24 +245,13 @@ def test_lanes_on_streams_that_are_stuck_are_logged_by_the_watching_thread(ranks
 def watch_a_fake_lane() -> None:
     fe.shard(make_model())
     lane = DeviceLane(torch.device("cpu"), None, [0, 1])
-    lines: list[str] = []
-    handler = logging.Handler()
-
-    def emit(record: logging.LogRecord) -> None:
-        lines.append(record.getMessage())
-        is_told()
-
-    handler.emit = emit  # type: ignore[method-assign]
-    logging.getLogger("fsdp_engine").addHandler(handler)
-    before, watch.PATIENCE_SECONDS = watch.PATIENCE_SECONDS, 0.5
     try:
-        if dist.get_rank() == 0:
-            lane._recent.append(("gather of blocks.1", FakeEvent()))
-            watch.SLOW.add(lane)
-        do_something_else()
+        with logged(patience_seconds=0.5) as lines:
+            if dist.get_rank() == 0:
+                lane._recent.append(("gather of blocks.1", FakeEvent()))
+                watch.SLOW.add(lane)
+            do_something_else()
     finally:
-        watch.PATIENCE_SECONDS = before
-        logging.getLogger("fsdp_engine").removeHandler(handler)
         watch.SLOW.discard(lane)
     expected = ["gather of blocks.1: rank 1 is at"] if dist.get_rank() == 0 else []
     assert len(lines) == len(expected), lines
