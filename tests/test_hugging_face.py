@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -94,16 +95,6 @@ def on_rank_0(write: Callable[[], Any]) -> None:
     if dist.get_rank() == 0:
         write()
     dist.barrier()
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 # --- round trips ---
@@ -442,7 +433,7 @@ def count_bytes(folder: str, strategy: str, outer: str) -> tuple[int, int, int]:
             read.append(super().readinto(buffer) or 0)
             return read[-1]
 
-    with replaced(os, "pwrite", counting_pwrite):
+    with patch.object(os, "pwrite", counting_pwrite):
         export_safetensors(engine, folder, max_shard_size="5KB")
     hugging_face.open = lambda path, mode, buffering: CountingFile(path, mode)  # type: ignore[attr-defined]
     try:
@@ -481,7 +472,7 @@ def test_memory_is_bounded_by_the_buffer() -> None:
     model.register_buffer("turned", torch.randn(300, 700).t())
     bound = 1 << 16
     out, alone = f"{folder}/out", f"{folder}/out-{dist.get_rank()}"
-    with replaced(hugging_face, "BUFFER_BYTES", bound):
+    with patch.object(hugging_face, "BUFFER_BYTES", bound):
         for dtype in (None, torch.bfloat16):
             for function in (
                 lambda dtype=dtype: export_safetensors(engine, out, dtype, "4MB"),
@@ -722,7 +713,7 @@ def test_a_full_disk_on_one_rank_is_raised_on_all_and_leaves_nothing(on_rank: in
 
     for target in (f"{folder}/made/for/it", folder):
         with (
-            replaced(os, "pwrite", no_space),
+            patch.object(os, "pwrite", no_space),
             pytest.raises(OSError, match="No space left on device"),
         ):
             export_safetensors(engine, target, max_shard_size="4KB")
@@ -730,7 +721,7 @@ def test_a_full_disk_on_one_rank_is_raised_on_all_and_leaves_nothing(on_rank: in
         dist.barrier()
     export_safetensors(engine, folder)
     before = (Path(folder) / SINGLE).read_bytes()
-    with replaced(os, "pwrite", no_space), pytest.raises(OSError, match="No space left on"):
+    with patch.object(os, "pwrite", no_space), pytest.raises(OSError, match="No space left on"):
         export_safetensors(engine, folder, torch.bfloat16)
     assert visible(folder) == [SINGLE]
     dist.barrier()
@@ -749,7 +740,10 @@ def test_a_failure_of_the_first_rank_is_raised_on_all(method: str) -> None:
             original(self, *arguments)
         raise OSError(errno.EIO, "Input/output error")
 
-    with replaced(ExportFolder, method, fails), pytest.raises(OSError, match="Input/output error"):
+    with (
+        patch.object(ExportFolder, method, fails),
+        pytest.raises(OSError, match="Input/output error"),
+    ):
         export_safetensors(engine, f"{folder}/model")
     assert visible(folder) == []
     dist.barrier()
@@ -815,8 +809,8 @@ def failing_after(number: int) -> Iterator[list[bool]]:
         return call
 
     with (
-        replaced(os, "replace", counted(os.replace)),
-        replaced(Path, "unlink", counted(Path.unlink)),
+        patch.object(os, "replace", counted(os.replace)),
+        patch.object(Path, "unlink", counted(Path.unlink)),
     ):
         yield failed
 
@@ -833,7 +827,7 @@ def test_a_failure_while_reading_is_raised_on_all() -> None:
     original = hugging_face.read_elements
     on_this_rank = fails if dist.get_rank() == 1 else original
     with (
-        replaced(hugging_face, "read_elements", on_this_rank),
+        patch.object(hugging_face, "read_elements", on_this_rank),
         pytest.raises(RuntimeError, match=r"weights are partly replaced: OSError: .*Input/output"),
     ):
         load_safetensors(engine, folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch._dynamo.utils import counters
 
 import fsdp_engine as fe
 from tests import reference
+from tests.pool import on_ranks
 
 
 class Block(nn.Module):
@@ -52,11 +54,10 @@ def _train(model: nn.Module) -> None:
     [(_compile_in_place, True), (_compile_around, True), (_compile_in_place, False)],
     ids=["compiled-in-place", "compiled-around", "compiled-after-shard"],
 )
+@on_ranks(2)
 def test_of_compiled_blocks_one_frame_is_compiled_as_without_the_engine(
-    compile_blocks: Any, is_before: bool, level: str, monkeypatch: pytest.MonkeyPatch
+    compile_blocks: Any, is_before: bool, level: str
 ) -> None:
-    problems: list[Any] = []
-    monkeypatch.setattr(sys, "unraisablehook", problems.append)
     torch._dynamo.reset()
     counters.clear()
     torch.manual_seed(0)
@@ -68,14 +69,15 @@ def test_of_compiled_blocks_one_frame_is_compiled_as_without_the_engine(
         graphs.append([node.name for node in graph.graph.nodes if node.op == "call_function"])
         return graph.forward
 
-    if is_before:
-        compile_blocks(model, backend)
-    fe.shard(model, None, level, units=lambda name, module: name in {"1", "2"})
-    if not is_before:
-        compile_blocks(model, backend)
-    _train(model)
+    with patch.object(sys, "unraisablehook") as told:
+        if is_before:
+            compile_blocks(model, backend)
+        fe.shard(model, None, level, units=lambda name, module: name in {"1", "2"})
+        if not is_before:
+            compile_blocks(model, backend)
+        _train(model)
     _train(alone)
-    assert not problems
+    told.assert_not_called()
     assert [len(graph) for graph in graphs] == [4]  # two layers, an activation, a sum
     assert counters["frames"] == {"total": 1, "ok": 1}
     assert not counters["graph_break"]
