@@ -170,15 +170,16 @@ def peak_staging_bytes(units: Sequence[UnitFootprint], budget: int) -> int:
     """Full gradients at most, if no reduction were done before somebody waits for it."""
     staged = [unit.total(lambda each: each.staged_elements) for unit in units]
     sizes = [unit.total(lambda each: each.staging_bytes) for unit in units]
-    # The root's own gradients come in from the first to the last moment.
-    held, held_bytes = staged[0], sizes[0]
     in_flight: deque[int] = deque()
-    peak = held_bytes
+    num_in_flight, held = 0, 0
+    peak = sizes[0]
     for index in range(len(units) - 1, 0, -1):
-        while in_flight and held + staged[index] > max(budget, staged[index]):
+        while in_flight and num_in_flight + staged[index] > max(budget, staged[index]):
             oldest = in_flight.popleft()
-            held, held_bytes = held - staged[oldest], held_bytes - sizes[oldest]
-        held, held_bytes = held + staged[index], held_bytes + sizes[index]
+            num_in_flight, held = num_in_flight - staged[oldest], held - sizes[oldest]
+        num_in_flight, held = num_in_flight + staged[index], held + sizes[index]
         in_flight.append(index)
-        peak = max(peak, held_bytes)
+        # Own gradients of the root, and of units around this one, come in to their very end.
+        around = [i for i, other in enumerate(units[:index]) if units[index].is_within(other)]
+        peak = max(peak, held + sum(sizes[i] for i in around))
     return peak

@@ -107,7 +107,7 @@ class Reductions:
         self._ready: set[int] = set()
         # (unit, its tickets, elements of its staging)
         self._in_flight: deque[tuple[Unit, list[Ticket], int]] = deque()
-        self._num_staged = 0
+        self._num_in_flight = 0  # such elements in all
         self._phase = Phase.CLEARED
         # A backward is under way; autograd is done with it, but weight gradients are yet to come.
         self._in_backward = False
@@ -157,11 +157,10 @@ class Reductions:
                 "unit, or use checkpoint(..., use_reentrant=False)"
             )
         limit = max(self._budget, unit.num_staged)
-        while self._in_flight and self._num_staged + unit.num_staged > limit:
+        while self._in_flight and self._num_in_flight + unit.num_staged > limit:
             self._retire_oldest()
         if unit.place is not None and unit.num_staged:
             self._take_slot(unit)
-        self._num_staged += unit.num_staged
         unit.has_open_grads = True
         for buffer in unit.trainable:
             assert buffer.grads is not None
@@ -283,7 +282,7 @@ class Reductions:
         self._next = 0
         self._ready.clear()
         self._in_flight.clear()
-        self._num_staged = 0
+        self._num_in_flight = 0
         self._phase = Phase.CLEARED
         self._in_backward = self._is_closing = False
         self._message.forget()
@@ -330,12 +329,13 @@ class Reductions:
         unit.has_open_grads = False
         unit.is_reduced = True
         self._in_flight.append((unit, tickets, unit.num_staged))
+        self._num_in_flight += unit.num_staged
 
     def _retire_oldest(self) -> None:
         unit, tickets, num_staged = self._in_flight.popleft()
         for ticket in tickets:
             self._lanes.compute.wait(ticket)
-        self._num_staged -= num_staged
+        self._num_in_flight -= num_staged
         for buffer in unit.trainable:
             assert buffer.grads is not None
             buffer.grads.release()
@@ -352,7 +352,6 @@ class Reductions:
                 assert buffer.grads is not None
                 buffer.grads.set_aside()
             holder.has_open_grads = False
-            self._num_staged -= holder.num_staged
 
     def _close(self) -> None:
         """All that this backward brings has come and is issued."""

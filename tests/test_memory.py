@@ -166,8 +166,8 @@ def expected_peak(
             num_ahead = min(-(-budget // block), NUM_BLOCKS - 1 - done)
             moment["full"] = compute * (root + (1 + num_ahead) * block)
         if strategy.cuts(Role.GRAD, Axis.INNER):
-            # The root's gradients come first and stay; blocks share what the budget leaves.
-            num_staged = min(max((max(budget, block) - root) // block, 1), 1 + done)
+            # The root's gradients come first and stay, beside what the budget allows in flight.
+            num_staged = min(max(budget // block, 1), 1 + done)
             moment["staging"] = wire * (root + num_staged * block)
         moments.append(moment)
     peak = {role: max(moment[role] for moment in moments) for role in ("full", "staging")}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -104,6 +105,49 @@ def traced(
         body(model, engine)
     assert all(order.num_checks for order in tracer.orders)
     return tracer
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
+@on_ranks(2)
+def test_gradients_wait_only_for_the_reductions_that_the_budget_has_no_room_for(
+    strategy: str,
+) -> None:
+    for num_blocks, expected in {
+        # By units of the budget: before the first gradient of which block which one's reduction is
+        # waited for. The root's gradients, which come in all the time, wait for nobody.
+        0: {2: 3, 1: 2, 0: 1},
+        1: {2: 3, 1: 2, 0: 1},
+        2: {1: 3, 0: 2},
+        3: {0: 3},
+        4: {},
+    }.items():
+        model = Small(num_blocks=4)
+        engine = fe.shard(model, strategy=strategy, config=config_of(num_blocks * BLOCK))
+        reductions, opening, waits = engine._reductions, [""], {}
+        open_unit, retire = reductions.open_unit, reductions._retire_oldest
+
+        def opened(unit: Any, open_unit: Any = open_unit, opening: list[str] = opening) -> None:
+            opening.append(unit.name)
+            open_unit(unit)
+            opening.pop()
+
+        def retired(
+            reductions: Any = reductions,
+            retire: Any = retire,
+            opening: list[str] = opening,
+            waits: dict[str, str] = waits,
+        ) -> None:
+            if opening[-1]:
+                waits[opening[-1]] = reductions._in_flight[0][0].name
+            retire()
+
+        with (
+            patch.object(reductions, "open_unit", opened),
+            patch.object(reductions, "_retire_oldest", retired),
+        ):
+            train(model, engine, [1])
+        blocks = {int(unit[-1]): int(awaited[-1]) for unit, awaited in waits.items()}
+        assert blocks == expected, num_blocks
 
 
 # Every strategy.
