@@ -8,7 +8,9 @@ host memory (*staged*).
 
 An operation is a generator: it issues communication, yields the works, and goes on when they are
 done. A lane (``lanes.py``) decides what "done" means: on CPU the host waits, on CUDA the lane's
-stream does and the generator runs through at once.
+stream does and the generator runs through at once. NCCL's collectives are issued synchronously:
+then they run on the current stream, which is the lane's, with its priority. (With ``async_op`` they
+would run on a stream of the process group's own, and each would cost two events more.)
 
 With tags, the pairwise messages of two units can never be taken for one another: where ranks
 disagree about which unit comes next, both time out with the unit's name, and no value is mixed up.
@@ -16,7 +18,8 @@ disagree about which unit comes next, both time out with the unit's name, and no
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,8 +49,7 @@ class Communicator:
         self.group = group
         self.size = group.size()
         self.rank = group.rank()
-        backend = backend_of(group, device)
-        self._gloo = getattr(backend, "name", lambda: "")() == "gloo"
+        self._gloo = _is_gloo(group, device)
         self._staged = self._gloo and device.type != "cpu"
 
     def part(self, full: Tensor, rank: int | None = None) -> Tensor:
@@ -81,7 +83,7 @@ class Communicator:
             else:
                 yield from self._exchange_into(full, own, tag)
         else:
-            yield [_all_gather_single(full, source, group=self.group, async_op=True)]
+            yield _issue(_all_gather_single, self.group, full, source)
 
     def reduce_scatter(
         self,
@@ -121,7 +123,7 @@ class Communicator:
                 out.copy_(target)
         elif wide is not None:
             received = memory.empty(full.numel(), full.dtype, full.device)
-            yield [dist.all_to_all_single(received, full, group=self.group, async_op=True)]
+            yield _issue(dist.all_to_all_single, self.group, received, full)
             total = received.view(self.size, -1).sum(0, dtype=wide)
             if average:
                 total.div_(self.size)
@@ -130,7 +132,7 @@ class Communicator:
             op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
             direct = out.dtype == full.dtype and not accumulate
             target = out if direct else self.part(full)
-            yield [_reduce_scatter_single(target, full, op=op, group=self.group, async_op=True)]
+            yield _issue(_reduce_scatter_single, self.group, target, full, op=op)
             if not direct:
                 _store(out, target, accumulate, divisor)
             elif divisor != 1.0:
@@ -144,8 +146,8 @@ class Communicator:
     ) -> Steps:
         """Sum (or average) ``tensor`` over the ranks, in place, by the backend's own all-reduce."""
         op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
-        work = _require(dist.all_reduce(tensor, op=op, group=self.group, async_op=True))
-        yield [watch.HostWork(work) if self._gloo else work]
+        works = _issue(dist.all_reduce, self.group, tensor, op=op)
+        yield [watch.HostWork(work) for work in works] if self._gloo else works
 
     def _bounds(self, numel: int, place: int) -> int:
         # Equal parts wherever numel allows, which collectives with a fixed part size rely on.
@@ -237,7 +239,7 @@ def start_all_reduce_max(tensor: Tensor, group: dist.ProcessGroup) -> Work:
 def max_steps(tensor: Tensor, group: dist.ProcessGroup) -> Steps:
     """The elementwise maximum of a small tensor over the group, in place, as part of an operation
     on a lane."""
-    yield [_require(dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group, async_op=True))]
+    yield _issue(dist.all_reduce, group, tensor, op=dist.ReduceOp.MAX)
 
 
 class MaxGroup(dist.ProcessGroup):
@@ -295,6 +297,23 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     if tensor.dtype.itemsize == 1 and tensor.dtype != torch.uint8:
         return tensor.view(torch.uint8)
     return tensor
+
+
+def _is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
+    return getattr(backend_of(group, device), "name", lambda: "")() == "gloo"
+
+
+def _issue(
+    collective: Callable[..., Work | None],
+    group: dist.ProcessGroup,
+    first: Tensor,
+    *tensors: Tensor,
+    **options: Any,
+) -> Sequence[Work]:
+    """A collective of the backend's own; returns what is to be waited for."""
+    on_stream = first.is_cuda and not _is_gloo(group, first.device)
+    work = collective(first, *tensors, group=group, async_op=not on_stream, **options)
+    return () if on_stream else (_require(work),)
 
 
 def _require(work: Work | None) -> Work:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from fsdp_engine import collectives
 from fsdp_engine.collectives import Steps
 from fsdp_engine.lanes import Chain, HostLane, Lanes, make_lanes
 from fsdp_engine.strategies import Axis
@@ -215,3 +218,43 @@ def test_a_profiler_shows_operations_by_name() -> None:
         compute.wait(lane.submit("all-gather of blocks.3", operation([], "a")))
     names = {event.key for event in profile.key_averages()}
     assert "fsdp_engine: all-gather of blocks.3" in names
+
+
+class OnDevice:
+    """A tensor on CUDA, as far as issuing a collective goes."""
+
+    is_cuda = True
+    device = torch.device("cuda")
+
+
+class Group:
+    """A process group whose backend for CUDA is called ``name``."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return SimpleNamespace(name=lambda: self._name)
+
+
+@pytest.mark.parametrize(
+    ("backend", "tensor", "is_async"),
+    [
+        ("nccl", OnDevice(), False),
+        ("gloo", OnDevice(), True),  # would make the host wait
+        ("gloo", torch.zeros(1), True),
+        ("mpi", torch.zeros(1), True),
+    ],
+)
+def test_collectives_stay_on_the_stream_of_their_lane(
+    backend: str, tensor: Any, is_async: bool
+) -> None:
+    calls = []
+
+    def collective(*tensors: Any, group: Any, async_op: bool, op: str) -> Any:
+        calls.append((tensors, async_op, op))
+        return "work" if async_op else None
+
+    works = collectives._issue(collective, Group(backend), tensor, tensor, op="sum")
+    assert works == (("work",) if is_async else ())
+    assert calls == [((tensor, tensor), is_async, "sum")]
