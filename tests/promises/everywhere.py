@@ -97,11 +97,15 @@ def _run_at_places(module: str, name: str) -> None:
     try:
         for place in PLACES:
             if place.num_ranks == dist.get_world_size():
-                torch.manual_seed(0)
-                try:
-                    check(place)
-                except Exception as error:
-                    error.add_note(f"at {place}")
-                    raise
+                _run_at(place, check)
     finally:
         _MESHES.clear()
+
+
+def _run_at(place: Place, check: Callable[[Place], None]) -> None:
+    torch.manual_seed(0)
+    try:
+        check(place)
+    except Exception as error:
+        error.add_note(f"at {place}")
+        raise

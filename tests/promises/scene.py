@@ -111,7 +111,6 @@ class Scene:
 
 
 Trial = Callable[[Scene], Any]
-Step = Callable[[Scene], Any]
 
 
 @dataclass(frozen=True)
@@ -190,7 +189,7 @@ def perform(entry: Entry, mesh: DeviceMesh, levels: Sequence[str]) -> dict[str, 
     ours = {level: _scene(entry, mesh, level) for level in levels}
     found: dict[str, Outcome] = {}
     assert entry.trial is not None
-    steps: list[Step] = [entry.trial, _state, *([_goes_on] if entry.goes_on else [])]
+    steps: list[Trial] = [entry.trial, _state, *([_goes_on] if entry.goes_on else [])]
     for step in steps:
         expected = _run(step, alone)
         own = {level: judge(expected, _run(step, scene)) for level, scene in ours.items()}
@@ -216,7 +215,7 @@ def _scene(entry: Entry, mesh: DeviceMesh, level: str | None) -> Scene:
     return Scene(model, x.tensor_split(size)[rank].clone(), engine, rank, size)
 
 
-def _run(step: Step, scene: Scene) -> tuple[Any, BaseException | None]:
+def _run(step: Trial, scene: Scene) -> tuple[Any, BaseException | None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.default_generator.manual_seed(1)
