@@ -23,13 +23,14 @@ STAMP := $(VENV)/.installed
 OMP_NUM_THREADS ?= 1
 export OMP_NUM_THREADS
 
-.PHONY: help setup train megatron test lint format bench clean
+.PHONY: help setup train megatron test test-all lint format bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make train    train a small GPT on real text (ARGS=\"...\", RANKS=2)"
 	@echo "make megatron train by Megatron-Core's names, tensor x data parallel on 2 x 2 ranks"
-	@echo "make test     lint, types and all tests"
+	@echo "make test     lint, types and the tests, but those that take long"
+	@echo "make test-all the same with all tests"
 	@echo "make lint     ruff and mypy"
 	@echo "make format   let ruff rewrite the files"
 	@echo "make bench    every benchmark, one after the other"
@@ -66,11 +67,12 @@ megatron: $(STAMP)
 	@$(RUN) torch.distributed.run --standalone --nproc-per-node 4 \
 		examples/megatron_style_loop.py --tensor-parallel 2 $(ARGS)
 
+# What PYTEST_ARGS names is run, whatever it takes.
 test: lint
-	@echo "architecture"
-	@$(RUN) pytest --quiet --no-header tests/test_architecture.py
-	@echo "tests"
-	@$(RUN) pytest $(PYTEST_ARGS)
+	@$(RUN) pytest $(or $(PYTEST_ARGS),-m "not thorough")
+
+test-all: lint
+	@$(RUN) pytest
 
 lint: $(STAMP)
 	@echo "ruff check"

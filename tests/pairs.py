@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from fsdp_engine.strategies import ALL_STRATEGIES
 
 # All ten: for what a level is, training, counts, memory.
@@ -14,6 +16,10 @@ FEW_PAIRS = [
     ("optim_grads_params", "no_shard"),
     ("optim_grads_params", "optim_grads"),
 ]
-
-PAIR_NAMES = ["-".join(pair) for pair in PAIRS]
 FEW_PAIR_NAMES = ["-".join(pair) for pair in FEW_PAIRS]
+
+# All ten as arguments of tests: those few always, the others in ``make test-all``.
+EVERY_PAIR = [
+    pytest.param(*pair, id="-".join(pair), marks=() if pair in FEW_PAIRS else pytest.mark.thorough)
+    for pair in PAIRS
+]

@@ -261,6 +261,7 @@ def saved(ranks: Ranks, tmp_path_factory: Any) -> tuple[str, dict[str, Any]]:
     return folder, found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world_size", [0, 1, 2, 4])
 def test_every_pair_loads_what_others_saved_bit_for_bit(
     ranks: Ranks, saved: tuple[str, dict[str, Any]], world_size: int

@@ -23,7 +23,7 @@ from fsdp_engine import lanes as lanes_module
 from fsdp_engine.description import count_collectives
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis, Role, Strategy
 from tests.models import DIM, LoraLinear, Mlp, Regression, vector_batch
-from tests.pairs import PAIR_NAMES, PAIRS
+from tests.pairs import EVERY_PAIR
 from tests.pool import Ranks, on_ranks
 from tests.test_equivalence import mesh_of
 
@@ -229,7 +229,7 @@ def describes(engine: Any, strategy: Strategy) -> list[tuple[str, Any, Any]]:
     return pairs
 
 
-@pytest.mark.parametrize(("strategy", "outer"), PAIRS, ids=PAIR_NAMES)
+@pytest.mark.parametrize(("strategy", "outer"), EVERY_PAIR)
 def test_collectives_and_bytes_of_a_step_follow_from_the_levels(
     ranks: Ranks, strategy: str, outer: str
 ) -> None:

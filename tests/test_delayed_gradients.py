@@ -150,6 +150,7 @@ def compare(inner: str, outer: str) -> list[str]:
 PAIRS = [(level, "no_shard") for level in LEVEL_NAMES] + [("optim_grads_params", "optim")]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("inner", "outer"), PAIRS)
 def test_weight_gradients_that_come_late_train_as_one_process(
     ranks: Ranks, inner: str, outer: str

@@ -35,6 +35,7 @@ def compare(inner: str, outer: str, shape: tuple[int, ...]) -> list[str]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("inner", "outer"), FEW_PAIRS)
 def test_a_wrapped_model_on_two_axes_trains_as_one_process(
     ranks: Ranks, inner: str, outer: str
@@ -43,7 +44,7 @@ def test_a_wrapped_model_on_two_axes_trains_as_one_process(
     assert not any(results), report(results)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("inner", LEVEL_NAMES)
 def test_a_wrapped_model_on_one_axis_trains_as_one_process(
     ranks: Ranks, inner: str, world_size: int

@@ -182,6 +182,7 @@ def train_models(strategy: str, outer: str) -> None:
         assert ("full" in held) == (strategy == LEVEL_3), name
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("strategy", "outer"), PAIRS)
 def test_models_train_as_one_process_does(ranks: Ranks, strategy: str, outer: str) -> None:
     ranks.run(train_models, strategy, outer, timeout=280)
@@ -436,6 +437,7 @@ def wide_step(model: Any, engine: Any, optimizer: Any) -> None:
     optimizer.zero_grad()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("strategy", "outer"), [*PAIRS, (LEVEL_3, LEVEL_3)])
 def test_nothing_is_allocated_in_a_step_and_slots_are_as_long_as_their_largest_units(
     ranks: Ranks, strategy: str, outer: str
@@ -473,6 +475,7 @@ def test_as_many_collectives_are_sent_as_without() -> None:
 # The schedule.
 
 
+@pytest.mark.thorough
 @on_ranks()
 @pytest.mark.parametrize(("strategy", "outer"), [*PAIRS, (LEVEL_3, LEVEL_3), ("optim", "optim")])
 def test_taking_turns_makes_no_race(strategy: str, outer: str) -> None:

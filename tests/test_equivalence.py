@@ -19,7 +19,7 @@ import fsdp_engine as fe
 from fsdp_engine.strategies import LEVELS
 from tests import reference
 from tests.models import Transformer, odd_model, token_batch, vector_batch
-from tests.pairs import PAIR_NAMES, PAIRS
+from tests.pairs import EVERY_PAIR
 from tests.pool import Ranks
 
 NUM_STEPS = 3
@@ -86,7 +86,7 @@ def report(results: list[list[str]]) -> str:
     )
 
 
-@pytest.mark.parametrize(("strategy", "outer"), PAIRS, ids=PAIR_NAMES)
+@pytest.mark.parametrize(("strategy", "outer"), EVERY_PAIR)
 def test_a_pair_of_levels_on_two_axes_trains_as_one_process(
     ranks: Ranks, strategy: str, outer: str
 ) -> None:
@@ -128,7 +128,7 @@ def compare_uneven_meshes(strategy: str, outer: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(("strategy", "outer"), PAIRS, ids=PAIR_NAMES)
+@pytest.mark.parametrize(("strategy", "outer"), EVERY_PAIR)
 def test_an_axis_of_size_one_changes_nothing(ranks: Ranks, strategy: str, outer: str) -> None:
     results = ranks.run(compare_uneven_meshes, strategy, outer)
     assert not any(results), report(results)

@@ -413,6 +413,7 @@ def losses(run: dict[str, Any]) -> list[float]:
     return [record["loss"] for record in run["steps"]]
 
 
+@pytest.mark.thorough
 class TestWholeJob:
     def test_a_run_resumed_on_other_ranks_and_strategy_continues_the_same_curve(
         self, texts: Path

@@ -24,6 +24,8 @@ from tests.pairs import FEW_PAIRS
 from tests.pool import Ranks, on_ranks
 from tests.test_equivalence import mesh_of
 
+pytestmark = pytest.mark.thorough
+
 NUM_STEPS, NUM_MICROBATCHES = 3, 2
 # Matrices of 131 columns and up to 393 rows: blocks at both edges are cut, and no shard of four
 # ranks ends where a row does.

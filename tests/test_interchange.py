@@ -22,6 +22,7 @@ from tests.pool import Ranks
 from tests.test_checkpoint import run_on
 
 pytestmark = [
+    pytest.mark.thorough,
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
     pytest.mark.filterwarnings("ignore:You are using .torch.load."),
 ]

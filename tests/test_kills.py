@@ -27,6 +27,8 @@ from fsdp_engine.checkpoint.directory import CheckpointDirectory
 from tests import pool
 from tests.models import Transformer, token_batch
 
+pytestmark = pytest.mark.thorough
+
 NUM_RANKS = 2
 NUM_KILLS = 30
 TIMEOUT = timedelta(seconds=60)

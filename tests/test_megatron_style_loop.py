@@ -20,6 +20,8 @@ from megatron_style_loop import only_whole_lines
 from tensor_parallel import IGNORED, TensorParallelGPT
 from tests.pool import Ranks
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parent.parent
 TINY = GPTConfig(sequence_length=32, num_layers=2, width=32, num_heads=4)
 # Where each tensor rank has its part of a parameter, if it has not the whole.

@@ -25,7 +25,7 @@ from fsdp_engine.memory import BACKWARDS_PER_TRIM, Memory, TransientStorage
 from fsdp_engine.strategies import Axis, Role, Strategy
 from fsdp_engine.weight_tower import Plane
 from tests.models import DIM, Mlp, Regression, odd_model, vector_batch
-from tests.pairs import PAIR_NAMES, PAIRS
+from tests.pairs import EVERY_PAIR
 from tests.pool import Ranks, on_ranks
 from tests.test_equivalence import mesh_of
 
@@ -145,7 +145,7 @@ def rest_of_pair(strategy: str, outer: str) -> list[tuple[str, Any, Any]]:
     return pairs
 
 
-@pytest.mark.parametrize(("strategy", "outer"), PAIRS, ids=PAIR_NAMES)
+@pytest.mark.parametrize(("strategy", "outer"), EVERY_PAIR)
 def test_bytes_at_rest_are_those_of_the_formulas(ranks: Ranks, strategy: str, outer: str) -> None:
     for pairs in ranks.run(rest_of_pair, strategy, outer):
         for what, found, expected in pairs:
@@ -205,7 +205,7 @@ def peak_of_pair(strategy: str, outer: str) -> list[tuple[str, Any, Any]]:
     return pairs
 
 
-@pytest.mark.parametrize(("strategy", "outer"), PAIRS, ids=PAIR_NAMES)
+@pytest.mark.parametrize(("strategy", "outer"), EVERY_PAIR)
 def test_bytes_at_peak_follow_from_levels_and_budget(
     ranks: Ranks, strategy: str, outer: str
 ) -> None:

@@ -68,7 +68,7 @@ def run_and_stop(rank: int, world_size: int, port: int, level: str, how: str, pi
 
 
 @pytest.mark.parametrize("how", ["killed", "an exception"])
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_others_say_at_once_which_rank_has_ended(level: str, world_size: int, how: str) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -127,7 +127,13 @@ def logged(patience_seconds: float) -> Iterator[list[str]]:
         logging.getLogger("fsdp_engine").removeHandler(handler)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    "level",
+    [
+        pytest.param(level, marks=() if level == "optim_grads_params" else pytest.mark.thorough)
+        for level in LEVELS
+    ],
+)
 @on_ranks(2)
 def test_a_rank_with_fewer_batches_is_named_with_what_it_does_instead(level: str) -> None:
     group = dist.new_group([0, 1], timeout=timedelta(seconds=8))

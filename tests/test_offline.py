@@ -208,6 +208,7 @@ def test_inspect_shows_what_is_missing_and_what_does_not_belong(copy: Path) -> N
     assert found["besides"] == ".saving-dead (not complete)"
 
 
+@pytest.mark.thorough
 def test_ten_thousand_tensors_are_shown_as_the_kinds_that_they_are(tmp_path: Path) -> None:
     state = {
         f"layers.{number}.{name}.weight": torch.zeros(size)

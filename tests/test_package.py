@@ -16,6 +16,8 @@ import pytest
 
 import fsdp_engine as fe
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parent.parent
 SOURCES = ("fsdp_engine", "pyproject.toml", "README.md", "LICENSE")
 

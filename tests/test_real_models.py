@@ -22,6 +22,8 @@ from tests.models import Transformer, token_batch, vector_batch
 from tests.pool import on_ranks
 from tests.reference import assert_trains_alike, full_weights, relative_error
 
+pytestmark = pytest.mark.thorough
+
 SHARDED_LEVELS = [name for name, level in LEVELS.items() if level.value]
 
 

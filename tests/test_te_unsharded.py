@@ -12,6 +12,8 @@ from tests.pool import Ranks
 from tests.te_on_cpu import RECIPES
 from tests.te_unsharded import Planes, Trained, assert_changes, assert_same
 
+pytestmark = pytest.mark.thorough
+
 LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 

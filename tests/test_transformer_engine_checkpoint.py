@@ -1,4 +1,6 @@
 """Checkpoints of Transformer Engine's weights hold fp32 main weights, and plain tensors for delayed
+
+pytestmark = pytest.mark.thorough
 scaling: any ranks and levels load them, and quantise to the same bytes and scales."""
 
 from __future__ import annotations

@@ -26,6 +26,8 @@ from tests.te_training import (
 )
 from tests.test_equivalence import mesh_of
 
+pytestmark = pytest.mark.thorough
+
 CUT = "optim_grads_params"
 LEVELS = ("no_shard", "optim", "optim_grads", CUT)
 Config = fe.DistributedDataParallelConfig

@@ -19,6 +19,8 @@ from tests.pool import on_ranks
 from tests.te_on_cpu import QuantisedLinear, QuantisedStack
 from tests.te_training import Watch, make_batch, make_stack, train_watched
 
+pytestmark = pytest.mark.thorough
+
 CUT = "optim_grads_params"
 # Level, slots, elements gathered ahead; the first is what others are compared with.
 WAYS = [

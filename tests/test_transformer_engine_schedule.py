@@ -36,6 +36,8 @@ from tests.test_counts import Messages
 from tests.test_equivalence import mesh_of
 from tests.test_schedule import BUDGETS, config_of, traced
 
+pytestmark = pytest.mark.thorough
+
 CUT = "optim_grads_params"
 
 

@@ -31,6 +31,8 @@ from tests.te_training import (
 )
 from tests.test_equivalence import OPTIMIZERS, mesh_of
 
+pytestmark = pytest.mark.thorough
+
 NUM_STEPS, NUM_MICRO = 3, 2
 CUT = ("optim_grads_params", "no_shard")
 Config = fe.DistributedDataParallelConfig

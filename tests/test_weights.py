@@ -18,7 +18,7 @@ from fsdp_engine.strategies import LEVELS
 from fsdp_engine.unit import UnitState
 from tests import models, reference
 from tests.models import Transformer, token_batch, vector_batch
-from tests.pairs import PAIR_NAMES, PAIRS
+from tests.pairs import EVERY_PAIR, PAIRS
 from tests.pool import on_ranks
 from tests.reference import full_weights
 
@@ -154,7 +154,7 @@ def test_full_weights_can_be_loaded_within_unsharded() -> None:
         torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize(("strategy", "outer"), PAIRS, ids=PAIR_NAMES)
+@pytest.mark.parametrize(("strategy", "outer"), EVERY_PAIR)
 @on_ranks(4)
 def test_within_unsharded_modules_hold_full_main_weights(strategy: str, outer: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))

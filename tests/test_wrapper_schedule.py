@@ -22,6 +22,8 @@ from tests.test_equivalence import mesh_of
 from tests.test_schedule import Small
 from tests.trace_lanes import Tracer
 
+pytestmark = pytest.mark.thorough
+
 
 def train(ddp: fe.DistributedDataParallel, starts_gathers: bool) -> None:
     """Three steps of two microbatches, with everything that a loop may do in between."""

@@ -8,7 +8,8 @@ A promise is tested by a function of one :class:`Place`, which shards a model th
         engine = place.shard(model)
         ...
 
-It is run at every place of 1, 2 and 4 ranks, each number of ranks being a test of its own.
+It is run at every place of 1, 2 and 4 ranks, each number of ranks being a test of its own. That of
+4 ranks, with two axes, is part of ``make test-all`` only.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ PLACES = (
 def everywhere(check: Callable[[Place], None]) -> Callable[..., None]:
     """Makes a test of ``check(place)``, which every rank of every place shall run."""
 
-    @pytest.mark.parametrize("num_ranks", [1, 2, 4])
+    @pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(4, marks=pytest.mark.thorough)])
     @functools.wraps(check)
     def test(ranks: Ranks, num_ranks: int) -> None:
         __tracebackhide__ = True

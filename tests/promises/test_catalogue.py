@@ -16,7 +16,7 @@ from tests.promises.trial import Difference, Outcome, Verdict, compare, is_clear
 
 CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
 # Each of the calls behind the fixtures tries hundreds of things.
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(900)]
 Tensors = dict[str, list[tuple[str, Outcome]]]
 
 
