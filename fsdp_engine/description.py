@@ -7,9 +7,6 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich.console import Console
-from rich.table import Table
-
 from fsdp_engine.mesh import DataMesh
 from fsdp_engine.order import leave_order
 from fsdp_engine.strategies import Axis, Role, Strategy
@@ -53,6 +50,10 @@ class Description:
     rows: tuple[UnitRow, ...]
 
     def __str__(self) -> str:
+        # Only here: training without tables needs no library for them.
+        from rich.console import Console
+        from rich.table import Table
+
         table = Table(title=self.title, title_justify="left", show_footer=True)
         total = _total(self.rows)
         # Names of deep modules differ at their ends: they are folded, never cut.

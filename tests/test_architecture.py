@@ -7,6 +7,8 @@ planted violations.
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -535,3 +537,25 @@ def test_lawful_code_is_left_alone(path: str, text: str) -> None:
 def test_every_floor_has_its_files() -> None:
     rooms = {source.room for source in package_sources()}
     assert {FLOORS[room] for room in rooms if room in FLOORS} >= set(range(7))
+
+
+def test_training_needs_no_library_beside_torch_and_einops() -> None:
+    others = [
+        "crc32c",
+        "matplotlib",
+        "numpy",
+        "rich",
+        "safetensors",
+        "tqdm",
+        "transformer_engine",
+        "typer",
+    ]
+    program = f"""
+import sys
+sys.modules.update(dict.fromkeys({others}))  # None: an import of it fails
+import torch, fsdp_engine as fe
+model = torch.nn.Linear(3, 2)
+fe.shard(model)
+model(torch.ones(1, 3)).sum().backward()
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=120)

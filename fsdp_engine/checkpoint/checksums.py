@@ -13,8 +13,6 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from crc32c import crc32c
-
 BLOCK_BYTES = 1 << 18
 _SUM_BYTES = 4
 # Blocks of which a part was read are kept for the next read: an archive's directory, its end.
@@ -23,6 +21,14 @@ _KEPT_BLOCKS = 4
 
 class DamagedError(ValueError):
     """Bytes of a checkpoint are not those that were written."""
+
+
+def crc32c(data: Any, crc: int = 0) -> int:
+    """CRC-32C of what ``crc`` is of and of ``data`` after it."""
+    # Only here: training without checkpoints needs no library that has to be compiled.
+    from crc32c import crc32c as library
+
+    return int(library(data, crc))
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,8 @@ class FileSums:
 
     def of(self, number: int) -> int:
         """The sum of a block."""
-        return int.from_bytes(self.sums[number * _SUM_BYTES :][:_SUM_BYTES], "little")
+        start = number * _SUM_BYTES
+        return int.from_bytes(self.sums[start : start + _SUM_BYTES], "little")
 
     def length(self, number: int) -> int:
         """Bytes of a block: the last one may be shorter."""
