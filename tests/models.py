@@ -99,7 +99,7 @@ class Regression(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.mse_loss(self.predict(x).float(), y)
+        return F.mse_loss(self.predict(x).float(), y.float())
 
 
 class Chain(Regression):
