@@ -18,10 +18,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_engine as fe
-import fsdp_engine.buffer
+import fsdp_engine.buffers.sharded_buffer
 from examples.gpt import GPT, GPTConfig
 from fsdp_engine.codecs import CodecRule
-from fsdp_engine.collectives import Communicator, Steps
+from fsdp_engine.devices.collectives import Communicator, Steps
 
 LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 LEVEL_3_ONE_AHEAD = "level 3, one unit ahead"
@@ -142,7 +142,7 @@ def start(num_ranks: int) -> DeviceMesh:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     else:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
-        fsdp_engine.buffer.Communicator = EmulatedCommunicator  # type: ignore[misc]
+        fsdp_engine.buffers.sharded_buffer.Communicator = EmulatedCommunicator  # type: ignore[misc]
     return init_device_mesh(device.type, (num_ranks,))
 
 

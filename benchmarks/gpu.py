@@ -67,7 +67,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp_engine as fe
 from examples.gpt import GPTConfig
-from fsdp_engine.lanes import DeviceLane
+from fsdp_engine.devices.lanes import DeviceLane
 
 # name: number of ranks, seconds that it may take
 SECTIONS = {

@@ -52,7 +52,7 @@ def rank_main(rank: int, store: str, turns: Any, arguments: list[str], hands_bac
         timeout=timedelta(hours=4),  # others have their turns
     )
     from curve import memory_in_use
-    from fsdp_engine import memory
+    from fsdp_engine.devices import memory
     from settings import parse_settings
     from train_gpt import StepReader, prepare
 

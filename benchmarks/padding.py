@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fsdp_engine.layout import ALIGNMENT, Layout, round_up
-from fsdp_engine.placement import PERCENT_PER_BUFFER, TensorRequest, plan_layouts
+from fsdp_engine.layout.placement import PERCENT_PER_BUFFER, TensorRequest, plan_layouts
 
 WORLDS = tuple(8 * 2**power for power in range(10))
 BLOCK_ROWS = 128

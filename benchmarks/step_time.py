@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fsdp_engine as fe
 from examples.gpt import GPT, GPTConfig
-from fsdp_engine.collectives import Communicator, Steps
+from fsdp_engine.devices.collectives import Communicator, Steps
 
 SIZES = {
     # name: config, sequences per rank

@@ -9,16 +9,16 @@ from fsdp_engine.checkpoint import (
 )
 from fsdp_engine.codecs import Float8
 from fsdp_engine.config import DistributedDataParallelConfig
-from fsdp_engine.distributed_data_parallel import DistributedDataParallel
 from fsdp_engine.engine import Engine
-from fsdp_engine.finalize_model_grads import finalize_model_grads
 from fsdp_engine.flat_dtensor import FlatDTensor
-from fsdp_engine.hooks import register_forward_method
-from fsdp_engine.model_parallel_groups import ModelParallelGroups
+from fsdp_engine.megatron.distributed_data_parallel import DistributedDataParallel
+from fsdp_engine.megatron.finalize_model_grads import finalize_model_grads
+from fsdp_engine.megatron.groups import ModelParallelGroups
 from fsdp_engine.optimizer import shard_optimizer
-from fsdp_engine.planner import Estimate, estimate
 from fsdp_engine.precision import MixedPrecisionPolicy
+from fsdp_engine.runtime.hooks import register_forward_method
 from fsdp_engine.sharding import shard
+from fsdp_engine.simulation.planner import Estimate, estimate
 
 __version__ = "0.1.0"  # the package's metadata read it here
 

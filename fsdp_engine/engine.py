@@ -12,30 +12,30 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fsdp_engine import lanes as lanes_module
-from fsdp_engine.bucket_hooks import hook_bucket
-from fsdp_engine.build import Sites, build_units, same_on_replicas
+from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.checkpoint.unfinished_load import check_finished
-from fsdp_engine.clip import clip_, total_norm
 from fsdp_engine.config import DistributedDataParallelConfig, Timing
-from fsdp_engine.delayed_gradients import hook_delayed_gradients
-from fsdp_engine.description import Description, describe_units
+from fsdp_engine.devices import lanes as lanes_module
+from fsdp_engine.devices.memory import Memory
+from fsdp_engine.devices.nccl_pool import NcclPool
 from fsdp_engine.flat_dtensor import FlatDTensor
-from fsdp_engine.gradient_checks import GradientChecks
-from fsdp_engine.hooks import UnitHooks, hook_gradients
-from fsdp_engine.initial_values import Start
-from fsdp_engine.installing import holders, install_into
-from fsdp_engine.memory import Memory
-from fsdp_engine.nccl_pool import NcclPool
-from fsdp_engine.param_and_grad_buffer import ParamAndGradBuffer
-from fsdp_engine.plan import Plan
-from fsdp_engine.plane_hooks import hook_planes
+from fsdp_engine.optimizer.clip import clip_, total_norm
+from fsdp_engine.planning.build import Sites, build_units, same_on_replicas
+from fsdp_engine.planning.initial_values import Start
+from fsdp_engine.planning.installing import holders, install_into
+from fsdp_engine.planning.plan import Plan
 from fsdp_engine.precision import MixedPrecisionPolicy
-from fsdp_engine.reductions import Reductions
-from fsdp_engine.roster import Roster, refuse_copies
-from fsdp_engine.scheduler import Scheduler
+from fsdp_engine.runtime.bucket_hooks import hook_bucket
+from fsdp_engine.runtime.description import Description, describe_units
+from fsdp_engine.runtime.gradient_checks import GradientChecks
+from fsdp_engine.runtime.hooks import UnitHooks, hook_gradients
+from fsdp_engine.runtime.late_gradients import hook_delayed_gradients
+from fsdp_engine.runtime.plane_hooks import hook_planes
+from fsdp_engine.runtime.reductions import Reductions
+from fsdp_engine.runtime.roster import Roster, refuse_copies
+from fsdp_engine.runtime.scheduler import Scheduler
+from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.strategies import Role
-from fsdp_engine.unit import Unit
 
 # Weak both ways: an engine knows its model, and a value that holds its key would never go. The
 # model's hooks keep the engine.
@@ -77,7 +77,9 @@ class Engine:
         pool = NcclPool(mesh, symmetric=symmetric) if config.nccl_ub else None
         self._memory = Memory(mesh.device, pool)
         self._lanes = lanes_module.make_lanes(mesh.device, mesh.ranks)
-        self.units = build_units(plan, sites, self._lanes, self._memory, config, start)
+        built = build_units(plan, sites, self._lanes, self._memory, config, start)
+        self.units = [Unit(each, self._lanes) for each in built]
+        self.units[0].parts = tuple(self.units[each.index] for each in built if each.is_bucket)
         if pool is not None:
             pool.register()
         self.budget = _budget(self.units, config)

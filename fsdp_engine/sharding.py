@@ -7,17 +7,17 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_engine.assignment import UnitSelector
-from fsdp_engine.buffer import Ladder
-from fsdp_engine.build import Sites, agree
+from fsdp_engine.buffers.sharded_buffer import Ladder
 from fsdp_engine.codecs import CodecRule
 from fsdp_engine.config import DistributedDataParallelConfig, Timing
+from fsdp_engine.devices.meeting import telling
+from fsdp_engine.devices.mesh import DataMesh, check_device_mesh, ranks_that_meet
+from fsdp_engine.devices.nccl_pool import check_nccl
 from fsdp_engine.engine import Engine, engine_within
-from fsdp_engine.initial_values import CHOICES, SAME, Holdings
-from fsdp_engine.meeting import telling
-from fsdp_engine.mesh import DataMesh, check_device_mesh, ranks_that_meet
-from fsdp_engine.nccl_pool import check_nccl
-from fsdp_engine.plan import Granule, Ground, Grounds, Plan, Recipe, make_plan
+from fsdp_engine.planning.assignment import UnitSelector
+from fsdp_engine.planning.build import Sites, agree_on_plan
+from fsdp_engine.planning.initial_values import CHOICES, SAME, Holdings
+from fsdp_engine.planning.plan import Granule, Ground, Grounds, Plan, Recipe, make_plan
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.strategies import Axis, Strategy
 
@@ -51,7 +51,7 @@ def shard(
             "optim_grads_params". None: what ``config`` says, else "optim_grads_params".
         outer_strategy: level of the outer axis, at most ``strategy``. None: what ``config`` says,
             else "no_shard".
-        units: what is gathered and reduced as one: see :func:`~fsdp_engine.assignment.find_units`.
+        units: what is gathered and reduced as one: see :func:`~.assignment.find_units`.
         mp_policy: dtypes. None: each parameter's own, with fp32 main weights.
         config: everything else.
         granule: ``granule(name, parameter)`` elements of a parameter stay on one rank; it must
@@ -159,7 +159,7 @@ def make_engine(
         signature = [options, *plan.signature()]
     except Exception as caught:  # units, granule and codec rules are the user's, and raise anything
         error = caught
-    start = agree(plan, holdings, error, signature, initial_values, data, what)
+    start = agree_on_plan(plan, holdings, error, signature, initial_values, data, what)
     if broadcast:
         start = start._replace(from_first=True)
     assert plan is not None

@@ -18,83 +18,30 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "fsdp_engine"
 
-# Imports go down only. A fraction is a mezzanine: it may use its floor, its floor may not use it.
-FLOORS: dict[str, float] = {
-    # values and integers
-    "layout": 0,
-    "strategies": 0,
+# Imports go down only: between folders by this list, within a folder and on the lowest floor
+# without a circle. A file at the top of the package is a folder of its own.
+FLOORS: dict[str, int] = {
+    "patterns": 0,
     "precision": 0,
     "config": 0,
-    "placement": 0,
-    "order": 0,
-    "buckets": 0,
-    "patterns": 0,
-    "trees": 0,
-    "recurrent": 0,
-    "inputs": 0.5,
     "terminal": 0,
-    # devices and communication
-    "watch": 0.25,
-    "meeting": 0.5,
-    "mesh": 1,
-    "memory": 1,
-    "host_memory": 1.25,
-    "lanes": 1,
-    "collectives": 1.5,
-    "nccl_pool": 1.75,
-    # sharded storage
-    "param_hooks": 1.25,
-    "outside_reads": 1.5,
-    "buffer": 2,
-    "flat_dtensor": 2,
-    "codecs": 2,
-    "clip": 2,
-    "model_parallel_groups": 2,
-    "router_bias": 2,
-    # the two towers
-    "ascent": 3,
-    "passage": 3.25,
-    "weight_tower": 3.4,
-    "reducing_again": 3,
-    "gradient_scale": 3,
-    "grad_tower": 3.25,
-    "shown_gradients": 3.4,
-    "param_and_grad_buffer": 3.5,
-    # lifecycle and order
-    "assignment": 4,
-    "materialize": 4,
-    "installing": 3.75,
-    "unit": 4,
-    "footprint": 4,
-    "gradient_checks": 4,
-    "step_message": 4.25,
-    "plan": 4.25,
-    "marked_grads": 4,
-    "initial_values": 4.4,
-    "build": 4.5,
-    "roster": 4.5,
-    "description": 4.5,
-    "reductions": 4.5,
-    "scheduler": 4.75,
-    # where events meet the engine
-    "hooks": 5,
-    "bucket_hooks": 5.25,
-    "plane_hooks": 5.25,
-    "delayed_gradients": 5.25,
-    "optimizer": 5,
-    "checkpoint": 5.5,
-    # what people call
-    "engine": 6,
-    "sharding": 6.25,
-    "distributed_data_parallel": 6.5,
-    "finalize_model_grads": 6.5,
-    "planner": 6.5,
-    "cli": 6.75,
-    "__init__": 7,
-    "__main__": 7.5,
+    "strategies": 0,
+    "layout": 1,
+    "devices": 2,
+    "codecs": 3,
+    "flat_dtensor": 3,
+    "optimizer": 4,
+    "checkpoint": 4,
+    "buffers": 4,
+    "planning": 5,
+    "runtime": 6,
+    "engine": 7,
+    "sharding": 8,
+    "megatron": 9,
+    "simulation": 9,
+    "__init__": 10,
+    "__main__": 11,
 }
-# Files of these floors are values that may name each other.
-SIDEWAYS_FLOORS = {0}
 
 MAX_LINES = 450
 
@@ -231,7 +178,7 @@ class Source:
 
 
 def imports_go_down(source: Source) -> Iterator[Finding]:
-    """A file imports from lower floors, and from its own only inside a subpackage."""
+    """A file imports from lower floors, and from its own folder; values may name each other."""
     if source.room not in FLOORS:
         yield 1, f"{source.room} has no floor in FLOORS"
         return
@@ -245,40 +192,93 @@ def imports_go_down(source: Source) -> Iterator[Finding]:
             if (PACKAGE / f"{room}.py").exists() or (PACKAGE / room).is_dir():
                 continue  # reported where it is
             room = "__init__"
-        sideways = FLOORS[room] == floor and (room == source.room or floor in SIDEWAYS_FLOORS)
+        sideways = FLOORS[room] == floor and (room == source.room or floor == 0)
         if FLOORS[room] >= floor and not sideways:
             yield line, f"floor {floor} imports {name} from floor {FLOORS[room]}"
 
 
+def find_cycle(imports: dict[str, set[str]]) -> list[str]:
+    """Files that import each other in a circle; none: []."""
+    done: set[str] = set()
+
+    def visit(file: str, path: list[str]) -> list[str]:
+        if file in path:
+            return [*path[path.index(file) :], file]
+        if file not in done:
+            for other in sorted(imports.get(file, ())):
+                if cycle := visit(other, [*path, file]):
+                    return cycle
+            done.add(file)
+        return []
+
+    for file in sorted(imports):
+        if cycle := visit(file, []):
+            return cycle
+    return []
+
+
+def imports_between_files(sources: list[Source]) -> dict[str, set[str]]:
+    """For each file of the package, those that it imports from."""
+    files = {source.path for source in sources}
+    found: dict[str, set[str]] = {}
+    for source in sources:
+        mine = found.setdefault(source.path, set())
+        for _, name in source.imports():
+            path = name.removeprefix("fsdp_engine.") if name.startswith("fsdp_engine.") else ""
+            for each in (path, path.rpartition(".")[0]):
+                if each in files:
+                    mine.add(each)
+                    break
+                if f"{each}.__init__" in files:
+                    # The folder's own face, not a name that it happens to import.
+                    mine.add(f"{each}.__init__")
+                    break
+    return found
+
+
+def test_files_do_not_import_each_other_in_a_circle() -> None:
+    assert find_cycle(imports_between_files(package_sources())) == []
+
+
+def test_a_planted_circle_is_caught() -> None:
+    first = Source("runtime.unit", "from fsdp_engine.runtime.hooks import not_compiled")
+    second = Source("runtime.hooks", "from fsdp_engine.runtime import unit")
+    assert find_cycle(imports_between_files([first, second])) == [
+        "runtime.hooks",
+        "runtime.unit",
+        "runtime.hooks",
+    ]
+
+
 def only_collectives_communicates(source: Source) -> Iterator[Finding]:
-    """Collectives and sends of torch.distributed are called in collectives.py only."""
-    if source.path == "collectives":
+    """Collectives and sends of torch.distributed are called in devices/collectives.py only."""
+    if source.path == "devices.collectives":
         return
     for line, name in source.mentions():
         module, _, last = name.rpartition(".")
         of_dist = module.startswith("torch.distributed") and last in COLLECTIVES
         if of_dist or name.startswith(COLLECTIVE_MODULES):
-            yield line, f"{name} belongs to collectives.py"
+            yield line, f"{name} belongs to devices/collectives.py"
     for call in source.calls():
         if isinstance(call.func, ast.Attribute) and call.func.attr in GROUP_METHODS:
             base = source.dotted(call.func.value)
             if not base.startswith("fsdp_engine"):
-                yield call.lineno, f".{call.func.attr}() belongs to collectives.py"
+                yield call.lineno, f".{call.func.attr}() belongs to devices/collectives.py"
 
 
 def only_mesh_makes_groups(source: Source) -> Iterator[Finding]:
-    """Process groups and device meshes are made in mesh.py only; annotations may name them."""
-    if source.path == "mesh":
+    """Process groups and device meshes are made in devices/mesh.py only, but in annotations."""
+    if source.path == "devices.mesh":
         return
     for call in source.calls():
         name = source.dotted(call.func)
         if name.startswith("torch.distributed") and GROUP_MAKERS & set(name.split(".")):
-            yield call.lineno, f"{name}() belongs to mesh.py"
+            yield call.lineno, f"{name}() belongs to devices/mesh.py"
 
 
 def only_memory_allocates(source: Source) -> Iterator[Finding]:
-    """Tensors are allocated, and storages resized, in memory.py only, but on the meta device."""
-    if source.path == "memory":
+    """Memory is allocated and resized in devices/memory.py only, but on the meta device."""
+    if source.path == "devices.memory":
         return
     for call in source.calls():
         if any(
@@ -293,21 +293,21 @@ def only_memory_allocates(source: Source) -> Iterator[Finding]:
         name = source.dotted(call.func)
         module, _, last = name.rpartition(".")
         if module == "torch" and last in ALLOCATORS:
-            yield call.lineno, f"{name}() belongs to memory.py"
+            yield call.lineno, f"{name}() belongs to devices/memory.py"
         elif isinstance(call.func, ast.Attribute) and call.func.attr in ALLOCATING_METHODS:
-            yield call.lineno, f".{call.func.attr}() belongs to memory.py"
+            yield call.lineno, f".{call.func.attr}() belongs to devices/memory.py"
 
 
 def only_lanes_knows_streams(source: Source) -> Iterator[Finding]:
-    """Streams, events and profiler labels live in lanes.py only."""
-    if source.path == "lanes":
+    """Streams, events and profiler labels live in devices/lanes.py only."""
+    if source.path == "devices.lanes":
         return
     for line, name in source.mentions():
         if name.startswith("torch.") and name.rpartition(".")[2] in STREAM_NAMES:
-            yield line, f"{name} belongs to lanes.py"
+            yield line, f"{name} belongs to devices/lanes.py"
     for call in source.calls():
         if isinstance(call.func, ast.Attribute) and call.func.attr in STREAM_METHODS:
-            yield call.lineno, f".{call.func.attr}() belongs to lanes.py"
+            yield call.lineno, f".{call.func.attr}() belongs to devices/lanes.py"
 
 
 def only_its_codec_imports_transformer_engine(source: Source) -> Iterator[Finding]:
@@ -422,46 +422,62 @@ DIST = "import torch.distributed as dist\n"
 MESH = "from torch.distributed import DeviceMesh\n"
 
 PLANTED: list[tuple[Callable[[Source], Iterator[Finding]], str, str]] = [
-    (imports_go_down, "layout", "from fsdp_engine.mesh import DataMesh"),
-    (imports_go_down, "mesh", "import fsdp_engine.engine"),
-    (imports_go_down, "mesh", "import fsdp_engine as fe"),
-    (imports_go_down, "mesh", "from fsdp_engine import shard"),
-    (imports_go_down, "memory", "from fsdp_engine import lanes"),
-    (imports_go_down, "codecs.cast", "from ..unit import Unit"),
-    (imports_go_down, "hooks", "def f():\n    from .engine import Engine"),
+    (imports_go_down, "layout.layout", "from fsdp_engine.devices.mesh import DataMesh"),
+    (imports_go_down, "devices.mesh", "import fsdp_engine.engine"),
+    (imports_go_down, "devices.mesh", "import fsdp_engine as fe"),
+    (imports_go_down, "devices.mesh", "from fsdp_engine import shard"),
+    (imports_go_down, "devices.memory", "from fsdp_engine.codecs import base"),
+    (imports_go_down, "codecs.cast", "from ..runtime.unit import Unit"),
+    (imports_go_down, "runtime.hooks", "def f():\n    from ..engine import Engine"),
     (imports_go_down, "attic", "x = 1"),
     (
         only_collectives_communicates,
-        "buffer",
+        "buffers.sharded_buffer",
         DIST + "dist.all_reduce(x)",
     ),
-    (only_collectives_communicates, "buffer", "import torch\ntorch.distributed.barrier()"),
-    (only_collectives_communicates, "mesh", "from torch.distributed import all_gather_object as g"),
+    (
+        only_collectives_communicates,
+        "buffers.sharded_buffer",
+        "import torch\ntorch.distributed.barrier()",
+    ),
+    (
+        only_collectives_communicates,
+        "devices.mesh",
+        "from torch.distributed import all_gather_object as g",
+    ),
     (
         only_collectives_communicates,
         "engine",
         "from torch import distributed as d\nd.send",
     ),
-    (only_collectives_communicates, "unit", "self.group.allreduce([x]).wait()"),
-    (only_collectives_communicates, "unit", "import torch.distributed.nn as n\nn.functional.f(x)"),
+    (only_collectives_communicates, "runtime.unit", "self.group.allreduce([x]).wait()"),
+    (
+        only_collectives_communicates,
+        "runtime.unit",
+        "import torch.distributed.nn as n\nn.functional.f(x)",
+    ),
     (only_mesh_makes_groups, "engine", DIST + "dist.new_group([0])"),
     (
         only_mesh_makes_groups,
-        "planner",
+        "simulation.planner",
         MESH + "DeviceMesh('cpu', [0])",
     ),
     (
         only_mesh_makes_groups,
-        "unit",
+        "runtime.unit",
         MESH + "DeviceMesh.from_group(g)",
     ),
-    (only_memory_allocates, "buffer", "import torch\nx = torch.empty(3, device='cpu')"),
-    (only_memory_allocates, "unit", "from torch import zeros_like as z\nz(x)"),
-    (only_memory_allocates, "unit", "x.untyped_storage().resize_(0)"),
-    (only_memory_allocates, "unit", "x.new_zeros(3)"),
-    (only_lanes_knows_streams, "scheduler", "import torch\ns: torch.cuda.Stream = f()"),
-    (only_lanes_knows_streams, "unit", "from torch.profiler import record_function as r"),
-    (only_lanes_knows_streams, "memory", "x.record_stream(s)"),
+    (
+        only_memory_allocates,
+        "buffers.sharded_buffer",
+        "import torch\nx = torch.empty(3, device='cpu')",
+    ),
+    (only_memory_allocates, "runtime.unit", "from torch import zeros_like as z\nz(x)"),
+    (only_memory_allocates, "runtime.unit", "x.untyped_storage().resize_(0)"),
+    (only_memory_allocates, "runtime.unit", "x.new_zeros(3)"),
+    (only_lanes_knows_streams, "runtime.scheduler", "import torch\ns: torch.cuda.Stream = f()"),
+    (only_lanes_knows_streams, "runtime.unit", "from torch.profiler import record_function as r"),
+    (only_lanes_knows_streams, "devices.memory", "x.record_stream(s)"),
     (only_lanes_knows_streams, "engine", "from torch import cuda\ncuda.current_stream()"),
     (
         only_its_codec_imports_transformer_engine,
@@ -475,25 +491,33 @@ PLANTED: list[tuple[Callable[[Source], Iterator[Finding]], str, str]] = [
     ),
     (
         only_its_codec_imports_transformer_engine,
-        "cli",
+        "simulation.command_line",
         "import importlib\nimportlib.import_module('transformer_engine')",
     ),
-    (nobody_asks_which_level_runs, "unit", "if strategy == 'no_shard':\n    pass"),
-    (nobody_asks_which_level_runs, "unit", "x = name in ('optim', 'optim_grads')"),
-    (nobody_asks_which_level_runs, "unit", "x = strategy.inner.value"),
+    (nobody_asks_which_level_runs, "runtime.unit", "if strategy == 'no_shard':\n    pass"),
+    (nobody_asks_which_level_runs, "runtime.unit", "x = name in ('optim', 'optim_grads')"),
+    (nobody_asks_which_level_runs, "runtime.unit", "x = strategy.inner.value"),
     (nobody_asks_which_level_runs, "engine", "x = self.strategy.level(axis).value"),
     (nobody_asks_which_level_runs, "engine", "x = {'optim': 1}[name]"),
     (nobody_asks_which_level_runs, "engine", "match name:\n    case 'optim':\n        pass"),
     (nobody_asks_which_level_runs, "engine", "x = strategy.outer.name != other"),
     (
         nobody_asks_which_level_runs,
-        "buffer",
+        "buffers.sharded_buffer",
         "from fsdp_engine.strategies import OPTIM\nx = level is OPTIM",
     ),
-    (files_are_short, "buffer", "\n" * (MAX_LINES + 1)),
-    (public_things_have_docstrings, "buffer", '"""Here."""\nclass Buffer:\n    pass'),
-    (public_things_have_docstrings, "buffer", '"""Here."""\ndef f():\n    return 1'),
-    (public_things_have_docstrings, "buffer", "x = 1"),
+    (files_are_short, "buffers.sharded_buffer", "\n" * (MAX_LINES + 1)),
+    (
+        public_things_have_docstrings,
+        "buffers.sharded_buffer",
+        '"""Here."""\nclass Buffer:\n    pass',
+    ),
+    (
+        public_things_have_docstrings,
+        "buffers.sharded_buffer",
+        '"""Here."""\ndef f():\n    return 1',
+    ),
+    (public_things_have_docstrings, "buffers.sharded_buffer", "x = 1"),
 ]
 
 
@@ -507,23 +531,23 @@ def test_a_planted_violation_is_caught(
 
 
 LAWFUL: list[tuple[str, str]] = [
-    ("placement", "from fsdp_engine.layout import Layout"),
+    ("layout.placement", "from fsdp_engine.layout import Layout"),
     ("codecs.cast", "from fsdp_engine.codecs.base import ParamCodec"),
-    ("engine", "from fsdp_engine import mesh, collectives\ncollectives.all_reduce(x)"),
+    ("engine", "from fsdp_engine.devices import mesh, collectives\ncollectives.all_reduce(x)"),
     ("engine", "def shard(strategy: str = 'optim_grads_params') -> None:\n    pass"),
     (
         "engine",
         MESH + "mesh: DeviceMesh",
     ),
     ("engine", "import torch\nx = torch.tensor(0.0)\ny = torch.empty(3, device='meta')"),
-    ("clip", "import torch\nx = torch.zeros((), dtype=dtype)"),
-    ("collectives", DIST + "dist.all_reduce(x)"),
-    ("mesh", DIST + "dist.new_group([0])"),
-    ("memory", "import torch\nx = torch.empty(3)"),
-    ("lanes", "import torch\nx = torch.cuda.Stream()"),
+    ("optimizer.clip", "import torch\nx = torch.zeros((), dtype=dtype)"),
+    ("devices.collectives", DIST + "dist.all_reduce(x)"),
+    ("devices.mesh", DIST + "dist.new_group([0])"),
+    ("devices.memory", "import torch\nx = torch.empty(3)"),
+    ("devices.lanes", "import torch\nx = torch.cuda.Stream()"),
     ("codecs.transformer_engine", "import transformer_engine"),
     ("strategies.pair", "x = name == 'optim'"),
-    ("buffer", "from fsdp_engine.strategies import Role\nx = role is Role.OPTIM"),
+    ("buffers.sharded_buffer", "from fsdp_engine.strategies import Role\nx = role is Role.OPTIM"),
 ]
 
 
@@ -534,9 +558,8 @@ def test_lawful_code_is_left_alone(path: str, text: str) -> None:
     assert [finding for rule in rules for finding in rule(source)] == []
 
 
-def test_every_floor_has_its_files() -> None:
-    rooms = {source.room for source in package_sources()}
-    assert {FLOORS[room] for room in rooms if room in FLOORS} >= set(range(7))
+def test_every_folder_is_there() -> None:
+    assert {source.room for source in package_sources()} == set(FLOORS)
 
 
 def test_training_needs_no_library_beside_torch_and_einops() -> None:

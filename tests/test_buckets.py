@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
-from fsdp_engine.buckets import bucket_multiple, split_by_count, split_by_size
-from fsdp_engine.plan import Ground, Grounds, PlannedBuffer, Recipe, make_plan
+from fsdp_engine.planning.buckets import bucket_multiple, split_by_count, split_by_size
+from fsdp_engine.planning.plan import Ground, Grounds, PlannedBuffer, Recipe, make_plan
 from fsdp_engine.strategies import Axis, Strategy
 from tests import reference
 from tests.megatron import LEVEL_NAMES, Config, Layers, config_of, train_wrapped

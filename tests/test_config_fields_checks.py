@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp_engine as fe
-from fsdp_engine import gradient_checks
+from fsdp_engine.runtime import gradient_checks
 from tests.megatron import LEVEL_NAMES, config_of
 from tests.pool import on_ranks
 from tests.test_counts import Messages

@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_engine as fe
-from fsdp_engine import lanes as lanes_module
-from fsdp_engine.description import count_collectives
+from fsdp_engine.devices import lanes as lanes_module
+from fsdp_engine.runtime.description import count_collectives
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis, Role, Strategy
 from tests.models import DIM, LoraLinear, Mlp, Regression, vector_batch
 from tests.pairs import EVERY_PAIR

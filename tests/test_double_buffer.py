@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
-from fsdp_engine.memory import Memory, Place
+from fsdp_engine.devices.memory import Memory, Place
 from fsdp_engine.strategies import LEVELS
 from tests import reference
 from tests.models import (

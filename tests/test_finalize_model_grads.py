@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_engine as fe
-from fsdp_engine.finalize_model_grads import finalize_model_grads
-from fsdp_engine.model_parallel_groups import ModelParallelGroups, spanned_group
+from fsdp_engine.megatron.finalize_model_grads import finalize_model_grads
+from fsdp_engine.megatron.groups import ModelParallelGroups, spanned_group
 from fsdp_engine.strategies import LEVELS
 from tests.model_parallel import (
     DIM,

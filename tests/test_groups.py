@@ -15,9 +15,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdp_engine as fe
-from fsdp_engine.finalize_model_grads import finalize_model_grads
-from fsdp_engine.meeting import meet, say_no
-from fsdp_engine.model_parallel_groups import ModelParallelGroups, spanned_group
+from fsdp_engine.devices.meeting import meet, say_no
+from fsdp_engine.megatron.finalize_model_grads import finalize_model_grads
+from fsdp_engine.megatron.groups import ModelParallelGroups, spanned_group
 from tests.model_parallel import Chunk
 from tests.pool import Ranks, on_ranks
 

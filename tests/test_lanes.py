@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_engine import collectives
-from fsdp_engine.collectives import Steps
-from fsdp_engine.lanes import Chain, HostLane, Lanes, make_lanes
+from fsdp_engine.devices import collectives
+from fsdp_engine.devices.collectives import Steps
+from fsdp_engine.devices.lanes import Chain, HostLane, Lanes, make_lanes
 from fsdp_engine.strategies import Axis
 
 

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 import fsdp_engine as fe
 from curve import memory_in_use
-from fsdp_engine.buffer import ShardedBuffer
-from fsdp_engine.host_memory import HostBlock
-from fsdp_engine.memory import BACKWARDS_PER_TRIM, Memory, TransientStorage
+from fsdp_engine.buffers.sharded_buffer import ShardedBuffer
+from fsdp_engine.buffers.weights import Plane
+from fsdp_engine.devices.host_memory import HostBlock
+from fsdp_engine.devices.memory import BACKWARDS_PER_TRIM, Memory, TransientStorage
 from fsdp_engine.strategies import Axis, Role, Strategy
-from fsdp_engine.weight_tower import Plane
 from tests.models import DIM, Mlp, Regression, odd_model, vector_batch
 from tests.pairs import EVERY_PAIR
 from tests.pool import Ranks, on_ranks

@@ -24,8 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
 
 import fsdp_engine as fe
-from fsdp_engine import watch
-from fsdp_engine.lanes import DeviceLane
+from fsdp_engine.devices import watch
+from fsdp_engine.devices.lanes import DeviceLane
 from fsdp_engine.strategies import LEVELS
 from tests import pool
 from tests.pool import Ranks, on_ranks

@@ -14,8 +14,8 @@ from torch import nn
 
 import fsdp_engine as fe
 from fsdp_engine import engine as engine_module
-from fsdp_engine import lanes, memory, nccl_pool
 from fsdp_engine import sharding as sharding_module
+from fsdp_engine.devices import lanes, memory, nccl_pool
 from fsdp_engine.strategies import LEVELS
 from tests.models import Chain, Mlp, vector_batch
 from tests.pool import on_ranks

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_engine.order import (
+from fsdp_engine.runtime.order import (
     Walk,
     first_use_order,
     leave_order,

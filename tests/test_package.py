@@ -79,7 +79,9 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     (code,) = (block for block in blocks if block.startswith("import torch\n"))
     path = tmp_path_factory.mktemp("user") / "train.py"
-    line = 'print(f"imported from {fe.__file__}, version {fe.__version__}", flush=True)\n'
+    # Newlines on both sides, in one write: ranks print into one pipe.
+    said = r"\nimported from {fe.__file__}, version {fe.__version__}\n"
+    line = f'print(f"{said}", end="", flush=True)\n'
     path.write_text(code + line, encoding="utf-8")
     return path
 

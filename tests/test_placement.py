@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_engine.layout import ALIGNMENT, Layout, TensorSlot, round_up
-from fsdp_engine.placement import PERCENT_PER_BUFFER, TensorRequest, plan_layouts
+from fsdp_engine.layout.placement import PERCENT_PER_BUFFER, TensorRequest, plan_layouts
 
 ROWS = st.sampled_from([1, 2, 3, 4, 6, 27, 48, 64, 96, 100, 128, 192, 320])
 WORLDS = st.tuples(st.integers(1, 40), st.integers(1, 5))

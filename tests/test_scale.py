@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_engine as fe
-from fsdp_engine import mesh as mesh_module
+from fsdp_engine.devices import mesh as mesh_module
 from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement
 from fsdp_engine.layout import ALIGNMENT, Coordinate
-from fsdp_engine.plan import Ground, Grounds, Plan, Recipe, make_plan
+from fsdp_engine.planning.plan import Ground, Grounds, Plan, Recipe, make_plan
 from fsdp_engine.strategies import Axis, Role, Strategy
 from tests.models import Transformer, token_batch
 

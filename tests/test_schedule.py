@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
-from fsdp_engine import hooks, weight_tower
+from fsdp_engine.buffers import weights as weight_tower
 from fsdp_engine.codecs import ParamCodec
-from fsdp_engine.collectives import Steps
+from fsdp_engine.devices.collectives import Steps
+from fsdp_engine.runtime import hooks
 from tests import reference
 from tests.happens_before import COMPUTE, RaceError
 from tests.models import DIM, Mlp, Regression, Skipping, lora_model, vector_batch

@@ -7,8 +7,8 @@ from dataclasses import fields
 import pytest
 import torch
 
-from fsdp_engine.collectives import Steps
-from fsdp_engine.lanes import Lanes
+from fsdp_engine.devices.collectives import Steps
+from fsdp_engine.devices.lanes import Lanes
 from tests.happens_before import COMPUTE, LANES, Order, RaceError, Span
 from tests.trace_lanes import AnnotationError, Tracer
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fsdp_engine as fe
 from fsdp_engine.codecs import Piece, TransformerEngineCodec
 from fsdp_engine.codecs import transformer_engine as codec_module
-from fsdp_engine.memory import Memory
+from fsdp_engine.devices.memory import Memory
 from tests.pool import on_ranks
 from tests.te_on_cpu import RECIPES, load, make_weight, planes
 from tests.te_reference import quantise
@@ -118,14 +118,15 @@ def encode_and_gather(parts: list[Part]) -> None:
         sent[-1].append(tensor.clone())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fsdp_engine.collectives.all_reduce_", record)
+        patch.setattr("fsdp_engine.devices.collectives.all_reduce_", record)
         for part in parts:
             sent.append([])
             part.encode()
         assert {len(messages) for messages in sent} == {1}  # for all weights together
         most = torch.stack([messages[0] for messages in sent]).amax(0)
         patch.setattr(
-            "fsdp_engine.collectives.all_reduce_", lambda tensor, group, op: tensor.copy_(most)
+            "fsdp_engine.devices.collectives.all_reduce_",
+            lambda tensor, group, op: tensor.copy_(most),
         )
         for part in parts:
             part.encode()

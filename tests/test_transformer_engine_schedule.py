@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
 from fsdp_engine.codecs import Float8, Float8Codec, TransformerEngineCodec
+from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.strategies import Axis
-from fsdp_engine.unit import Unit
 from tests.models import Transformer, token_batch
 from tests.pairs import FEW_PAIR_NAMES, FEW_PAIRS
 from tests.pool import Ranks, on_ranks

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_engine as fe
+from fsdp_engine.runtime.unit import UnitState
 from fsdp_engine.strategies import LEVELS
-from fsdp_engine.unit import UnitState
 from tests import models, reference
 from tests.models import Transformer, token_batch, vector_batch
 from tests.pairs import EVERY_PAIR, PAIRS

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import fsdp_engine as fe
-from fsdp_engine import lanes as lanes_module
-from fsdp_engine.grad_tower import GradTower
+from fsdp_engine.buffers.gradients import GradTower
+from fsdp_engine.devices import lanes as lanes_module
 
 _COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce")
 PHASES = ("zero", "sync", "forward", "backward", "finish", "optimizer")

@@ -25,9 +25,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fsdp_engine import lanes as lanes_module
-from fsdp_engine.lanes import Lanes, Operation
-from fsdp_engine.memory import SlottedStorage, TransientStorage
+from fsdp_engine.devices import lanes as lanes_module
+from fsdp_engine.devices.lanes import Lanes, Operation
+from fsdp_engine.devices.memory import SlottedStorage, TransientStorage
 from tests.happens_before import COMPUTE, LANES, Clock, Order, Span
 
 # (who would wait, for what) -> whether to forget to. Both are labels of operations, or names of
@@ -49,7 +49,7 @@ class TraceTicket:
 
 
 class TraceLane:
-    """One lane of a :class:`Tracer`; see ``fsdp_engine.lanes.Lane``."""
+    """One lane of a :class:`Tracer`; see ``fsdp_engine.devices.lanes.Lane``."""
 
     def __init__(self, tracer: Tracer, name: str) -> None:
         self._tracer = tracer

@@ -27,7 +27,6 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.metadata import Metadata
 
-from fsdp_engine.checkpoint.agreement import agree
 from fsdp_engine.checkpoint.dcp_metadata import METADATA
 from fsdp_engine.checkpoint.directory import CheckpointDirectory
 from fsdp_engine.checkpoint.engines import Engines, as_one, level_names
@@ -56,7 +55,8 @@ from fsdp_engine.checkpoint.run_state import (
 from fsdp_engine.checkpoint.snapshot import HostMemory
 from fsdp_engine.checkpoint.verification import check_sizes, verify_files
 from fsdp_engine.checkpoint.writer import Writer
-from fsdp_engine.collectives import gather_objects
+from fsdp_engine.devices.agreement import agree
+from fsdp_engine.devices.collectives import gather_objects
 
 
 class Checkpointer:

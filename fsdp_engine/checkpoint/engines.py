@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_engine.checkpoint.model_state import NamedRecord, ShardedBuffer, ShardedModel
-from fsdp_engine.mesh import DataMesh
+from fsdp_engine.devices.mesh import DataMesh
 from fsdp_engine.strategies import Axis, Strategy
 
 

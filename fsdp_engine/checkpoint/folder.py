@@ -48,7 +48,6 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from fsdp_engine.checkpoint.agreement import agree, plain_errors
 from fsdp_engine.checkpoint.dcp_metadata import check_files, read_metadata
 from fsdp_engine.checkpoint.engines import Engines, as_one
 from fsdp_engine.checkpoint.manifest import FileRow
@@ -70,10 +69,12 @@ from fsdp_engine.checkpoint.optimizer_state import (
     group_targets,
     optimizer_entries,
 )
+from fsdp_engine.checkpoint.plain_errors import plain_errors
 from fsdp_engine.checkpoint.reader import Reader
 from fsdp_engine.checkpoint.run_state import pack, unpack
 from fsdp_engine.checkpoint.unfinished_load import check_finished, replacing
 from fsdp_engine.checkpoint.writer import PREFIX, SUFFIX, SavePlanner, Writer
+from fsdp_engine.devices.agreement import agree
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fsdp_engine.checkpoint.agreement import agree
 from fsdp_engine.checkpoint.engines import EngineLike
 from fsdp_engine.checkpoint.export_source import (
     Source,
@@ -55,6 +54,7 @@ from fsdp_engine.checkpoint.safetensors_file import (
     write_elements,
 )
 from fsdp_engine.checkpoint.unfinished_load import replacing
+from fsdp_engine.devices.agreement import agree
 
 # What a rank holds at once, beyond its own slices, while it reads or writes.
 BUFFER_BYTES = 16 << 20

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from fsdp_engine import memory
 from fsdp_engine.codecs.transformer_engine import extra_tensors
-from fsdp_engine.mesh import DataMesh
+from fsdp_engine.devices import memory
+from fsdp_engine.devices.mesh import DataMesh
 
 MODEL, OPTIMIZER, EXTRA, RANKS = "model", "optimizer", "extra", "ranks"
 

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_engine import memory
 from fsdp_engine.checkpoint.model_state import (
     MODEL,
     OPTIMIZER,
@@ -35,6 +34,7 @@ from fsdp_engine.checkpoint.model_state import (
     describe_tensor,
     nested,
 )
+from fsdp_engine.devices import memory
 from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement
 
 STATE, GROUPS, KIND = "state", "param_groups", "kind"

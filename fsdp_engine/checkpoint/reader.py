@@ -27,9 +27,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from fsdp_engine import memory
 from fsdp_engine.checkpoint.checksums import CheckedFile, DamagedError
 from fsdp_engine.checkpoint.dcp_metadata import RefusedError, file_sums
+from fsdp_engine.devices import memory
 
 # What a rank holds at once, beyond its own shards, while it reads.
 READ_BUFFER_BYTES = 16 << 20

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fsdp_engine import lanes
+from fsdp_engine.devices import lanes
+from fsdp_engine.devices.host_memory import HostBlock
 from fsdp_engine.flat_dtensor import FlatDTensor
-from fsdp_engine.host_memory import HostBlock
 
 _ALIGNMENT = 64  # bytes
 

@@ -23,11 +23,11 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from fsdp_engine import memory
 from fsdp_engine.checkpoint.checksums import FileSums
 from fsdp_engine.checkpoint.dcp_metadata import METADATA, add_sums, seal_of
 from fsdp_engine.checkpoint.direct_file import DirectFile
 from fsdp_engine.checkpoint.manifest import FileRow
+from fsdp_engine.devices import memory
 
 # Before the first underscore after it stand eight digits of the save, then the rank.
 PREFIX, SUFFIX = "__shards_", ".distcp"

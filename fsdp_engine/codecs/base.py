@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_engine.collectives import Steps
+from fsdp_engine.devices.collectives import Steps
 from fsdp_engine.precision import ParamDtypes
 
 

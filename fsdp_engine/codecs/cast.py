@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fsdp_engine.codecs.base import ParamCodec
-from fsdp_engine.collectives import Steps
+from fsdp_engine.devices.collectives import Steps
 
 
 class CastCodec(ParamCodec):

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fsdp_engine import memory
 from fsdp_engine.codecs.base import ParamCodec, Piece
-from fsdp_engine.collectives import Steps, max_steps
+from fsdp_engine.devices import memory
+from fsdp_engine.devices.collectives import Steps, max_steps
 from fsdp_engine.patterns import compile_pattern
 from fsdp_engine.precision import ParamDtypes
 

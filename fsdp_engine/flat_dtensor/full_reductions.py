@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fsdp_engine.collectives import all_reduce_
+from fsdp_engine.devices.collectives import all_reduce_
 from fsdp_engine.flat_dtensor.elementwise import elementwise
 from fsdp_engine.flat_dtensor.placement import FlatPlacement
 from fsdp_engine.flat_dtensor.slices import Args, Function, Handler, Kwargs, refusal, unwrap

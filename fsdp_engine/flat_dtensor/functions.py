@@ -25,6 +25,7 @@ from torch import Tensor
 
 from fsdp_engine.flat_dtensor import full_reductions
 from fsdp_engine.flat_dtensor.elementwise import convert, copy_, elementwise, foreach, set_masked
+from fsdp_engine.flat_dtensor.outside_reads import check_leads_to_slices
 from fsdp_engine.flat_dtensor.random_values import constant_, draw_
 from fsdp_engine.flat_dtensor.slices import (
     Args,
@@ -37,7 +38,6 @@ from fsdp_engine.flat_dtensor.slices import (
     refuse_random,
     unwrap,
 )
-from fsdp_engine.outside_reads import check_leads_to_slices
 
 
 def _words(text: str) -> frozenset[str]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_engine import memory
+from fsdp_engine.devices import memory
 from fsdp_engine.flat_dtensor.full_reductions import reduce_over
 from fsdp_engine.flat_dtensor.placement import FlatPlacement
 from fsdp_engine.flat_dtensor.slices import Args, Function, Kwargs, check_inplace, refusal

@@ -31,12 +31,12 @@ from torch.optim import optimizer as _torch_optimizer
 from torch.utils import _foreach_utils
 from torch.utils.hooks import RemovableHandle
 
-from fsdp_engine import memory
+from fsdp_engine.devices import memory
 from fsdp_engine.flat_dtensor import functions
 from fsdp_engine.flat_dtensor.full_reductions import mean_over_mesh, reduce_over
+from fsdp_engine.flat_dtensor.outside_reads import Home
 from fsdp_engine.flat_dtensor.placement import Box, FlatPlacement, FlatShard, _on_mesh
 from fsdp_engine.flat_dtensor.slices import compact, refusal, unwrap
-from fsdp_engine.outside_reads import Home
 
 _NoTorchFunction = torch._C.DisableTorchFunctionSubclass  # type: ignore[attr-defined]
 _WORD = torch.int64

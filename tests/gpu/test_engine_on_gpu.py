@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_engine as fe
-from fsdp_engine.host_memory import HostBlock
+from fsdp_engine.devices.host_memory import HostBlock
 from tests.pool import Ranks
 
 pytestmark = [

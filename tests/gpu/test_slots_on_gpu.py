@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import fsdp_engine as fe
-from fsdp_engine.nccl_pool import NcclPool
+from fsdp_engine.devices.nccl_pool import NcclPool
 from tests.gpu.test_engine_on_gpu import (
     LEVEL_3,
     LEVELS,

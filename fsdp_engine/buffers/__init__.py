@@ -1,0 +1,1 @@
+"""Sharded flat tensors: how weights are gathered and gradients reduced."""

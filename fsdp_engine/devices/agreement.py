@@ -1,0 +1,37 @@
+"""An error on one rank is an error on all, so that nobody waits for somebody who left."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed import ProcessGroup
+
+from fsdp_engine.devices.collectives import gather_objects
+from fsdp_engine.devices.meeting import error_of_another
+
+
+def agree(
+    what: str, error: Exception | None, group: ProcessGroup | None, value: Any = None
+) -> list[Any]:
+    """Tell all ranks whether this one can go on. Collective.
+
+    Args:
+        what: what is being done, for the message.
+        error: why this rank cannot go on; None: it can.
+        group: of all ranks; None: there is one.
+        value: something to tell the others.
+
+    Returns:
+        Every rank's ``value``, if all can go on.
+
+    Raises:
+        Exception: ``error``; or one of the kind of the first rank's that has one.
+    """
+    found = None if error is None else (type(error).__name__, str(error))
+    gathered: list[Any] = gather_objects((found, value), group, what)
+    if error is not None:
+        raise error
+    for rank, (other, _) in enumerate(gathered):
+        if other is not None:
+            raise error_of_another(what, f"data-parallel rank {rank}", *other)
+    return [each for _, each in gathered]

@@ -1,0 +1,46 @@
+"""Host memory from which and to which CUDA copies while the host goes on."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+
+import torch
+
+from fsdp_engine.devices import memory
+
+
+class HostBlock:
+    """Uninitialised bytes of host memory, not booked, from which and to which CUDA copies while the
+    host goes on (``pinned``): exactly as many as asked for, given back when this goes.
+
+    The pinned memory of torch's own allocator comes in powers of two, and is never given back.
+
+    Attributes:
+        bytes: the memory, 1-D.
+    """
+
+    def __init__(self, num_bytes: int, *, pinned: bool) -> None:
+        self.bytes = memory.empty(num_bytes, torch.uint8, "cpu")
+        if pinned and num_bytes:
+            runtime = torch.cuda.cudart()
+            address = self.bytes.data_ptr()
+            code = runtime.cudaHostRegister(address, num_bytes, 0)
+            if int(code) != 0:
+                warnings.warn(
+                    f"{num_bytes} bytes of host memory: expected to pin them; found that CUDA "
+                    f"cannot ({code}; see `ulimit -l`). Copies to them take longer",
+                    stacklevel=2,
+                )
+                return
+            release = weakref.finalize(self, runtime.cudaHostUnregister, address)
+            release.atexit = False  # CUDA may be gone by then
+
+
+def bytes_to(content: bytearray, device: torch.device) -> torch.Tensor:
+    """A copy of ``content`` on ``device``. The host does not wait for what the device has to do."""
+    tensor = torch.frombuffer(content, dtype=torch.uint8)
+    if device.type == "cuda":
+        # From pageable memory the copy would wait; torch keeps the pinned block until it is read.
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)

@@ -1,0 +1,429 @@
+"""Lanes: ordered queues of work that run beside each other; the engine's only streams and events.
+
+[Note: Lanes]
+There are five: compute (what the user's model does), a gather and a reduce lane for the inner
+axis, and a pair for the outer axis. Work on one lane runs in the order in which it was submitted;
+between lanes only tickets order it. On CUDA a lane is a stream and a ticket an event; the host
+never waits. On CPU compute is the host itself, a lane is a FIFO of asynchronous works, and waiting
+for a ticket drives its operation to the end.
+
+An operation is a generator (``collectives.py``) that yields the works it needs done before it goes
+on. On CUDA it runs through at submission, because its stream does the waiting. On CPU it starts at
+submission if what it comes after is done, else with the next submission or wait on its lane.
+
+Submissions name the tensors they read and write. These lanes ignore that; the lanes that tests put
+in their place record it and prove that every two conflicting accesses are ordered.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fsdp_engine.devices import watch
+from fsdp_engine.devices.watch import NOW
+from fsdp_engine.strategies import Axis
+
+# Of a lane on CUDA, how many submissions are kept to tell which of them is stuck.
+_MOST_RECENT = 256
+
+Steps = Iterator[Sequence[Any]]
+Operation = Callable[[], Steps]
+
+
+class Ticket(Protocol):
+    """A point in a lane's work that other lanes can wait for."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the host knows it to be reached."""
+        ...
+
+
+class Lane(Protocol):
+    """An ordered queue of work. See [Note: Lanes]."""
+
+    def submit(
+        self,
+        label: str,
+        operation: Operation,
+        *,
+        after: Sequence[Ticket] = (),
+        reads: Sequence[Tensor] = (),
+        writes: Sequence[Tensor] = (),
+    ) -> Ticket:
+        """Queue ``operation`` behind this lane's work and behind the tickets in ``after``."""
+        ...
+
+    def record(self) -> Ticket:
+        """A ticket for everything submitted so far."""
+        ...
+
+    def wait(self, ticket: Ticket) -> None:
+        """Whatever this lane does later comes after ``ticket``."""
+        ...
+
+    def access(self, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
+        """Work outside the engine's view (the model's) touches these from here on."""
+        ...
+
+    def manage(self, label: str, action: Callable[[], None], storage: Any) -> None:
+        """Allocate or free ``storage``'s memory at this point of the lane."""
+        ...
+
+    def drain(self) -> list[RuntimeError]:
+        """End everything submitted; what failed is returned, not raised."""
+        ...
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """The five lanes of an engine."""
+
+    compute: Lane
+    inner_gather: Lane
+    inner_reduce: Lane
+    outer_gather: Lane
+    outer_reduce: Lane
+
+    def drain(self) -> list[RuntimeError]:
+        """End everything on every lane; what failed is returned, not raised."""
+        lanes = (self.inner_gather, self.inner_reduce, self.outer_gather, self.outer_reduce)
+        return [error for lane in (*lanes, self.compute) for error in lane.drain()]
+
+    def gather(self, axis: Axis) -> Lane:
+        """The lane for gathers along ``axis``."""
+        return self.inner_gather if axis is Axis.INNER else self.outer_gather
+
+    def reduce(self, axis: Axis) -> Lane:
+        """The lane for reductions along ``axis``."""
+        return self.inner_reduce if axis is Axis.INNER else self.outer_reduce
+
+
+class Chain:
+    """Submissions in a row, each after the one before: put together once, run often."""
+
+    def __init__(self) -> None:
+        self._links: list[tuple[Lane, str, Operation, Sequence[Tensor], Sequence[Tensor]]] = []
+
+    def add(
+        self,
+        lane: Lane,
+        label: str,
+        operation: Operation,
+        *,
+        reads: Sequence[Tensor] = (),
+        writes: Sequence[Tensor] = (),
+    ) -> None:
+        """A further link; see :meth:`Lane.submit`."""
+        self._links.append((lane, label, operation, reads, writes))
+
+    def run(self, after: Sequence[Ticket]) -> Ticket:
+        """Submit all links, the first behind ``after``; returns the last one's ticket."""
+        ticket: Ticket | None = None
+        for lane, label, operation, reads, writes in self._links:
+            ticket = lane.submit(label, operation, after=after, reads=reads, writes=writes)
+            after = (ticket,)
+        assert ticket is not None, "an empty chain"
+        return ticket
+
+    def __bool__(self) -> bool:
+        return bool(self._links)
+
+
+def make_lanes(device: torch.device, ranks: Sequence[int] = ()) -> Lanes:
+    """Lanes for ``device``: streams on CUDA, FIFOs of asynchronous works elsewhere.
+
+    Args:
+        device: where the work is done.
+        ranks: global ranks that take part, for messages; none: all.
+    """
+    if device.type == "cuda":
+        # High priority: a gather that starts late stalls the model, compute that yields does not.
+        streams = [torch.cuda.Stream(device, priority=-1) for _ in range(4)]
+        lanes = [DeviceLane(device, stream, ranks) for stream in streams]
+        watch.SLOW.update(lanes)
+        return Lanes(DeviceLane(device, None), *lanes)
+    return Lanes(*(HostLane(ranks) for _ in range(5)))
+
+
+def finish_compute(device: torch.device) -> None:
+    """The host waits for what the model's own stream on ``device`` was given so far."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _labelled(label: str) -> Any:
+    """A profiler range while a profiler runs; nothing otherwise, because a range costs time."""
+    if torch.autograd._profiler_enabled():
+        return torch.profiler.record_function(f"fsdp_engine: {label}")
+    return nullcontext()
+
+
+class HostTicket:
+    """An operation on a :class:`HostLane`, and whether it is done."""
+
+    __slots__ = ("_after", "_failure", "_label", "_lane", "_operation", "_steps", "_works", "done")
+
+    def __init__(
+        self, lane: HostLane, label: str, operation: Operation, after: Sequence[Ticket]
+    ) -> None:
+        self._lane = lane
+        self._label = label
+        self._operation: Operation | None = operation
+        self._after = [ticket for ticket in after if not ticket.done]
+        self._steps: Steps | None = None
+        self._works: Sequence[Any] = ()
+        self._failure: str | None = None
+        self.done = False
+
+    @property
+    def label(self) -> str:
+        """Its unit and what is done."""
+        return self._label
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Global ranks that it is about; none: all."""
+        return self._lane.ranks
+
+    @property
+    def ready(self) -> bool:
+        """Whether everything it comes after is done."""
+        return all(ticket.done for ticket in self._after)
+
+    def start(self) -> None:
+        """Issue its communication, once everything it comes after is done."""
+        if self._operation is None:
+            return
+        for ticket in self._after:
+            assert isinstance(ticket, HostTicket)
+            ticket.finish()
+        operation, self._operation = self._operation, None
+        self._after = []
+        self._steps = operation()
+        self._advance()
+
+    def finish(self) -> None:
+        """Drive the operation to its end.
+
+        Raises:
+            RuntimeError: its communication failed, now or before; names the operation.
+        """
+        if self.done:
+            return
+        self._lane.start_through(self)
+        while not self.done:
+            self._advance()
+
+    def _advance(self) -> None:
+        """Wait for what is under way, then take the next step."""
+        if self._failure is not None:
+            # A generator that raised is over; nobody may take that for success.
+            raise RuntimeError(self._failure)
+        assert self._steps is not None
+        try:
+            NOW.waits = self
+            for work in self._works:
+                work.wait()
+            NOW.waits = None
+            if torch.autograd._profiler_enabled():
+                with torch.profiler.record_function(f"fsdp_engine: {self._label}"):
+                    works = next(self._steps, None)
+            else:  # a range that nobody looks at costs time, too
+                works = next(self._steps, None)
+        except RuntimeError as error:
+            self._failure = watch.explain(self._label, self.ranks, error)
+            NOW.waits = None
+            raise RuntimeError(self._failure) from error
+        self._works = works or ()
+        if works is None:
+            self.done = True
+            self._steps = None
+            NOW.done = self._label
+
+
+class _Done:
+    """The ticket of work that the host has already done."""
+
+    done = True
+
+
+_DONE = _Done()
+
+
+class HostLane:
+    """A lane on CPU: a FIFO of operations. See [Note: Lanes].
+
+    Args:
+        ranks: global ranks that take part, for messages; none: all.
+    """
+
+    def __init__(self, ranks: Sequence[int] = ()) -> None:
+        self.ranks = ranks
+        self._waiting: deque[HostTicket] = deque()
+        self._unfinished: deque[HostTicket] = deque()
+
+    def submit(
+        self,
+        label: str,
+        operation: Operation,
+        *,
+        after: Sequence[Ticket] = (),
+        reads: Sequence[Tensor] = (),
+        writes: Sequence[Tensor] = (),
+    ) -> HostTicket:
+        """See :class:`Lane`."""
+        del reads, writes
+        # What still waits here was held up by another lane. Blocking for it now, one submission
+        # later, keeps the lane moving without a thread that polls.
+        while self._waiting:
+            self._waiting.popleft().start()
+        while self._unfinished and self._unfinished[0].done:
+            self._unfinished.popleft()
+        NOW.last = label
+        ticket = HostTicket(self, label, operation, after)
+        self._unfinished.append(ticket)
+        if ticket.ready:
+            ticket.start()
+        else:
+            self._waiting.append(ticket)
+        return ticket
+
+    def start_through(self, ticket: HostTicket) -> None:
+        """Start everything up to and including ``ticket``."""
+        while self._waiting and ticket._operation is not None:
+            self._waiting.popleft().start()
+        ticket.start()
+
+    def record(self) -> Ticket:
+        """See :class:`Lane`; what the host has submitted, the host waits for by itself."""
+        return _DONE
+
+    def wait(self, ticket: Ticket) -> None:
+        """See :class:`Lane`; the host blocks."""
+        if not ticket.done:
+            assert isinstance(ticket, HostTicket)
+            ticket.finish()
+
+    def access(self, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
+        """See :class:`Lane`."""
+
+    def manage(self, label: str, action: Callable[[], None], storage: Any) -> None:
+        """See :class:`Lane`."""
+        action()
+
+    def drain(self) -> list[RuntimeError]:
+        """See :class:`Lane`."""
+        errors = []
+        while self._unfinished:
+            try:
+                self._unfinished.popleft().finish()
+            except RuntimeError as error:
+                errors.append(error)
+        self._waiting.clear()
+        return errors
+
+
+class DeviceTicket:
+    """An event on a stream."""
+
+    __slots__ = ("event",)
+    done = False
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+
+class DeviceLane:
+    """A lane on CUDA: a stream.
+
+    Args:
+        device: where.
+        stream: None: the stream that is current at each call.
+        ranks: global ranks that take part, for messages; none: all.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        stream: torch.cuda.Stream | None,
+        ranks: Sequence[int] = (),
+    ) -> None:
+        self._device = device
+        self._stream = stream
+        self.ranks = ranks
+        self._recent: deque[tuple[str, Any]] = deque(maxlen=_MOST_RECENT)
+        self._awaited: tuple[str, Any] | None = None  # the newest when last looked
+        self._awaited_since = 0.0
+
+    def _target(self) -> torch.cuda.Stream:
+        return self._stream or torch.cuda.current_stream(self._device)
+
+    def submit(
+        self,
+        label: str,
+        operation: Operation,
+        *,
+        after: Sequence[Ticket] = (),
+        reads: Sequence[Tensor] = (),
+        writes: Sequence[Tensor] = (),
+    ) -> DeviceTicket:
+        """See :class:`Lane`; the host does not wait."""
+        del reads, writes
+        stream = self._target()
+        for ticket in after:
+            self.wait(ticket)
+        with torch.cuda.stream(stream), _labelled(label):
+            for works in operation():
+                for work in works:
+                    work.wait()  # makes the current stream wait, not the host
+        ticket = self.record()
+        NOW.last = label
+        self._recent.append((label, ticket.event))
+        return ticket
+
+    def stuck(self, now: float, patience: float) -> str | None:
+        """See :class:`~.watch.Slow`; asks for one event, whatever the lane has to do."""
+        if self._awaited is None or self._awaited[1].query():
+            recent = list(self._recent)
+            self._awaited = recent[-1] if recent else None
+            self._awaited_since = now
+        elif now - self._awaited_since > patience:
+            self._awaited_since = float("inf")
+            unreached = [label for label, event in list(self._recent) if not event.query()]
+            return (unreached or [self._awaited[0]])[0]
+        return None
+
+    def record(self) -> DeviceTicket:
+        """See :class:`Lane`."""
+        event = torch.cuda.Event()
+        event.record(self._target())
+        return DeviceTicket(event)
+
+    def wait(self, ticket: Ticket) -> None:
+        """See :class:`Lane`; the stream waits, not the host."""
+        if isinstance(ticket, DeviceTicket):
+            self._target().wait_event(ticket.event)
+
+    def access(self, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
+        """See :class:`Lane`."""
+
+    def manage(self, label: str, action: Callable[[], None], storage: Any) -> None:
+        """See :class:`Lane`; the caching allocator ties the memory to this lane's stream."""
+        with torch.cuda.stream(self._target()):
+            action()
+
+    def drain(self) -> list[RuntimeError]:
+        """See :class:`Lane`."""
+        try:
+            self._target().synchronize()
+        except RuntimeError as error:
+            return [error]
+        return []

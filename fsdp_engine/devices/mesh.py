@@ -1,0 +1,369 @@
+"""The data-parallel mesh: two axes, outer and inner, and the process groups along each.
+
+Gathers and reductions get groups of their own on every axis, because one communicator serialises
+everything that is issued on it. An axis of one rank has no groups, and nothing is sent along it.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fsdp_engine.devices.meeting import meet, telling
+from fsdp_engine.layout import Coordinate
+from fsdp_engine.strategies import Axis
+
+
+@dataclass(frozen=True)
+class MeshAxis:
+    """One axis: its size, this rank's place, and a group for each lane (None when size is 1)."""
+
+    axis: Axis
+    size: int
+    rank: int
+    gather_group: dist.ProcessGroup | None
+    reduce_group: dist.ProcessGroup | None
+
+
+@dataclass(frozen=True)
+class DataMesh:
+    """The (outer, inner) axes of the data-parallel ranks, always both.
+
+    Attributes:
+        device_mesh: what the user gave: (inner,) or (outer, inner).
+        device: where this rank's tensors live.
+        control_group: all data-parallel ranks; small messages. None for a single rank.
+    """
+
+    device_mesh: DeviceMesh
+    device: torch.device
+    outer: MeshAxis
+    inner: MeshAxis
+    control_group: dist.ProcessGroup | None
+
+    @classmethod
+    def create(
+        cls,
+        device_mesh: DeviceMesh | None,
+        *,
+        num_instances: int = 1,
+        what: str = "DataMesh.create",
+        note: str = "",
+    ) -> DataMesh:
+        """The axes with their groups; every rank of the mesh must call it.
+
+        Groups are made once for each set of ranks: a communicator costs memory and threads, and
+        several engines (teacher and student, generator and discriminator) can share it.
+
+        Args:
+            device_mesh: one axis (inner) or two (outer, inner). None: all ranks on one axis.
+            num_instances: ranks of one axis become so many rows of consecutive ranks, the outer
+                axis; two axes must have that outer size already.
+            what: what it is for, in messages.
+            note: must be the same on all ranks.
+
+        Raises:
+            TypeError: not a DeviceMesh; on this rank.
+            ValueError: it has more than two axes, does not cover this rank, or cannot be
+                ``num_instances`` equal rows; on this rank. Or, on all, the shapes of their meshes
+                or their notes differ.
+            RuntimeError: a rank did not come, or its error; see :func:`~.meeting.meet`.
+        """
+        with telling(what, ranks_that_meet(device_mesh)):
+            if device_mesh is None:
+                device_mesh = _mesh_of_all_ranks()
+            coordinate = check_device_mesh(device_mesh)
+            ranks = device_mesh.mesh
+            if num_instances > 1:
+                ranks, coordinate = _in_rows(ranks, coordinate, num_instances)
+        known = _KNOWN.setdefault(_default_group(), {})
+        members = ranks.flatten().tolist()
+        key = (device_mesh.device_type, *ranks.shape, *members)
+        timeout = _timeout_of(device_mesh)
+        order = members if len(members) <= 16 else hash(tuple(members))
+        note = f"a mesh of shape {tuple(ranks.shape)} over {order}{note and '; '}{note}"
+        meeting = meet(what, members, timeout, note=note, has=key in known)
+        if not meeting.all_have:
+            known[key] = _make_axes(ranks, coordinate, timeout, meeting.name)
+        return cls(device_mesh, _local_device(device_mesh.device_type), *known[key])
+
+    @property
+    def size(self) -> int:
+        """Number of data-parallel ranks."""
+        return self.outer.size * self.inner.size
+
+    @property
+    def ranks(self) -> list[int]:
+        """Global ranks, row by row."""
+        return list(self.device_mesh.mesh.flatten().tolist())
+
+    @property
+    def coordinate(self) -> Coordinate:
+        """This rank's place."""
+        return Coordinate(self.outer.rank, self.inner.rank)
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among the data-parallel ranks, row by row."""
+        return self.outer.rank * self.inner.size + self.inner.rank
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank whose values are broadcast, if any are."""
+        return self.control_group is None or self.control_group.rank() == 0
+
+    @cached_property
+    def alone(self) -> DeviceMesh:
+        """This rank by itself: where a tensor lives that every rank holds whole.
+
+        Who sums over the mesh of a tensor (Megatron-Core's norms do, whatever its placements say)
+        would count it once for each rank.
+        """
+        if self.device_mesh.ndim == 1 and self.size == 1:
+            return self.device_mesh
+        group = group_of_ranks([dist.get_rank()], self.device_mesh.get_group(0), self.device)
+        return DeviceMesh.from_group(group, self.device_mesh.device_type)
+
+    def make_host_group(self, timeout: timedelta) -> dist.ProcessGroup | None:
+        """A further group of all ranks, on gloo, for work beside training; None for one rank.
+
+        Every rank of the mesh must call it. Collectives that a thread issues must not meet those
+        of training in one group: their order would differ between ranks.
+        """
+        if self.size == 1:
+            return None
+        ranks = self.device_mesh.mesh.flatten().tolist()
+        meeting = meet("a group on the host", ranks, timeout)
+        return _new_group(ranks, timeout, f"{meeting.name}/host", backend="gloo")
+
+    def free_host_group(self, group: dist.ProcessGroup | None) -> None:
+        """Give back what :meth:`make_host_group` made: connections and threads. Not collective, but
+        no rank may need the group any more."""
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
+
+    def axis(self, axis: Axis) -> MeshAxis:
+        """The mesh axis called ``axis``."""
+        return self.inner if axis is Axis.INNER else self.outer
+
+
+# Outer axis, inner axis, control group.
+Axes = tuple[MeshAxis, MeshAxis, dist.ProcessGroup | None]
+
+# Groups by their ranks, as long as the default group that they were made under lives.
+_KNOWN: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], Axes]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+_BY_RANKS: weakref.WeakKeyDictionary[
+    dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]
+] = weakref.WeakKeyDictionary()
+
+
+def group_of_ranks(
+    ranks: Iterable[int], like: dist.ProcessGroup, device: torch.device
+) -> dist.ProcessGroup:
+    """The group of these global ranks, made once; they must all call it, and nobody else.
+
+    Args:
+        ranks: in any order, this rank among them.
+        like: whose timeout it gets.
+        device: of the tensors that shall travel.
+    """
+    members = tuple(sorted(ranks))
+    known = _BY_RANKS.setdefault(_default_group(), {})
+    timeout = _timeout_of_group(like, device)
+    meeting = meet("a group of model-parallel ranks", members, timeout, has=members in known)
+    if not meeting.all_have:
+        known[members] = _new_group(list(members), timeout, f"{meeting.name}/ranks")
+    return known[members]
+
+
+def _default_group() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def ranks_that_meet(device_mesh: object) -> list[int]:
+    """Global ranks that take part in a call with this mesh; where it is none, all ranks.
+
+    Initialises torch.distributed, if nobody has and there is no mesh: who cannot go on must be able
+    to say so.
+    """
+    if isinstance(device_mesh, DeviceMesh):
+        return list(device_mesh.mesh.flatten().tolist())
+    if device_mesh is None:
+        init_from_environment()
+    return list(range(dist.get_world_size())) if dist.is_initialized() else []
+
+
+def check_device_mesh(device_mesh: DeviceMesh) -> list[int]:
+    """This rank's coordinate on a mesh of one or two axes.
+
+    Raises:
+        TypeError, ValueError: see :meth:`DataMesh.create`.
+    """
+    if not isinstance(device_mesh, DeviceMesh):
+        raise TypeError(f"mesh: expected a DeviceMesh or None; found {type(device_mesh).__name__}")
+    if device_mesh.ndim not in (1, 2):
+        raise ValueError(
+            "mesh: expected one axis (inner) or two (outer, inner); "
+            f"found {device_mesh.ndim} axes of sizes {tuple(device_mesh.mesh.shape)}"
+        )
+    coordinate = device_mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError(
+            f"mesh: expected a mesh that covers this rank, {dist.get_rank()}; "
+            f"found ranks {device_mesh.mesh.flatten().tolist()[:16]}"
+        )
+    return list(coordinate)
+
+
+def mesh_of_group(group: dist.ProcessGroup) -> DeviceMesh:
+    """A mesh of one axis over the ranks of ``group``."""
+    on_cuda = torch.cuda.is_available() and "nccl" in str(dist.get_backend(group))
+    return DeviceMesh.from_group(group, "cuda" if on_cuda else "cpu")
+
+
+def _in_rows(
+    ranks: torch.Tensor, coordinate: list[int], num_rows: int
+) -> tuple[torch.Tensor, list[int]]:
+    name = "num_distributed_optimizer_instances"
+    if ranks.ndim == 2:
+        if ranks.shape[0] != num_rows:
+            raise ValueError(
+                f"{name}: expected the outer size of the mesh, {ranks.shape[0]}, or 1; "
+                f"found {num_rows}"
+            )
+        return ranks, coordinate
+    if ranks.numel() % num_rows:
+        raise ValueError(
+            f"{name}: expected a divisor of the {ranks.numel()} data-parallel ranks; "
+            f"found {num_rows}"
+        )
+    return ranks.view(num_rows, -1), list(divmod(coordinate[0], ranks.numel() // num_rows))
+
+
+def init_from_environment() -> None:
+    """Initialise torch.distributed, if nobody has, as torchrun says; without it for one rank."""
+    if dist.is_initialized():
+        return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group()
+    else:
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _mesh_of_all_ranks() -> DeviceMesh:
+    init_from_environment()
+    on_cuda = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())
+    device_type = "cuda" if on_cuda else "cpu"
+    return init_device_mesh(device_type, (dist.get_world_size(),))
+
+
+def _local_device(device_type: str) -> torch.device:
+    if device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(device_type)
+
+
+def _make_axes(ranks: torch.Tensor, coordinate: list[int], timeout: timedelta, name: str) -> Axes:
+    """Groups for ranks in one row (inner) or a table (outer x inner); their names begin with
+    ``name``, which is the same on all ranks and used once."""
+    table = ranks if ranks.ndim == 2 else ranks.unsqueeze(0)
+    row, column = coordinate if ranks.ndim == 2 else (0, coordinate[0])
+    # The same sequence on every rank, so that groups are formed in one order.
+    own_row, own_column = table[row].tolist(), table[:, column].tolist()
+    inner = _make_axis(Axis.INNER, own_row, column, timeout, f"{name}/inner{row}")
+    outer = _make_axis(Axis.OUTER, own_column, row, timeout, f"{name}/outer{column}")
+    control = outer.reduce_group if inner.size == 1 else inner.reduce_group
+    if outer.size > 1 and inner.size > 1:
+        control = _new_group(table.flatten().tolist(), timeout, f"{name}/control")
+    return outer, inner, control
+
+
+def _make_axis(axis: Axis, ranks: list[int], place: int, timeout: timedelta, name: str) -> MeshAxis:
+    if len(ranks) == 1:
+        return MeshAxis(axis, 1, 0, None, None)
+    gather = _new_group(ranks, timeout, f"{name}/gather")
+    reduce = _new_group(ranks, timeout, f"{name}/reduce")
+    return MeshAxis(axis, len(ranks), place, gather, reduce)
+
+
+def _new_group(
+    ranks: list[int], timeout: timedelta, name: str, backend: str | None = None
+) -> dist.ProcessGroup:
+    """The group of these ranks, in this order; only they call it.
+
+    An axis of 1,024 rows costs a rank one group, not 1,024. ``dist.new_group`` has that, too, but
+    puts the number of groups that the rank is in into the name under which its ranks look for each
+    other (torch 2.11 to 2.13): ranks in different numbers of groups would wait for ever.
+    """
+    default = _default_group()
+    world = distributed_c10d._world
+    default_backend, store = world.pg_map[default]
+    with _not_split_off(default):
+        group, _ = distributed_c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(dist.get_rank()),
+            ranks,
+            dist.Backend(backend or default_backend),
+            store,
+            distributed_c10d.GroupName(f"fsdp_engine/{name}"),
+            timeout=timeout,
+            group_desc="fsdp_engine",
+        )
+    assert isinstance(group, dist.ProcessGroup)
+    world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    return group
+
+
+@contextmanager
+def _not_split_off(default: dist.ProcessGroup) -> Iterator[None]:
+    """Within it, new groups are not split off the default group's communicator, which all its ranks
+    would have to take part in (NCCL, where ``init_process_group`` was given a device)."""
+    bound = default.bound_device_id
+    if bound is None:
+        yield
+        return
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = bound
+
+
+def _timeout_of(device_mesh: DeviceMesh) -> timedelta:
+    """The timeout that the user chose for the mesh's own groups, which ours inherit."""
+    return _timeout_of_group(device_mesh.get_group(0), torch.device(device_mesh.device_type))
+
+
+def _timeout_of_group(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    own = getattr(getattr(backend_of(group, device), "options", None), "_timeout", None)
+    if own is None:
+        own = distributed_c10d._get_default_timeout(dist.Backend(dist.get_backend(group)))
+    assert isinstance(own, timedelta)
+    return own
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> object | None:
+    """The backend object that serves ``device`` in ``group``; None if there is none."""
+    try:
+        return group._get_backend(torch.device(device.type))
+    except RuntimeError:
+        return None

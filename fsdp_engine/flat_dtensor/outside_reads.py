@@ -1,0 +1,147 @@
+"""Parameters that are read outside their unit's forward: `loss * model.scale.exp()`, say.
+
+There a parameter is a FlatDTensor, and its values have to be gathered. Their gradient is no matter
+of slices: it comes out of this rank's data, like all others, and has to be averaged over the ranks
+like all others. So it is led to the full parameter, where autograd adds it to what the forward's
+uses bring, and the sum takes the usual way: one gradient, one reduction.
+
+The unit's reduction has to wait for it. What was read before forward has its backward after
+everything else; so reads whose backward is to come are counted.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from fsdp_engine.flat_dtensor.param_hooks import ParamHooks
+
+
+class OutsideReads:
+    """Of the parameters of one buffer.
+
+    Attributes:
+        hooks: that users put on the parameters.
+        num_open: reads whose backward is to come and whose graph still lives.
+    """
+
+    def __init__(
+        self, full_params: Sequence[Tensor], names: Sequence[str], hooks: ParamHooks
+    ) -> None:
+        self.full_params = full_params
+        self.names = names
+        self.num_open = 0
+        self.hooks = hooks
+
+    def home(self, index: int) -> Home:
+        """What the sharded parameter ``index`` has to know of this."""
+        return Home(self, index)
+
+
+class Home:
+    """Where a sharded parameter belongs. It goes neither into copies nor into pickles of it."""
+
+    __slots__ = ("_hooks", "_index", "_reads")
+
+    def __init__(self, reads: OutsideReads, index: int) -> None:
+        self._hooks = reads.hooks
+        # Weak: who holds on to a parameter does not hold on to the engine's memory.
+        self._reads = weakref.ref(reads)
+        self._index = index
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+    @property
+    def name(self) -> str:
+        """The parameter's fully qualified name."""
+        reads = self._reads()
+        return reads.names[self._index] if reads is not None else "a parameter"
+
+    def add_hook(self, hook: Callable[..., Any], *, on_param: bool) -> RemovableHandle:
+        """See :meth:`ParamHooks.add`."""
+        return self._hooks.add(self._index, hook, on_param=on_param)
+
+    @property
+    def full_param(self) -> Tensor | None:
+        """The leaf that graphs of the model's forward lead to; None: the engine has gone."""
+        reads = self._reads()
+        return reads.full_params[self._index] if reads is not None else None
+
+    def followed(self, values: Tensor) -> Tensor | None:
+        """``values``, the whole main weights, as autograd is to follow them; None: the engine has
+        gone."""
+        reads = self._reads()
+        if reads is None:
+            return None
+        leaf = reads.full_params[self._index]
+        if not leaf.requires_grad:
+            leaf.requires_grad_(True)  # thawed since the last forward
+        result: Tensor = _Read.apply(leaf, values, _Count(reads))
+        return result
+
+
+class _Count:
+    """One read: counts from its making until its backward, or until its graph goes."""
+
+    __slots__ = ("_counts", "_reads")
+
+    def __init__(self, reads: OutsideReads) -> None:
+        self._reads = reads
+        self._counts = True
+        reads.num_open += 1
+
+    def end(self) -> None:
+        if self._counts:
+            self._counts = False
+            self._reads.num_open -= 1
+
+    def __del__(self) -> None:
+        self.end()
+
+
+class _Read(torch.autograd.Function):
+    """Values of a parameter, whose gradient goes to another tensor of its shape."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, values: Tensor, count: _Count) -> Tensor:
+        ctx.count = count
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.count.end()
+        return grad, None, None
+
+
+def check_leads_to_slices(outputs: Sequence[Any], homes: Sequence[Home]) -> None:
+    """``torch.autograd.grad`` is about to differentiate with respect to sharded parameters.
+
+    Raises:
+        ValueError: the graph leads to the full parameter of one of them, whose gradient would have
+            to be reduced.
+    """
+    names = {id(home.full_param): home.name for home in homes if home.full_param is not None}
+    waiting = [getattr(output, "grad_fn", None) for output in outputs] if names else []
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        name = names.get(id(getattr(node, "variable", None)))
+        if name is not None:
+            raise ValueError(
+                f"autograd.grad: expected inputs that are no parameters of a sharded model; found "
+                f"{name}, whose gradient is reduced over the ranks by backward() only. Call "
+                "backward() and read .grad, or shard at level no_shard without mixed precision"
+            )
+        waiting += [following for following, _ in node.next_functions]

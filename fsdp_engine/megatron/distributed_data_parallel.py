@@ -1,0 +1,260 @@
+"""Megatron-Core's wrapper, by its names, on the same engine as :func:`~fsdp_engine.sharding.shard`.
+
+What differs from ``shard``: the module is wrapped, gradients are final when ``finish_grad_sync``
+returns instead of when backward does, ``zero_grad_buffer`` begins a step, the config says levels
+and timing, and initial values are those of rank 0. Where parameters are not cut there are no units:
+everything is in buckets.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_engine.config import DistributedDataParallelConfig, Timing
+from fsdp_engine.devices.meeting import telling
+from fsdp_engine.devices.mesh import mesh_of_group, ranks_that_meet
+from fsdp_engine.engine import Engine
+from fsdp_engine.flat_dtensor import FlatDTensor
+from fsdp_engine.planning.assignment import UnitSelector
+from fsdp_engine.precision import MixedPrecisionPolicy
+from fsdp_engine.sharding import check_types, make_engine
+from fsdp_engine.strategies import Role, Strategy
+
+WHAT = "DistributedDataParallel"
+
+# Keywords of older versions, and the config's fields of that meaning.
+_OLDER_FIELDS = {
+    "accumulate_allreduce_grads_in_fp32": "grad_reduce_in_fp32",
+    "overlap_grad_reduce": "overlap_grad_reduce",
+    "use_distributed_optimizer": "use_distributed_optimizer",
+    "check_for_nan_in_grad": "check_for_nan_in_grad",
+    "bucket_size": "bucket_size",
+}
+_OLDER_GROUP = "data_parallel_group"
+
+
+class DistributedDataParallel(nn.Module):
+    """Data parallelism at any sharding level, with Megatron-Core's contract.
+
+    A step: ``zero_grad_buffer()``; forward and backward of each microbatch, all but the last under
+    ``no_sync()`` where ``overlap_grad_reduce`` is set; ``finish_grad_sync()`` (or
+    ``finalize_model_grads``); ``optimizer.step()``. The optimizer is built after the wrapper.
+
+    Args:
+        module: any module; changed in place, as by ``shard``.
+        config: None: all defaults.
+        mesh: data-parallel ranks: (inner,) or (outer, inner). None: all ranks on one axis.
+        expert_mesh: ranks that share the parameters whose attribute ``allreduce`` is False.
+        disable_bucketing: one bucket for each kind of parameter.
+        units: what is gathered and reduced as one where parameters are cut: see
+            :func:`~fsdp_engine.planning.assignment.find_units`.
+        mp_policy: dtypes. None: parameters in their own dtype, with fp32 main weights; gradients
+            as ``grad_reduce_in_fp32`` says.
+        **older: ``data_parallel_group`` (a group for a mesh of one axis),
+            ``accumulate_allreduce_grads_in_fp32``, ``overlap_grad_reduce``,
+            ``use_distributed_optimizer``, ``check_for_nan_in_grad``, ``bucket_size``.
+
+    Attributes:
+        module: the module.
+        engine: its engine.
+        ddp_config: the config.
+
+    Raises:
+        ValueError: an argument, arguments that contradict each other, or how arguments of ranks
+            differ; on all ranks, before anything is changed.
+        TypeError: likewise.
+    """
+
+    module: nn.Module
+    engine: Engine
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: DistributedDataParallelConfig | None = None,
+        mesh: DeviceMesh | None = None,
+        *,
+        expert_mesh: DeviceMesh | None = None,
+        disable_bucketing: bool = False,
+        units: UnitSelector | Iterable[UnitSelector] | None = None,
+        mp_policy: MixedPrecisionPolicy | None = None,
+        **older: Any,
+    ) -> None:
+        super().__init__()
+        with telling(WHAT, ranks_that_meet(_meant(mesh, older))):
+            mesh = _with_older_group(mesh, older)
+            config = _with_older_fields(config, older)
+            check_types(module, mp_policy, config)
+            if disable_bucketing:
+                config = dataclasses.replace(config, bucket_size=None, num_buckets=1)
+            policy = mp_policy
+            if policy is None:
+                policy = MixedPrecisionPolicy(narrow_grads=not config.grad_reduce_in_fp32)
+            levels = Strategy.from_names(*config.level_names)
+            if units is None and not levels.depth(Role.PARAM):
+                units = ()
+        self.ddp_config = config
+        self.module = module
+        self.engine = make_engine(
+            module,
+            mesh,
+            levels,
+            policy,
+            config,
+            Timing.of(config),
+            units=units,
+            expert_mesh=expert_mesh,
+            broadcast=True,
+            what=WHAT,
+        )
+        for buffer in self.engine.buffers:
+            buffer.attach_main_grads()
+        self._gather_unless_overlapped()
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's."""
+        return self.module(*inputs, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it backward accumulates; axes that do not cut gradients are not reduced."""
+        with self.engine.no_sync():
+            yield
+
+    def broadcast_params(self) -> None:
+        """Give the values of rank 0 to all ranks that hold the same elements. Collective.
+
+        At construction every value was made rank 0's already, also those that ranks hold alone.
+        """
+        self.engine.broadcast_params()
+
+    def start_grad_sync(self) -> None:
+        """Issue the reductions that are ready and not issued yet. Collective.
+
+        Without ``overlap_grad_reduce`` they are done when it returns.
+        """
+        self.engine.start_grad_sync(wait=not self.ddp_config.overlap_grad_reduce)
+
+    def finish_grad_sync(self) -> None:
+        """On return gradients are final: ``.grad`` of the parameters. Collective.
+
+        Raises:
+            RuntimeError: a backward is not over, or modules have put off weight gradients; names
+                the parameters. Or, on all ranks, what checks of gradients found.
+        """
+        self.engine.finish_grad_sync()
+
+    def start_param_sync(self, force_sync: bool = False) -> None:
+        """Issue the parameter gathers that the next forward would begin with. Collective.
+
+        Args:
+            force_sync: return when they are done, as without ``overlap_param_gather``.
+        """
+        wait = force_sync or not self.ddp_config.overlap_param_gather
+        self.engine.start_param_sync(wait=wait)
+
+    def scale_gradients(self, factor: float | Tensor) -> None:
+        """Multiply all main gradients by ``factor`` (a number, or a 0-d tensor), in place."""
+        self.engine.scale_gradients(factor)
+
+    def zero_grad_buffer(self, zero_buffer: bool = True) -> None:
+        """Begin an iteration: gradients are zero, and ``.grad`` is None.
+
+        Args:
+            zero_buffer: False: the buffer is left as it is, and the next gradients overwrite it.
+        """
+        self.engine.zero_grad_buffer(zero=zero_buffer)
+
+    def state_dict(  # type: ignore[override]
+        self, prefix: str = "", keep_vars: bool = False, *, destination: Any = None
+    ) -> dict[str, Any]:
+        """The module's, by its own keys; sharded parameters are ``FlatDTensor``\\ s."""
+        into = {} if destination is None else {"destination": destination}
+        return self.module.state_dict(prefix=prefix, keep_vars=keep_vars, **into)
+
+    def state_dict_for_save_checkpoint(
+        self, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """What a checkpoint needs: sharded where the strategy shards.
+
+        The module's own method of this name, if it has one, else its ``state_dict``.
+        """
+        own = getattr(self.module, "state_dict_for_save_checkpoint", self.module.state_dict)
+        return dict(own(prefix=prefix, keep_vars=keep_vars))
+
+    def load_state_dict(  # type: ignore[override]
+        self, state_dict: Mapping[str, Any], strict: bool = True
+    ) -> Any:
+        """Take full or sharded values, which the very next forward uses. Collective.
+
+        Values that are sharded otherwise than the parameters are gathered first.
+
+        Raises:
+            RuntimeError: keys or shapes that do not fit, as of ``nn.Module.load_state_dict``.
+        """
+        params = dict(self.module.named_parameters(remove_duplicate=False))
+        fitting = {name: _fitting(value, params.get(name)) for name, value in state_dict.items()}
+        result = self.module.load_state_dict(fitting, strict=strict)
+        self.engine.weights_changed()
+        self._gather_unless_overlapped()
+        return result
+
+    def _gather_unless_overlapped(self) -> None:
+        """Without overlap forwards gather nothing but cut parameters, also on ranks that have no
+        batch for one."""
+        if not self.ddp_config.overlap_param_gather and self.engine.strategy.depth(Role.PARAM) == 0:
+            self.engine.start_param_sync(wait=True)
+
+
+def _fitting(value: Any, param: Tensor | None) -> Any:
+    """``value`` as ``param`` can take it."""
+    if not isinstance(value, FlatDTensor) or param is None:
+        return value
+    same = isinstance(param, FlatDTensor) and param.flat_placement == value.flat_placement
+    return value if same else value.full_tensor()
+
+
+def _meant(mesh: DeviceMesh | None, older: dict[str, Any]) -> DeviceMesh | None:
+    """The mesh that is meant, whether or not the arguments are right."""
+    group = older.get(_OLDER_GROUP)
+    return mesh_of_group(group) if mesh is None and isinstance(group, ProcessGroup) else mesh
+
+
+def _with_older_group(mesh: DeviceMesh | None, older: dict[str, Any]) -> DeviceMesh | None:
+    group = older.pop(_OLDER_GROUP, None)
+    if group is None:
+        return mesh
+    if mesh is not None:
+        raise ValueError(f"{_OLDER_GROUP}, mesh: expected one of them; found both")
+    if not isinstance(group, ProcessGroup):
+        raise TypeError(f"{_OLDER_GROUP}: expected a ProcessGroup; found {group!r}")
+    return mesh_of_group(group)
+
+
+def _with_older_fields(
+    config: DistributedDataParallelConfig | None, older: dict[str, Any]
+) -> DistributedDataParallelConfig:
+    unknown = sorted(older.keys() - _OLDER_FIELDS.keys())
+    if unknown:
+        known = ", ".join([_OLDER_GROUP, *_OLDER_FIELDS])
+        raise TypeError(
+            f"DistributedDataParallel: expected keywords of {known}; found {', '.join(unknown)}"
+        )
+    given = {_OLDER_FIELDS[name]: value for name, value in older.items() if value is not None}
+    if config is None:
+        return DistributedDataParallelConfig(**given)
+    for name, value in older.items():
+        said = getattr(config, _OLDER_FIELDS[name])
+        if value is not None and value != said:
+            raise ValueError(
+                f"{name}: expected {said!r}, as the config's {_OLDER_FIELDS[name]} says; "
+                f"found {value!r}"
+            )
+    return config

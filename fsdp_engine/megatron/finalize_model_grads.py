@@ -1,0 +1,354 @@
+"""What is left to do to gradients when the last microbatch is done: :func:`finalize_model_grads`.
+
+Data parallelism alone needs none of it. Model parallelism leaves partial gradients behind: layers
+that every tensor rank has whole but feeds with its part of the sequence, weights of which several
+pipeline stages have a copy. Which ones, attributes of the parameters say:
+
+    mark                                  group                what happens
+    pipeline_parallel                     pipeline             sum
+    sequence_parallel                     tensor               sum
+    average_gradients_across_tp_domain    tensor               average
+    shared_embedding                      embedding            sum
+    position_embedding                    position_embedding   sum
+
+[Note: Token weighting]
+With ``num_tokens`` a rank's loss is the *sum* over its tokens. The engine has averaged gradients
+over the R ranks of its mesh, so what is there is ``1/R * sum over ranks``. What is wanted is
+``1/N * sum over ranks``, N being the tokens of all ranks together: the factor is ``R / N``. N is
+known on the last stage only, and differs between ranks of data and context parallelism; one
+all-reduce over stages, data and context, to which the other stages add 0, is a broadcast and a
+sum at once. The factor stays on the device: nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
+from fsdp_engine.devices.collectives import all_reduce_
+from fsdp_engine.engine import Engine
+from fsdp_engine.megatron.groups import ModelParallelGroups, spanned_group
+from fsdp_engine.megatron.marks import MarkedGrad, compare_over, sum_over
+from fsdp_engine.megatron.router_bias import Router, router_of, update_expert_biases
+
+AVERAGE_MARK = "average_gradients_across_tp_domain"
+# Of each mark the field of ModelParallelGroups; its parts run in the order of FIELDS.
+MARKS = {
+    "pipeline_parallel": "pipeline",
+    "sequence_parallel": "tensor",
+    AVERAGE_MARK: "tensor",
+    "shared_embedding": "embedding",
+    "position_embedding": "position_embedding",
+}
+FIELDS = ("pipeline", "tensor", "embedding", "position_embedding")
+QK_LAYER_NORMS = ("q_layernorm", "k_layernorm")
+
+
+class ModelChunk(Protocol):
+    """What is asked of the elements of ``model_chunks``."""
+
+    @property
+    def engine(self) -> Engine:
+        """Its engine."""
+
+    def finish_grad_sync(self) -> None:
+        """On return gradients are final, as far as data parallelism goes."""
+
+    def scale_gradients(self, factor: Tensor) -> None:
+        """Multiply all main gradients, in place."""
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What stays the same about an engine; nothing here refers to it.
+
+    Attributes:
+        positions: of parameters, by name, in the order of registration, which stages share.
+        routers: modules that may have an expert bias, by name.
+        compared: what has been compared over which group.
+    """
+
+    positions: dict[str, int]
+    routers: dict[str, weakref.ref[nn.Module]]
+    compared: set[tuple[object, ...]]
+
+
+_KNOWN: weakref.WeakKeyDictionary[Engine, _Known] = weakref.WeakKeyDictionary()
+
+
+def finalize_model_grads(
+    model_chunks: Iterable[ModelChunk],
+    num_tokens: int | float | Tensor | None = None,
+    *,
+    groups: ModelParallelGroups,
+    config: object | None = None,
+) -> None:
+    """Make the gradients of a step final. Once per step, after the last microbatch; collective.
+
+    In this order, each part in at most one all-reduce (the first call compares a few things, too):
+
+    1. ``finish_grad_sync`` of every chunk.
+    2. Parameters marked ``pipeline_parallel``: summed over the stages (and over this rank's
+       chunks, where several have one of the same name).
+    3. Parameters marked ``sequence_parallel``, and with ``config.qk_layernorm`` those whose names
+       contain ``q_layernorm`` or ``k_layernorm``: summed over tensor ranks. Those marked
+       ``average_gradients_across_tp_domain``: averaged.
+    4. Those marked ``shared_embedding``, then those marked ``position_embedding``: summed over
+       the stages that hold a copy.
+    5. Modules with buffers ``expert_bias`` and ``local_tokens_per_expert``, each of shape
+       ``(experts,)``: counts are summed over tensor x context x data, then
+       ``bias += rate * sign(mean count - count)`` and counts are zeroed. (Loss-free balancing,
+       Wang et al. 2024, arXiv:2408.15664.)
+    6. ``num_tokens``: gradients become those of the mean over all tokens, where every rank's loss
+       was the sum over its own. See [Note: Token weighting].
+
+    Frozen parameters are skipped. A gradient that no rank of a group has stays None.
+
+    Args:
+        model_chunks: the chunks of this rank (several with a virtual pipeline).
+        num_tokens: tokens of this rank in all microbatches together; only that of the last stage
+            counts. A number or a tensor of one element; on all ranks or on none.
+        groups: this rank's process groups.
+        config: anything with the attributes ``qk_layernorm`` (False) and
+            ``moe_router_bias_update_rate`` (1e-3), Megatron-Core's ``TransformerConfig`` for
+            example; None, or where one is missing: these defaults.
+
+    Raises:
+        ValueError: a parameter is marked and its group is None; marks contradict each other; ranks
+            of a group hold different slices; ``data`` and ``context`` are not the ranks of a
+            chunk's mesh where token counts are needed; ``num_tokens`` has several elements; an
+            ``expert_bias`` does not fit its counts. Nothing was changed.
+        TypeError: an argument has another type.
+    """
+    chunks = list(model_chunks) if isinstance(model_chunks, Iterable) else [model_chunks]
+    _check_types(chunks, num_tokens, groups)
+    if not chunks:
+        return
+    has_qk_norms = bool(getattr(config, "qk_layernorm", False))
+    rate = float(getattr(config, "moe_router_bias_update_rate", 1e-3))
+    marked = _find_marked(chunks, groups, has_qk_norms)
+    routers = [
+        router
+        for chunk in chunks
+        for name, module in _known(chunk.engine).routers.items()
+        if (router := router_of(name, module())) is not None
+    ]
+    if routers or num_tokens is not None:
+        reason = "num_tokens" if num_tokens is not None else f"expert_bias of {routers[0].name}"
+        _check_data_groups(chunks, groups, reason)
+    device = chunks[0].engine.mesh.device
+    with torch.no_grad():
+        _compare(chunks, marked, groups)
+        counts_group = _counts_group(chunks, groups, routers, device)
+        tokens_group = _tokens_group(chunks, groups, num_tokens, device)
+        for chunk in chunks:
+            chunk.finish_grad_sync()
+        for field in FIELDS:
+            if marked[field]:
+                sum_over(marked[field], getattr(groups, field), device)
+        if routers:
+            update_expert_biases(routers, counts_group, rate, device)
+        if num_tokens is not None:
+            _scale(chunks, _on_last_stage(num_tokens, groups, device), tokens_group)
+
+
+def _check_types(chunks: Sequence[ModelChunk], num_tokens: object, groups: object) -> None:
+    if not isinstance(groups, ModelParallelGroups):
+        raise TypeError(f"groups: expected ModelParallelGroups; found {type(groups).__name__}")
+    for chunk in chunks:
+        if not isinstance(getattr(chunk, "engine", None), Engine):
+            raise TypeError(
+                "model_chunks: expected a list of DistributedDataParallel; found "
+                f"{type(chunk).__name__}"
+            )
+    if num_tokens is None:
+        return
+    if isinstance(num_tokens, bool) or not isinstance(num_tokens, int | float | Tensor):
+        raise TypeError(f"num_tokens: expected a number or a tensor; found {num_tokens!r}")
+    if isinstance(num_tokens, Tensor) and num_tokens.numel() != 1:
+        raise ValueError(f"num_tokens: expected one element; found shape {tuple(num_tokens.shape)}")
+
+
+def _check_data_groups(
+    chunks: Sequence[ModelChunk], groups: ModelParallelGroups, reason: str
+) -> None:
+    for chunk in chunks:
+        size = chunk.engine.mesh.size
+        if size > 1 and groups.data is None and groups.context is None:
+            raise ValueError(
+                f"groups.data, groups.context: expected a ProcessGroup in at least one, for "
+                f"{reason}, since the chunk's mesh has {size} ranks; found None in both"
+            )
+
+
+def _find_marked(
+    chunks: Sequence[ModelChunk], groups: ModelParallelGroups, has_qk_norms: bool
+) -> dict[str, list[MarkedGrad]]:
+    """What is to be summed over which group, by the group's field."""
+    places: dict[str, dict[tuple[int, str, bool], list[tuple[ParamAndGradBuffer, int]]]]
+    places = {field: {} for field in FIELDS}
+    for number, chunk in enumerate(chunks):
+        candidates = [
+            (record.name, buffer, index)
+            for buffer in chunk.engine.buffers
+            if buffer.grads is not None
+            for index, record in enumerate(buffer.records)
+            if has_qk_norms or MARKS.keys() & vars(buffer.sharded_params[index]).keys()
+        ]
+        positions = _known(chunk.engine).positions
+        for name, buffer, index in sorted(candidates, key=lambda each: positions[each[0]]):
+            sums = _sums_of(name, buffer.sharded_params[index], groups, has_qk_norms)
+            for field, average in sums.items():
+                # Replicas in the chunks of a virtual pipeline are known by their names.
+                key = (-1 if field == "pipeline" else number, name, average)
+                places[field].setdefault(key, []).append((buffer, index))
+    found = {}
+    for field, by_key in places.items():
+        group = getattr(groups, field)
+        marked = [MarkedGrad(name, tuple(at), avg) for (_, name, avg), at in by_key.items()]
+        several = group is not None and group.size() > 1
+        found[field] = [each for each in marked if several or len(each.places) > 1]
+    return found
+
+
+def _sums_of(
+    name: str, param: Tensor, groups: ModelParallelGroups, has_qk_norms: bool
+) -> dict[str, bool]:
+    """The groups' fields over which a parameter's gradient is summed: whether to average."""
+    if not param.requires_grad:
+        return {}
+    marks = [mark for mark in MARKS if getattr(param, mark, False)]
+    if AVERAGE_MARK in marks and "sequence_parallel" in marks:
+        raise ValueError(
+            f"{name}: expected one of the marks sequence_parallel (sum) and {AVERAGE_MARK}; "
+            "found both"
+        )
+    for mark in marks:
+        if getattr(groups, MARKS[mark]) is None:
+            raise ValueError(
+                f"{name}: expected a ProcessGroup in groups.{MARKS[mark]}, since the parameter is "
+                f"marked {mark}; found None"
+            )
+    sums = {MARKS[mark]: mark == AVERAGE_MARK for mark in marks}
+    if has_qk_norms and groups.tensor is not None and any(part in name for part in QK_LAYER_NORMS):
+        sums.setdefault("tensor", False)
+    return sums
+
+
+def _compare(
+    chunks: Sequence[ModelChunk], marked: dict[str, list[MarkedGrad]], groups: ModelParallelGroups
+) -> None:
+    """[Note: Equal slices], once for each set of parameters and group."""
+    compared = _known(chunks[0].engine).compared
+    for field in FIELDS:
+        group: ProcessGroup | None = getattr(groups, field)
+        # A rank that has marked nothing takes part: its partners may have.
+        if group is None or (group.size() == 1 and not marked[field]):
+            continue
+        ids = [id(b.sharded_params[i]) for each in marked[field] for b, i in each.places]
+        key = (field, group.group_name, *ids)
+        if key in compared:
+            continue
+        for each in marked[field]:
+            if len(set(each.lines())) > 1:
+                raise ValueError(
+                    f"{each.name}: expected the same slice in all chunks, since it is marked "
+                    f"pipeline_parallel; found {each.lines()}"
+                )
+        names = [each.name for each in marked[field]]
+        lines = [each.lines()[0] for each in marked[field]]
+        compare_over(f"marked parameters of groups.{field}", names, lines, group)
+        compared.add(key)
+
+
+def _counts_group(
+    chunks: Sequence[ModelChunk],
+    groups: ModelParallelGroups,
+    routers: Sequence[Router],
+    device: torch.device,
+) -> ProcessGroup | None:
+    """The ranks whose token counts are summed."""
+    if not routers:
+        return None
+    group = spanned_group(device, groups.tensor, groups.context, groups.data, groups.expert)
+    compared = _known(chunks[0].engine).compared
+    key = ("routers", group and group.group_name, *(id(router.bias) for router in routers))
+    if key not in compared:
+        _check_covers_meshes(chunks, group)
+        if group is not None:
+            lines = [f"{router.bias.numel()} experts" for router in routers]
+            names = [router.name for router in routers]
+            compare_over("modules with an expert_bias", names, lines, group)
+        compared.add(key)
+    return group
+
+
+def _tokens_group(
+    chunks: Sequence[ModelChunk],
+    groups: ModelParallelGroups,
+    num_tokens: object,
+    device: torch.device,
+) -> ProcessGroup | None:
+    """The ranks to which the number of tokens matters."""
+    if num_tokens is None:
+        return None
+    group = spanned_group(device, groups.pipeline, groups.data, groups.context)
+    compared = _known(chunks[0].engine).compared
+    key = ("tokens", group and group.group_name, *(id(chunk.engine) for chunk in chunks))
+    if key not in compared:
+        _check_covers_meshes(chunks, group)
+        compared.add(key)
+    return group
+
+
+def _check_covers_meshes(chunks: Sequence[ModelChunk], group: ProcessGroup | None) -> None:
+    for chunk in chunks:
+        ranks = chunk.engine.mesh.device_mesh.mesh.flatten().tolist()
+        reached = dist.get_process_group_ranks(group) if group is not None else [dist.get_rank()]
+        if not set(ranks) <= set(reached):
+            raise ValueError(
+                "groups.data, groups.context: expected that they reach all ranks of the chunk's "
+                f"mesh, {ranks[:16]}; found {reached[:16]}, the other axes included"
+            )
+
+
+def _on_last_stage(
+    num_tokens: int | float | Tensor, groups: ModelParallelGroups, device: torch.device
+) -> Tensor:
+    """What this rank adds to the number of tokens, 0-d fp64."""
+    pipeline = groups.pipeline
+    if pipeline is not None and pipeline.rank() != pipeline.size() - 1:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    if isinstance(num_tokens, Tensor):
+        # A copy: what the user gave stays as it is.
+        return num_tokens.detach().reshape(()).to(device, torch.float64, copy=True)
+    return torch.full((), num_tokens, dtype=torch.float64, device=device)
+
+
+def _scale(chunks: Sequence[ModelChunk], tokens: Tensor, group: ProcessGroup | None) -> None:
+    """See [Note: Token weighting]."""
+    total = all_reduce_(tokens, group).clamp_(min=1.0)
+    for chunk in chunks:
+        dtypes = {b.kind.dtypes.main_grad for b in chunk.engine.buffers if b.grads is not None}
+        factor = chunk.engine.mesh.size / total
+        chunk.scale_gradients(factor if torch.float64 in dtypes else factor.float())
+
+
+def _known(engine: Engine) -> _Known:
+    if engine not in _KNOWN:
+        names = (name for name, _ in engine.model.named_parameters())
+        routers = {
+            name or "the root module": weakref.ref(module)
+            for name, module in engine.model.named_modules()
+            if hasattr(module, "expert_bias")
+        }
+        _KNOWN[engine] = _Known({name: at for at, name in enumerate(names)}, routers, set())
+    return _KNOWN[engine]

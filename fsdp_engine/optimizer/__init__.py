@@ -1,0 +1,5 @@
+"""What makes any torch optimizer step sharded parameters, and the norm of their gradients."""
+
+from fsdp_engine.optimizer.sharded_step import shard_optimizer
+
+__all__ = ["shard_optimizer"]

@@ -1,0 +1,1 @@
+"""From a model to units with buffers: which parameter is where, and its first values."""

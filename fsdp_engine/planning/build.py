@@ -1,0 +1,239 @@
+"""From a plan to units with buffers: agree with all ranks, then change things.
+
+Nothing is changed before every rank has checked its arguments and all ranks have told each other
+so: an error on one rank is raised on all, and no rank is left waiting.
+
+What the user's modules do when they give themselves values (``materialize.py``) shows only while
+units are built. A rank where one of them raises goes on with whatever its memory holds, so that
+ranks send each other the same; when all is built it tells, and all raise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_engine.buffers.param_and_grad_buffer import FIRST_TAG, BufferKind, ParamAndGradBuffer
+from fsdp_engine.buffers.sharded_buffer import Ladder
+from fsdp_engine.config import DistributedDataParallelConfig
+from fsdp_engine.devices.agreement import agree
+from fsdp_engine.devices.collectives import broadcast_, gather_objects
+from fsdp_engine.devices.lanes import Lanes
+from fsdp_engine.devices.memory import Memory, Place
+from fsdp_engine.devices.mesh import DataMesh
+from fsdp_engine.planning.initial_values import Holdings, Start, broadcast_buffers, decide
+from fsdp_engine.planning.materialize import ModuleTree, materialize, materialize_buffers
+from fsdp_engine.planning.plan import Ground, Grounds, Plan
+from fsdp_engine.strategies import Axis, Role
+
+
+@dataclass(frozen=True)
+class Sites:
+    """Where buffers are built: the levels of all data-parallel ranks and of experts' ranks, and the
+    communicators of each."""
+
+    grounds: Grounds
+    data: Ladder
+    expert: Ladder | None = None
+
+    def of(self, kind: BufferKind) -> tuple[Ground, Ladder]:
+        """Those of parameters of ``kind``."""
+        ladder = self.expert if kind.is_expert and self.expert is not None else self.data
+        return self.grounds.of(kind), ladder
+
+
+@dataclass(frozen=True)
+class BuiltUnit:
+    """A unit with its buffers, of which the model holds the sharded parameters. It knows no other.
+
+    Attributes:
+        index: its number in module order.
+        name: fully qualified name of its module; "" for the root.
+        module: whose forward needs its full parameters.
+        buffers: its parameters, by kind.
+        place: its slots, if transient memory does not come and go.
+        is_bucket: its parameters lie in modules that the root calls itself.
+    """
+
+    index: int
+    name: str
+    module: nn.Module
+    buffers: list[ParamAndGradBuffer]
+    place: Place | None
+    is_bucket: bool
+
+
+def agree_on_plan(
+    plan: Plan | None,
+    holdings: Holdings | None,
+    error: Exception | None,
+    signature: list[str],
+    initial_values: str,
+    mesh: DataMesh,
+    what: str,
+) -> Start:
+    """Compare plans and initial values over all ranks; returns what all start from.
+
+    Args:
+        plan, holdings: None where there is an ``error``.
+        error: why this rank cannot go on.
+        signature: everything that must be the same, in lines.
+        initial_values: see :func:`~fsdp_engine.sharding.shard`.
+        mesh: all data-parallel ranks.
+        what: who asks, in messages.
+
+    Raises:
+        Exception: this rank's own error.
+        ValueError: the first parameter that differs. Or another rank's error, of its kind; of a
+            kind that is not known everywhere, RuntimeError.
+    """
+    digest = hashlib.sha256("\n".join(signature).encode()).hexdigest()
+    seed = int(torch.randint(2**31, ())) if plan is not None and plan.on_meta else 0
+    values = holdings.digests if holdings is not None else {}
+    heads = agree(what, error, mesh.control_group, (digest, seed, values))
+    if any(head[0] != digest for head in heads):
+        _raise_first_difference(signature, mesh)
+    assert plan is not None
+    assert holdings is not None
+    all_values = [head[2] for head in heads]
+    return Start(int(heads[0][1]), *decide(plan, holdings, all_values, initial_values, mesh))
+
+
+def build_units(
+    plan: Plan,
+    sites: Sites,
+    lanes: Lanes,
+    memory: Memory,
+    config: DistributedDataParallelConfig,
+    start: Start,
+) -> list[BuiltUnit]:
+    """Make the buffers and put sharded parameters into the model, unit by unit.
+
+    Args:
+        start: whose values they begin with; where they are not the first rank's, each rank's
+            slices are its own, and only those that several ranks hold are made the same.
+
+    Raises:
+        Exception: a module on the meta device could not give itself values, on some rank; the
+            model is of no use any more.
+    """
+    error: Exception | None = None
+    device = sites.data.mesh.device
+    tag = FIRST_TAG
+    units = []
+    tree = ModuleTree(plan.units[0].module) if plan.on_meta else None
+    places = _places(plan, memory) if config.fsdp_double_buffer else [None] * len(plan.units)
+    for index, planned in enumerate(plan.units):
+        if tree is not None:
+            records = [
+                record
+                for part in planned.buffers
+                # The others' values come from there, so they need none.
+                if not start.whole or sites.of(part.kind)[1].mesh.is_first
+                for record in part.records
+            ]
+            try:
+                materialize(tree, records, device, start.seed + index)
+            except Exception as caught:
+                error = error or caught
+        buffers: list[ParamAndGradBuffer] = []
+        for number, part in enumerate(planned.buffers):
+            label = planned.name or "the root module"
+            if len(planned.buffers) > 1:
+                label += f" (buffer {number})"
+            ground, ladder = sites.of(part.kind)
+            with memory.placing(places[index]):
+                buffer = ParamAndGradBuffer(
+                    label,
+                    part.records,
+                    part.layout,
+                    part.kind,
+                    part.make_codec(),
+                    ground.strategy,
+                    ladder,
+                    lanes,
+                    memory,
+                    config,
+                    tag,
+                    broadcast=start.from_first,
+                )
+            buffers.append(buffer)
+            if not start.from_first:
+                same_on_replicas(buffer)
+            tag += 2  # a reduction may take two messages
+        units.append(
+            BuiltUnit(
+                index, planned.name, planned.module, buffers, places[index], planned.is_bucket
+            )
+        )
+        for buffer in buffers:
+            for record in buffer.records:
+                # The user's own tensor goes now, so that one unit at a time is held twice.
+                del record.param
+    root = plan.units[0].module
+    has_values = not start.whole or sites.data.mesh.is_first
+    try:
+        materialize_buffers(root, device, start.seed + len(units), values=has_values)
+    except Exception as caught:
+        error = error or caught
+    if plan.on_meta or start.whole:
+        what = "giving values to modules on the meta device"
+        try:
+            agree(what, error, sites.data.mesh.control_group)
+        except Exception as raised:
+            raised.add_note("The model is half built: make a new one before the next shard()")
+            raise
+    if start.whole:
+        experts = sites.expert.mesh if sites.expert is not None else None
+        broadcast_buffers(root, sites.data.mesh, experts)
+    memory.fix_slots()
+    return units
+
+
+def _places(plan: Plan, memory: Memory) -> list[Place | None]:
+    """Who takes turns with whom: see [Note: Slots] in ``memory.py``."""
+    modules = {id(unit.module) for unit in plan.units}
+    pair = (memory.make_slots(), memory.make_slots())
+    places: list[Place | None] = []
+    num_in_turn = 0
+    for index, unit in enumerate(plan.units):
+        num_inside = sum(id(module) in modules for module in unit.module.modules())
+        if unit.is_bucket or (index and num_inside == 1):
+            places.append(Place(index, pair[num_in_turn % 2]))
+            num_in_turn += 1
+        else:
+            places.append(Place(index, memory.make_slots()))
+    return places
+
+
+def same_on_replicas(buffer: ParamAndGradBuffer) -> None:
+    """Ranks that hold the same main weights get those of the first of them. Collective."""
+    mesh = buffer.mesh
+    for axis in Axis:
+        if not buffer.strategy.cuts(Role.OPTIM, axis):
+            broadcast_(buffer.weights.main.tensor, mesh.axis(axis).reduce_group)
+
+
+def _raise_first_difference(signature: list[str], mesh: DataMesh) -> None:
+    all_signatures: list[Any] = gather_objects(signature, mesh.control_group)
+    first = all_signatures[0]
+    for rank, other in enumerate(all_signatures):
+        if other == first:
+            continue
+        # What one rank has and the other has not; where only the order differs, its first place.
+        known, known_there = set(first), set(other)
+        mine = [line for line in first if line not in known_there]
+        theirs = [line for line in other if line not in known]
+        if not mine and not theirs:
+            places = [i for i, (a, b) in enumerate(zip(first, other, strict=True)) if a != b]
+            mine, theirs = [first[places[0]]], [other[places[0]]]
+        raise ValueError(
+            "model: expected the same parameters and options, in one order, on all ranks; found "
+            f"on data-parallel rank 0 [{(mine or ['nothing'])[0]}] and on rank {rank} "
+            f"[{(theirs or ['nothing'])[0]}]"
+        )
+    raise AssertionError("digests differ but signatures do not")

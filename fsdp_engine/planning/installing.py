@@ -1,0 +1,62 @@
+"""Where modules hold parameters, and how others are put there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
+from fsdp_engine.planning.recurrent import list_flat_weights
+
+
+def holders(buffers: Sequence[ParamAndGradBuffer]) -> list[nn.Module]:
+    """Modules that hold parameters of ``buffers``, each once."""
+    sites = (site for b in buffers for record in b.records for site in record.sites)
+    return list({id(module): module for module, _ in sites}.values())
+
+
+def install_into(
+    buffers: Sequence[ParamAndGradBuffer], tensors: Sequence[Sequence[Tensor]]
+) -> None:
+    """Put ``tensors``, a row for each buffer, into the modules in place of the parameters."""
+    for buffer, row in zip(buffers, tensors, strict=True):
+        for record, tensor in zip(buffer.records, row, strict=True):
+            for module, attribute in record.sites:
+                module._parameters[attribute] = tensor  # type: ignore[assignment]
+    for module in _modules_with_flat_weights(buffers):
+        list_flat_weights(module)
+
+
+def install_table(
+    buffers: Sequence[ParamAndGradBuffer],
+) -> list[tuple[Any, str | int, Any, Any]]:
+    """Put the sharded parameters into the modules.
+
+    Returns (container, key, full, sharded) for every place that refers to one.
+    """
+    install_into(buffers, [buffer.sharded_params for buffer in buffers])
+    entries: list[tuple[Any, str | int, Any, Any]] = []
+    full_of: dict[int, Tensor] = {}
+    for buffer in buffers:
+        if buffer.is_plain:
+            continue
+        for record, full, sharded in zip(
+            buffer.records, buffer.full_params, buffer.sharded_params, strict=True
+        ):
+            full_of[id(sharded)] = full
+            for module, attribute in record.sites:
+                entries.append((module._parameters, attribute, full, sharded))
+    for module in _modules_with_flat_weights(buffers):
+        # Weight by weight, since others of the module's may be in another bucket.
+        listed = module._flat_weights
+        for place, weight in enumerate(listed):
+            if id(weight) in full_of:
+                entries.append((listed, place, full_of[id(weight)], weight))
+    return entries
+
+
+def _modules_with_flat_weights(buffers: Sequence[ParamAndGradBuffer]) -> list[nn.RNNBase]:
+    """Recurrent modules, which compute with a list of weights of their own."""
+    return [module for module in holders(buffers) if isinstance(module, nn.RNNBase)]

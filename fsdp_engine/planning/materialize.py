@@ -1,0 +1,241 @@
+"""Models built on the meta device: real values, one unit at a time.
+
+A module gives itself values with ``reset_parameters``, as torch's own modules do. Where the model
+has a method ``_init_weights(module)``, as those of ``transformers`` and many others, it is called
+after that, and for modules without ``reset_parameters``, too. Modules come after their children, as
+when they were built: a parent may give its children other values. A parent whose parameters are in
+several units is left out, since they are never real at one time.
+
+A module with parametrised tensors (``nn.utils.parametrize``) cannot write to them. It is given
+values as if it had none, and those are turned into what its parametrisations keep.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
+
+from fsdp_engine.buffers.param_and_grad_buffer import ParamRecord
+from fsdp_engine.devices.memory import empty_like
+
+
+def check_meta(model: nn.Module) -> tuple[bool, str]:
+    """Whether any parameter or buffer is on the meta device, and what cannot give itself values.
+
+    The second is the text of an error, or "": a module with meta tensors that has no
+    ``reset_parameters``, in a model without an ``_init_weights``.
+    """
+    on_meta, lacks = False, ""
+    knows_modules = callable(getattr(model, "_init_weights", None))
+    for name, module in model.named_modules():
+        if isinstance(module, ParametrizationList):
+            continue  # the module that has it gives it values
+        own = [*module._parameters.items(), *module._buffers.items(), *_originals(module)]
+        metas = [attribute for attribute, tensor in own if tensor is not None and tensor.is_meta]
+        if metas:
+            on_meta = True
+            knows_itself = callable(getattr(module, "reset_parameters", None))
+            if not (knows_modules or knows_itself or lacks):
+                lacks = (
+                    f"{name or 'the root module'} ({type(module).__name__}): expected a method "
+                    f"reset_parameters() that gives {', '.join(metas)} values; found none, and "
+                    "the model is on the meta device on all ranks. With values on rank 0 alone, "
+                    "the other ranks get those"
+                )
+    return on_meta, lacks
+
+
+class ModuleTree:
+    """Which modules can give values once some parameters are real. Made once for a model.
+
+    Args:
+        model: before any of its parameters is replaced.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._modules: dict[int, nn.Module] = {}  # children first, as they were built
+        nn.Module.apply(model, self._enter)
+        self._parents: dict[int, list[nn.Module]] = {key: [] for key in self._modules}
+        for module in self._modules.values():
+            for child in module.children():
+                self._parents[id(child)].append(module)
+        self._place = {key: place for place, key in enumerate(self._modules)}
+        beneath: dict[int, set[int]] = {key: set() for key in self._modules}
+        for module in self._modules.values():
+            for param in module._parameters.values():
+                for each in self._upwards(module) if param is not None else ():
+                    beneath[id(each)].add(id(param))
+        self._num_beneath = {key: len(params) for key, params in beneath.items()}
+
+    def _enter(self, module: nn.Module) -> None:
+        self._modules.setdefault(id(module), module)
+
+    def _upwards(self, module: nn.Module) -> Iterator[nn.Module]:
+        """``module`` and all that it is in, some of them more than once."""
+        yield module
+        for parent in self._parents[id(module)]:
+            yield from self._upwards(parent)
+
+    def ready(self, records: Sequence[ParamRecord]) -> list[nn.Module]:
+        """Modules that own one of these parameters, or have no others; children first."""
+        hits: Counter[int] = Counter()
+        owners: set[int] = set()
+        for record in records:
+            owners.update(id(module) for module, _ in record.sites)
+            hits.update({id(each) for module, _ in record.sites for each in self._upwards(module)})
+        whole = {key for key, count in hits.items() if count == self._num_beneath[key]}
+        return [self._modules[key] for key in sorted(owners | whole, key=self._place.__getitem__)]
+
+
+def materialize(
+    tree: ModuleTree, records: Sequence[ParamRecord], device: torch.device, seed: int
+) -> None:
+    """Give the meta parameters of one unit real values.
+
+    Args:
+        tree: of the whole model.
+        records: the unit's parameters; ``record.param`` and the modules get the real ones.
+        device: where.
+        seed: the same on all ranks, so that all ranks draw the same values.
+
+    Raises:
+        ValueError: a tensor was left without values, or a parametrisation cannot turn
+            a value into what it keeps.
+    """
+    metas = [record for record in records if record.param.is_meta]
+    # Containers among them get no tensors of their own, but may give their children values.
+    modules = {module: _metas_of(module) for module in tree.ready(metas)}
+    for record in metas:
+        real = nn.Parameter(
+            empty_like(record.param, device), requires_grad=record.param.requires_grad
+        )
+        real.__dict__.update(record.param.__dict__)
+        record.param = real
+        for module, attribute in record.sites:
+            module._parameters[attribute] = real
+    for module in modules:
+        _real_buffers(module, device)
+    _reset(tree.model, modules, device, seed)
+
+
+def materialize_buffers(
+    model: nn.Module, device: torch.device, seed: int, *, values: bool = True
+) -> None:
+    """Real values for modules that own meta buffers but no meta parameter, and move the others.
+
+    Args:
+        values: False: memory alone, for somebody else's values.
+    """
+    lonely = {module: names for module in model.modules() if (names := _metas_of(module))}
+    for module in lonely:
+        _real_buffers(module, device)
+    if values:
+        _reset(model, lonely, device, seed)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                module._buffers[name] = buffer.to(device)
+
+
+def _real_buffers(module: nn.Module, device: torch.device) -> None:
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_meta:
+            module._buffers[name] = empty_like(buffer, device)
+
+
+def _metas_of(module: nn.Module) -> list[str]:
+    own = [*module._parameters.items(), *module._buffers.items()]
+    return [name for name, tensor in own if tensor is not None and tensor.is_meta]
+
+
+def _reset(
+    model: nn.Module, modules: Mapping[nn.Module, list[str]], device: torch.device, seed: int
+) -> None:
+    """``modules``: children first, with the names of tensors that have no values yet."""
+    if not modules:
+        return
+    devices = [device] if device.type == "cuda" else []
+    init_weights = getattr(model, "_init_weights", None)
+    with torch.random.fork_rng(devices=devices), torch.no_grad():
+        torch.manual_seed(seed)
+        for module, names in modules.items():
+            if isinstance(module, ParametrizationList):
+                continue  # the module that has it comes later
+            if any(tensor.is_meta for _, tensor in _originals(module)):
+                continue  # another unit has them
+            if is_parametrized(module):
+                _reset_parametrized(module, names, init_weights)
+            else:
+                _reset_module(module, names, init_weights)
+
+
+InitWeights = Callable[[nn.Module], Any] | None
+
+
+def _reset_module(module: nn.Module, names: list[str], init_weights: InitWeights) -> None:
+    own = {**module._parameters, **module._buffers}
+    floats = {name: t for name in names if (t := own[name]) is not None and t.is_floating_point()}
+    for tensor in floats.values():
+        tensor.fill_(torch.nan)
+    reset = getattr(module, "reset_parameters", None)
+    if callable(reset):
+        reset()
+    if callable(init_weights):
+        init_weights(module)
+    for name in floats:
+        # By name: a module may have put another tensor there.
+        tensor = getattr(module, name)
+        if tensor.isnan().any():
+            who = "its reset_parameters()" if callable(reset) else "the model's _init_weights()"
+            raise ValueError(
+                f"{type(module).__name__}.{name}: expected {who} to give it values, since it is on "
+                "the meta device; found that it does not"
+            )
+
+
+def _originals(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """What the parametrisations of a module keep, by name."""
+    if not is_parametrized(module):
+        return []
+    lists: Any = module.parametrizations
+    return [
+        (f"parametrizations.{name}.{key}", tensor)
+        for name, kept in lists.items()
+        for key, tensor in kept._parameters.items()
+    ]
+
+
+def _reset_parametrized(module: nn.Module, names: list[str], init_weights: InitWeights) -> None:
+    """Values for a module of the class that it had before, with parameters; then those are set."""
+    lists: Any = module.parametrizations
+    plain: nn.Module = object.__new__(type(module).__bases__[0])
+    plain.__dict__ = {
+        **module.__dict__,
+        "_parameters": dict(module._parameters),
+        "_modules": {k: v for k, v in module._modules.items() if k != "parametrizations"},
+    }
+    for name in lists:
+        computed = getattr(module, name)
+        values = empty_like(computed, computed.device)
+        plain._parameters[name] = nn.Parameter(values, requires_grad=False)
+    resets = callable(getattr(plain, "reset_parameters", None))
+    _reset_module(plain, [*names, *lists], None if resets else init_weights)
+    for name in lists:
+        value = plain._parameters[name]
+        assert value is not None
+        try:
+            setattr(module, name, value.detach())
+        except (RuntimeError, NotImplementedError, ValueError) as error:
+            raise ValueError(
+                f"{type(plain).__name__}.{name}: expected a parametrisation that turns a value "
+                f"into what it keeps (right_inverse); found that it does not, and the model is on "
+                f"the meta device: {error}"
+            ) from error
+    if resets and callable(init_weights):
+        init_weights(module)  # as when it was built: what it does to computed tensors is lost

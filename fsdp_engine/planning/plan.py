@@ -1,0 +1,407 @@
+"""From a model to a plan of units and flat buffers. Changes nothing, sends nothing.
+
+Which unit a parameter belongs to is ``assignment.py``'s business. Within a unit, parameters of one
+*kind* share a buffer. What belongs to no unit is split into *buckets*, in reverse registration
+order, in which gradients come: buffers of their own, which are gathered and reduced one by one.
+Where parameters are cut, buckets are buffers of the root unit, since all of them are gathered for
+the root's forward. Where they are not, each is a unit: its gradients travel while others come, and
+its weights are waited for when the first module needs them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _NormBase
+
+from fsdp_engine.buffers.param_and_grad_buffer import BufferKind, ParamRecord
+from fsdp_engine.codecs import (
+    CastCodec,
+    CodecRule,
+    Float8,
+    ParamCodec,
+    TransformerEngine,
+    TransformerEngineCodec,
+)
+from fsdp_engine.codecs.transformer_engine import is_quantized
+from fsdp_engine.config import DistributedDataParallelConfig
+from fsdp_engine.layout import ALIGNMENT, Layout
+from fsdp_engine.layout.placement import TensorRequest, plan_layouts
+from fsdp_engine.planning.assignment import (
+    UnitSelector,
+    assign,
+    check_memory,
+    collect_records,
+    find_units,
+)
+from fsdp_engine.planning.buckets import bucket_multiple, split_by_count, split_by_size
+from fsdp_engine.planning.materialize import check_meta
+from fsdp_engine.precision import MixedPrecisionPolicy
+from fsdp_engine.strategies import Axis, Role, Strategy
+
+Granule = Callable[[str, nn.Parameter], int]
+
+# Parameters with these marks are summed over groups of pipeline stages, slice by slice. Stages hold
+# different parameters beside them: only in a buffer of its own has one the same slices on all.
+_STAGE_MARKS = ("shared_embedding", "position_embedding", "pipeline_parallel")
+
+
+@dataclass(frozen=True)
+class Ground:
+    """The ranks that share parameters, as sizes of their axes, and the levels along those."""
+
+    sizes: dict[Axis, int]
+    strategy: Strategy
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks on both axes."""
+        return math.prod(self.sizes.values())
+
+    def cut(self, axis: Axis) -> int:
+        """Parts that the optimizer state is cut into along ``axis``."""
+        return self.sizes[axis] if self.strategy.cuts(Role.OPTIM, axis) else 1
+
+
+@dataclass(frozen=True)
+class Grounds:
+    """Where parameters are shared: all data-parallel ranks; ``expert``, if given, for experts."""
+
+    data: Ground
+    expert: Ground | None = None
+
+    def of(self, kind: BufferKind) -> Ground:
+        """That of parameters of ``kind``."""
+        return self.expert if kind.is_expert and self.expert is not None else self.data
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a plan follows, beside the model."""
+
+    policy: MixedPrecisionPolicy
+    config: DistributedDataParallelConfig
+    grounds: Grounds
+    granule: Granule | None = None
+    codec_rules: Sequence[CodecRule] = ()
+
+    @cached_property
+    def rules(self) -> Sequence[CodecRule]:
+        """The codec rules, behind that for weights which are fp8 already; and what
+        ``fp8_param_gather`` adds where none of them is about fp8."""
+        first = TransformerEngine(self.config.keep_fp8_transpose_cache)
+        has_fp8 = any(isinstance(rule, Float8) for rule in self.codec_rules)
+        last = [Float8()] if self.config.fp8_param_gather and not has_fp8 else []
+        return (first, *self.codec_rules, *last)
+
+
+@dataclass(frozen=True)
+class PlannedBuffer:
+    """One buffer to be: its kind, its layout, its parameters, and how its codec is made."""
+
+    kind: BufferKind
+    layout: Layout
+    records: list[ParamRecord]
+    make_codec: Callable[[], ParamCodec]
+
+
+@dataclass(frozen=True)
+class PlannedUnit:
+    """One unit to be; ``is_bucket``: its parameters are those of no unit, in modules of any."""
+
+    name: str
+    module: nn.Module
+    buffers: list[PlannedBuffer]
+    is_bucket: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything about a model that is decided before it is changed.
+
+    Attributes:
+        units: units to be, the root first.
+        records: its parameters.
+        on_meta: some parameter or buffer is on the meta device.
+        lacks: what cannot give itself values there; "" if all can.
+    """
+
+    units: list[PlannedUnit]
+    records: list[ParamRecord]
+    on_meta: bool
+    lacks: str = ""
+
+    def signature(self) -> list[str]:
+        """A line for each parameter, which must be the same on all ranks."""
+        params = [
+            f"{_known_as(record)}: shape {tuple(record.param.shape)}, {record.param.dtype}, "
+            f"{'trainable' if record.param.requires_grad else 'frozen'}"
+            for record in self.records
+        ]
+        places = [
+            f"{_known_as(record)}: in unit {unit.name or 'root'}, at {slot.offset} of "
+            f"{buffer.layout.numel}, encoded by {buffer.kind.codec}"
+            for unit in self.units
+            for buffer in unit.buffers
+            for record, slot in zip(buffer.records, buffer.layout.slots, strict=True)
+        ]
+        return [*params, *places]
+
+
+def make_plan(
+    model: nn.Module, units: UnitSelector | Iterable[UnitSelector] | None, recipe: Recipe
+) -> Plan:
+    """Decide which parameter lies where. Changes nothing, sends nothing.
+
+    Raises:
+        ValueError: units that match nothing, a granule that does not divide its parameter, a
+            model without parameters, uninitialised lazy parameters, parameters that share memory,
+            DTensors, experts without
+            ranks of their own, weight gradients put off unasked, or an optimizer that holds the
+            model's parameters already.
+    """
+    records = collect_records(model)
+    if not records:
+        raise ValueError(f"model: expected parameters; found none in {type(model).__name__}")
+    for record in records:
+        _check_record(record, recipe)
+    check_memory(model, records)
+    _check_no_optimizer(records)
+    on_meta, lacks = check_meta(model)
+    planned = plan_units(model, records, units, recipe)
+    _check_fp8_fields(planned, recipe)
+    return Plan(planned, records, on_meta, lacks)
+
+
+def plan_units(
+    model: nn.Module,
+    records: Sequence[ParamRecord],
+    selectors: UnitSelector | Iterable[UnitSelector] | None,
+    recipe: Recipe,
+) -> list[PlannedUnit]:
+    """Units with their buffers, the root first; see the module docstring."""
+    modules = find_units(model, selectors)
+    owned = assign(model, modules, records)
+    root, *buckets = _plan_root(model, owned[""], recipe)
+    planned = list(buckets)
+    for name, module in modules.items():
+        buffers = plan_buffers(owned[name], recipe)
+        if buffers:
+            planned.append(PlannedUnit(name, module, buffers))
+    if buckets:
+        # Where their first parameter was registered: the first guess of the order of execution.
+        places = {record.name: place for place, record in enumerate(records)}
+        planned.sort(
+            key=lambda unit: min(places[r.name] for each in unit.buffers for r in each.records)
+        )
+    return [root, *planned]
+
+
+def plan_buffers(
+    records: Sequence[ParamRecord], recipe: Recipe, *, in_buckets: bool = False
+) -> list[PlannedBuffer]:
+    """Buffers for the parameters of one unit; for those of none, ``in_buckets``."""
+    groups: dict[BufferKind, list[ParamRecord]] = {}
+    makers: dict[BufferKind, Callable[[], ParamCodec]] = {}
+    for record in records:
+        kind, maker = _kind_of(record, recipe)
+        groups.setdefault(kind, []).append(record)
+        makers.setdefault(kind, maker)
+    planned: list[PlannedBuffer] = []
+    for kind, members in groups.items():
+        parts = _split(members, kind, recipe) if in_buckets else [members]
+        for part in parts:
+            planned += _lay_out(part, kind, makers[kind], recipe, in_buckets)
+    return planned
+
+
+def _plan_root(
+    model: nn.Module, records: Sequence[ParamRecord], recipe: Recipe
+) -> list[PlannedUnit]:
+    """The root's unit, and units for its buckets; see the module docstring."""
+    buffers = plan_buffers(records, recipe, in_buckets=True)
+    is_cut = recipe.grounds.data.strategy.depth(Role.PARAM) > 0
+    if is_cut or len({buffer.kind for buffer in buffers}) == len(buffers):
+        return [PlannedUnit("", model, buffers)]
+    buckets = (
+        PlannedUnit(f"(bucket {number})", model, [buffer], is_bucket=True)
+        for number, buffer in enumerate(buffers)
+    )
+    return [PlannedUnit("", model, []), *buckets]
+
+
+def _split(
+    records: Sequence[ParamRecord], kind: BufferKind, recipe: Recipe
+) -> list[list[ParamRecord]]:
+    """Parameters of one kind, in reverse registration order, in buckets."""
+    backwards = list(reversed(records))
+    sizes = [record.param.numel() for record in backwards]
+    config = recipe.config
+    if config.num_buckets is not None:
+        buckets = split_by_count(sizes, config.num_buckets)
+    else:
+        num_ranks = recipe.grounds.of(kind).num_ranks
+        buckets = split_by_size(sizes, config.closing_size(num_ranks))
+    return [[backwards[place] for place in bucket] for bucket in buckets]
+
+
+def _lay_out(
+    records: Sequence[ParamRecord],
+    kind: BufferKind,
+    make_codec: Callable[[], ParamCodec],
+    recipe: Recipe,
+    is_bucket: bool,
+) -> list[PlannedBuffer]:
+    by_name = {record.name: record for record in records}
+    codec = make_codec()
+    requests = []
+    for record in records:
+        shape = tuple(record.param.shape)
+        wanted = recipe.granule(record.name, record.param) if recipe.granule is not None else 1
+        checked = TensorRequest(record.name, shape, wanted).granule
+        together = math.lcm(checked, codec.granule(shape))
+        requests.append(TensorRequest(record.name, shape, together))
+    ground, multiple = recipe.grounds.of(kind), ALIGNMENT
+    inner_size, outer_size = ground.cut(Axis.INNER), ground.cut(Axis.OUTER)
+    padded = recipe.config.pad_buckets_for_high_nccl_busbw
+    if is_bucket or padded:
+        whole = bucket_multiple(ground.num_ranks, padded=padded)
+        multiple = whole // math.gcd(whole, inner_size * outer_size)
+    layouts = plan_layouts(
+        requests, inner_size=inner_size, outer_size=outer_size, shard_multiple=multiple
+    )
+    return [
+        PlannedBuffer(kind, layout, [by_name[slot.name] for slot in layout.slots], make_codec)
+        for layout in layouts
+    ]
+
+
+def _kind_of(record: ParamRecord, recipe: Recipe) -> tuple[BufferKind, Callable[[], ParamCodec]]:
+    param = record.param
+    policy = recipe.policy
+    if any(_keeps_statistics(module) for module, _ in record.sites):
+        # Batch norm wants weights in the dtype of its running statistics, which no policy casts.
+        policy = dataclasses.replace(policy, param_dtype=None)
+    dtypes = policy.resolve(param, recipe.config.reduce_scatter_with_fp32_accumulation)
+    of_experts = is_expert(param)
+    divisor = float(getattr(param, "gradient_divisor", 1.0))
+    if of_experts and recipe.grounds.expert is not None:
+        # An expert's gradient comes from the tokens of all ranks, not of those alone that share it.
+        divisor *= recipe.grounds.data.num_ranks / recipe.grounds.expert.num_ranks
+    apart = record.name if any(getattr(param, mark, False) for mark in _STAGE_MARKS) else ""
+    codec_name, maker = "cast", partial(CastCodec, dtypes.main, dtypes.compute)
+    for rule in recipe.rules:
+        found = rule(record.name, param, dtypes)
+        if found is not None:
+            codec_name, maker = found  # type: ignore[assignment]
+            break
+    return BufferKind(codec_name, dtypes, param.requires_grad, divisor, of_experts, apart), maker
+
+
+def _keeps_statistics(module: nn.Module) -> bool:
+    return isinstance(module, _NormBase) and module.running_mean is not None
+
+
+def is_expert(param: Tensor) -> bool:
+    """Megatron-Core's mark of parameters that not all data-parallel ranks share."""
+    return getattr(param, "allreduce", True) is False
+
+
+def _known_as(record: ParamRecord) -> str:
+    """Its name in the comparison of ranks, which may give experts names of their own."""
+    return "an expert's parameter" if is_expert(record.param) else record.name
+
+
+def _check_record(record: ParamRecord, recipe: Recipe) -> None:
+    param = record.param
+    if isinstance(param, nn.parameter.UninitializedParameter):
+        raise ValueError(
+            f"{record.name}: expected a parameter with a shape; found a lazy one that no "
+            "forward has initialised"
+        )
+    if param.is_meta and any(
+        getattr(module, "primary_weights_in_fp8", False) for module, _ in record.sites
+    ):
+        raise ValueError(
+            f"{record.name}: expected a module with quantised weights (quantized_model_init) to be "
+            "built on a device; found it on the meta device"
+        )
+    if isinstance(param, DTensor):
+        raise ValueError(
+            f"{record.name}: expected a plain parameter; found a {type(param).__name__} "
+            f"over {param.device_mesh} (sharded elsewhere; tensor parallelism has to "
+            "keep plain local parameters)"
+        )
+    if type(param) not in (Tensor, nn.Parameter) and not is_quantized(param):
+        raise ValueError(
+            f"{record.name}: expected a plain torch.nn.Parameter, all of whose data are its "
+            f"elements; found a {type(param).__name__}, of which only those would be kept. Make it "
+            "a plain parameter (dequantise it, say) before shard(), or leave it out of the "
+            "model's parameters, as a buffer"
+        )
+    if is_expert(param) and recipe.grounds.expert is None:
+        raise ValueError(
+            f"{record.name}: expected expert_mesh, the ranks that share this expert, since it has "
+            "allreduce=False; found None"
+        )
+    puts_off = param.requires_grad and getattr(param, "skip_backward_post_hook", False)
+    if puts_off and not recipe.config.delay_wgrad_compute:
+        raise ValueError(
+            f"{record.name}: expected delay_wgrad_compute=True, since its module puts off weight "
+            "gradients (skip_backward_post_hook); found False, so that they would be lost"
+        )
+
+
+def _check_fp8_fields(units: Sequence[PlannedUnit], recipe: Recipe) -> None:
+    """Fields about what weights of Transformer Engine have, if the model has such weights."""
+    config = recipe.config
+    if not (config.keep_fp8_transpose_cache or config.reuse_grad_buf_for_mxfp8_param_ag):
+        return
+    codecs = [buffer.make_codec() for unit in units for buffer in unit.buffers]
+    quantized = [each for each in codecs if isinstance(each, TransformerEngineCodec)]
+    if config.keep_fp8_transpose_cache and not any(each.has_transposes for each in quantized):
+        raise ValueError(
+            "keep_fp8_transpose_cache: expected weights that Transformer Engine has quantised by "
+            "the delayed, current or block recipe, which alone have transposes; found none"
+        )
+    if not config.reuse_grad_buf_for_mxfp8_param_ag:
+        return
+    if not any(each.num_planes > 1 for each in quantized):
+        raise ValueError(
+            "reuse_grad_buf_for_mxfp8_param_ag: expected weights that Transformer Engine has "
+            "quantised by the MXFP8 recipe; found none"
+        )
+    strategy = recipe.grounds.data.strategy
+    if strategy.depth(Role.GRAD) > 0:
+        raise ValueError(
+            "reuse_grad_buf_for_mxfp8_param_ag: expected whole gradients, through whose memory "
+            f"whole weights can pass; found levels that cut them: {strategy}"
+        )
+
+
+def _check_no_optimizer(records: Sequence[ParamRecord]) -> None:
+    names = {id(record.param): record.name for record in records}
+    kinds = _with_subclasses(torch.optim.Optimizer)
+    # Exact types: there may be a million things to look at, and some lie about their class.
+    for thing in gc.get_objects():
+        if type(thing) not in kinds:
+            continue
+        for group in vars(thing).get("param_groups", ()):
+            for param in group["params"]:
+                if id(param) in names:
+                    raise ValueError(
+                        f"optimizer: expected it to be built after shard(); found a "
+                        f"{type(thing).__name__} that already holds {names[id(param)]}"
+                    )
+
+
+def _with_subclasses(kind: type) -> set[type]:
+    return {kind}.union(*map(_with_subclasses, kind.__subclasses__()))

@@ -1,0 +1,1 @@
+"""What happens when: units in use, what is gathered ahead, which gradients are reduced next."""

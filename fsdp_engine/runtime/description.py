@@ -1,0 +1,186 @@
+"""``engine.describe()``: a row for each unit with what it holds and sends."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fsdp_engine.devices.mesh import DataMesh
+from fsdp_engine.runtime.order import leave_order
+from fsdp_engine.runtime.unit import Unit
+from fsdp_engine.strategies import Axis, Role, Strategy
+
+
+@dataclass(frozen=True)
+class UnitRow:
+    """One unit on this rank; bytes by role.
+
+    Attributes:
+        name: fully qualified name; "" for the root.
+        num_parameters: parameter tensors.
+        num_elements: elements of them.
+        padding: elements that the flat buffers add.
+        weight_bytes: main and compute weights at rest.
+        grad_bytes: gradients at rest, from the first backward on.
+        full_bytes: full parameters while the unit is in use, beyond what it holds at rest.
+        staging_bytes: full gradients until they are reduced, beyond what it holds at rest.
+        num_gathers: parameter collectives per step of one microbatch.
+        num_reductions: gradient collectives per step of one microbatch.
+    """
+
+    name: str
+    num_parameters: int
+    num_elements: int
+    padding: int
+    weight_bytes: int
+    grad_bytes: int
+    full_bytes: int
+    staging_bytes: int
+    num_gathers: int
+    num_reductions: int
+
+
+@dataclass(frozen=True)
+class Description:
+    """Rows and totals; ``str`` gives a table."""
+
+    title: str
+    rows: tuple[UnitRow, ...]
+
+    def __str__(self) -> str:
+        # Only here: training without tables needs no library for them.
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(title=self.title, title_justify="left", show_footer=True)
+        total = _total(self.rows)
+        # Names of deep modules differ at their ends: they are folded, never cut.
+        table.add_column("unit", footer="all", overflow="fold")
+        columns = (
+            ("parameters", "num_parameters", _count),
+            ("elements", "num_elements", _count),
+            ("padding", "padding", _count),
+            ("weights", "weight_bytes", _size),
+            ("gradients", "grad_bytes", _size),
+            ("+ full", "full_bytes", _size),
+            ("+ staging", "staging_bytes", _size),
+            ("gathers", "num_gathers", _count),
+            ("reductions", "num_reductions", _count),
+        )
+        for header, field, show in columns:
+            footer = "" if field in ("full_bytes", "staging_bytes") else show(getattr(total, field))
+            table.add_column(header, footer=footer, justify="right", no_wrap=True)
+        for first, last, row in _runs(self.rows):
+            name = row.name or "(root)"
+            label = name if first == last else f"{name} .. {self.rows[last].name}"
+            table.add_row(label, *(show(getattr(row, field)) for _, field, show in columns))
+        text = io.StringIO()
+        Console(file=text, width=132).print(table)
+        return text.getvalue().rstrip()
+
+
+def describe_units(
+    units: Sequence[Unit], strategy: Strategy, mesh: DataMesh, budget: int
+) -> Description:
+    """Rows for ``units`` as they lie on this rank."""
+    title = (
+        f"{strategy} on {mesh.outer.size} x {mesh.inner.size} ranks (outer x inner), "
+        f"up to {budget:,} elements gathered ahead. Bytes are this rank's; gathers and reductions "
+        "are collectives per step of one microbatch."
+    )
+    # The root, and the unit that forward leaves last (in module order), stay full in between.
+    stay_full = [units[index] for index in leave_order([unit.name for unit in units])[-2:]]
+    rows = (_row(unit, strategy, mesh, unit in stay_full) for unit in units)
+    return Description(title, tuple(rows))
+
+
+def _row(unit: Unit, strategy: Strategy, mesh: DataMesh, stays_full: bool) -> UnitRow:
+    _, reductions = count_collectives(strategy, mesh)
+    gathers = [
+        count_collectives(strategy, mesh, b.weights.num_wires, changes=b.grads is not None)[0]
+        for b in unit.buffers
+    ]
+    return UnitRow(
+        name=unit.name,
+        num_parameters=sum(len(buffer.records) for buffer in unit.buffers),
+        num_elements=sum(buffer.layout.num_tensor_elements for buffer in unit.buffers),
+        padding=sum(buffer.layout.padding for buffer in unit.buffers),
+        weight_bytes=sum(buffer.weights.rest_bytes for buffer in unit.buffers),
+        grad_bytes=sum(b.grads.rest_bytes for b in unit.trainable if b.grads is not None),
+        full_bytes=sum(buffer.weights.transient_bytes for buffer in unit.buffers),
+        staging_bytes=sum(b.grads.transient_bytes for b in unit.trainable if b.grads is not None),
+        num_gathers=sum(each.once if stays_full else each.total for each in gathers),
+        num_reductions=len(unit.trainable) * reductions,
+    )
+
+
+@dataclass(frozen=True)
+class GatherCount:
+    """Gathers of one buffer in a step: ``total`` for a unit that is resharded after forward,
+    ``once`` for one that stays full until its backward (the root, and the last unit)."""
+
+    total: int
+    once: int
+
+
+def count_collectives(
+    strategy: Strategy, mesh: DataMesh, num_wires: int = 1, *, changes: bool = True
+) -> tuple[GatherCount, int]:
+    """Gathers and reductions of one buffer in a step of one microbatch.
+
+    Args:
+        num_wires: 2 where forward and backward read different bytes ([Note: Planes] in
+            ``codecs/base.py``).
+        changes: False for frozen weights, which are not gathered again where only optimizer state
+            is cut.
+
+    An axis of one rank costs nothing. Along each other axis: parameters are gathered for forward
+    and again for backward where they are cut, once per step where only optimizer state is;
+    gradients are reduced once.
+    """
+    total = once = reductions = 0
+    for axis in Axis:
+        if mesh.axis(axis).size == 1:
+            continue
+        reductions += 1
+        if strategy.cuts(Role.PARAM, axis):
+            total += 2
+            once += num_wires
+        elif changes and strategy.cuts(Role.OPTIM, axis):
+            total += num_wires
+            once += num_wires
+    return GatherCount(total, once), reductions
+
+
+def _runs(rows: Sequence[UnitRow]) -> list[tuple[int, int, UnitRow]]:
+    """(first, last, row) for each run of rows that differ in name only."""
+    runs: list[tuple[int, int, UnitRow]] = []
+    for index, row in enumerate(rows):
+        if runs and _same(runs[-1][2], row):
+            runs[-1] = (runs[-1][0], index, runs[-1][2])
+        else:
+            runs.append((index, index, row))
+    return runs
+
+
+def _same(a: UnitRow, b: UnitRow) -> bool:
+    return bool(a.name and b.name) and dataclasses.replace(a, name=b.name) == b
+
+
+def _total(rows: Sequence[UnitRow]) -> UnitRow:
+    fields = [field.name for field in dataclasses.fields(UnitRow) if field.name != "name"]
+    return UnitRow("", *(sum(getattr(row, field) for row in rows) for field in fields))
+
+
+def _count(value: int) -> str:
+    return f"{value:,}"
+
+
+def _size(value: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"

@@ -1,0 +1,355 @@
+"""Where calls of modules and events of autograd meet the scheduler.
+
+    forward pre-hook    enter the unit; cast inputs; mark the boundary of its backward
+    forward hook        leave the unit; listen for the gradient of its outputs
+    gradient of output  the unit's backward begins
+    gradient of inputs  the unit's backward is over (the boundary)
+    gradient of a parameter, accumulated: written into the flat buffer, dropped at once
+
+[Note: Boundary]
+A unit's full parameters may go only when nothing in its backward still reads them, and the last
+gradient of a trainable parameter does not show that: a frozen weight may still be needed for the
+gradient of the input. So each input is passed through a view, which autograd visits after
+everything in the unit, and the end is seen when those views that this backward reaches have all
+been visited. They are torch's own views: what the unit changes in place then changes for the user.
+
+Of an input that was changed in place autograd visits other nodes than that view's, so such a call
+is over when all of backward is. And its gradient enters the unit from there, as from outputs; so it
+does from what the unit has put into the user's containers.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._dynamo import eval_frame
+
+from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
+from fsdp_engine.runtime.inputs import Inputs, cast_to, is_of, version_of
+from fsdp_engine.runtime.scheduler import Scheduler, in_backward
+from fsdp_engine.runtime.trees import iter_tensors, map_tensors, unknown_part
+from fsdp_engine.runtime.unit import Call, Unit
+
+_frames: Any = eval_frame
+_SKIP_ALL = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
+
+_functorch = torch._C._functorch
+_TransformType = _functorch.TransformType
+_inside_transform = _functorch.peek_interpreter_stack
+
+
+def not_compiled(function: Any) -> Any:
+    """Keep ``torch.compile`` out of ``function``: it breaks the graph there and goes on after.
+
+    This is what ``torch.compiler.disable`` does, without importing the compiler: a mark by which
+    Dynamo does not inline the function, and a rule for its code by which neither it nor anything
+    that it calls is traced when it runs.
+    """
+    function._torchdynamo_disable = True
+    _frames.set_code_exec_strategy(function.__code__, _SKIP_ALL)
+    return function
+
+
+# Weak both ways: hooks know their module, and a value that holds its key would never go.
+_HOOKS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[UnitHooks]] = weakref.WeakKeyDictionary()
+
+
+def register_forward_method(module: nn.Module, name: str) -> None:
+    """Let ``module.name(...)`` gather the module's parameters, as its forward does.
+
+    Args:
+        module: a unit, or the root, of a sharded model.
+        name: the method, such as "generate".
+
+    Raises:
+        ValueError: the module is no unit of a sharded model, or has no such method.
+    """
+    reference = _HOOKS.get(module)
+    hooks = reference() if reference is not None else None
+    if hooks is None:
+        raise ValueError(
+            "module: expected a unit or the root of a model given to shard(); found "
+            f"{type(module).__name__}"
+        )
+    method = getattr(module, name, None)
+    if not callable(method):
+        raise ValueError(f"name: expected a method of {type(module).__name__}; found {name!r}")
+
+    setattr(module, name, hooks.around(method))
+
+
+class _Entered:
+    """One call of a module that is under way.
+
+    Attributes:
+        call: None: no backward is to come, or it is seen by an earlier forward's call.
+        recomputes: it runs within backward.
+        opens: the unit was entered for it, and has to be left.
+        alone: the only input, if it is one tensor, and its version.
+        inputs: all of them, if they are more than that.
+    """
+
+    __slots__ = ("alone", "call", "inputs", "opens", "recomputes")
+
+    def __init__(self, call: Call | None, *, recomputes: bool, opens: bool) -> None:
+        self.call = call
+        self.recomputes = recomputes
+        self.opens = opens
+        self.alone: tuple[Tensor, int] | None = None
+        self.inputs: Inputs | None = None
+
+
+class UnitHooks:
+    """The forward hooks of one unit's module.
+
+    Args:
+        scheduler: what to tell.
+        unit: whose module.
+        input_dtype: floating-point inputs are cast to it; None: left alone.
+        output_dtype: likewise for outputs.
+        engine: kept alive as long as the module, whether or not the user holds on to it.
+        check: called before each forward, if given.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        unit: Unit,
+        input_dtype: torch.dtype | None,
+        output_dtype: torch.dtype | None,
+        engine: object,
+        check: Callable[[], None] | None = None,
+    ) -> None:
+        self._engine = engine
+        self._check = check
+        self._scheduler = scheduler
+        self._unit = unit
+        self._input_dtype = input_dtype
+        self._output_dtype = output_dtype
+        self._entered: list[_Entered] = []
+        self.paused = False
+
+    def register(self) -> None:
+        """Put the hooks on the module: outermost, around the user's own."""
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            return self.before(args, kwargs)
+
+        def after(module: nn.Module, args: Any, output: Any) -> Any:
+            return self.after(output)
+
+        module = self._unit.module
+        _HOOKS[module] = weakref.ref(self)
+        if module._compiled_call_impl is not None:
+            # module.compile() was called: what is compiled is everything that a call does, hooks
+            # included. Ours go around it, so that it stays one graph.
+            module._compiled_call_impl = self.around(module._compiled_call_impl)
+            return
+        module.register_forward_pre_hook(not_compiled(before), prepend=True, with_kwargs=True)
+        # Also after an exception, so that a forward that fails leaves nothing open.
+        module.register_forward_hook(not_compiled(after), always_call=True)
+
+    def around(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """``method`` of the module, as a forward of the unit."""
+
+        @functools.wraps(method)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            inputs = self.before(args, kwargs)
+            output = None
+            try:
+                if inputs is not None:
+                    args, kwargs = inputs
+                output = method(*args, **kwargs)
+            finally:
+                replaced = self.after(output)
+            return output if replaced is None else replaced
+
+        return wrapper
+
+    def reset(self) -> None:
+        """Forget forwards that an exception ended."""
+        self._entered.clear()
+
+    @not_compiled
+    def before(self, args: Any, kwargs: Any) -> Any:
+        """The module is called."""
+        if self.paused:
+            _refuse_autograd(self._unit)
+            return None
+        unit = self._unit
+        recomputes = in_backward()
+        wants_call = torch.is_grad_enabled()
+        if recomputes:
+            self._scheduler.recompute(unit)
+            # Calls of the first forward still wait for their backward, unless it ran without
+            # autograd, as the first forward of a re-entrant checkpoint does.
+            wants_call = wants_call and not unit.num_calls
+        else:
+            if self._check is not None and self._scheduler.is_at_rest:
+                self._check()
+            if _inside_transform() is not None:
+                _refuse_transform(unit)
+            self._scheduler.enter_forward(unit)
+        call = Call(unit) if wants_call else None
+        opens = wants_call or not recomputes
+        entered = _Entered(call, recomputes=recomputes, opens=opens)
+        self._entered.append(entered)
+        if call is None and self._input_dtype is None:
+            return args, kwargs
+        if len(args) == 1 and not kwargs and type(args[0]) is Tensor:  # most units, most cheaply
+            tensor = args[0]
+            if self._input_dtype is None or is_of(self._input_dtype, tensor):
+                if call is None:
+                    return args, kwargs
+                entered.alone = (tensor, version_of(tensor))
+                return ((self._listen(call, tensor),) if tensor.requires_grad else args), kwargs
+        inputs = entered.inputs = Inputs((args, kwargs))
+        if self._input_dtype is not None:
+            inputs.cast(self._input_dtype)
+        if call is not None:
+            inputs.mark(partial(self._listen, call))
+        return inputs.arguments
+
+    @not_compiled
+    def after(self, output: Any) -> Any:
+        """The module has returned."""
+        if self.paused or not self._entered:
+            return None  # entering failed: there is nothing to leave
+        entered = self._entered.pop()
+        call, inputs = entered.call, entered.inputs
+        if inputs is not None:
+            inputs.take_back()
+        if not entered.opens:
+            return None
+        has_backward = False
+        hidden_in = None
+        if call is not None:
+            begin = None
+            views = inputs.views if inputs is not None else []
+            for tensor in self._ways_in(entered, call, output):
+                # What comes back as it was handed in leads past the unit.
+                if tensor.requires_grad and not any(tensor is view for view in views):
+                    if begin is None:
+                        begin = _begin_backward(self._scheduler, call, views)
+                    node = tensor.grad_fn
+                    if node is None:
+                        tensor.register_hook(begin)
+                    else:
+                        # Tensor.register_hook crashes on a view whose base was changed through
+                        # another view (torch 2.13).
+                        node.register_prehook(begin)
+                    has_backward = True
+            if has_backward:
+                call.count()
+            elif call.has_boundary or self._unit.trainable:
+                hidden_in = unknown_part(output)
+        if not entered.recomputes:
+            try:
+                if hidden_in is not None:
+                    self._unit.hide_output(hidden_in)
+            finally:
+                self._scheduler.leave_forward(self._unit, has_backward)
+        if self._output_dtype is not None:
+            return map_tensors(partial(cast_to, self._output_dtype), output)
+        return None
+
+    def _ways_in(self, entered: _Entered, call: Call, output: Any) -> Iterable[Tensor]:
+        """Tensors by which gradients enter the unit."""
+        found = [output] if type(output) is Tensor else list(iter_tensors(output))
+        if entered.inputs is not None:
+            changed = entered.inputs.changed()
+            found += entered.inputs.added()
+        elif entered.alone is not None and version_of(entered.alone[0]) != entered.alone[1]:
+            changed = [entered.alone[0]]
+        else:
+            return found
+        if changed:
+            call.num_awaited = -1
+            # Not those that only no_grad() has changed.
+            found += [tensor for tensor in changed if tensor.grad_fn is not None]
+        return found
+
+    def _listen(self, call: Call, tensor: Tensor) -> Tensor:
+        """A view of ``tensor`` that tells when its gradient is there."""
+        call.has_boundary = True
+        view = tensor.view_as(tensor)
+        view.register_hook(partial(_input_came, self._scheduler, call))
+        return view
+
+
+def hook_gradients(scheduler: Scheduler, unit: Unit) -> None:
+    """Write each of the unit's gradients into its place as soon as it has been accumulated."""
+    for buffer in unit.trainable:
+        buffer.hook_gradients(_gradient_writer(scheduler, unit, buffer), scheduler.begin_backward)
+
+
+def _gradient_writer(scheduler: Scheduler, unit: Unit, buffer: ParamAndGradBuffer) -> Any:
+    grads = buffer.grads
+    assert grads is not None
+    count = len(buffer.records)
+
+    @not_compiled
+    def on_grad(index: int, param: Tensor) -> None:
+        grad = param.grad
+        if grad is None:
+            return  # a function that has none for it, or computes it later
+        if not unit.has_open_grads:
+            scheduler.begin_gradient(unit)
+        param.grad = None
+        grads.write(index, grad)
+        if grads.num_touched == count:
+            scheduler.gradient_came(unit)
+
+    return on_grad
+
+
+def _begin_backward(
+    scheduler: Scheduler, call: Call, views: Sequence[Tensor]
+) -> Callable[[Any], None]:
+    """The hook for gradients by which backward enters a call, whose inputs are ``views``."""
+    # Hooks of outputs may hold nodes of inputs; the other way round there would be a cycle, which
+    # would keep a whole graph.
+    nodes = [view.grad_fn for view in views] if len(views) > 1 else []
+
+    def begin(grads: Any) -> None:
+        if not call.opened and call.num_awaited >= 0:
+            call.num_awaited = sum(map(_will_run, nodes)) if nodes else 1
+        scheduler.enter_backward(call)
+
+    return begin
+
+
+# Whether the backward that is under way comes to a node.
+_will_run: Any = torch._C._will_engine_execute_node
+
+
+def _input_came(scheduler: Scheduler, call: Call, grad: Tensor) -> None:
+    if call.opened and call.num_awaited > 0:
+        call.num_awaited -= 1
+        if not call.num_awaited:
+            scheduler.leave_backward(call)
+
+
+def _refuse_transform(unit: Unit) -> None:
+    """Tensors made within ``torch.func.grad`` and its kind have no memory that could travel."""
+    differentiates = {_TransformType.Grad, _TransformType.Jvp}
+    if any(each.key() in differentiates for each in _functorch.get_interpreter_stack() or ()):
+        raise RuntimeError(
+            f"forward of {unit.label} within torch.func.grad, vjp, jvp or their kind: expected "
+            "loss.backward() or torch.autograd.grad, which sharded models have; found a transform. "
+            "Or transform a model that is not sharded (engine.full_state_dict has the weights)"
+        )
+
+
+def _refuse_autograd(unit: Unit) -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"forward of {unit.label} within engine.unsharded(): expected torch.no_grad(); found "
+            "gradients enabled. Full main weights have no gradients"
+        )

@@ -1,0 +1,154 @@
+"""What ranks tell each other once per step, in one small all-reduce.
+
+[Note: Who got a gradient]
+A parameter that got no gradient on any rank must keep ``.grad`` None, or weight decay would move
+it; one that got a gradient elsewhere must get the sum. Each rank sends a byte for every parameter,
+and the elementwise maximum tells who was used. The message is started after the last reduction. Its
+result is read, which costs a synchronisation, only by a rank that misses a gradient, has seen a new
+order, or checks gradients; others never wait for it.
+
+The message of all ranks also carries a digest of the order of units that the rank has seen (and its
+complement: if maximum and complement still add up, all digests are equal) and, if gradients are
+checked, a byte for each parameter whose gradient is not finite. Ranks that share other parameters
+(experts) tell each other about those in a message of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
+from fsdp_engine.devices import collectives
+from fsdp_engine.devices.host_memory import bytes_to
+from fsdp_engine.devices.watch import naming
+from fsdp_engine.runtime.gradient_checks import GradientChecks
+from fsdp_engine.runtime.order import order_digest
+
+_DIGEST_BYTES = 8
+_WHAT = "the message of the step"
+
+
+@dataclass
+class _Part:
+    """One group's message: whose gradients it is about, and its result to be."""
+
+    group: ProcessGroup
+    buffers: list[ParamAndGradBuffer] = field(default_factory=list)
+    result: Tensor | None = None
+    work: Any = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What all ranks know after a message.
+
+    Attributes:
+        used: by ``id`` of the buffer, for each parameter whether any rank had a gradient; of
+            buffers that are not in it, this rank's own knowledge holds.
+        same_order: all ranks have seen the order that this one has.
+        problem: what checks of gradients found.
+    """
+
+    used: dict[int, Sequence[Any]]
+    same_order: bool = False
+    problem: str | None = None
+
+
+class StepMessage:
+    """See the module docstring.
+
+    Args:
+        buffers: the trainable buffers, in one order on all ranks.
+        group: all data-parallel ranks; None for one.
+        device: where messages travel from.
+        checks: what looks at gradients, if anything does.
+    """
+
+    def __init__(
+        self,
+        buffers: Sequence[ParamAndGradBuffer],
+        group: ProcessGroup | None,
+        device: torch.device,
+        checks: GradientChecks | None,
+    ) -> None:
+        self._buffers = tuple(buffers)
+        self._device = device
+        self._checks = checks
+        self._group = group
+        parts = {id(group): _Part(group)} if group is not None else {}
+        for buffer in buffers:
+            if (other := buffer.control_group) is not None:
+                parts.setdefault(id(other), _Part(other)).buffers.append(buffer)
+        self._parts = list(parts.values())
+
+    def start(self, order: Sequence[int]) -> None:
+        """Send what this rank knows; ``order`` is the order of units that it has seen."""
+        for part in self._parts:
+            flags = bytearray()
+            for buffer in part.buffers:
+                flags += bytes(buffer.shown.used)
+            if part.group is self._group:
+                digest = order_digest(order)
+                flags += digest + bytes(255 - byte for byte in digest)
+            message = bytes_to(flags, self._device)
+            if part.group is self._group and self._looks_for_nan:
+                assert self._checks is not None
+                message = torch.cat([message, self._checks.flags])
+            part.result = message
+            part.work = collectives.start_all_reduce_max(message, part.group)
+
+    def read(self, has_new_order: bool) -> Verdict:
+        """What all ranks know, as far as this one needs to know it."""
+        used: dict[int, Sequence[Any]] = {}
+        same_order = False
+        found: list[int] | None = None
+        for part in self._parts:
+            is_main = part.group is self._group
+            missing = not all(all(buffer.shown.used) for buffer in part.buffers)
+            if not (missing or (is_main and (has_new_order or self._looks_for_nan))):
+                continue  # the work is waited for before the next message
+            assert part.result is not None
+            with naming(_WHAT, part.group):
+                part.work.wait()
+            part.work = None
+            values = part.result.tolist()
+            at = 0
+            for buffer in part.buffers:
+                used[id(buffer)] = values[at : at + len(buffer.shown.used)]
+                at += len(buffer.shown.used)
+            if is_main:
+                digest = values[at : at + _DIGEST_BYTES]
+                complement = values[at + _DIGEST_BYTES : at + 2 * _DIGEST_BYTES]
+                same_order = all(a + b == 255 for a, b in zip(digest, complement, strict=True))
+                found = values[at + 2 * _DIGEST_BYTES :]
+        problem = None
+        if self._checks is not None:
+            if found is None:
+                found = self._checks.flags.tolist() if self._looks_for_nan else []
+            problem = self._checks.conclude(found)
+        return Verdict(used, same_order, problem)
+
+    def finish(self) -> None:
+        """Wait for messages that nobody has read."""
+        for part in self._parts:
+            if part.work is not None:
+                with naming(_WHAT, part.group):
+                    part.work.wait()
+                part.work = None
+
+    def forget(self) -> None:
+        """Drop whatever is under way; communication must be over."""
+        for part in self._parts:
+            part.work = part.result = None
+        if self._checks is not None:
+            self._checks.forget()
+
+    @property
+    def _looks_for_nan(self) -> bool:
+        return self._checks is not None and self._checks.looks_for_nan

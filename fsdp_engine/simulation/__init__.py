@@ -1,0 +1,1 @@
+"""Bytes, traffic and time without running: formulas and tables."""

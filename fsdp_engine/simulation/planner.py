@@ -1,0 +1,262 @@
+"""Will it fit? Bytes and traffic of one rank, for any strategy and number of ranks, on one machine.
+
+Nothing is allocated and no process group is needed. A model (also on the meta device) is laid out
+as ``shard()`` would do it, so bytes at rest are exact, padding included; a number of elements is
+laid out as so many equal units. Formulas are those of ``strategies/``:
+
+    at rest     elements of a buffer x ``Level.fraction(role, ranks)`` for both axes x bytes
+    transient   full parameters of the units in use and gathered ahead, full gradients until they
+                are reduced: the prefetch windows and the budget of the engine, walked through
+    traffic     elements x ``Level.traffic(ranks)`` x bytes on the wire
+
+Along the outer axis a buffer's inner part travels where the inner axis cuts anything.
+
+Activations are not included, nor what kernels and allocators take for themselves.
+
+Worked example, 8e9 elements in 32 units on 64 ranks, bf16 with fp32 main weights and gradients and
+AdamW: level 3 holds 8e9 x (4 + 4 + 8) / 64 bytes = 1.9 GiB and for a moment the bf16 weights of
+three units, 1.4 GiB; level 0 holds 8e9 x (4 + 2 + 4 + 8) bytes = 134.1 GiB.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_engine.codecs import CastCodec, CodecRule
+from fsdp_engine.config import DistributedDataParallelConfig
+from fsdp_engine.layout.placement import TensorRequest, plan_layouts
+from fsdp_engine.planning.assignment import UnitSelector, collect_records
+from fsdp_engine.planning.plan import Granule, Ground, Grounds, Recipe, plan_units
+from fsdp_engine.precision import MixedPrecisionPolicy
+from fsdp_engine.simulation.footprint import (
+    AxisSizes,
+    BufferPlan,
+    Footprint,
+    UnitFootprint,
+    peak_full_bytes,
+    peak_staging_bytes,
+)
+from fsdp_engine.strategies import ALL_STRATEGIES, NO_SHARD, Axis, Role, Strategy
+
+NOT_INCLUDED = "Activations are not included, nor what kernels and allocators take for themselves."
+
+# Name and buffers of one unit to be, the root first.
+_Unit = tuple[str, list[BufferPlan]]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What one rank holds and sends. Bytes; every rank holds as much.
+
+    Attributes:
+        strategy: the levels.
+        inner_size: ranks on the inner axis.
+        outer_size: ranks on the outer axis.
+        num_elements: parameter elements of the whole model.
+        padding: elements that flat buffers add, over all ranks.
+        weight_bytes: main weights and whatever persists of the compute weights, at rest.
+        grad_bytes: gradients at rest, from the first backward on.
+        optimizer_bytes: optimizer state at rest, if it were padded as the weights are.
+        full_bytes: most that full parameters take at a time, beyond those at rest.
+        staging_bytes: most that full gradients take until they are reduced, beyond those at rest.
+        inner_traffic_bytes: sent along the inner axis in a step.
+        outer_traffic_bytes: sent along the outer axis in a step.
+    """
+
+    strategy: Strategy
+    inner_size: int
+    outer_size: int
+    num_elements: int
+    padding: int
+    weight_bytes: int
+    grad_bytes: int
+    optimizer_bytes: int
+    full_bytes: int
+    staging_bytes: int
+    inner_traffic_bytes: int
+    outer_traffic_bytes: int
+
+    @property
+    def rest_bytes(self) -> int:
+        """Held between steps: weights, gradients and optimizer state."""
+        return self.weight_bytes + self.grad_bytes + self.optimizer_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """At most held within a step, without activations: the peaks of full parameters and of
+        staging need not fall on one moment."""
+        return self.rest_bytes + self.full_bytes + self.staging_bytes
+
+
+def estimate(
+    model: nn.Module | float,
+    *,
+    world_size: int,
+    outer_size: int = 1,
+    strategy: str = "optim_grads_params",
+    outer_strategy: str = "no_shard",
+    units: UnitSelector | Iterable[UnitSelector] | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    config: DistributedDataParallelConfig | None = None,
+    granule: Granule | None = None,
+    codec_rules: Sequence[CodecRule] = (),
+    optimizer_bytes_per_element: float = 8,
+    num_microbatches: int = 1,
+    num_units: int = 32,
+    dtype: torch.dtype = torch.float32,
+) -> Estimate:
+    """What one rank would hold and send.
+
+    Args:
+        model: a module, not changed, also on the meta device; or a number of elements.
+        world_size: ranks in all.
+        outer_size: how many of them are on the outer axis; the others are on the inner one.
+        strategy, outer_strategy, units, mp_policy, config, granule, codec_rules: as for
+            :func:`~fsdp_engine.sharding.shard`.
+        optimizer_bytes_per_element: 8 for AdamW in fp32, 4 for SGD with momentum, 0 for plain SGD.
+        num_microbatches: microbatches of a step.
+        num_units: for a number of elements: equal units that they are in.
+        dtype: for a number of elements: the parameters' own dtype.
+
+    Raises:
+        ValueError: ranks that do not make a mesh, a number that is not positive, an unknown
+            strategy, or what ``shard()`` would refuse in ``units`` and ``granule``.
+        TypeError: ``model`` is neither a module nor a number.
+    """
+    sizes = _axis_sizes(world_size, outer_size)
+    levels = Strategy.from_names(strategy, outer_strategy).on(outer_size)
+    if outer_size == 1:
+        levels = Strategy(levels.inner, NO_SHARD)  # as the engine has it: nothing to cut
+    _check_at_least("optimizer_bytes_per_element", optimizer_bytes_per_element, 0)
+    _check_at_least("num_microbatches", num_microbatches, 1)
+    policy, options = mp_policy or MixedPrecisionPolicy(), config or DistributedDataParallelConfig()
+    ground = Ground(sizes, levels)
+    recipe = Recipe(options.applied_to(policy), options, Grounds(ground), granule, codec_rules)
+    planned: list[_Unit]
+    if isinstance(model, nn.Module):
+        planned = _units_of(model, units, recipe)
+    elif isinstance(model, int | float) and not isinstance(model, bool):
+        _check_at_least("num_units", num_units, 1)
+        _check_at_least("model", model, 1)
+        planned = _equal_units(round(model), num_units, dtype, recipe)
+    else:
+        raise TypeError(f"model: expected a module or a number of elements; found {model!r}")
+    footprints = [
+        UnitFootprint(name, tuple(Footprint(buffer, levels, sizes) for buffer in buffers))
+        for name, buffers in planned
+    ]
+    budget = _budget(footprints, options)
+    every = [each for unit in footprints for each in unit.buffers]
+    state = sum(each.held(Role.OPTIM) for each in every if each.buffer.trainable)
+    return Estimate(
+        strategy=levels,
+        inner_size=sizes[Axis.INNER],
+        outer_size=sizes[Axis.OUTER],
+        num_elements=sum(each.buffer.layout.num_tensor_elements for each in every),
+        padding=sum(each.buffer.layout.padding for each in every),
+        weight_bytes=sum(each.weight_bytes for each in every),
+        grad_bytes=sum(each.grad_bytes for each in every),
+        optimizer_bytes=math.ceil(optimizer_bytes_per_element * state),
+        full_bytes=peak_full_bytes(footprints, budget),
+        staging_bytes=peak_staging_bytes(footprints, budget),
+        inner_traffic_bytes=_traffic(every, Axis.INNER, num_microbatches),
+        outer_traffic_bytes=_traffic(every, Axis.OUTER, num_microbatches),
+    )
+
+
+def compare(
+    model: nn.Module | float, *, world_size: int, outer_size: int = 1, **options: Any
+) -> tuple[Estimate, ...]:
+    """An estimate for each of the ten pairs of levels; the four levels where one axis is all.
+
+    Args:
+        model, world_size, outer_size, options: as for :func:`estimate`, without strategies.
+    """
+    pairs = [s for s in ALL_STRATEGIES if outer_size > 1 or not s.cuts(Role.OPTIM, Axis.OUTER)]
+    return tuple(
+        estimate(
+            model,
+            world_size=world_size,
+            outer_size=outer_size,
+            strategy=pair.inner.name,
+            outer_strategy=pair.outer.name,
+            **options,
+        )
+        for pair in pairs
+    )
+
+
+def _axis_sizes(world_size: int, outer_size: int) -> AxisSizes:
+    for name, size in (("world_size", world_size), ("outer_size", outer_size)):
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name}: expected a number of ranks, 1 or more; found {size!r}")
+    if world_size % outer_size:
+        raise ValueError(
+            f"outer_size: expected a divisor of the {world_size} ranks; found {outer_size}"
+        )
+    return {Axis.INNER: world_size // outer_size, Axis.OUTER: outer_size}
+
+
+def _check_at_least(name: str, value: float, least: int) -> None:
+    if not value >= least or math.isinf(value):
+        raise ValueError(f"{name}: expected {least} or more; found {value}")
+
+
+def _units_of(
+    model: nn.Module, selectors: UnitSelector | Iterable[UnitSelector] | None, recipe: Recipe
+) -> list[_Unit]:
+    """As ``plan.make_plan``, whose other checks (of values, of optimizers) do not matter here."""
+    records = collect_records(model)
+    if not records:
+        raise ValueError(f"model: expected parameters; found none in {type(model).__name__}")
+    return [
+        (
+            unit.name,
+            [
+                BufferPlan(
+                    each.layout, each.kind.dtypes, each.kind.requires_grad, each.make_codec()
+                )
+                for each in unit.buffers
+            ],
+        )
+        for unit in plan_units(model, records, selectors, recipe)
+    ]
+
+
+def _equal_units(
+    num_elements: int, num_units: int, dtype: torch.dtype, recipe: Recipe
+) -> list[_Unit]:
+    """A root without parameters and equal units, of one tensor each."""
+    param = torch.empty(0, dtype=dtype, device="meta").requires_grad_()
+    narrow = recipe.config.reduce_scatter_with_fp32_accumulation
+    dtypes = recipe.policy.resolve(param, narrow)
+    ground = recipe.grounds.data
+    codec = CastCodec(dtypes.main, dtypes.compute)
+    units: list[_Unit] = [("", [])]
+    for index in range(num_units):
+        count = num_elements * (index + 1) // num_units - num_elements * index // num_units
+        if count:
+            requests = [TensorRequest(f"unit {index}", (count,))]
+            (layout,) = plan_layouts(
+                requests, inner_size=ground.cut(Axis.INNER), outer_size=ground.cut(Axis.OUTER)
+            )
+            units.append((f"unit {index}", [BufferPlan(layout, dtypes, True, codec)]))
+    return units
+
+
+def _budget(units: Sequence[UnitFootprint], config: DistributedDataParallelConfig) -> int:
+    """As the engine's: what the user says, else twice the mean unit."""
+    if config.suggested_communication_unit_size is not None:
+        return config.suggested_communication_unit_size
+    sizes = [unit.numel for unit in units[1:]] or [units[0].numel]
+    return 2 * sum(sizes) // len(sizes)
+
+
+def _traffic(footprints: Iterable[Footprint], axis: Axis, num_microbatches: int) -> int:
+    return round(sum(each.traffic_bytes(axis, num_microbatches) for each in footprints))
