@@ -24,7 +24,7 @@ catalogue.excludes(
     "a device that is not there", *(f"Module.{n}" for n in ("cuda", "ipu", "xpu", "mtia"))
 )
 
-catalogue.excludes("its own tests: tests/test_schedule.py", "Module.compile")
+catalogue.excludes("its own tests: tests/runtime/test_schedule.py", "Module.compile")
 
 
 # --- what only looks ---

@@ -1,0 +1,423 @@
+"""Damaged and hostile checkpoints: seen by default, never loaded as something else, never run."""
+
+from __future__ import annotations
+
+import datetime
+import io
+import os
+import pickle
+import random
+import shutil
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
+from typer.testing import CliRunner
+
+import fsdp_engine as fe
+from fsdp_engine.checkpoint.checksums import BLOCK_BYTES, BlockSummer, CheckedFile, DamagedError
+from fsdp_engine.checkpoint.command_line import app
+from fsdp_engine.checkpoint.dcp_metadata import METADATA, read_metadata
+from fsdp_engine.checkpoint.manifest import MANIFEST
+from tests.checkpoint.test_checkpoint import contents, different
+from tests.pool import Ranks
+
+NUM_DAMAGES = 150
+
+
+class Net(nn.Module):
+    """A tensor of several blocks, some small ones, a buffer and an extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(300, 500)
+        self.norm = nn.BatchNorm1d(500)
+        self.head = nn.Linear(500, 2)
+        self.calls: Any = {"calls": [0]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.wide(x))).square().sum()
+
+    def get_extra_state(self) -> Any:
+        return self.calls
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state
+
+
+class Numbers:
+    """Something to be saved beside."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+def trained(seed: int, strategy: str = "optim_grads_params") -> tuple[Net, fe.Engine, Any]:
+    torch.manual_seed(seed)
+    model = Net()
+    model.calls = {"calls": [seed]}
+    engine = fe.shard(model, strategy=strategy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(torch.rand(4, 300)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, engine, optimizer
+
+
+def save(folder: str, seed: int, manifest: bool) -> None:
+    _, engine, optimizer = trained(seed)
+    if manifest:
+        checkpointer = fe.Checkpointer(folder, engine, optimizer, extra={"n": Numbers(seed)})
+        checkpointer.save(1)
+        checkpointer.close()
+    else:
+        fe.save_checkpoint(folder, engine, optimizer, {"n": seed})
+
+
+def folder_in(path: Path, manifest: bool) -> Path:
+    return path / "step-00000001" if manifest else path
+
+
+def damage(path: Path, other: bytes, draw: random.Random) -> str:
+    """Damages a file, or leaves it alone; what was done."""
+    whole = path.read_bytes()
+    size = len(whole)
+    kind = draw.choice(["bit", "zeros", "cut", "swap", "longer", "other", "removed", "noise"])
+    if kind == "removed":
+        path.unlink()
+        return kind
+    changed = bytearray(whole)
+    at, length = draw.randrange(size), draw.choice([1, 7, 512, 4096, 300_000])
+    length = min(length, size - at)
+    if kind == "bit":
+        changed[at] ^= 1 << draw.randrange(8)
+    elif kind == "zeros":
+        changed[at : at + length] = bytes(length)
+    elif kind == "noise":
+        changed[at : at + length] = draw.randbytes(length)
+    elif kind == "cut":
+        del changed[at:]
+    elif kind == "longer":
+        changed += draw.randbytes(9)
+    elif kind == "swap":
+        length = min(length, size // 2)
+        to = draw.randrange(size - length + 1)
+        at = min(at, size - length)
+        changed[at : at + length], changed[to : to + length] = (
+            whole[to : to + length],
+            whole[at : at + length],
+        )
+    else:
+        changed = bytearray(other)
+    path.write_bytes(changed)
+    return kind if changed != whole else ""
+
+
+def role(name: str) -> str:
+    """What kind of file it is, whichever save wrote it."""
+    return name.rpartition("_")[2] if name.startswith("__") else name
+
+
+def load_damaged(source: str, other: str, work: str, manifest: bool, num: int) -> dict[str, int]:
+    """Loads as many damaged checkpoints; how many were refused before, half way, and loaded."""
+    model, engine, optimizer = trained(3)
+    numbers = Numbers(3)
+    x = torch.rand(4, 300)
+
+    def load(folder: str) -> None:
+        if manifest:
+            fe.Checkpointer(folder, engine, optimizer, extra={"n": numbers}).load()
+        else:
+            fe.load_checkpoint(folder, engine, optimizer)
+
+    load(source)
+    saved = contents(model, engine, optimizer)
+    before = {}
+    draw = random.Random(7)
+    counts = {"before": 0, "half way": 0, "loaded": 0}
+    for number in range(num):
+        if different(contents(model, engine, optimizer, whole=False), before):
+            for param in model.parameters():  # something that the checkpoint is not
+                param.data.add_(1.0)
+            for state in optimizer.state.values():
+                state["exp_avg"].add_(1.0)
+            engine.weights_changed()
+            before = contents(model, engine, optimizer)
+        copy = Path(work) / "damaged"
+        done, name = "", ""
+        if dist.get_rank() == 0:
+            while not done:
+                shutil.rmtree(copy, ignore_errors=True)
+                shutil.copytree(source, copy)
+                folder = folder_in(copy, manifest)
+                name = draw.choice(sorted(path.name for path in folder.iterdir()))
+                others = folder_in(Path(other), manifest).iterdir()
+                same_role = next(each for each in others if role(each.name) == role(name))
+                done = damage(folder / name, same_role.read_bytes(), draw)
+        found = [done, name]
+        dist.broadcast_object_list(found)
+        done, name = found
+        case = f"{number}: {done} in {name}"
+        try:
+            load(str(copy))
+        except Exception as error:  # anything else ends the test
+            text = str(error)
+            if done not in ("removed", "other") or name not in (MANIFEST, METADATA):
+                assert name in text, f"{case}: {text}"
+            if "half way" not in text:
+                counts["before"] += 1
+                assert different(contents(model, engine, optimizer, whole=False), before) == [], (
+                    case
+                )
+                model.eval()
+                model(x)
+                model.train()
+                continue
+            counts["half way"] += 1
+            assert "model." in text or "optimizer." in text, f"{case}: {text}"
+            for use in (
+                lambda: model(x),
+                lambda: model.wide(x),
+                lambda: fe.save_checkpoint(f"{work}/no", engine, optimizer),
+                lambda: fe.export_safetensors(engine, f"{work}/no"),
+                engine.full_state_dict,
+            ):
+                with pytest.raises(RuntimeError, match=r"partly replaced.*Load a checkpoint again"):
+                    use()
+            assert not Path(f"{work}/no").exists()
+            load(source)
+            assert different(contents(model, engine, optimizer, whole=False), saved) == [], case
+            before = saved
+        else:
+            counts["loaded"] += 1
+            assert different(contents(model, engine, optimizer, whole=False), saved) == [], case
+            before = saved
+        model.eval()
+        model(x)
+        model.train()
+    return counts
+
+
+@pytest.mark.parametrize("manifest", [True, False], ids=["checkpointer", "folder"])
+@pytest.mark.parametrize("world_size", [0, 2])
+def test_damage_is_an_error_or_does_not_matter(
+    ranks: Ranks, tmp_path: Path, world_size: int, manifest: bool
+) -> None:
+    alone: Any = {"world_size": max(world_size, 1), "group": world_size > 0}
+    for number in (1, 2):
+        ranks.run(save, str(tmp_path / str(number)), number, manifest, **alone)
+    num = NUM_DAMAGES if world_size == 0 else NUM_DAMAGES // 5
+    places = [str(tmp_path / name) for name in ("1", "2", "work")]
+    for counts in ranks.run(load_damaged, *places, manifest, num, **alone):
+        assert sum(counts.values()) == num
+        assert counts["before"] > num / 3
+        assert counts["half way"] > num / 30
+
+
+def test_blocks_that_are_read_are_compared_and_no_others(tmp_path: Path) -> None:
+    content = bytearray(random.Random(0).randbytes(3 * BLOCK_BYTES + 1000))
+    summer, start = BlockSummer(), 0
+    for length in (1, BLOCK_BYTES, 5, 2 * BLOCK_BYTES, len(content)):  # pieces of any size
+        summer.add(memoryview(content)[start : start + length])
+        start += length
+    sums = summer.result()
+    path = tmp_path / "file"
+    damaged = bytearray(content)
+    damaged[BLOCK_BYTES] ^= 1  # the first byte of the second block
+    path.write_bytes(damaged)
+    with open(path, "rb") as raw:
+        file = CheckedFile(raw, "file", sums)
+        for first, stop in ((0, BLOCK_BYTES), (5, 9), (2 * BLOCK_BYTES + 1, len(content))):
+            file.seek(first)
+            assert file.read(stop - first) == content[first:stop]
+        file.seek(-7, 2)
+        assert file.read() == content[-7:]
+        for first, stop in (
+            (BLOCK_BYTES, BLOCK_BYTES + 1),
+            (0, len(content)),
+            (9, BLOCK_BYTES + 2),
+        ):
+            file.seek(first)
+            with pytest.raises(DamagedError, match=f"file: expected bytes {BLOCK_BYTES} to "):
+                file.read(stop - first)
+
+
+def without_sums(folder: Path) -> None:
+    """As plain DCP, or an older version of the engine, would have written it."""
+    metadata = read_metadata(folder)
+    vars(metadata).pop("fsdp_engine_sums")
+    (folder / METADATA).write_bytes(pickle.dumps(metadata))
+
+
+def load_without_sums(folder: str) -> None:
+    model, engine, optimizer = trained(1)
+    saved = contents(model, engine, optimizer)
+    model, engine, optimizer = trained(2)
+    without_sums(Path(folder))
+    assert fe.load_checkpoint(folder, engine, optimizer) == {"n": 1}
+    assert different(contents(model, engine, optimizer), saved) == []
+
+
+def test_a_checkpoint_without_sums_is_loaded(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(save, str(tmp_path), 1, False, world_size=1)
+    ranks.run(load_without_sums, str(tmp_path), world_size=1)
+
+
+# --- code in checkpoints ---
+
+
+class Evil:
+    """Its pickle makes a folder when it is read."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.makedirs, (self.path, 0o777, True)
+
+
+def hostile_metadata(folder: Path, evil: Any) -> None:
+    without_sums(folder)
+    metadata = read_metadata(folder)
+    metadata.version = evil
+    (folder / METADATA).write_bytes(pickle.dumps(metadata))
+
+
+def hostile_class(folder: Path) -> None:
+    """The pickle changes a class that it may name."""
+    without_sums(folder)
+    change = b"\x80\x02ctorch.distributed.checkpoint.metadata\nStorageMeta\n"
+    change += b"N}X\x06\x00\x00\x00__eq__ctorch\nSize\ns\x86b."  # (None, {"__eq__": Size})
+    (folder / METADATA).write_bytes(change)
+
+
+def hostile_tensor(folder: Path, evil: Any) -> None:
+    """The bytes of a tensor are another pickle."""
+    without_sums(folder)
+    metadata = read_metadata(folder)
+    content = io.BytesIO()
+    torch.save(evil, content)
+    index = next(each for each in metadata.storage_data if each.fqn == "model.head.bias")
+    place = metadata.storage_data[index]
+    with open(folder / place.relative_path, "ab") as file:
+        place.offset, place.length = file.tell(), len(content.getvalue())
+        file.write(content.getvalue())
+    (folder / METADATA).write_bytes(pickle.dumps(metadata))
+
+
+def refuse_code(work: str, where: str) -> None:
+    marker = Path(work) / "ran"
+    evil = Evil(str(marker))
+    model, engine, optimizer = trained(1)
+    folder = Path(work) / "hostile"
+    extra: Any = {"n": Numbers(3)}
+
+    def load(trust: bool) -> None:
+        if where == "checkpointer":
+            fe.Checkpointer(folder, engine, optimizer, extra=extra).load(trust=trust)
+        else:
+            fe.load_checkpoint(folder, engine, optimizer, trust=trust)
+
+    if where == "checkpointer":
+        hostile: Any = {"n": Numbers(evil)}
+        checkpointer = fe.Checkpointer(folder, engine, optimizer, extra=hostile)
+        checkpointer.save(1)
+        checkpointer.close()
+    else:
+        if where == "extra state":
+            model.calls = {"calls": evil}
+        if where == "hyperparameter":
+            optimizer.param_groups[0]["note"] = evil
+        extra = {"n": evil} if where == "extra" else {"n": [1, 2.5, "x", None, (True, b"y")]}
+        fe.save_checkpoint(folder, engine, optimizer, extra)
+    if where == "metadata":
+        hostile_metadata(folder, evil)
+    if where == "tensor":
+        hostile_tensor(folder, evil)
+    for param in model.parameters():
+        param.data.add_(1.0)
+    optimizer.param_groups[0].pop("note", None)
+    model.calls = {"calls": [0]}
+    before = contents(model, engine, optimizer)
+    name = METADATA if where == "metadata" else "hostile"
+    error = RuntimeError if where == "tensor" else ValueError
+    with pytest.raises(error, match=f"(?s){name}.*(os.makedirs|head.bias)"):
+        load(trust=False)
+    assert not marker.exists()
+    if where != "tensor":
+        assert different(contents(model, engine, optimizer, whole=False), before) == []
+    model_only = where in ("metadata", "tensor")
+    for command in (
+        ["inspect", str(folder)],
+        ["verify", str(folder)],
+        ["export", str(folder), f"{work}/out"],
+        ["diff", str(folder), f"{work}/good"],
+    ):
+        result = CliRunner().invoke(app, command)
+        assert not marker.exists(), command
+        if model_only and command[0] in ("export", "diff"):
+            assert result.exit_code == 2, result.output
+    if model_only:
+        with pytest.raises(ValueError, match=METADATA if where == "metadata" else "head.bias"):
+            fe.export_safetensors(folder, f"{work}/out2")
+        assert not marker.exists()
+    if where != "tensor":  # of a tensor nothing but numbers is read, whoever is trusted
+        load(trust=True)
+        assert marker.exists()
+        marker.rmdir()
+        model(torch.rand(4, 300)).backward()
+        result = CliRunner().invoke(app, ["inspect", str(folder), "--trust"])
+        assert result.exit_code == 0, result.output
+        assert marker.exists() == (where not in ("extra state",))
+
+
+WHERE = ["metadata", "tensor", "extra", "extra state", "hyperparameter", "checkpointer"]
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_loading_runs_no_code(ranks: Ranks, tmp_path: Path, where: str) -> None:
+    ranks.run(save, str(tmp_path / "good"), 1, False, world_size=1)
+    ranks.run(refuse_code, str(tmp_path), where, world_size=1, group=False)
+
+
+def test_metadata_cannot_change_a_class(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(save, str(tmp_path), 1, False, world_size=1)
+    hostile_class(tmp_path)
+    before = dict(vars(dcp.metadata.StorageMeta))
+    with pytest.raises(ValueError, match=r"to change .*StorageMeta"):
+        read_metadata(tmp_path)
+    assert dict(vars(dcp.metadata.StorageMeta)) == before
+
+
+def keep_plain_values(folder: str) -> None:
+    model, engine, optimizer = trained(1)
+    values = {
+        "numpy": [np.arange(6).reshape(2, 3), np.float64(0.25), np.int32(4), np.bool_(True)],
+        "dates": [datetime.datetime(2026, 1, 2, 3), datetime.timedelta(seconds=5)],
+        "path": Path("/somewhere/else"),
+        "torch": [torch.arange(3), torch.bfloat16, torch.device("cpu"), torch.Size([2])],
+        "plain": [1, 2.5, 1j, "x", None, b"y", {1, 2}, (3, [4]), OrderedDict(a=1), bytearray(b"z")],
+    }
+    model.calls = io.BytesIO(b"state")
+    checkpointer = fe.Checkpointer(folder, engine, optimizer, extra={"n": Numbers(values)})
+    checkpointer.save(1)
+    found = Numbers(None)
+    fe.Checkpointer(folder, engine, optimizer, extra={"n": found}).load()
+    assert repr(found.value) == repr(values)
+    assert model.calls.getvalue() == b"state"
+
+
+def test_plain_values_need_no_trust(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(keep_plain_values, str(tmp_path), world_size=1, group=False)

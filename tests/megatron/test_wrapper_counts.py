@@ -1,0 +1,210 @@
+"""Collectives and bytes per step of the wrapper, exact, and in which phase of the step they come.
+
+Levels x overlap x one axis or two x microbatches. Expected is what follows from the levels, as in
+``test_counts.py``; the wrapper only changes when.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fsdp_engine as fe
+from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis, Role, Strategy
+from tests.devices.timeline import PHASES, Timeline, timed_step
+from tests.megatron.configs import LEVEL_NAMES, config_of
+from tests.models import vector_batch
+from tests.pairs import FEW_PAIR_NAMES, FEW_PAIRS
+from tests.pool import Ranks, on_ranks
+from tests.runtime.test_counts import Messages, Stack, expected_collectives
+from tests.runtime.test_equivalence import mesh_of
+
+CUT_MODEL = {"bucket_size": 300}  # three buckets where parameters are whole
+
+
+def on_axes(counts: Counter[Any], num_axes: int) -> Counter[Any]:
+    """Without what travels along an outer axis of one rank: nothing."""
+    if num_axes == 2:
+        return counts
+    return Counter({k: v for k, v in counts.items() if "outer" not in str(k).lower()})
+
+
+def expected_phases(levels: Strategy, overlap: bool, num_axes: int) -> set[tuple[str, str]]:
+    """(phase, collective) of a step of several microbatches after others."""
+    optim, grad, param = (levels.depth(role) for role in (Role.OPTIM, Role.GRAD, Role.PARAM))
+    found: set[tuple[str, str]] = set()
+    for depth, axis in enumerate(AXIS_BELOW_DEPTH[:num_axes]):
+        suffix = "+outer" if axis is Axis.OUTER else ""
+        gather, reduction = f"all-gather{suffix}", f"reduce-scatter{suffix}"
+        if depth >= optim:
+            reduction = f"all-reduce{suffix}"
+        found.add(("backward" if overlap or depth < grad else "finish", reduction))
+        if depth < param:
+            found |= {("forward", gather), ("backward", gather)}
+        elif depth < optim:
+            # Weights that stay whole along all axes are gathered right after the step.
+            found.add(("forward" if overlap or param else "optimizer", gather))
+    return found
+
+
+def count_wrapped(inner: str, outer: str, shape: tuple[int, ...]) -> list[tuple[str, Any, Any]]:
+    """(what, found, expected) for each thing to compare."""
+    pairs: list[tuple[str, Any, Any]] = []
+    levels, num_axes = Strategy.from_names(inner, outer), len(shape)
+    for overlap, dtype in itertools.product((False, True), (torch.float32, torch.bfloat16)):
+        torch.manual_seed(0)
+        model = Stack()
+        timeline = Timeline()
+        ddp = fe.DistributedDataParallel(
+            model.to(dtype),
+            config_of(inner, outer, overlap=overlap, **CUT_MODEL),
+            mesh_of(*shape),
+        )
+        engine = ddp.engine
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        mesh = engine.mesh
+        timed_step(ddp, optimizer, timeline, batch_of(dtype, 0))
+        for num_micro in (1, 3, 1):
+            messages = Messages()
+            with messages.counting():
+                batches = (batch_of(dtype, 1 + each) for each in range(num_micro))
+                timed_step(ddp, optimizer, timeline, *list(batches))
+                again = messages.operations.copy(), messages.calls.copy()
+                ddp.finish_grad_sync()  # final already
+            case = f"overlap={overlap}, {dtype}, {num_micro} microbatches"
+            counts, sent = expected_collectives(engine, levels, num_micro)
+            counts, sent = on_axes(counts, num_axes), on_axes(sent, num_axes)
+            pairs.append((f"{case}: again", (messages.operations, messages.calls), again))
+            found = {
+                label: count
+                for label, count in messages.operations.items()
+                if label.startswith(("all-gather", "reduce-scatter", "all-reduce"))
+            }
+            pairs.append((f"{case}: collectives", found, dict(counts)))
+            control = mesh.control_group
+            assert control is not None
+            size = control.size()
+            usage = 2 * (len(list(model.parameters())) + 16) * (size - 1) // size
+            expected_sent = Counter({control.group_name: usage})
+            for (axis, kind), num_bytes in sent.items():
+                ends = mesh.axis(axis)
+                group = ends.gather_group if kind == "gather" else ends.reduce_group
+                assert group is not None
+                expected_sent[group.group_name] += num_bytes
+            pairs.append((f"{case}: bytes", messages.sent, expected_sent))
+            # On one axis an all-reduce of gradients goes the same way.
+            calls = messages.calls[control.group_name, "allreduce_"]
+            native = sum("all-reduce" in label for label in counts) if num_axes == 1 else 0
+            pairs.append((f"{case}: messages about usage", calls - native, 1))
+            phases = {
+                (phase, what.partition(" ")[0] + ("+outer" if what.endswith("+outer") else ""))
+                for phase, what in timeline.events
+            }
+            if num_micro == 3:
+                expected = expected_phases(levels, overlap, num_axes)
+                pairs.append((f"{case}: phases", phases, expected))
+            assert {phase for phase, _ in phases} <= set(PHASES)
+    return pairs
+
+
+def batch_of(dtype: torch.dtype, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x, y = vector_batch(2, 10 * number + dist.get_rank())
+    return x.to(dtype), y
+
+
+@pytest.mark.parametrize(("inner", "outer"), FEW_PAIRS, ids=FEW_PAIR_NAMES)
+def test_collectives_of_a_wrapped_step_on_two_axes_follow_from_the_levels(
+    ranks: Ranks, inner: str, outer: str
+) -> None:
+    for pairs in ranks.run(count_wrapped, inner, outer, (2, 2)):
+        for what, found, expected in pairs:
+            assert found == expected, what
+
+
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+def test_collectives_of_a_wrapped_step_on_one_axis_follow_from_the_levels(
+    ranks: Ranks, level: str
+) -> None:
+    for pairs in ranks.run(count_wrapped, level, "no_shard", (2,), world_size=2):
+        for what, found, expected in pairs:
+            assert found == expected, what
+
+
+@on_ranks(world_size=2)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+def test_calls_that_have_nothing_to_do_send_nothing(level: str) -> None:
+    for overlap in (False, True):
+        ddp = fe.DistributedDataParallel(Stack(), config_of(level, overlap=overlap, **CUT_MODEL))
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        timed_step(ddp, optimizer, Timeline(), batch_of(torch.float32, 0))
+        messages = Messages()
+        with messages.counting():
+            ddp.start_grad_sync()
+            ddp.finish_grad_sync()
+            ddp.scale_gradients(0.5)
+            ddp.zero_grad_buffer()
+            ddp.zero_grad_buffer()
+        assert not messages.calls
+        assert not messages.operations
+        # What was gathered is not gathered again while weights are as they were.
+        ddp.start_param_sync(force_sync=True)
+        with messages.counting():
+            ddp.start_param_sync()
+            ddp.start_param_sync(force_sync=True)
+        assert not messages.operations
+
+
+@on_ranks(world_size=2)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+def test_start_grad_sync_before_finish_grad_sync_reduces_once(level: str) -> None:
+    found = []
+    for starts in (False, True):
+        torch.manual_seed(0)
+        ddp = fe.DistributedDataParallel(Stack(), config_of(level, **CUT_MODEL))
+        for _ in range(2):
+            messages = Messages()
+            with messages.counting():
+                ddp.zero_grad_buffer()
+                ddp(*batch_of(torch.float32, 0)).backward()
+                if starts:
+                    ddp.start_grad_sync()
+                    ddp.start_grad_sync()
+                ddp.finish_grad_sync()
+        norm = ddp.engine.clip_grad_norm_(float("inf")).item()
+        found.append((messages.operations, list(messages.calls.values()), norm))
+    assert found[0] == found[1]
+
+
+@on_ranks(world_size=2)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+def test_a_step_without_a_backward_on_any_rank_reduces_zeros(level: str) -> None:
+    ddp = fe.DistributedDataParallel(Stack(), config_of(level, **CUT_MODEL))
+    for _ in range(2):
+        ddp.zero_grad_buffer()
+        ddp.finish_grad_sync()
+        ddp.finish_grad_sync()  # nothing is left to do
+        assert ddp.engine.clip_grad_norm_(float("inf")).item() == 0.0
+        assert all(param.grad is None for param in ddp.parameters())
+
+
+@on_ranks(world_size=2)
+@pytest.mark.parametrize("level", ["no_shard", "optim"])
+def test_a_rank_without_a_backward_takes_part_with_zeros(level: str) -> None:
+    torch.manual_seed(0)
+    ddp = fe.DistributedDataParallel(Stack(), config_of(level, **CUT_MODEL))
+    for _ in range(2):
+        ddp.zero_grad_buffer()
+        loss = ddp(*vector_batch(2, 0))
+        if dist.get_rank() == 0:
+            loss.backward()
+        ddp.finish_grad_sync()
+    half = ddp.engine.clip_grad_norm_(float("inf"))
+    ddp.zero_grad_buffer()
+    ddp(*vector_batch(2, 0)).backward()
+    ddp.finish_grad_sync()
+    torch.testing.assert_close(2 * half, ddp.engine.clip_grad_norm_(float("inf")))

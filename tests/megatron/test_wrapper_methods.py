@@ -1,0 +1,327 @@
+"""Each method of the wrapper keeps its contract, at every level, with and without overlap."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsdp_engine as fe
+from tests.megatron.configs import LEVEL_NAMES, Config, config_of
+from tests.models import Regression, Transformer, token_batch, vector_batch
+from tests.pairs import FEW_PAIRS
+from tests.pool import on_ranks
+from tests.reference import full, full_weights, relative_error
+from tests.runtime.test_counts import Messages, Stack
+from tests.runtime.test_equivalence import mesh_of
+
+CASES = list(itertools.product(LEVEL_NAMES, (False, True)))
+WHOLE_GRADS = LEVEL_NAMES[:2]
+
+
+def wrapped(level: str, overlap: bool = False, **fields: Any) -> fe.DistributedDataParallel:
+    torch.manual_seed(5)
+    return fe.DistributedDataParallel(
+        Transformer(num_blocks=2), config_of(level, overlap=overlap, **fields)
+    )
+
+
+def backward(ddp: fe.DistributedDataParallel, seed: int = 0) -> None:
+    ddp(*token_batch(2, 10 * seed + dist.get_rank())).backward()
+
+
+def mean_gradients(model: nn.Module, seed: int = 0) -> dict[str, Tensor]:
+    """Of one process, on the batches of two ranks."""
+    for rank in range(2):
+        (model(*token_batch(2, 10 * seed + rank)) / 2).backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return grads
+
+
+def assert_gradients(ddp: fe.DistributedDataParallel, expected: dict[str, Tensor]) -> None:
+    for name, param in ddp.module.named_parameters():
+        assert param.grad is not None, name
+        assert relative_error(full(param.grad), expected[name]) < 2e-5, name
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(("inner", "outer"), FEW_PAIRS)
+def test_a_wrapped_model_starts_from_the_values_of_rank_0(inner: str, outer: str) -> None:
+    torch.manual_seed(0)
+    expected = {name: p.detach().clone() for name, p in Transformer(2).named_parameters()}
+    torch.manual_seed(dist.get_rank())
+    ddp = fe.DistributedDataParallel(Transformer(2), config_of(inner, outer), mesh_of(2, 2))
+    for name, value in full_weights(ddp.module).items():
+        assert torch.equal(value, expected[name]), name
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(("inner", "outer"), [("no_shard", "no_shard"), ("optim", "no_shard")])
+def test_broadcast_params_gives_the_first_ranks_values_to_all_that_hold_them(
+    inner: str, outer: str
+) -> None:
+    ddp = fe.DistributedDataParallel(Transformer(2), config_of(inner, outer), mesh_of(2, 2))
+    before = {name: p.detach().clone() for name, p in ddp.module.named_parameters()}
+    with torch.no_grad():
+        for param in ddp.module.parameters():
+            param.add_(dist.get_rank() // 2 if inner == "optim" else dist.get_rank())
+    ddp.broadcast_params()
+    for name, param in ddp.module.named_parameters():
+        found, expected = param.detach(), before[name]
+        if isinstance(found, fe.FlatDTensor):
+            found, expected = found.local, expected.local  # type: ignore[attr-defined]
+        assert torch.equal(found, expected), name
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+def test_keys_are_the_modules_own_and_values_sharded_where_the_strategy_shards(level: str) -> None:
+    ddp = wrapped(level)
+    keys = list(Transformer(2).state_dict())
+    assert list(ddp.state_dict()) == keys
+    assert list(ddp.state_dict(prefix="a.")) == [f"a.{key}" for key in keys]
+    assert list(ddp.state_dict_for_save_checkpoint()) == keys
+    assert list(nn.ModuleDict({"inside": ddp}).state_dict()) == [f"inside.{key}" for key in keys]
+    sharded = level != "no_shard"
+    for value in ddp.state_dict_for_save_checkpoint().values():
+        assert isinstance(value, fe.FlatDTensor) is sharded
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("level", "overlap"), CASES)
+def test_loaded_values_are_used_by_the_very_next_forward(level: str, overlap: bool) -> None:
+    other = wrapped("optim_grads_params")
+    with torch.no_grad():
+        for param in other.module.parameters():
+            param.mul_(1.5)
+    batch = token_batch(2, 3)
+    expected = other(*batch)
+    values = {name: value.clone() for name, value in other.engine.full_state_dict().items()}
+    for given in (values, other.state_dict()):
+        for gathers_first in (False, True):
+            ddp = wrapped(level, overlap)
+            backward(ddp)
+            ddp.finish_grad_sync()
+            torch.optim.SGD(ddp.parameters(), lr=0.1).step()
+            if gathers_first:
+                ddp.start_param_sync()  # of values that are to be replaced
+            ddp.load_state_dict(given)
+            assert torch.allclose(ddp(*batch), expected, rtol=1e-6), (level, overlap)
+
+
+@on_ranks(2)
+def test_loading_names_what_does_not_fit() -> None:
+    ddp = wrapped("optim")
+    state = ddp.state_dict()
+    del state["norm.bias"]
+    with pytest.raises(RuntimeError, match=r"Missing key.*norm\.bias"):
+        ddp.load_state_dict(state)
+    ddp.load_state_dict(state, strict=False)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+def test_no_sync_nests_and_restores_what_was_before_after_an_exception(level: str) -> None:
+    ddp = wrapped(level, overlap=True)
+    alone = copy.deepcopy(Transformer(2))
+    torch.manual_seed(5)
+    alone = Transformer(2)
+    expected = mean_gradients(alone)
+    for name, gradient in mean_gradients(alone, 1).items():
+        expected[name] += gradient
+    with ddp.no_sync():
+        with suppress(KeyError), ddp.no_sync():
+            raise KeyError
+        backward(ddp)
+    assert all(param.grad is None for param in ddp.parameters())
+    backward(ddp, 1)
+    ddp.finish_grad_sync()
+    assert_gradients(ddp, expected)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("level", "overlap"), CASES)
+def test_start_grad_sync_issues_what_backward_left_and_finish_ends_it_once(
+    level: str, overlap: bool
+) -> None:
+    ddp = wrapped(level, overlap)
+    torch.manual_seed(5)
+    expected = mean_gradients(Transformer(2))
+    with ddp.no_sync():
+        backward(ddp)
+    messages = Messages()
+    with messages.counting():
+        ddp.start_grad_sync()
+    issued = sum(count for label, count in messages.operations.items() if "reduc" in label)
+    cut = level in LEVEL_NAMES[2:]
+    assert bool(issued) is not cut  # where gradients are cut backward has reduced them
+    again = Messages()
+    with again.counting():
+        ddp.start_grad_sync()
+        ddp.finish_grad_sync()
+        ddp.finish_grad_sync()
+    assert not again.operations
+    assert_gradients(ddp, expected)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("level", "overlap"), CASES)
+@pytest.mark.parametrize("tensor", [False, True])
+def test_scale_gradients_scales_whatever_is_there(level: str, overlap: bool, tensor: bool) -> None:
+    ddp = wrapped(level, overlap)
+    torch.manual_seed(5)
+    expected = mean_gradients(Transformer(2))
+    factor = torch.tensor(0.5) if tensor else 0.5
+    with ddp.no_sync():
+        backward(ddp)
+    ddp.scale_gradients(factor)  # half of the first microbatch
+    backward(ddp)
+    ddp.finish_grad_sync()
+    assert_gradients(ddp, {name: 1.5 * value for name, value in expected.items()})
+    ddp.scale_gradients(factor)
+    assert_gradients(ddp, {name: 0.75 * value for name, value in expected.items()})
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("level", "overlap"), CASES)
+@pytest.mark.parametrize("zero", [False, True])
+def test_zero_grad_buffer_begins_an_iteration(level: str, overlap: bool, zero: bool) -> None:
+    ddp = wrapped(level, overlap)
+    torch.manual_seed(5)
+    expected = mean_gradients(Transformer(2))
+    for _ in range(2):
+        backward(ddp, 1)
+        ddp.finish_grad_sync()
+        kept = [b.grads.optim_grads for b in ddp.engine.buffers if b.grads is not None]
+        ddp.zero_grad_buffer(zero)
+        assert all(param.grad is None for param in ddp.parameters())
+        assert [bool(flat.any()) for flat in kept if flat is not None] == [not zero] * len(kept)
+    backward(ddp)
+    ddp.finish_grad_sync()
+    assert_gradients(ddp, expected)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("level", "overlap"), CASES)
+def test_full_parameters_keep_no_grad_and_show_main_grad_where_it_is_whole(
+    level: str, overlap: bool
+) -> None:
+    ddp = wrapped(level, overlap)
+    torch.manual_seed(5)
+    alone = Transformer(2)
+    (alone(*token_batch(2, dist.get_rank())) / 2).backward()
+    with ddp.no_sync():
+        backward(ddp)
+    for buffer in ddp.engine.buffers:
+        for record, *params in zip(
+            buffer.records, buffer.full_params, buffer.sharded_params, strict=True
+        ):
+            assert [param.grad for param in params] == [None, None]
+            assert [hasattr(param, "main_grad") for param in params] == [level in WHOLE_GRADS] * 2
+            if level in WHOLE_GRADS:
+                own = alone.get_parameter(record.name).grad
+                assert own is not None
+                for param in params:
+                    assert relative_error(param.main_grad, own) < 1e-6, record.name  # type: ignore[attr-defined]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("level", "overlap"), CASES)
+def test_finishing_within_a_backward_that_failed_names_what_is_missing(
+    level: str, overlap: bool
+) -> None:
+    class Failing(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stack = Stack()
+            self.fails = True
+
+        def predict(self, x: Tensor) -> Tensor:
+            x = self.stack.blocks[1](self.stack.blocks[0](self.stack.first(x)))
+            if self.fails and x.requires_grad:
+                x.register_hook(self.fail)
+            return self.stack.last(self.stack.blocks[3](self.stack.blocks[2](x)))
+
+        def fail(self, grad: Tensor) -> None:
+            raise KeyError("on the way back")
+
+    model = Failing()
+    ddp = fe.DistributedDataParallel(model, config_of(level, overlap=overlap))
+    batch = vector_batch(2, dist.get_rank())
+    with pytest.raises(KeyError, match="on the way back"):
+        ddp(*batch).backward()
+    with pytest.raises(RuntimeError, match=r"finish_grad_sync: expected .* stack\.blocks\.1"):
+        ddp.finish_grad_sync()
+    with pytest.raises(RuntimeError, match=r"zero_grad_buffer: .* engine\.reset\(\)"):
+        ddp.zero_grad_buffer()
+    ddp.engine.reset()
+    model.fails = False
+    ddp(*batch).backward()
+    ddp.finish_grad_sync()
+    assert all(param.grad is not None for param in ddp.parameters())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+def test_another_backward_before_finish_grad_sync_is_refused(level: str) -> None:
+    ddp = wrapped(level, overlap=True)
+    backward(ddp)
+    with pytest.raises(RuntimeError, match="expected finish_grad_sync"):
+        backward(ddp)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+def test_a_rank_without_a_batch_contributes_zeros(level: str) -> None:
+    if level in LEVEL_NAMES[2:]:
+        return  # gradients that are cut travel in every backward, which all ranks must have
+    ddp = wrapped(level)
+    torch.manual_seed(5)
+    alone = Transformer(2)
+    (alone(*token_batch(2, 0)) / 2).backward()
+    for step in range(2):
+        ddp.zero_grad_buffer(zero_buffer=False)
+        if dist.get_rank() == 0:
+            backward(ddp)
+        ddp.finish_grad_sync()
+        grads = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
+        assert_gradients(ddp, grads)
+        assert step < 2
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_start_param_sync_gathers_before_the_forward(overlap: bool) -> None:
+    for level in LEVEL_NAMES:
+        ddp = wrapped(level, overlap, align_param_gather=overlap)
+        backward(ddp)
+        ddp.finish_grad_sync()
+        with torch.no_grad():
+            for param in ddp.parameters():
+                param.add_(0.1)
+        ddp.engine.weights_changed()
+        early, late = Messages(), Messages()
+        with early.counting():
+            ddp.start_param_sync()
+        with late.counting(), torch.no_grad():
+            ddp(*token_batch(2, 1))
+        gathered = [sum(m.operations.values()) for m in (early, late)]
+        if level == "no_shard":
+            assert gathered == [0, 0]
+        elif level == "optim_grads_params":
+            # What forward begins with: the root, and as much ahead as the budget allows.
+            assert gathered[0] >= 2
+            assert sum(gathered) == len(ddp.engine.units)
+        else:
+            assert gathered == [1, 0]
+
+
+def test_the_config_is_kept_and_the_module_reachable() -> None:
+    assert Config().level_names == ("no_shard", "no_shard")

@@ -1,0 +1,486 @@
+"""Fields of the config that say what is held, what travels and how it is rounded.
+
+A test for each, named after it, in which changing the field changes what is observed. Those that
+say when are in ``test_config_fields_timing.py``, checks in ``test_config_fields_checks.py``, and
+buckets in ``test_buckets.py``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fsdp_engine as fe
+from fsdp_engine.strategies import LEVELS
+from tests.megatron.configs import LEVEL_NAMES, Config, Layers, config_of
+from tests.pool import on_ranks
+from tests.runtime.test_counts import Messages
+from tests.runtime.test_equivalence import mesh_of
+
+ROOT = "the root module"
+DIM, NUM_LAYERS = 8, 3
+NUMEL = NUM_LAYERS * 128  # of the flat buffer: a weight of 64, a bias of 8 at a multiple of 64
+
+
+class Dot(nn.Module):
+    """The gradient of ``weight`` is the input itself."""
+
+    def __init__(self, numel: int = 64) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(numel))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * x).sum()
+
+
+@contextmanager
+def sending() -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Within it, copies of the gradients that go into collectives, each with what is to be done.
+
+    Small messages about the step are told by their dtype, bytes.
+    """
+    found: list[tuple[str, torch.Tensor]] = []
+    names = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.AVG: "average"}
+    all_reduce, isend = dist.all_reduce, dist.isend
+
+    def reduced(tensor: torch.Tensor, op: Any, **options: Any) -> Any:
+        if tensor.dtype != torch.uint8:
+            found.append((names[op], tensor.clone()))
+        return all_reduce(tensor, op=op, **options)
+
+    def sent(tensor: torch.Tensor, **options: Any) -> Any:
+        found.append(("send", tensor.clone()))
+        return isend(tensor, **options)
+
+    dist.all_reduce, dist.isend = reduced, sent  # type: ignore[assignment]
+    try:
+        yield found
+    finally:
+        dist.all_reduce, dist.isend = all_reduce, isend
+
+
+class Passes(TorchDispatchMode):
+    """Within it, counts in-place multiplications and divisions of ``numel`` elements."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self._numel = numel
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name.startswith(("mul", "div", "_foreach_mul", "_foreach_div")):
+            sizes = [each.numel() for each in args if isinstance(each, torch.Tensor)]
+            self.count += self._numel in sizes
+        return func(*args, **(kwargs or {}))
+
+
+def layers(dtype: torch.dtype = torch.float32) -> Layers:
+    torch.manual_seed(0)
+    return Layers(DIM, NUM_LAYERS).to(dtype)
+
+
+def batch(dtype: torch.dtype = torch.float32, number: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
+    return torch.randn(2, DIM, generator=generator).to(dtype)
+
+
+def backward(ddp: fe.DistributedDataParallel, x: torch.Tensor) -> None:
+    ddp.zero_grad_buffer()
+    ddp(x).backward()
+    ddp.finish_grad_sync()
+
+
+def train(ddp: fe.DistributedDataParallel, num_steps: int = 3) -> dict[str, torch.Tensor]:
+    """Weights after some steps on :func:`batch`."""
+    dtype = ddp.engine.units[0].module.layers[0].weight.dtype
+    compute = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    for number in range(num_steps):
+        backward(ddp, batch(compute, number))
+        optimizer.step()
+    return ddp.engine.full_state_dict()
+
+
+def assert_close(found: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e-6) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=tolerance, atol=tolerance)
+
+
+def full(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def sent_by(ddp: fe.DistributedDataParallel, x: torch.Tensor) -> int:
+    """Bytes of gradients that this rank sends in a step."""
+    messages = Messages()
+    ddp.zero_grad_buffer()
+    loss = ddp(x)
+    with messages.counting():
+        loss.backward()
+        ddp.finish_grad_sync()
+    axis = ddp.engine.mesh.inner
+    group = axis.reduce_group
+    assert group is not None
+    # On one axis the small message about the step goes the same way: a byte for each parameter
+    # and 16 about the order, there and back.
+    size = axis.size
+    usage = 2 * (len(list(ddp.parameters())) + 16) * (size - 1) // size
+    return messages.sent[group.group_name] - usage
+
+
+@on_ranks(world_size=2)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+def test_grad_reduce_in_fp32_widens_what_is_kept_and_what_travels(level: str) -> None:
+    for in_fp32, dtype in ((False, torch.bfloat16), (True, torch.float32)):
+        ddp = fe.DistributedDataParallel(
+            layers(torch.bfloat16), config_of(level, grad_reduce_in_fp32=in_fp32)
+        )
+        # Half of the other rank's share, for an all-reduce there and back.
+        times = 2 if level == "no_shard" else 1
+        found = sent_by(ddp, batch(torch.bfloat16))
+        assert found == times * NUMEL // 2 * dtype.itemsize, in_fp32
+        for buffer in ddp.engine.buffers:
+            assert buffer.kind.dtypes.main_grad == dtype
+            assert buffer.grads is not None
+            assert buffer.grads.main_grads().tensor.dtype == dtype
+            for param in (*buffer.full_params, *buffer.sharded_params):
+                if level in ("no_shard", "optim"):
+                    assert param.main_grad.dtype == dtype
+        # The optimizer gets them in its weights' dtype, whatever they were summed in.
+        assert {param.grad.dtype for param in ddp.parameters()} == {torch.float32}
+
+
+@on_ranks(world_size=2)
+def test_grad_reduce_in_fp32_keeps_what_bf16_rounds_away() -> None:
+    # 256 + 1 is 256 in bf16.
+    for in_fp32, expected in ((False, 256.0), (True, 257.0)):
+        ddp = fe.DistributedDataParallel(
+            Dot().to(torch.bfloat16), Config(grad_reduce_in_fp32=in_fp32)
+        )
+        ddp.zero_grad_buffer()
+        for value in (512.0, 2.0):  # halved: two ranks, of which the other adds nothing
+            x = torch.full((64,), value if dist.get_rank() == 0 else 0.0, dtype=torch.bfloat16)
+            ddp(x).backward()
+        ddp.finish_grad_sync()
+        (param,) = ddp.parameters()
+        assert torch.equal(full(param.grad), torch.full((64,), expected))
+
+
+@on_ranks(world_size=2)
+def test_use_distributed_optimizer_halves_optimizer_state_on_two_ranks() -> None:
+    weights = []
+    for distributed, numel in ((False, NUM_LAYERS * 72), (True, NUMEL // 2)):
+        ddp = fe.DistributedDataParallel(layers(), Config(use_distributed_optimizer=distributed))
+        assert ddp.engine.strategy.inner.name == ("optim" if distributed else "no_shard")
+        optimizer = torch.optim.AdamW(ddp.parameters())
+        backward(ddp, batch())
+        optimizer.step()
+        states = [state["exp_avg"] for state in optimizer.state.values()]
+        held = sum((s.to_local() if distributed else s).numel() for s in states)
+        assert held <= numel
+        total = torch.tensor(held)
+        dist.all_reduce(total)
+        assert total.item() == NUM_LAYERS * 72 * (1 if distributed else 2)
+        weights.append(ddp.engine.full_state_dict())
+    assert_close(weights[1], weights[0])
+
+
+@on_ranks(world_size=4)
+def test_num_distributed_optimizer_instances_cuts_the_state_within_each_instance() -> None:
+    rank = dist.get_rank()
+    weights = []
+    for instances in (1, 2, 4):
+        inner = 4 // instances
+        config = Config(
+            use_distributed_optimizer=True, num_distributed_optimizer_instances=instances
+        )
+        ddp = fe.DistributedDataParallel(layers(), config)
+        mesh = ddp.engine.mesh
+        assert (mesh.outer.size, mesh.inner.size) == (instances, inner)
+        first = rank // inner * inner
+        expected = {
+            "inner": list(range(first, first + inner)),
+            "outer": list(range(rank % inner, 4, inner)),
+        }
+        for axis in (mesh.inner, mesh.outer):
+            for group in (axis.gather_group, axis.reduce_group):
+                if axis.size == 1:
+                    assert group is None
+                else:
+                    assert dist.get_process_group_ranks(group) == expected[axis.axis.value]
+        (buffer,) = ddp.engine.buffers
+        whole = buffer.layout.numel
+        assert whole == 512 if inner == 4 else NUMEL  # shards are multiples of 64
+        assert buffer.weights.main.tensor.numel() == whole // inner
+        messages = Messages()
+        with messages.counting():
+            backward(ddp, batch())
+        found = Counter({k: v for k, v in messages.operations.items() if "all-gather" not in k})
+        labels = []
+        if inner > 1:
+            labels.append(f"reduce-scatter of {ROOT} over the inner axis")
+        if instances > 1:
+            labels.append(f"all-reduce of {ROOT} over the outer axis")
+        assert found == Counter(labels)
+        weights.append(train(ddp))
+    assert_close(weights[1], weights[0])
+    assert_close(weights[2], weights[0])
+
+
+@on_ranks(world_size=2)
+def test_pad_buckets_for_high_nccl_busbw_makes_every_ranks_part_a_multiple_of_65536() -> None:
+    weights = []
+    for level in LEVEL_NAMES:
+        for padded in (False, True):
+            config = config_of(level, pad_buckets_for_high_nccl_busbw=padded)
+            ddp = fe.DistributedDataParallel(layers(), config)
+            for buffer in ddp.engine.buffers:
+                bare = 128 if level == "optim_grads_params" else NUMEL
+                assert buffer.layout.numel == (2 * 2**16 if padded else bare)
+                start, stop = buffer.layout.range(1, ddp.engine.mesh.coordinate)
+                assert (stop - start) % (2**16 if padded else 64) == 0
+            num_buffers = len(ddp.engine.buffers)
+            each = 2**16 if padded else NUMEL // 2 // num_buffers
+            times = 2 if level == "no_shard" else 1
+            assert sent_by(ddp, batch()) == times * num_buffers * each * 4
+            weights.append(train(ddp))
+    for other in weights[1:]:
+        assert_close(other, weights[0])
+
+
+@on_ranks(world_size=4)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+def test_reduce_scatter_with_fp32_accumulation_rounds_the_sum_once(level: str) -> None:
+    # 256 + 1 is 256 in bf16, three times over (in another order, 256 + 2 or 3 is 258 or 260). In
+    # fp32 the sum is 259, which rounds to 260.
+    value = 256.0 if dist.get_rank() == 0 else 1.0
+    # A sum over ranks; random ones beside it.
+    generator = torch.Generator().manual_seed(0)
+    random = torch.randn(4, 64, generator=generator).to(torch.bfloat16)
+    wide = (random * 0.25).float().sum(0).to(torch.bfloat16)
+    expected: dict[str, tuple[float | None, torch.dtype]] = {
+        "bf16": (None, torch.bfloat16),
+        "fp32 sum": (65.0, torch.bfloat16),
+        "fp32": (64.75, torch.float32),
+    }
+    fields: dict[str, dict[str, Any]] = {
+        "bf16": {},
+        "fp32 sum": {"reduce_scatter_with_fp32_accumulation": True},
+        "fp32": {"grad_reduce_in_fp32": True},
+    }
+    for case, (mean, dtype) in expected.items():
+        ddp = fe.DistributedDataParallel(
+            Dot(1024).to(torch.bfloat16), config_of(level, **fields[case])
+        )
+        backward(ddp, torch.full((1024,), value, dtype=torch.bfloat16))
+        (param,) = ddp.parameters()
+        assert param.grad is not None
+        if mean is not None:
+            assert torch.equal(full(param.grad), torch.full((1024,), mean)), case
+        x = random[dist.get_rank()].repeat(16)
+        num_bytes = sent_by(ddp, x)
+        times = 2 if level == "no_shard" else 1
+        assert num_bytes == times * 1024 * 3 // 4 * dtype.itemsize, case
+        found = full(param.grad)[:64]
+        if case == "fp32 sum":
+            assert torch.equal(found, wide.float())
+        elif case == "bf16":
+            assert not torch.equal(found, wide.float())
+
+
+@on_ranks(world_size=2)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+def test_average_in_collective_sends_gradients_as_they_are(level: str) -> None:
+    x = torch.arange(128.0) + 1000.0 * dist.get_rank()
+    mean = torch.arange(128.0) + 500.0
+    for divisor in (1, 4):
+        for average in (False, True):
+            model = Dot(128)
+            model.weight.gradient_divisor = divisor  # type: ignore[attr-defined]
+            ddp = fe.DistributedDataParallel(model, config_of(level, average_in_collective=average))
+            ddp.zero_grad_buffer()
+            loss = ddp(x)
+            with sending() as messages:
+                loss.backward()
+                ddp.finish_grad_sync()
+            ((what, message),) = messages
+            if level == "no_shard":
+                assert what == ("average" if average else "sum")
+                own = x
+            else:
+                assert what == "send"
+                other = 1 - dist.get_rank()
+                own = x[64 * other : 64 * other + 64]
+            assert torch.equal(message, own / divisor / (1 if average else 2))
+            (param,) = ddp.parameters()
+            assert torch.equal(full(param.grad), mean / divisor)
+
+
+@on_ranks(world_size=4)
+@pytest.mark.parametrize(("inner", "outer"), [("no_shard",) * 2, ("optim_grads_params", "optim")])
+def test_average_in_collective_gives_the_same_on_two_axes_and_over_microbatches(
+    inner: str, outer: str
+) -> None:
+    rank = dist.get_rank()
+    for average in (False, True):
+        config = config_of(inner, outer, average_in_collective=average, overlap=True)
+        ddp = fe.DistributedDataParallel(Dot(256), config, mesh_of(2, 2))
+        ddp.zero_grad_buffer()
+        with ddp.no_sync():
+            ddp(torch.full((256,), 4.0 * rank)).backward()
+        ddp(torch.full((256,), 4.0)).backward()
+        ddp.finish_grad_sync()
+        (param,) = ddp.parameters()
+        assert torch.equal(full(param.grad), torch.full((256,), 6.0 + 4.0))
+
+
+@on_ranks(world_size=2)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+def test_gradient_reduce_div_fusion_saves_a_pass_over_gradients(level: str) -> None:
+    weights = []
+    for fused in (True, False):
+        config = config_of(level, gradient_reduce_div_fusion=fused)
+        ddp = fe.DistributedDataParallel(layers(), config)
+        (numel,) = {buffer.layout.numel for buffer in ddp.engine.buffers}
+        for num_micro in (1, 2):
+            ddp.zero_grad_buffer()
+            passes = Passes(numel)
+            for _ in range(num_micro):
+                loss = ddp(batch())
+                with passes:
+                    loss.backward()
+            with passes:
+                ddp.finish_grad_sync()
+            # Where gradients are cut, those of each microbatch travel.
+            cut = level in ("optim_grads", "optim_grads_params")
+            times = num_micro if cut else 1
+            expected = 0 if fused else times * len(ddp.engine.buffers)
+            assert passes.count == expected, (fused, num_micro)
+        weights.append(train(ddp))
+    assert_close(weights[1], weights[0])
+
+
+@on_ranks(world_size=2)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+def test_preserve_fp32_weights_decides_what_the_optimizer_changes(level: str) -> None:
+    for preserve in (True, False):
+        config = config_of(level, preserve_fp32_weights=preserve)
+        ddp = fe.DistributedDataParallel(layers(torch.bfloat16), config)
+        dtype = torch.float32 if preserve else torch.bfloat16
+        assert {param.dtype for param in ddp.parameters()} == {dtype}
+        held = ddp.engine.memory_bytes()
+        cut = level == "optim_grads_params"
+        share = 1 if level == "no_shard" else 2
+        expected = {"main": NUMEL * 4 // share} if preserve else {}
+        if not (cut and preserve):  # else the gather casts main weights straight into the full ones
+            expected["model"] = NUMEL * 2 // (2 if cut else 1)
+        assert {role: held.get(role, 0) for role in expected} == expected
+        assert held.keys() - {"grad"} == expected.keys()
+        # An update of 2^-12 is lost in a bf16 weight of 1.
+        with torch.no_grad():
+            for param in ddp.parameters():
+                param.fill_(1.0)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=2**-12)
+        backward(ddp, batch(torch.bfloat16))
+        for param in ddp.parameters():
+            assert param.grad is not None
+            param.grad.fill_(1.0)
+        optimizer.step()
+        for value in ddp.engine.full_state_dict().values():
+            assert torch.all(value == (1.0 - 2**-12 if preserve else 1.0))
+
+
+def bytes_at_rest(inner: str, outer: str, inner_size: int, outer_size: int) -> dict[str, int]:
+    """What a rank holds of fp32 weights and gradients after a step, by role."""
+
+    def share(level: int) -> int:
+        parts = inner_size if LEVELS[inner].value >= level else 1
+        return parts * (outer_size if LEVELS[outer].value >= level else 1)
+
+    # Main weights are a part of the compute weights, except where those are cut less.
+    return {"model": NUMEL * 4 // share(3), "grad": NUMEL * 4 // share(2)}
+
+
+@on_ranks(world_size=2)
+def test_data_parallel_sharding_strategy_says_what_is_cut() -> None:
+    weights = []
+    for level in LEVEL_NAMES:
+        ddp = fe.DistributedDataParallel(layers(), config_of(level))
+        weights.append(train(ddp))
+        assert ddp.engine.memory_bytes() == bytes_at_rest(level, "no_shard", 2, 1)
+        local = sum(buffer.weights.main.tensor.numel() for buffer in ddp.engine.buffers)
+        assert local == NUMEL // (1 if level == "no_shard" else 2)
+    for other in weights[1:]:
+        assert_close(other, weights[0])
+
+
+@on_ranks(world_size=4)
+def test_outer_dp_sharding_strategy_says_what_is_cut_along_the_outer_axis() -> None:
+    weights = []
+    for outer in LEVEL_NAMES:
+        torch.manual_seed(0)
+        ddp = fe.DistributedDataParallel(
+            Layers(16, 3), config_of("optim_grads_params", outer), mesh_of(2, 2)
+        )
+        numel = sum(buffer.layout.numel for buffer in ddp.engine.buffers)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        for number in range(2):
+            generator = torch.Generator().manual_seed(4 * number + dist.get_rank())
+            backward(ddp, torch.randn(2, 16, generator=generator))
+            optimizer.step()
+        level = LEVELS[outer].value
+        main = numel // (4 if level >= 1 else 2)
+        assert sum(b.weights.main.tensor.numel() for b in ddp.engine.buffers) == main
+        held = ddp.engine.memory_bytes()
+        assert held["grad"] == numel * 4 // (4 if level >= 2 else 2)
+        assert held["model"] == numel * 4 // (4 if level >= 3 else 2)
+        assert held.keys() == {"grad", "model"}
+        weights.append(ddp.engine.full_state_dict())
+    for other in weights[1:]:
+        assert_close(other, weights[0])
+
+
+@on_ranks(world_size=2)
+def test_use_megatron_fsdp_takes_the_level_from_data_parallel_sharding_strategy() -> None:
+    strategies = []
+    for fields in (
+        {"use_distributed_optimizer": True},
+        {"use_distributed_optimizer": True, "use_megatron_fsdp": True},
+        {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads"},
+    ):
+        ddp = fe.DistributedDataParallel(layers(), Config(**fields))
+        backward(ddp, batch())
+        strategies.append((ddp.engine.strategy.inner.name, ddp.engine.memory_bytes()))
+    assert strategies == [
+        (level, bytes_at_rest(level, "no_shard", 2, 1))
+        for level in ("optim", "no_shard", "optim_grads")
+    ]
+
+
+@on_ranks(world_size=2)
+def test_use_custom_fsdp_does_what_use_megatron_fsdp_does() -> None:
+    found = []
+    for name in ("use_custom_fsdp", "use_megatron_fsdp"):
+        fields = {name: True, "data_parallel_sharding_strategy": "optim_grads_params"}
+        if name == "use_custom_fsdp":
+            with pytest.warns(DeprecationWarning, match="use_megatron_fsdp"):
+                config = Config(**fields)
+        else:
+            config = Config(**fields)
+        ddp = fe.DistributedDataParallel(layers(), config)
+        messages = Messages()
+        with messages.counting():
+            backward(ddp, batch())
+        found.append((messages.operations, ddp.engine.memory_bytes()))
+    assert found[0] == found[1]
+    assert found[0][1] == bytes_at_rest("optim_grads_params", "no_shard", 2, 1)

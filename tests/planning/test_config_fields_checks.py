@@ -1,0 +1,265 @@
+"""``check_for_nan_in_grad`` and ``check_for_large_grads``: what they see, say and send."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsdp_engine as fe
+from fsdp_engine.runtime import gradient_checks
+from tests.megatron.configs import LEVEL_NAMES, config_of
+from tests.pool import on_ranks
+from tests.runtime.test_counts import Messages
+from tests.runtime.test_equivalence import mesh_of
+
+DIM = 8
+
+
+class Poisoned(nn.Module):
+    """The gradient of ``poisoned`` is ``y`` itself; that of the layers depends on ``x`` alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(DIM, DIM) for _ in range(2)])
+        self.poisoned = nn.Parameter(torch.ones(DIM))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean() + (self.poisoned * y).sum()
+
+
+def inputs(number: int, bad: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """A batch; with ``bad`` in the last rank's."""
+    generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
+    x, y = torch.randn(2, DIM, generator=generator), torch.randn(DIM, generator=generator)
+    if bad is not None and dist.get_rank() == dist.get_world_size() - 1:
+        y[3] = bad
+    return x, y
+
+
+def step(ddp: fe.DistributedDataParallel, *batches: Any, zero_buffer: bool = True) -> None:
+    """Up to final gradients."""
+    ddp.zero_grad_buffer(zero_buffer)
+    for batch in batches[:-1]:
+        with ddp.no_sync():
+            ddp(*batch).backward()
+    ddp(*batches[-1]).backward()
+    ddp.finish_grad_sync()
+
+
+def wrapped(*levels: str, mesh: Any = None, **fields: Any) -> fe.DistributedDataParallel:
+    torch.manual_seed(0)
+    return fe.DistributedDataParallel(Poisoned(), config_of(*levels, **fields), mesh)
+
+
+def check_nan(ddp: fe.DistributedDataParallel, plain: fe.DistributedDataParallel) -> None:
+    """NaN and Inf in one microbatch of one rank raise on all; training goes on as without."""
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (ddp, plain)]
+    last = dist.get_world_size() - 1
+    message = (
+        r"check_for_nan_in_grad: expected finite gradients; found NaN or Inf, before any "
+        rf"reduction, in poisoned \(data-parallel rank {last}\)$"
+    )
+    bad_values = (float("nan"), float("inf"), -float("inf"))
+    for number, (bad, first) in enumerate(itertools.product(bad_values, (True, False))):
+        for each, optimizer in zip((ddp, plain), optimizers, strict=True):
+            # Without zeroing, what was not finite is overwritten.
+            step(each, inputs(number), zero_buffer=number % 2 == 0)
+            optimizer.step()
+        before = ddp.engine.full_state_dict()
+        batches = [inputs(number, bad), inputs(number)]
+        with pytest.raises(RuntimeError, match=message):
+            step(ddp, *(batches if first else reversed(batches)))
+        assert all(param.grad is None for param in ddp.parameters())
+        for name, value in ddp.engine.full_state_dict().items():
+            assert torch.equal(value, before[name])
+    expected = plain.engine.full_state_dict()
+    for name, value in ddp.engine.full_state_dict().items():
+        assert torch.equal(value, expected[name]), name
+
+
+@on_ranks(world_size=2)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+def test_check_for_nan_in_grad_raises_on_every_rank_at_every_level(level: str) -> None:
+    for overlap in (False, True):
+        check_nan(
+            wrapped(level, overlap=overlap, check_for_nan_in_grad=True, bucket_size=70),
+            wrapped(level, overlap=overlap, bucket_size=70),
+        )
+
+
+@on_ranks(world_size=4)
+@pytest.mark.parametrize("levels", [("no_shard",) * 2, ("optim", "optim"), ("optim_grads",) * 2])
+def test_check_for_nan_in_grad_raises_on_every_rank_of_two_axes(levels: tuple[str, str]) -> None:
+    mesh = mesh_of(2, 2)
+    check_nan(wrapped(*levels, mesh=mesh, check_for_nan_in_grad=True), wrapped(*levels, mesh=mesh))
+
+
+@on_ranks(world_size=2)
+def test_check_for_nan_in_grad_off_lets_them_through() -> None:
+    for level in LEVEL_NAMES:
+        ddp = wrapped(level)
+        step(ddp, inputs(0, float("nan")))
+        norm = ddp.engine.clip_grad_norm_(float("inf"))
+        assert torch.isnan(norm)
+
+
+@on_ranks(world_size=2)
+def test_check_for_nan_in_grad_names_every_parameter_and_rank() -> None:
+    ddp = wrapped("optim", check_for_nan_in_grad=True)
+    x, y = inputs(0, float("nan"))
+    with pytest.raises(RuntimeError) as caught:
+        step(ddp, (x * float("inf") if dist.get_rank() == 0 else x, y))
+    names = [f"layers.{layer}.{what}" for layer in range(2) for what in ("weight", "bias")]
+    parts = [f"{name} (data-parallel rank 0)" for name in names]
+    said = str(caught.value).rpartition(" in ")[2]
+    assert sorted(said.split("; ")) == sorted([*parts, "poisoned (data-parallel rank 1)"])
+
+
+@on_ranks(world_size=2)
+def test_check_for_nan_in_grad_reads_finite_gradients_once_however_large() -> None:
+    for level in LEVEL_NAMES:
+        ddp = wrapped(level, check_for_nan_in_grad=True)
+        x, y = inputs(0)
+        large = torch.full_like(y, 0.9 * torch.finfo(y.dtype).max)  # two of them overflow in a sum
+        large[0] *= -1
+        with mock.patch.object(gradient_checks, "_magnitudes") as closer_look:
+            step(ddp, (x, large))
+        closer_look.assert_not_called()
+        grad = ddp.module.poisoned.grad
+        assert isinstance(grad, torch.Tensor)
+        full = grad.full_tensor() if isinstance(grad, fe.FlatDTensor) else grad
+        assert torch.equal(full, large)
+
+
+@on_ranks(world_size=2)
+def test_check_for_nan_in_grad_adds_bytes_to_the_steps_message_and_none_of_its_own() -> None:
+    for level, overlap in itertools.product(LEVEL_NAMES, (False, True)):
+        found = []
+        for check in (False, True):
+            ddp = wrapped(level, overlap=overlap, check_for_nan_in_grad=check)
+            messages = Messages()
+            for number in range(2):  # the first step also agrees on an order
+                with messages.counting():
+                    step(ddp, inputs(number), inputs(number + 5))
+                if number == 0:
+                    messages = Messages()
+            control = ddp.engine.mesh.control_group
+            assert control is not None
+            found.append((messages.calls, messages.operations, messages.sent))
+        assert found[0][:2] == found[1][:2], (level, overlap)
+        num_params = 5
+        more = found[1][2] - found[0][2]
+        # A byte for each parameter, as an all-reduce over two ranks sends it.
+        assert list(more.values()) == [num_params], (level, overlap)
+
+
+@on_ranks(world_size=2)
+def test_check_for_nan_in_grad_raises_in_backward_of_shard_and_reset_goes_on() -> None:
+    torch.manual_seed(0)
+    model = Poisoned()
+    engine = fe.shard(model, config=config_of("optim_grads", check_for_nan_in_grad=True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(RuntimeError, match=r"poisoned \(data-parallel rank 1\)"):
+        model(*inputs(0, float("nan"))).backward()
+    engine.reset()
+    model(*inputs(0)).backward()
+    optimizer.step()
+    other = wrapped("optim_grads")
+    step(other, inputs(0))
+    torch.optim.SGD(other.parameters(), lr=0.1).step()
+    expected = other.engine.full_state_dict()
+    for name, value in engine.full_state_dict().items():
+        assert torch.equal(value, expected[name])
+
+
+class Dot(nn.Module):
+    """The gradient of ``weight`` is the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * x).sum()
+
+
+def warnings_of(ddp: fe.DistributedDataParallel, value: float) -> list[str]:
+    """What a step warns of whose gradient has ``value`` in one element and 0 elsewhere."""
+    x = torch.zeros(64)
+    x[5] = value
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step(ddp, (x,))
+    return [str(each.message) for each in caught if "check_for_large" in str(each.message)]
+
+
+@on_ranks(world_size=2)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+def test_check_for_large_grads_warns_beyond_ten_times_the_largest(level: str) -> None:
+    for overlap in (False, True):
+        ddp = fe.DistributedDataParallel(
+            Dot(), config_of(level, overlap=overlap, check_for_large_grads=True)
+        )
+        # Nothing is large beside nothing, nor beside zero.
+        for value in (0.0, 0.0, 1.0, 9.9, 1.0, 98.0, 970.0):
+            assert not warnings_of(ddp, value), value
+        (text,) = warnings_of(ddp, 9702.0)
+        for part in ("the root module", "norm 4.85e+03", "10 times", "last 7 steps, 485"):
+            assert part in text, text
+        assert not warnings_of(ddp, 97000.0)  # what was large is the measure now
+        assert ddp.engine.full_state_dict()["weight"].abs().max() == 0.0
+    plain = fe.DistributedDataParallel(Dot(), config_of(level))
+    assert not [each for value in (1.0, 1e6) for each in warnings_of(plain, value)]
+
+
+@on_ranks(world_size=2)
+def test_check_for_large_grads_forgets_after_a_hundred_steps() -> None:
+    for num_between, warns in ((99, False), (100, True)):
+        ddp = fe.DistributedDataParallel(Dot(), config_of("optim", check_for_large_grads=True))
+        for value in (5.0, *[1.0] * num_between):
+            assert not warnings_of(ddp, value)
+        assert bool(warnings_of(ddp, 20.0)) is warns
+
+
+@on_ranks(world_size=2)
+def test_check_for_large_grads_looks_at_each_ranks_own_gradient() -> None:
+    ddp = fe.DistributedDataParallel(Dot(), config_of("no_shard", check_for_large_grads=True))
+    assert not warnings_of(ddp, 1.0)
+    found = warnings_of(ddp, 100.0 if dist.get_rank() == 1 else 1.0)
+    assert bool(found) is (dist.get_rank() == 1)
+
+
+@on_ranks(world_size=2)
+def test_check_for_large_grads_is_not_blinded_by_a_step_that_was_not_finite() -> None:
+    for value in (float("inf"), float("nan")):
+        for before in ((1.0,), ()):
+            ddp = fe.DistributedDataParallel(Dot(), config_of("optim", check_for_large_grads=True))
+            for each in before:
+                assert not warnings_of(ddp, each)
+            warnings_of(ddp, value)
+            assert not warnings_of(ddp, 1.0)
+            assert not warnings_of(ddp, 9.9)
+            assert warnings_of(ddp, 100.0)
+
+
+@on_ranks(world_size=2)
+def test_check_for_large_grads_adds_no_message() -> None:
+    for level in LEVEL_NAMES:
+        found = []
+        for check in (False, True):
+            ddp = wrapped(level, check_for_large_grads=check)
+            step(ddp, inputs(0))
+            messages = Messages()
+            with messages.counting():
+                step(ddp, inputs(1))
+            found.append((messages.calls, messages.operations, messages.sent))
+        assert found[0] == found[1]

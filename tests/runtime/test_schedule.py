@@ -1,0 +1,479 @@
+"""The schedule has no race: see ``trace_lanes.py``, which judges it.
+
+Every pair of levels on 2 x 2 ranks, with nothing, one unit and everything gathered ahead; the
+habits of models that bend the order of events; and schedules that are broken on purpose.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fsdp_engine as fe
+from fsdp_engine.buffers import weights as weight_tower
+from fsdp_engine.codecs import ParamCodec
+from fsdp_engine.devices.collectives import Steps
+from fsdp_engine.runtime import hooks
+from tests import reference
+from tests.devices.happens_before import COMPUTE, RaceError
+from tests.devices.trace_lanes import AnnotationError, Forgets, Tracer
+from tests.models import DIM, Mlp, Regression, Skipping, lora_model, vector_batch
+from tests.pairs import FEW_PAIR_NAMES, FEW_PAIRS
+from tests.pool import Ranks, on_ranks
+from tests.runtime.test_equivalence import mesh_of
+
+BLOCK = 256  # elements of a block's flat buffer where it is cut for up to four ranks
+BUDGETS = {"nothing": 0, "one unit": 1, "everything": 10**9}
+POLICIES = {
+    "fp32": (fe.MixedPrecisionPolicy(), False),
+    "bf16": (fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16), False),
+    # Gradients travel in another dtype than they are kept in.
+    "bf16 on the wire": (fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16), True),
+}
+
+
+class Small(Regression):
+    """Three blocks between two layers of the root's own."""
+
+    def __init__(self, num_blocks: int = 3, checkpoints: bool | None = None) -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList([Mlp(hidden=5) for _ in range(num_blocks)])
+        self.last = nn.Linear(DIM, DIM, bias=False)
+        self.order = list(range(num_blocks))
+        self.checkpoints = checkpoints
+
+    def predict(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for index in self.order:
+            block = self.blocks[index]
+            if self.checkpoints is None:
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.checkpoints)
+        return self.last(x)
+
+
+def config_of(budget: int | None, narrow_wire: bool = False) -> fe.DistributedDataParallelConfig:
+    return fe.DistributedDataParallelConfig(
+        suggested_communication_unit_size=budget,
+        reduce_scatter_with_fp32_accumulation=narrow_wire,
+    )
+
+
+def train(
+    model: nn.Module,
+    engine: Any,
+    microbatches: Iterable[int] = (2, 1),
+    before_step: Callable[[int], None] = lambda step: None,
+) -> None:
+    """A step for each entry of ``microbatches``, so many in each, clipped, with AdamW."""
+    optimizer = reference.adamw(model.parameters())
+    for step, num in enumerate(microbatches):
+        before_step(step)
+        for micro in range(num):
+            x, y = vector_batch(2, 100 * step + 10 * micro + dist.get_rank())
+            if micro == num - 1:
+                model(x, y).backward()
+            else:
+                with engine.no_sync():
+                    model(x, y).backward()
+        engine.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+
+
+def traced(
+    make_model: Callable[[], nn.Module],
+    body: Callable[[nn.Module, Any], None] = train,
+    forgets: Forgets = lambda waiter, awaited: False,
+    **options: Any,
+) -> Tracer:
+    """Shards a model and runs ``body`` under a tracer, which raises where the schedule is wrong."""
+    tracer = Tracer(forgets)
+    with tracer:
+        model = make_model()
+        engine = fe.shard(model, **options)
+        tracer.watch(engine)
+        body(model, engine)
+    assert all(order.num_checks for order in tracer.orders)
+    return tracer
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
+@on_ranks(2)
+def test_gradients_wait_only_for_the_reductions_that_the_budget_has_no_room_for(
+    strategy: str,
+) -> None:
+    for num_blocks, expected in {
+        # By units of the budget: before the first gradient of which block which one's reduction is
+        # waited for. The root's gradients, which come in all the time, wait for nobody.
+        0: {2: 3, 1: 2, 0: 1},
+        1: {2: 3, 1: 2, 0: 1},
+        2: {1: 3, 0: 2},
+        3: {0: 3},
+        4: {},
+    }.items():
+        model = Small(num_blocks=4)
+        engine = fe.shard(model, strategy=strategy, config=config_of(num_blocks * BLOCK))
+        reductions, opening, waits = engine._reductions, [""], {}
+        open_unit, retire = reductions.open_unit, reductions._retire_oldest
+
+        def opened(unit: Any, open_unit: Any = open_unit, opening: list[str] = opening) -> None:
+            opening.append(unit.name)
+            open_unit(unit)
+            opening.pop()
+
+        def retired(
+            reductions: Any = reductions,
+            retire: Any = retire,
+            opening: list[str] = opening,
+            waits: dict[str, str] = waits,
+        ) -> None:
+            if opening[-1]:
+                waits[opening[-1]] = reductions._in_flight[0][0].name
+            retire()
+
+        with (
+            patch.object(reductions, "open_unit", opened),
+            patch.object(reductions, "_retire_oldest", retired),
+        ):
+            train(model, engine, [1])
+        blocks = {int(unit[-1]): int(awaited[-1]) for unit, awaited in waits.items()}
+        assert blocks == expected, num_blocks
+
+
+# Every strategy.
+
+
+def trace_pair(strategy: str, outer: str) -> list[tuple[str, str, dict[str, int], int]]:
+    """(budget, dtypes, operations by lane, most full units) for each way of running the pair."""
+    found = []
+    for budget in BUDGETS:
+        for dtypes in POLICIES if budget == "one unit" else ("fp32", "bf16"):
+            policy, narrow = POLICIES[dtypes]
+            tracer = traced(
+                Small,
+                mesh=mesh_of(2, 2),
+                strategy=strategy,
+                outer_strategy=outer,
+                mp_policy=policy,
+                config=config_of(BUDGETS[budget], narrow),
+            )
+            found.append((budget, dtypes, dict(tracer.num_operations), tracer.max_full))
+    return found
+
+
+@pytest.mark.parametrize(("strategy", "outer"), FEW_PAIRS, ids=FEW_PAIR_NAMES)
+def test_a_pair_of_levels_has_no_race(ranks: Ranks, strategy: str, outer: str) -> None:
+    for budget, dtypes, operations, max_full in ranks.run(trace_pair, strategy, outer)[0]:
+        expected = {"inner_reduce", "outer_reduce"}  # gradients travel along both axes, always
+        expected |= {"inner_gather"} if strategy != "no_shard" or dtypes != "fp32" else set()
+        expected |= {"outer_gather"} if outer != "no_shard" else set()
+        assert set(operations) == expected, (budget, dtypes)
+        # The root, the unit in use, and those gathered ahead, of three blocks.
+        cuts = strategy == "optim_grads_params"
+        num_full = {"nothing": 2, "one unit": 3, "everything": 4}[budget]
+        assert max_full == (num_full if cuts else 0), (budget, dtypes)
+
+
+# Models that bend the order of events.
+
+
+@on_ranks(world_size=2)
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
+def test_a_unit_that_only_one_rank_skips_makes_no_race(strategy: str) -> None:
+    def body(model: Any, engine: Any) -> None:
+        def skip(step: int) -> None:
+            model.skip = step == 1 and dist.get_rank() == 1
+
+        train(model, engine, (1, 1, 1), skip)
+
+    traced(Skipping, body, strategy=strategy)
+
+
+@on_ranks(world_size=2)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpoints_make_no_race(reentrant: bool) -> None:
+    traced(lambda: Small(checkpoints=reentrant), strategy="optim_grads_params")
+
+
+@on_ranks(world_size=2)
+@pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
+def test_frozen_weights_under_adapters_make_no_race(strategy: str) -> None:
+    traced(lora_model, strategy=strategy)
+
+
+class HalfCodec(ParamCodec):
+    """Sends fp16 and computes in fp32."""
+
+    wire_dtype = torch.float16
+    decodes = True
+
+    def bind(self, param: nn.Parameter, full: Sequence[Tensor]) -> nn.Parameter:
+        self.full = [*getattr(self, "full", ()), full[0]]
+        return super().bind(param, full)
+
+    def encode(self, main: Tensor, wires: Sequence[Tensor]) -> Steps:
+        wires[0].copy_(main)
+        yield from ()
+
+    def decode(self, wire: Tensor, offsets: Any, params: Any) -> None:
+        for offset, param in zip(offsets, params, strict=True):
+            param.copy_(wire[offset : offset + param.numel()].view(param.shape))
+
+    def after_gather(self, *, for_backward: bool) -> None:
+        self.total = sum(param.sum() for param in self.full)
+
+    def before_release(self) -> None:
+        self.total = self.total - sum(param.sum() for param in self.full)
+
+
+@on_ranks()
+@pytest.mark.parametrize(
+    ("strategy", "outer"),
+    [("no_shard", "no_shard"), ("optim", "optim"), ("optim_grads_params", "optim_grads_params")],
+)
+def test_a_codec_that_decodes_makes_no_race(strategy: str, outer: str) -> None:
+    traced(
+        Small,
+        mesh=mesh_of(2, 2),
+        strategy=strategy,
+        outer_strategy=outer,
+        codec_rules=[lambda name, param, dtypes: ("half", HalfCodec)],
+    )
+
+
+@on_ranks()
+def test_reading_and_editing_full_weights_between_steps_makes_no_race() -> None:
+    def body(model: Any, engine: Any) -> None:
+        def look(step: int) -> None:
+            engine.full_state_dict()
+            engine.full_tensor("blocks.0.up.weight")
+            with engine.unsharded(), torch.no_grad():
+                model.blocks[0].up.weight.mul_(0.9)
+            with torch.no_grad():
+                model(*vector_batch(2, dist.get_rank()))
+
+        train(model, engine, (1, 2, 1), look)
+
+    for pair in (("optim_grads_params", "optim"), ("optim", "no_shard")):
+        traced(Small, body, mesh=mesh_of(2, 2), strategy=pair[0], outer_strategy=pair[1])
+
+
+@on_ranks(world_size=2)
+def test_a_reset_after_an_exception_makes_no_race() -> None:
+    class Failing(Small):
+        fails = False
+
+        def predict(self, x: Tensor) -> Tensor:
+            x = super().predict(x)
+            if self.fails:
+                raise ArithmeticError
+            return x
+
+    def body(model: Any, engine: Any) -> None:
+        train(model, engine, (1,))
+        model.fails = True
+        with pytest.raises(ArithmeticError):
+            model(*vector_batch(2, 0))
+        engine.reset()
+        model.fails = False
+        train(model, engine, (2,))
+
+    traced(Failing, body)
+
+
+# How many units are full.
+
+
+@on_ranks(world_size=2)
+@pytest.mark.parametrize(("budget", "ahead"), [(0, 0), (1, 1), (2 * BLOCK, 2), (10**9, 5)])
+def test_only_what_is_in_use_and_gathered_ahead_is_full_whatever_the_order(
+    budget: int, ahead: int
+) -> None:
+    shuffle = random.Random(3)
+
+    def body(model: Any, engine: Any) -> None:
+        assert {unit.num_elements for unit in engine.units[1:]} == {BLOCK}
+
+        def change(step: int) -> None:
+            model.order = shuffle.sample(range(6), shuffle.randint(1, 6))
+            if step % 3 == 0:
+                model.order += model.order[:2]  # these units are called twice
+
+        train(model, engine, [1] * 8, change)
+
+    tracer = traced(lambda: Small(num_blocks=6), body, config=config_of(budget))
+    # The root is in use all along.
+    assert tracer.max_full <= 1 + 1 + ahead
+    assert tracer.max_full >= min(3, 2 + ahead)
+
+
+# Schedules that are broken on purpose.
+
+
+def run_broken(name: str) -> str:
+    """What the tracer says about a broken schedule; "" if it says nothing."""
+    options, forgets, sabotage, model = BROKEN[name]
+    shape = (2, 2) if dist.get_world_size() == 4 else (2,)
+    restore = sabotage()
+    try:
+        traced(model, forgets=forgets, mesh=mesh_of(*shape), **options)
+    except (RaceError, AnnotationError) as error:
+        return str(error)
+    finally:
+        restore()
+    return ""
+
+
+def no_sabotage() -> Callable[[], None]:
+    return lambda: None
+
+
+def never(waiter: str, awaited: str) -> bool:
+    return False
+
+
+def replace(owner: Any, name: str, value: Any) -> Callable[[], Callable[[], None]]:
+    def sabotage() -> Callable[[], None]:
+        before = owner.__dict__[name]
+        setattr(owner, name, value)
+        return lambda: setattr(owner, name, before)
+
+    return sabotage
+
+
+def free_on_compute(self: Any, storage: Any) -> None:
+    self._lanes.compute.manage("free too early", storage.drain, storage)
+
+
+def mark_no_boundary(self: Any, call: Any, tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def own(strategy: str, outer: str = "no_shard") -> dict[str, Any]:
+    return {"strategy": strategy, "outer_strategy": outer, "config": config_of(1)}
+
+
+def small() -> nn.Module:
+    return Small()
+
+
+# name -> options of shard(), waits to forget, what to patch, model
+BROKEN: dict[str, tuple[dict[str, Any], Forgets, Any, Callable[[], nn.Module]]] = {
+    "use before the gather is over": (
+        own("optim_grads_params"),
+        lambda waiter, awaited: waiter == COMPUTE and awaited.startswith("all-gather"),
+        no_sabotage,
+        small,
+    ),
+    "use before the refresh is over": (
+        own("optim"),
+        lambda waiter, awaited: waiter == COMPUTE and awaited.startswith("all-gather"),
+        no_sabotage,
+        small,
+    ),
+    "free before compute is done": (
+        own("optim_grads_params"),
+        lambda waiter, awaited: waiter == "inner_gather" and awaited == COMPUTE,
+        no_sabotage,
+        small,
+    ),
+    "gather before the optimizer is done": (
+        own("optim_grads_params"),
+        lambda waiter, awaited: waiter.startswith("all-gather") and awaited == COMPUTE,
+        no_sabotage,
+        small,
+    ),
+    "reduce before gradients are written": (
+        own("optim_grads_params"),
+        lambda waiter, awaited: waiter.startswith("reduce-scatter") and awaited == COMPUTE,
+        no_sabotage,
+        small,
+    ),
+    "step before gradients are reduced": (
+        own("no_shard"),
+        lambda waiter, awaited: waiter == COMPUTE and awaited.startswith("all-reduce"),
+        no_sabotage,
+        small,
+    ),
+    "free gradients before they are reduced": (
+        own("optim_grads"),
+        lambda waiter, awaited: waiter == COMPUTE and awaited.startswith("reduce-scatter"),
+        no_sabotage,
+        small,
+    ),
+    "second axis gathers before the first": (
+        own("optim_grads_params", "optim_grads_params"),
+        lambda waiter, awaited: waiter.endswith("inner axis") and awaited.endswith("outer axis"),
+        no_sabotage,
+        small,
+    ),
+    "second axis reduces before the first": (
+        own("optim"),
+        lambda waiter, awaited: waiter.endswith("outer axis") and awaited.endswith("inner axis"),
+        no_sabotage,
+        small,
+    ),
+    "gather before memory is there": (
+        own("optim_grads_params", "optim_grads_params"),
+        lambda waiter, awaited: awaited == "inner_gather",
+        no_sabotage,
+        small,
+    ),
+    "free on another lane": (
+        own("optim_grads_params"),
+        never,
+        replace(weight_tower.WeightTower, "_drain", free_on_compute),
+        small,
+    ),
+    "reshard at the last gradient": (
+        own("optim_grads_params"),
+        never,
+        replace(hooks.UnitHooks, "_listen", mark_no_boundary),
+        lora_model,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "expected"),
+    [
+        ("use before the gather is over", 2, ["full parameters", "all-gather of", "compute"]),
+        ("use before the refresh is over", 2, ["all-gather of", "compute"]),
+        ("free before compute is done", 2, ["full parameters", "free of", "[free", "read of"]),
+        ("gather before the optimizer is done", 2, ["main weights", "aten.", "[all-gather of"]),
+        ("reduce before gradients are written", 2, ["staging", "compute", "[reduce-scatter of"]),
+        ("step before gradients are reduced", 2, ["gradients of", "[all-reduce of", "compute"]),
+        ("free gradients before they are reduced", 2, ["staging", "[reduce-scatter", "[free"]),
+        ("second axis gathers before the first", 4, ["outer axis", "inner axis"]),
+        (
+            "second axis reduces before the first",
+            4,
+            ["gradients", "compute", "over the outer axis"],
+        ),
+        ("gather before memory is there", 4, ["allocation of", "[all-gather of"]),
+        ("free on another lane", 2, ["freed on compute that was allocated on inner_gather"]),
+        ("reshard at the last gradient", 2, ["used after it was freed", "full parameters"]),
+    ],
+)
+def test_a_broken_schedule_is_caught(
+    ranks: Ranks, name: str, world_size: int, expected: list[str]
+) -> None:
+    for said in ranks.run(run_broken, name, world_size=world_size):
+        for part in expected:
+            assert part in said, f"expected {part!r} in:\n{said}"
+
+
+def test_every_broken_schedule_is_tried() -> None:
+    marks = test_a_broken_schedule_is_caught.pytestmark  # type: ignore[attr-defined]
+    assert {case[0] for case in marks[0].args[1]} == set(BROKEN)

@@ -1,0 +1,164 @@
+"""``python -m fsdp_engine plan``."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fsdp_engine.simulation.command_line import app, build_on_meta
+from fsdp_engine.strategies import ALL_STRATEGIES, LEVELS
+from fsdp_engine.terminal import format_bytes
+
+MODELS = """
+import torch
+from torch import nn
+
+not_callable = 3
+
+
+def build():
+    assert torch.empty(0).is_meta
+    return nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4)))
+
+
+def number():
+    return 7
+
+
+def fails():
+    raise KeyError("config.json")
+
+
+def needs(argument):
+    return nn.Linear(2, 2)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a module ``planned_models`` in it."""
+    (tmp_path / "planned_models.py").write_text(MODELS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "planned_models", raising=False)
+    return tmp_path
+
+
+def run(arguments: str, *, succeeds: bool = True) -> str:
+    result = CliRunner().invoke(app, arguments.split(), env={"COLUMNS": "60", "TERM": "dumb"})
+    assert (result.exit_code == 0) == succeeds, result.output
+    return result.output
+
+
+def cells(output: str) -> list[list[str]]:
+    """The table's rows, one list of cells for each."""
+    lines = [line for line in output.splitlines() if line.startswith(("│", "|"))]
+    return [[cell.strip() for cell in re.split("[│|]", line)[1:-1]] for line in lines]
+
+
+def test_elements_give_a_row_for_each_level() -> None:
+    output = run("plan --elements 8e9 --world 64 --dtype bf16")
+    table = cells(output)
+    assert [row[0] for row in table] == list(LEVELS)
+    assert table[0][1:5] == ["44.7 GiB", "29.8 GiB", "59.6 GiB", "134.1 GiB"]
+    assert table[3][1:6] == ["476.8 MiB", "476.8 MiB", "953.7 MiB", "1.9 GiB", "1.4 GiB"]
+    assert "8,000,000,000 elements" in output
+    assert "Activations are not included" in " ".join(output.split())
+
+
+def test_two_axes_give_a_row_for_each_of_the_ten_pairs() -> None:
+    table = cells(run("plan --elements 1e9 --world 64 --outer 8 --memory 16"))
+    assert [(row[0], row[1]) for row in table] == [
+        (strategy.inner.name, strategy.outer.name) for strategy in ALL_STRATEGIES
+    ]
+    left = [row[-1] for row in table]
+    assert left[0].endswith("GiB")
+    assert not left[-1].startswith("-")
+
+
+def test_memory_that_does_not_suffice_is_shown_as_missing() -> None:
+    table = cells(run("plan --elements 8e9 --world 64 --memory 80"))
+    assert [row[-1].startswith("-") for row in table] == [True, False, False, False]
+
+
+def test_a_table_is_never_cut_short_by_a_narrow_terminal() -> None:
+    output = run("plan --elements 1e9 --world 64 --outer 8")
+    assert "…" not in output
+    assert all(len(row) == 11 for row in cells(output))
+
+
+def test_precision_and_optimizer_change_the_bytes() -> None:
+    low = "--dtype bf16 --main-dtype bf16 --grad-dtype bf16 --optimizer-bytes 4"
+    (row, *_) = cells(run(f"plan --elements {2**30} --num-units 1 --world 1 {low}"))
+    assert row[1:5] == ["2.0 GiB", "2.0 GiB", "4.0 GiB", "8.0 GiB"]
+    reduced = cells(run("plan --elements 1e9 --world 8 --dtype bf16 --reduce-dtype bf16"))
+    plain = cells(run("plan --elements 1e9 --world 8 --dtype bf16"))
+    assert reduced[3][-1] != plain[3][-1]
+
+
+def test_a_factory_is_built_on_the_meta_device(folder: Path) -> None:
+    model = "plan --model planned_models:build --world 4"
+    assert f"{4 * 1024**2:,} elements" in run(model)
+    *_, one_unit_each = cells(run(model))
+    *_, all_in_the_root = cells(run(f"{model} --units 3"))
+    assert one_unit_each[5] == "12.0 MiB"  # its own and two gathered ahead, of 4 MiB
+    assert all_in_the_root[5] == "16.0 MiB"
+
+
+BAD: list[tuple[str, str]] = [
+    ("--elements 1e9", "Missing option '--world'"),
+    ("--world 8", "expected one of --elements and --model; found both or neither"),
+    ("--world 8 --elements 1 --model a:b", "found both or neither"),
+    ("--world 8 --elements 1e9 --dtype int8", "--dtype: expected one of fp32, fp16, bf16, fp64"),
+    ("--world 8 --elements 1e9 --outer 3", "outer_size: expected a divisor of the 8 ranks"),
+    ("--world 8 --elements -1", "model: expected 1 or more; found -1.0"),
+    ("--world 8 --elements many", "Invalid value for '--elements'"),
+    ("--world 8 --model planned_models", "expected module:factory; found 'planned_models'"),
+    ("--world 8 --model nowhere_at_all:f", "found 'nowhere_at_all' (No module named"),
+    ("--world 8 --model planned_models:f", "expected a function 'f' in planned_models; found None"),
+    ("--world 8 --model planned_models:not_callable", "found 3"),
+    ("--world 8 --model planned_models:number", "to return a torch.nn.Module; found int"),
+    ("--world 8 --model planned_models:fails", "found KeyError: 'config.json'"),
+    ("--world 8 --model planned_models:needs", "without arguments; found TypeError"),
+    ("--world 8 --model planned_models:build --units x.*", "units: expected pattern 'x.*'"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD)
+def test_mistakes_are_told_without_a_traceback(folder: Path, arguments: str, message: str) -> None:
+    output = run(f"plan {arguments}", succeeds=False)
+    # The box around an error breaks lines; only the words matter.
+    assert " ".join(message.split()) in " ".join(re.sub("[│|╭╮╰╯─]", " ", output).split())
+    assert "Traceback" not in output
+
+
+def test_a_module_beside_the_user_is_found_once(folder: Path) -> None:
+    before = len(sys.path)
+    build_on_meta("planned_models:build")
+    build_on_meta("planned_models:build")
+    assert len(sys.path) <= before + 1
+
+
+def test_bytes_are_shown_in_units_that_suit_them() -> None:
+    counts = [0, 1023, 1024, 1.5 * 2**20, 2**30, 2**40, 5000 * 2**40]
+    assert [format_bytes(count) for count in counts] == [
+        "0 B",
+        "1,023 B",
+        "1.0 KiB",
+        "1.5 MiB",
+        "1.0 GiB",
+        "1.0 TiB",
+        "5,000.0 TiB",
+    ]
+
+
+def test_python_dash_m_runs_it() -> None:
+    command = [sys.executable, "-m", "fsdp_engine", "plan", "--elements", "1e9", "--world", "8"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert result.returncode == 0, result.stderr
+    assert [row[0] for row in cells(result.stdout)] == list(LEVELS)
