@@ -25,12 +25,11 @@ from fsdp_engine.planning.initial_values import Start
 from fsdp_engine.planning.installing import holders, install_into
 from fsdp_engine.planning.plan import Plan
 from fsdp_engine.precision import MixedPrecisionPolicy
-from fsdp_engine.runtime.bucket_hooks import hook_bucket
 from fsdp_engine.runtime.description import Description, describe_units
 from fsdp_engine.runtime.gradient_checks import GradientChecks
-from fsdp_engine.runtime.hooks import UnitHooks, hook_gradients
+from fsdp_engine.runtime.hooks import ModuleHooks, hook_gradients, hook_recomputation
 from fsdp_engine.runtime.late_gradients import hook_delayed_gradients
-from fsdp_engine.runtime.plane_hooks import hook_planes
+from fsdp_engine.runtime.loose_units import LooseUnits
 from fsdp_engine.runtime.reductions import Reductions
 from fsdp_engine.runtime.roster import Roster, refuse_copies
 from fsdp_engine.runtime.scheduler import Scheduler
@@ -79,25 +78,22 @@ class Engine:
         self._lanes = lanes_module.make_lanes(mesh.device, mesh.ranks)
         built = build_units(plan, sites, self._lanes, self._memory, config, start)
         self.units = [Unit(each, self._lanes) for each in built]
-        self.units[0].parts = tuple(self.units[each.index] for each in built if each.is_bucket)
         if pool is not None:
             pool.register()
         self.budget = _budget(self.units, config)
-        root, group = self.units[0], mesh.control_group
         checks = None
         if config.check_for_nan_in_grad or config.check_for_large_grads:
             trainable = [buffer for unit in self.units for buffer in unit.trainable]
-            checks = GradientChecks(trainable, config, group, mesh.device)
-        self._reductions = Reductions(
-            self.units, root, self._lanes, group, mesh.device, self.budget, timing, checks
-        )
-        self._scheduler = Scheduler(
-            self.units, root, self._memory, self.budget, self._reductions, timing
-        )
-        self._hooks: dict[int, UnitHooks] = {}
+            checks = GradientChecks(trainable, config, mesh.control_group, mesh.device)
+        self._reductions = Reductions(self.units, self._lanes, mesh, self.budget, timing, checks)
+        self._scheduler = Scheduler(self.units, self._memory, self.budget, self._reductions, timing)
         self._roster = Roster(model, self.units)
+        self._hooks: dict[nn.Module, ModuleHooks] = {}
+        self._loose = self._hook_modules()
         for unit in self.units:
-            self._hook(unit, is_root=unit is root)
+            hook_recomputation(self._scheduler, unit)
+            hook_gradients(self._scheduler, unit)
+            hook_delayed_gradients(self._scheduler, unit)
         self._sharded_ids = {id(param) for each in self.buffers for param in each.sharded_params}
         for module in model.modules():
             _ENGINES[module] = weakref.ref(self)
@@ -355,26 +351,49 @@ class Engine:
             id(param) in own for group in optimizer.param_groups for param in group["params"]
         )
 
-    def _hook(self, unit: Unit, is_root: bool) -> None:
-        if unit in self.units[0].parts:
-            hook_bucket(self._scheduler, unit)
-        else:
-            casts = self.policy.param_dtype if self.policy.cast_forward_inputs else None
-            output = self.policy.output_dtype if is_root else None
+    def _hook_modules(self) -> LooseUnits:
+        """Let the calls of modules enter their units."""
+        casts = self.policy.param_dtype if self.policy.cast_forward_inputs else None
+        loose: dict[Unit, list[ModuleHooks]] = {}
+        for unit in self.units:
+            is_root = unit is self.units[0]
             # The root is always seen, since its forward frames all others.
-            if is_root or unit.reshards or unit.needs_refresh or casts is not None:
-                check = self._roster.check if is_root else None
-                hooks = UnitHooks(self._scheduler, unit, casts, output, self, check)
-                hooks.register()
-                refuse_copies(unit.module)
-                self._hooks[unit.index] = hooks
-        hook_planes(self._scheduler, unit)
-        hook_gradients(self._scheduler, unit)
-        hook_delayed_gradients(self._scheduler, unit)
+            if (
+                is_root
+                or unit.reshards
+                or unit.needs_refresh
+                or (casts and not unit.built.is_loose)
+            ):
+                hooks = [self._hooks_of(module, unit) for module in unit.built.modules]
+                for each in hooks:
+                    each.units.append(unit)
+                if unit.built.is_loose:
+                    loose[unit] = hooks
+        return LooseUnits(self._hooks[self.model], loose)
+
+    def _hooks_of(self, module: nn.Module, unit: Unit) -> ModuleHooks:
+        if module not in self._hooks:
+            policy, is_root = self.policy, module is self.model
+            # What lies beside blocks gets what the model's forward makes of its inputs.
+            casts_inputs = policy.cast_forward_inputs and not unit.built.is_loose
+            casts = (
+                policy.param_dtype if casts_inputs else None,
+                policy.output_dtype if is_root else None,
+            )
+            check = self._check_forward if is_root else None
+            self._hooks[module] = ModuleHooks(self._scheduler, module, casts, self, check)
+            refuse_copies(module)
+        return self._hooks[module]
+
+    def _check_forward(self) -> None:
+        """A forward of the model is about to begin."""
+        self._roster.check()
+        self._loose.forward_begins()
 
     def _pause(self, unit: Unit, paused: bool) -> None:
-        if unit.index in self._hooks:
-            self._hooks[unit.index].paused = paused
+        for module in unit.built.modules:
+            if module in self._hooks:
+                self._hooks[module].paused = paused
 
     def _units_of(self, modules: tuple[nn.Module, ...]) -> list[Unit]:
         if not modules:
@@ -404,7 +423,8 @@ class Engine:
 def _budget(units: list[Unit], config: DistributedDataParallelConfig) -> int:
     if config.suggested_communication_unit_size is not None:
         return config.suggested_communication_unit_size
-    sizes = [unit.num_elements for unit in units[1:]] or [units[0].num_elements]
+    blocks = [unit for unit in units[1:] if not unit.built.is_loose]
+    sizes = [unit.num_elements for unit in blocks or units if unit.buffers]
     return 2 * sum(sizes) // len(sizes)
 
 

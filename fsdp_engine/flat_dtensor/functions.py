@@ -32,11 +32,13 @@ from fsdp_engine.flat_dtensor.slices import (
     Function,
     Handler,
     Kwargs,
+    Refusal,
     check_inplace,
     refusal,
     refuse,
     refuse_random,
     unwrap,
+    with_full_parameters,
 )
 
 
@@ -101,6 +103,21 @@ _RESHAPING_PROPERTIES = _words("T mT H mH real imag")
 
 _call_base = torch._C._disabled_torch_function_impl  # type: ignore[attr-defined]
 _known: dict[Function, Handler] = {}
+
+
+def call(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """``func`` of arguments of which at least one is a ``cls``.
+
+    Raises:
+        ValueError: it is not defined for slices.
+    """
+    try:
+        return handler_of(func)(cls, func, args, kwargs)
+    except Refusal:
+        whole = with_full_parameters(cls, func, args, kwargs)
+        if whole is None:
+            raise
+    return func(*whole[0], **whole[1])
 
 
 def handler_of(func: Function) -> Handler:

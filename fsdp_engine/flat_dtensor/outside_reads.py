@@ -28,6 +28,8 @@ class OutsideReads:
     Attributes:
         hooks: that users put on the parameters.
         num_open: reads whose backward is to come and whose graph still lives.
+        on_read: makes the full parameters be there, for a function that needs them, and tells
+            whether they are; None: they cannot be.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class OutsideReads:
         self.names = names
         self.num_open = 0
         self.hooks = hooks
+        self.on_read: Callable[[], bool] | None = None
 
     def home(self, index: int) -> Home:
         """What the sharded parameter ``index`` has to know of this."""
@@ -75,6 +78,13 @@ class Home:
         """The leaf that graphs of the model's forward lead to; None: the engine has gone."""
         reads = self._reads()
         return reads.full_params[self._index] if reads is not None else None
+
+    def brought(self) -> Tensor | None:
+        """The full parameter, if it can be made to be there: within the model's forward."""
+        reads = self._reads()
+        if reads is None or reads.on_read is None or not reads.on_read():
+            return None
+        return reads.full_params[self._index]
 
     def followed(self, values: Tensor) -> Tensor | None:
         """``values``, the whole main weights, as autograd is to follow them; None: the engine has

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fsdp_engine.flat_dtensor.placement import FlatPlacement
 
@@ -92,9 +93,11 @@ def name_of(func: Function) -> str:
     return func.__self__.__name__ if name in {"__get__", "__set__"} else name  # type: ignore[attr-defined]
 
 
-def refusal(
-    cls: Any, func: Function, found: Any, why: str = "not defined for a slice"
-) -> ValueError:
+class Refusal(ValueError):
+    """A function would be wrong on slices; nothing was changed."""
+
+
+def refusal(cls: Any, func: Function, found: Any, why: str = "not defined for a slice") -> Refusal:
     """The error for a function that would be wrong on slices; ``found`` holds its arguments.
 
     No TypeError: operators turn that into "unsupported operand", without a word of why.
@@ -112,7 +115,7 @@ def refusal(
                 "engine.unsharded(module). engine.full_state_dict() and fe.export_safetensors() "
                 "save whole weights. Change shapes before shard()"
             )
-    return ValueError(
+    return Refusal(
         f"{name_of(func)}: {why}; expected an elementwise function of FlatDTensors of one slice "
         f"and of scalars, or a full reduction; found {whose}. Call .full_tensor() for "
         f"the whole tensor, .to_local() for the slice{within}"
@@ -122,6 +125,18 @@ def refusal(
 def refuse(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Raises the ValueError of a function that is not defined for slices."""
     raise refusal(cls, func, (args, kwargs))
+
+
+def with_full_parameters(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Arguments with full parameters in place of sharded ones, where they can be had: within the
+    model's forward (``runtime/loose_units.py``). None: where not, and for in-place functions."""
+    if is_inplace(func):
+        return None
+    found = [value for value in tree_leaves((args, kwargs)) if isinstance(value, cls)]
+    full = {id(value): value._home.brought() if value._home else None for value in found}
+    if None in full.values():
+        return None
+    return tree_map_only(cls, lambda value: full[id(value)], (args, kwargs))
 
 
 def refuse_random(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:

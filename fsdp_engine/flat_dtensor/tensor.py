@@ -91,7 +91,7 @@ class FlatDTensor(DTensor):
     def __torch_function__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        return functions.handler_of(func)(cls, func, args, {} if kwargs is None else kwargs)
+        return functions.call(cls, func, args, {} if kwargs is None else kwargs)
 
     @property
     def flat_placement(self) -> FlatPlacement:

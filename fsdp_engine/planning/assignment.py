@@ -1,13 +1,28 @@
 """Which modules are units, and which unit owns which parameter.
 
-A parameter belongs to the smallest unit that contains every module that refers to it: its own
-unit, for a tied parameter the unit that contains both places, else the root. So each parameter is
-in exactly one unit, however units nest.
+A unit is a set of modules: it is entered whenever one of them is called, and left when that call
+returns. A parameter belongs to the smallest unit that contains every module that refers to it: its
+own unit, for a tied parameter the unit that contains both places, else the root. So each parameter
+is in exactly one unit, however units nest.
+
+[Note: Default units]
+Blocks, the children of every ``nn.ModuleList`` and ``nn.Sequential``, are units. What module order
+puts before, between and after them (embeddings; final norm and head) is a set each, so that the
+root keeps only what its own forward reads itself: parameters of modules that contain blocks, and
+those that tie a block to something else. Sets that a parameter ties together (an embedding and a
+head) are one set.
+
+    embedding, positions | block 0 | block 1 | .. | block n | norm, head          not tied
+    embedding, positions, norm, head | block 0 | block 1 | .. | block n           tied
+
+Modules beside blocks are *loose*: the model's forward may read their weights without calling them
+(a head that multiplies with ``self.embedding.weight``). See ``runtime/loose_units.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +32,8 @@ from fsdp_engine.buffers.param_and_grad_buffer import ParamRecord
 from fsdp_engine.devices import memory
 from fsdp_engine.patterns import compile_pattern
 
-UnitSelector = type[nn.Module] | str | Callable[[str, nn.Module], bool]
+Selector = type[nn.Module] | nn.Module | str | Callable[[str, nn.Module], bool]
+UnitSelector = Selector | tuple[Selector, ...]
 
 _WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
@@ -100,63 +116,130 @@ def _share_elements(first: Tensor, second: Tensor) -> bool:
     return bool(views[1].any())
 
 
+@dataclass(frozen=True)
+class ModuleSet:
+    """The modules of one unit.
+
+    Attributes:
+        name: their fully qualified names.
+        modules: none within another.
+        is_loose: see [Note: Default units].
+    """
+
+    name: str
+    modules: list[nn.Module]
+    is_loose: bool = False
+
+
 def find_units(
-    model: nn.Module, selectors: UnitSelector | Iterable[UnitSelector] | None
-) -> dict[str, nn.Module]:
-    """The unit modules by name, in module order, without the root.
+    model: nn.Module,
+    selectors: UnitSelector | Iterable[UnitSelector] | None,
+    records: Sequence[ParamRecord],
+) -> list[ModuleSet]:
+    """The units in module order, without the root.
 
     Args:
         model: the root.
-        selectors: module classes, name patterns and predicates ``(name, module) -> bool``, one or
-            several. In a pattern ``*`` stands for one part of a dotted name and ``**`` for any
-            number: ``"blocks.*"`` is every child of ``blocks``. None: the children of every
-            ``nn.ModuleList`` and ``nn.Sequential`` that is not itself within a unit.
+        selectors: module classes, modules, name patterns and predicates ``(name, module) -> bool``,
+            one or several; each module that matches is a unit. A tuple of them among several is
+            one unit of all that match. In a pattern ``*`` stands for one part of a dotted name and
+            ``**`` for any number: ``"blocks.*"`` is every child of ``blocks``. None: see
+            [Note: Default units].
+        records: the model's parameters.
 
     Raises:
         TypeError: a selector is none of these.
-        ValueError: a selector matches no module with parameters, or one without a forward.
+        ValueError: a selector matches no module with parameters, or one without a forward; a
+            module is in two units, or lies within another of its own.
     """
     if selectors is None:
-        return dict(_default_units("", model))
-    if isinstance(selectors, (str, type)) or callable(selectors):
+        return _default_units(model, records)
+    if isinstance(selectors, (str, type, nn.Module)) or callable(selectors):
         selectors = [selectors]
-    chosen: dict[str, nn.Module] = {}
-    modules = [(name, module) for name, module in model.named_modules() if name]
+    places = {name: place for place, (name, _) in enumerate(model.named_modules())}
+    sets: dict[tuple[str, ...], dict[str, nn.Module]] = {}
+    owner: dict[str, tuple[str, ...]] = {}
     for selector in selectors:
-        matches = _matcher(selector)
-        found = [(n, m) for n, m in modules if matches(n, m) and _has_parameters(m)]
-        if not found:
-            raise ValueError(
-                f"units: expected {_describe(selector)} to match a module with parameters; "
-                f"found none among {len(modules)} modules of {type(model).__name__}"
-            )
-        for name, module in found:
-            if isinstance(module, _WITHOUT_FORWARD):
-                raise ValueError(
-                    f"units: expected modules that have a forward; {_describe(selector)} matches "
-                    f"{name}, a {type(module).__name__}, which is never called"
-                )
-            chosen[name] = module
-    return {name: module for name, module in modules if name in chosen}
+        if isinstance(selector, tuple):
+            matched = {n: m for each in selector for n, m in _select(model, each).items()}
+            matched = dict(sorted(matched.items(), key=lambda item: places[item[0]]))
+            found = [matched]
+        else:
+            found = [{name: module} for name, module in _select(model, selector).items()]
+        for modules in found:
+            names = tuple(modules)
+            for name in names:
+                if owner.setdefault(name, names) != names:
+                    raise ValueError(
+                        f"units: expected each module in one unit; found {name} in "
+                        f"({', '.join(owner[name])}) and in ({', '.join(names)})"
+                    )
+                inner = [each for each in names if each.startswith(f"{name}.")]
+                if inner:
+                    raise ValueError(
+                        "units: expected modules beside each other in one unit; found "
+                        f"{inner[0]}, which lies in {name}, beside it"
+                    )
+            sets[names] = modules
+    ordered = sorted(sets.items(), key=lambda item: places[item[0][0]])
+    return [ModuleSet(_joined(names), list(modules.values())) for names, modules in ordered]
 
 
 def assign(
-    model: nn.Module, units: dict[str, nn.Module], records: Sequence[ParamRecord]
+    model: nn.Module, units: Sequence[ModuleSet], records: Sequence[ParamRecord]
 ) -> dict[str, list[ParamRecord]]:
     """The records of each unit by its name; the root, "", takes what no unit contains."""
     containing: dict[int, list[tuple[int, str]]] = {}
-    for name, module in {"": model, **units}.items():
-        inside = list(module.modules())
+    for unit in (ModuleSet("", [model]), *units):
+        inside = [each for module in unit.modules for each in module.modules()]
         for each in inside:
-            containing.setdefault(id(each), []).append((len(inside), name))
-    owned: dict[str, list[ParamRecord]] = {"": [], **{name: [] for name in units}}
+            containing.setdefault(id(each), []).append((len(inside), unit.name))
+    owned: dict[str, list[ParamRecord]] = {"": [], **{unit.name: [] for unit in units}}
     for record in records:
         candidates = set.intersection(*(set(containing[id(m)]) for m, _ in record.sites))
         owned[min(candidates)[1]].append(record)
     return owned
 
 
-def _default_units(prefix: str, module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
+def _select(model: nn.Module, selector: Any) -> dict[str, nn.Module]:
+    """Modules that ``selector`` matches, by name, in module order."""
+    matches = _matcher(selector)
+    modules = [(name, module) for name, module in model.named_modules() if name]
+    found = [(n, m) for n, m in modules if matches(n, m) and _has_parameters(m)]
+    if not found:
+        raise ValueError(
+            f"units: expected {_describe(selector)} to match a module with parameters; "
+            f"found none among {len(modules)} modules of {type(model).__name__}"
+        )
+    for name, module in found:
+        if isinstance(module, _WITHOUT_FORWARD):
+            raise ValueError(
+                f"units: expected modules that have a forward; {_describe(selector)} matches "
+                f"{name}, a {type(module).__name__}, which is never called"
+            )
+    return dict(found)
+
+
+def _default_units(model: nn.Module, records: Sequence[ParamRecord]) -> list[ModuleSet]:
+    """See [Note: Default units]."""
+    blocks = dict(_blocks("", model))
+    if not blocks:
+        return []  # nothing says what is computed with what
+    runs: list[dict[str, nn.Module]] = [{}]
+    seen: set[int] = set()
+    for name, module in _pieces("", model, {id(block) for block in blocks.values()}):
+        if name in blocks:
+            runs.append({})
+        elif id(module) not in seen:
+            runs[-1][name] = module
+            seen.add(id(module))
+    sets = [ModuleSet(name, [module]) for name, module in blocks.items()]
+    for run in _tied_together([run for run in runs if run], records):
+        sets.append(ModuleSet(_joined(tuple(run)), list(run.values()), is_loose=True))
+    return sets
+
+
+def _blocks(prefix: str, module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
     for child_name, child in module.named_children():
         name = f"{prefix}{child_name}"
         is_listed = isinstance(module, (nn.ModuleList, nn.Sequential))
@@ -164,7 +247,46 @@ def _default_units(prefix: str, module: nn.Module) -> Iterable[tuple[str, nn.Mod
             if _has_parameters(child):
                 yield name, child
         else:
-            yield from _default_units(f"{name}.", child)
+            yield from _blocks(f"{name}.", child)
+
+
+def _pieces(
+    prefix: str, module: nn.Module, blocks: Collection[int]
+) -> Iterable[tuple[str, nn.Module]]:
+    """Blocks, and the largest modules beside them, in module order."""
+    for child_name, child in module.named_children():
+        name = f"{prefix}{child_name}"
+        holds_blocks = any(id(each) in blocks for each in child.modules())
+        if id(child) not in blocks and (holds_blocks or isinstance(child, _WITHOUT_FORWARD)):
+            yield from _pieces(f"{name}.", child, blocks)
+        elif _has_parameters(child):
+            yield name, child
+
+
+def _tied_together(
+    runs: Sequence[dict[str, nn.Module]], records: Sequence[ParamRecord]
+) -> list[dict[str, nn.Module]]:
+    """``runs``, those that a parameter ties made one."""
+    run_of = {
+        id(each): number
+        for number, run in enumerate(runs)
+        for module in run.values()
+        for each in module.modules()
+    }
+    first = list(range(len(runs)))  # of the runs that each one is tied to, directly or not
+    for record in records:
+        tied = {run_of.get(id(module), -1) for module, _ in record.sites}
+        if -1 not in tied:
+            known = {first[each] for each in tied}
+            first = [min(known) if each in known else each for each in first]
+    joined: dict[int, dict[str, nn.Module]] = {}
+    for number, run in enumerate(runs):
+        joined.setdefault(first[number], {}).update(run)
+    return list(joined.values())
+
+
+def _joined(names: Sequence[str]) -> str:
+    return " + ".join(names)
 
 
 def _has_parameters(module: nn.Module) -> bool:
@@ -172,6 +294,8 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _matcher(selector: Any) -> Callable[[str, nn.Module], bool]:
+    if isinstance(selector, nn.Module):
+        return lambda name, module: module is selector
     if isinstance(selector, type):
         if not issubclass(selector, nn.Module):
             raise TypeError(f"units: expected module classes; found {selector!r}")
@@ -192,4 +316,6 @@ def _describe(selector: Any) -> str:
         return f"class {selector.__name__}"
     if isinstance(selector, str):
         return f"pattern {selector!r}"
+    if isinstance(selector, nn.Module):
+        return f"a {type(selector).__name__}"
     return f"predicate {getattr(selector, '__name__', selector)}"

@@ -11,7 +11,9 @@ ranks send each other the same; when all is built it tells, and all raise.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,15 +21,16 @@ from torch import nn
 
 from fsdp_engine.buffers.param_and_grad_buffer import FIRST_TAG, BufferKind, ParamAndGradBuffer
 from fsdp_engine.buffers.sharded_buffer import Ladder
+from fsdp_engine.buffers.weights import WeightTower
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.devices.agreement import agree
 from fsdp_engine.devices.collectives import broadcast_, gather_objects
 from fsdp_engine.devices.lanes import Lanes
-from fsdp_engine.devices.memory import Memory, Place
+from fsdp_engine.devices.memory import Memory
 from fsdp_engine.devices.mesh import DataMesh
 from fsdp_engine.planning.initial_values import Holdings, Start, broadcast_buffers, decide
 from fsdp_engine.planning.materialize import ModuleTree, materialize, materialize_buffers
-from fsdp_engine.planning.plan import Ground, Grounds, Plan
+from fsdp_engine.planning.plan import Ground, Grounds, Plan, PlannedUnit
 from fsdp_engine.strategies import Axis, Role
 
 
@@ -52,19 +55,46 @@ class BuiltUnit:
 
     Attributes:
         index: its number in module order.
-        name: fully qualified name of its module; "" for the root.
-        module: whose forward needs its full parameters.
+        name: fully qualified names of its modules; "" for the root.
+        modules: whose forwards need its full parameters.
         buffers: its parameters, by kind.
-        place: its slots, if transient memory does not come and go.
-        is_bucket: its parameters lie in modules that the root calls itself.
+        is_loose: see :class:`~fsdp_engine.planning.plan.PlannedUnit`.
+        contains_units: modules of other units lie within its own.
     """
 
     index: int
     name: str
-    module: nn.Module
-    buffers: list[ParamAndGradBuffer]
-    place: Place | None
-    is_bucket: bool
+    modules: Sequence[nn.Module]
+    buffers: Sequence[ParamAndGradBuffer]
+    is_loose: bool
+    contains_units: bool
+
+    @property
+    def label(self) -> str:
+        """Its name for people."""
+        return self.name or "the root module"
+
+    @cached_property
+    def num_elements(self) -> int:
+        """Elements of its buffers, padding included."""
+        return sum(buffer.layout.numel for buffer in self.buffers)
+
+    @cached_property
+    def reshards(self) -> bool:
+        """Whether its full parameters come and go."""
+        return any(buffer.weights.reshards for buffer in self.buffers)
+
+    @cached_property
+    def needs_refresh(self) -> bool:
+        """Whether a change of main weights has to travel or be cast before use."""
+        return any(buffer.weights.needs_refresh for buffer in self.buffers)
+
+    @cached_property
+    def split_weights(self) -> Sequence[WeightTower]:
+        """Weights of which forward and backward gather different bytes ([Note: Planes] in
+        ``codecs/base.py``)."""
+        weights = [buffer.weights for buffer in self.buffers]
+        return [each for each in weights if each.reshards and each.num_planes > 1]
 
 
 def agree_on_plan(
@@ -125,8 +155,7 @@ def build_units(
     device = sites.data.mesh.device
     tag = FIRST_TAG
     units = []
-    tree = ModuleTree(plan.units[0].module) if plan.on_meta else None
-    places = _places(plan, memory) if config.fsdp_double_buffer else [None] * len(plan.units)
+    tree = ModuleTree(plan.root) if plan.on_meta else None
     for index, planned in enumerate(plan.units):
         if tree is not None:
             records = [
@@ -146,35 +175,32 @@ def build_units(
             if len(planned.buffers) > 1:
                 label += f" (buffer {number})"
             ground, ladder = sites.of(part.kind)
-            with memory.placing(places[index]):
-                buffer = ParamAndGradBuffer(
-                    label,
-                    part.records,
-                    part.layout,
-                    part.kind,
-                    part.make_codec(),
-                    ground.strategy,
-                    ladder,
-                    lanes,
-                    memory,
-                    config,
-                    tag,
-                    broadcast=start.from_first,
-                )
+            buffer = ParamAndGradBuffer(
+                label,
+                part.records,
+                part.layout,
+                part.kind,
+                part.make_codec(),
+                ground.strategy,
+                ladder,
+                lanes,
+                memory,
+                config,
+                tag,
+                broadcast=start.from_first,
+            )
             buffers.append(buffer)
             if not start.from_first:
                 same_on_replicas(buffer)
             tag += 2  # a reduction may take two messages
-        units.append(
-            BuiltUnit(
-                index, planned.name, planned.module, buffers, places[index], planned.is_bucket
-            )
-        )
+        name, modules = planned.name, planned.modules
+        contains_units = _contain_another(modules, plan.units)
+        units.append(BuiltUnit(index, name, modules, buffers, planned.is_loose, contains_units))
         for buffer in buffers:
             for record in buffer.records:
                 # The user's own tensor goes now, so that one unit at a time is held twice.
                 del record.param
-    root = plan.units[0].module
+    root = plan.root
     has_values = not start.whole or sites.data.mesh.is_first
     try:
         materialize_buffers(root, device, start.seed + len(units), values=has_values)
@@ -190,24 +216,14 @@ def build_units(
     if start.whole:
         experts = sites.expert.mesh if sites.expert is not None else None
         broadcast_buffers(root, sites.data.mesh, experts)
-    memory.fix_slots()
     return units
 
 
-def _places(plan: Plan, memory: Memory) -> list[Place | None]:
-    """Who takes turns with whom: see [Note: Slots] in ``memory.py``."""
-    modules = {id(unit.module) for unit in plan.units}
-    pair = (memory.make_slots(), memory.make_slots())
-    places: list[Place | None] = []
-    num_in_turn = 0
-    for index, unit in enumerate(plan.units):
-        num_inside = sum(id(module) in modules for module in unit.module.modules())
-        if unit.is_bucket or (index and num_inside == 1):
-            places.append(Place(index, pair[num_in_turn % 2]))
-            num_in_turn += 1
-        else:
-            places.append(Place(index, memory.make_slots()))
-    return places
+def _contain_another(modules: Sequence[nn.Module], units: Sequence[PlannedUnit]) -> bool:
+    """Whether a module of another unit lies within ``modules``."""
+    own = {id(module) for module in modules}
+    inside = {id(each) for module in modules for each in module.modules()} - own
+    return any(id(module) in inside for unit in units for module in unit.modules)
 
 
 def same_on_replicas(buffer: ParamAndGradBuffer) -> None:

@@ -112,7 +112,7 @@ class Holdings:
                     meta = record.param.is_meta
                     value = record.param if meta else codec.initial_value(record.param)
                     yield scope, record.name, value, True
-        for name, module, attribute, buffer in named_buffers(plan.units[0].module):
+        for name, module, attribute, buffer in named_buffers(plan.root):
             saved = attribute not in module._non_persistent_buffers_set
             yield self._scope(_has_experts(module)), name, buffer, saved
 

@@ -29,7 +29,56 @@ def install_into(
         list_flat_weights(module)
 
 
-def install_table(
+class Installation:
+    """Every place that refers to a parameter of a unit, and which of its two tensors lies there.
+
+    Args:
+        buffers: the unit's, whose sharded parameters are put into the modules.
+        label: the unit's, in errors.
+
+    Attributes:
+        is_full: the full parameters are in the modules.
+    """
+
+    def __init__(self, buffers: Sequence[ParamAndGradBuffer], label: str) -> None:
+        self.is_full = False
+        self._label = label
+        # (container, key, full, sharded)
+        self._table = _install_table(buffers)
+
+    def install(self) -> None:
+        """Put the full parameters into the modules."""
+        if not self.is_full:
+            self.is_full = True
+            for parameters, name, full, _ in self._table:
+                parameters[name] = full
+
+    def uninstall(self) -> None:
+        """Put the sharded parameters back."""
+        if self.is_full:
+            self.is_full = False
+            for parameters, name, _, sharded in self._table:
+                parameters[name] = sharded
+
+    def check_not_swapped(self) -> None:
+        """A forward within ``torch.func.functional_call`` is about to put full parameters where the
+        sharded ones are.
+
+        Raises:
+            RuntimeError: it has put others there.
+        """
+        for parameters, name, full, sharded in self._table:
+            found = parameters[name]
+            if found is not sharded and found is not full:
+                raise RuntimeError(
+                    f"functional_call: expected the model's own parameters in unit {self._label}; "
+                    f"found another tensor for {name}, in whose place the engine would use the "
+                    "sharded weights. Change the weights themselves (load_state_dict, "
+                    "engine.unsharded()), or shard at level no_shard without mixed precision"
+                )
+
+
+def _install_table(
     buffers: Sequence[ParamAndGradBuffer],
 ) -> list[tuple[Any, str | int, Any, Any]]:
     """Put the sharded parameters into the modules.

@@ -4,8 +4,8 @@ Which unit a parameter belongs to is ``assignment.py``'s business. Within a unit
 *kind* share a buffer. What belongs to no unit is split into *buckets*, in reverse registration
 order, in which gradients come: buffers of their own, which are gathered and reduced one by one.
 Where parameters are cut, buckets are buffers of the root unit, since all of them are gathered for
-the root's forward. Where they are not, each is a unit: its gradients travel while others come, and
-its weights are waited for when the first module needs them.
+the root's forward. Where they are not, each is a unit, of the modules that hold its parameters: its
+gradients travel while others come, and its weights are waited for when such a module is called.
 """
 
 from __future__ import annotations
@@ -115,12 +115,20 @@ class PlannedBuffer:
 
 @dataclass(frozen=True)
 class PlannedUnit:
-    """One unit to be; ``is_bucket``: its parameters are those of no unit, in modules of any."""
+    """One unit to be.
+
+    Attributes:
+        name: fully qualified names of its modules; "" for the root.
+        modules: whose calls need its parameters.
+        buffers: its parameters, by kind.
+        is_loose: its modules lie beside the model's blocks, so that forwards around them may read
+            their parameters without calling them.
+    """
 
     name: str
-    module: nn.Module
+    modules: Sequence[nn.Module]
     buffers: list[PlannedBuffer]
-    is_bucket: bool = False
+    is_loose: bool = False
 
 
 @dataclass(frozen=True)
@@ -138,6 +146,11 @@ class Plan:
     records: list[ParamRecord]
     on_meta: bool
     lacks: str = ""
+
+    @property
+    def root(self) -> nn.Module:
+        """The model."""
+        return self.units[0].modules[0]
 
     def signature(self) -> list[str]:
         """A line for each parameter, which must be the same on all ranks."""
@@ -188,20 +201,19 @@ def plan_units(
     recipe: Recipe,
 ) -> list[PlannedUnit]:
     """Units with their buffers, the root first; see the module docstring."""
-    modules = find_units(model, selectors)
-    owned = assign(model, modules, records)
+    sets = find_units(model, selectors, records)
+    owned = assign(model, sets, records)
     root, *buckets = _plan_root(model, owned[""], recipe)
     planned = list(buckets)
-    for name, module in modules.items():
-        buffers = plan_buffers(owned[name], recipe)
+    for each in sets:
+        buffers = plan_buffers(owned[each.name], recipe)
         if buffers:
-            planned.append(PlannedUnit(name, module, buffers))
-    if buckets:
-        # Where their first parameter was registered: the first guess of the order of execution.
-        places = {record.name: place for place, record in enumerate(records)}
-        planned.sort(
-            key=lambda unit: min(places[r.name] for each in unit.buffers for r in each.records)
-        )
+            planned.append(PlannedUnit(each.name, each.modules, buffers, each.is_loose))
+    # Where their first parameter was registered: the first guess of the order of execution.
+    places = {record.name: place for place, record in enumerate(records)}
+    planned.sort(
+        key=lambda unit: min(places[r.name] for each in unit.buffers for r in each.records)
+    )
     return [root, *planned]
 
 
@@ -230,12 +242,18 @@ def _plan_root(
     buffers = plan_buffers(records, recipe, in_buckets=True)
     is_cut = recipe.grounds.data.strategy.depth(Role.PARAM) > 0
     if is_cut or len({buffer.kind for buffer in buffers}) == len(buffers):
-        return [PlannedUnit("", model, buffers)]
+        return [PlannedUnit("", [model], buffers)]
     buckets = (
-        PlannedUnit(f"(bucket {number})", model, [buffer], is_bucket=True)
+        PlannedUnit(f"(bucket {number})", _holders(buffer.records), [buffer], is_loose=True)
         for number, buffer in enumerate(buffers)
     )
-    return [PlannedUnit("", model, []), *buckets]
+    return [PlannedUnit("", [model], []), *buckets]
+
+
+def _holders(records: Sequence[ParamRecord]) -> list[nn.Module]:
+    """Modules that hold the parameters, each once."""
+    modules = (module for record in records for module, _ in record.sites)
+    return list({id(module): module for module in modules}.values())
 
 
 def _split(

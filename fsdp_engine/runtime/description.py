@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdp_engine.devices.mesh import DataMesh
-from fsdp_engine.runtime.order import leave_order
+from fsdp_engine.runtime.record import leave_order
 from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.strategies import Axis, Role, Strategy
 

@@ -1,7 +1,7 @@
 """Where calls of modules and events of autograd meet the scheduler.
 
-    forward pre-hook    enter the unit; cast inputs; mark the boundary of its backward
-    forward hook        leave the unit; listen for the gradient of its outputs
+    forward pre-hook    enter the module's units; cast inputs; mark the boundary of its backward
+    forward hook        leave the units; listen for the gradient of its outputs
     gradient of output  the unit's backward begins
     gradient of inputs  the unit's backward is over (the boundary)
     gradient of a parameter, accumulated: written into the flat buffer, dropped at once
@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
 
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
+from fsdp_engine.planning.installing import holders
 from fsdp_engine.runtime.inputs import Inputs, cast_to, is_of, version_of
 from fsdp_engine.runtime.scheduler import Scheduler, in_backward
 from fsdp_engine.runtime.trees import iter_tensors, map_tensors, unknown_part
@@ -57,7 +58,7 @@ def not_compiled(function: Any) -> Any:
 
 
 # Weak both ways: hooks know their module, and a value that holds its key would never go.
-_HOOKS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[UnitHooks]] = weakref.WeakKeyDictionary()
+_HOOKS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ModuleHooks]] = weakref.WeakKeyDictionary()
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
@@ -88,54 +89,64 @@ class _Entered:
     """One call of a module that is under way.
 
     Attributes:
-        call: None: no backward is to come, or it is seen by an earlier forward's call.
+        units: that were entered for it, and have to be left, each with its call. No call: no
+            backward is to come, or it is seen by an earlier forward's call.
         recomputes: it runs within backward.
-        opens: the unit was entered for it, and has to be left.
+        wants_calls: a backward is to come.
         alone: the only input, if it is one tensor, and its version.
         inputs: all of them, if they are more than that.
     """
 
-    __slots__ = ("alone", "call", "inputs", "opens", "recomputes")
+    __slots__ = ("alone", "inputs", "recomputes", "units", "wants_calls")
 
-    def __init__(self, call: Call | None, *, recomputes: bool, opens: bool) -> None:
-        self.call = call
+    def __init__(self, *, recomputes: bool, wants_calls: bool) -> None:
+        self.units: list[tuple[Unit, Call | None]] = []
         self.recomputes = recomputes
-        self.opens = opens
+        self.wants_calls = wants_calls
         self.alone: tuple[Tensor, int] | None = None
         self.inputs: Inputs | None = None
 
+    @property
+    def calls(self) -> list[Call]:
+        """Those whose backward is to come."""
+        return [call for _, call in self.units if call is not None]
 
-class UnitHooks:
-    """The forward hooks of one unit's module.
+
+class ModuleHooks:
+    """The forward hooks of one module: its call enters units, and leaves them when it returns.
 
     Args:
         scheduler: what to tell.
-        unit: whose module.
-        input_dtype: floating-point inputs are cast to it; None: left alone.
-        output_dtype: likewise for outputs.
+        module: which.
+        casts: floating-point inputs are cast to the first, outputs to the second; None: left alone.
         engine: kept alive as long as the module, whether or not the user holds on to it.
-        check: called before each forward, if given.
+        check: called before each forward that begins a model's, if given.
+
+    Attributes:
+        units: of whose sets the module is one.
+        paused: modules hold full main weights (``engine.unsharded()``).
+        was_called: the module has been called.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
-        unit: Unit,
-        input_dtype: torch.dtype | None,
-        output_dtype: torch.dtype | None,
+        module: nn.Module,
+        casts: tuple[torch.dtype | None, torch.dtype | None],
         engine: object,
         check: Callable[[], None] | None = None,
     ) -> None:
+        self.units: list[Unit] = []
+        self.paused = False
+        self.was_called = False
         self._engine = engine
         self._check = check
         self._scheduler = scheduler
-        self._unit = unit
-        self._input_dtype = input_dtype
-        self._output_dtype = output_dtype
+        self._input_dtype, self._output_dtype = casts
         self._entered: list[_Entered] = []
-        self.paused = False
+        self._register(module)
 
-    def register(self) -> None:
+    def _register(self, module: nn.Module) -> None:
         """Put the hooks on the module: outermost, around the user's own."""
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -144,7 +155,6 @@ class UnitHooks:
         def after(module: nn.Module, args: Any, output: Any) -> Any:
             return self.after(output)
 
-        module = self._unit.module
         _HOOKS[module] = weakref.ref(self)
         if module._compiled_call_impl is not None:
             # module.compile() was called: what is compiled is everything that a call does, hooks
@@ -156,7 +166,7 @@ class UnitHooks:
         module.register_forward_hook(not_compiled(after), always_call=True)
 
     def around(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """``method`` of the module, as a forward of the unit."""
+        """``method`` of the module, as a forward of its units."""
 
         @functools.wraps(method)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -176,45 +186,59 @@ class UnitHooks:
         """Forget forwards that an exception ended."""
         self._entered.clear()
 
+    def enter_now(self, unit: Unit) -> bool:
+        """Enter ``unit`` with the call that is under way; False if there is none."""
+        if not self._entered or self._entered[-1].recomputes:
+            return False
+        self._enter(self._entered[-1], unit)
+        return True
+
     @not_compiled
     def before(self, args: Any, kwargs: Any) -> Any:
         """The module is called."""
         if self.paused:
-            _refuse_autograd(self._unit)
+            _refuse_autograd(self.units[0])
             return None
-        unit = self._unit
+        self.was_called = True
         recomputes = in_backward()
-        wants_call = torch.is_grad_enabled()
-        if recomputes:
-            self._scheduler.recompute(unit)
-            # Calls of the first forward still wait for their backward, unless it ran without
-            # autograd, as the first forward of a re-entrant checkpoint does.
-            wants_call = wants_call and not unit.num_calls
-        else:
+        if not recomputes:
             if self._check is not None and self._scheduler.is_at_rest:
                 self._check()
             if _inside_transform() is not None:
-                _refuse_transform(unit)
-            self._scheduler.enter_forward(unit)
-        call = Call(unit) if wants_call else None
-        opens = wants_call or not recomputes
-        entered = _Entered(call, recomputes=recomputes, opens=opens)
+                _refuse_transform(self.units[0])
+        entered = _Entered(recomputes=recomputes, wants_calls=torch.is_grad_enabled())
         self._entered.append(entered)
-        if call is None and self._input_dtype is None:
+        for unit in self.units:
+            self._enter(entered, unit)
+        calls = entered.calls
+        if not calls and self._input_dtype is None:
             return args, kwargs
         if len(args) == 1 and not kwargs and type(args[0]) is Tensor:  # most units, most cheaply
             tensor = args[0]
             if self._input_dtype is None or is_of(self._input_dtype, tensor):
-                if call is None:
+                if not calls:
                     return args, kwargs
                 entered.alone = (tensor, version_of(tensor))
-                return ((self._listen(call, tensor),) if tensor.requires_grad else args), kwargs
+                return ((self._listen(calls, tensor),) if tensor.requires_grad else args), kwargs
         inputs = entered.inputs = Inputs((args, kwargs))
         if self._input_dtype is not None:
             inputs.cast(self._input_dtype)
-        if call is not None:
-            inputs.mark(partial(self._listen, call))
+        if calls:
+            inputs.mark(partial(self._listen, calls))
         return inputs.arguments
+
+    def _enter(self, entered: _Entered, unit: Unit) -> None:
+        wants_call = entered.wants_calls
+        if entered.recomputes:
+            self._scheduler.recompute(unit)
+            # Calls of the first forward still wait for their backward, unless it ran without
+            # autograd, as the first forward of a re-entrant checkpoint does.
+            wants_call = wants_call and not unit.num_calls
+            if not wants_call:
+                return
+        else:
+            self._scheduler.enter_forward(unit)
+        entered.units.append((unit, Call(unit) if wants_call else None))
 
     @not_compiled
     def after(self, output: Any) -> Any:
@@ -222,44 +246,54 @@ class UnitHooks:
         if self.paused or not self._entered:
             return None  # entering failed: there is nothing to leave
         entered = self._entered.pop()
-        call, inputs = entered.call, entered.inputs
+        inputs, calls = entered.inputs, entered.calls
         if inputs is not None:
             inputs.take_back()
-        if not entered.opens:
+        if not entered.units:
             return None
-        has_backward = False
-        hidden_in = None
-        if call is not None:
-            begin = None
-            views = inputs.views if inputs is not None else []
-            for tensor in self._ways_in(entered, call, output):
-                # What comes back as it was handed in leads past the unit.
-                if tensor.requires_grad and not any(tensor is view for view in views):
-                    if begin is None:
-                        begin = _begin_backward(self._scheduler, call, views)
-                    node = tensor.grad_fn
-                    if node is None:
-                        tensor.register_hook(begin)
-                    else:
-                        # Tensor.register_hook crashes on a view whose base was changed through
-                        # another view (torch 2.13).
-                        node.register_prehook(begin)
-                    has_backward = True
-            if has_backward:
-                call.count()
-            elif call.has_boundary or self._unit.trainable:
-                hidden_in = unknown_part(output)
-        if not entered.recomputes:
-            try:
-                if hidden_in is not None:
-                    self._unit.hide_output(hidden_in)
-            finally:
-                self._scheduler.leave_forward(self._unit, has_backward)
+        has_backward = bool(calls) and self._listen_for_backward(entered, calls, output)
+        try:
+            if calls and not has_backward and not entered.recomputes:
+                self._note_hidden(calls, output)
+        finally:
+            if not entered.recomputes:
+                for unit, _ in reversed(entered.units):
+                    self._scheduler.leave_forward(unit, has_backward)
         if self._output_dtype is not None:
             return map_tensors(partial(cast_to, self._output_dtype), output)
         return None
 
-    def _ways_in(self, entered: _Entered, call: Call, output: Any) -> Iterable[Tensor]:
+    def _listen_for_backward(self, entered: _Entered, calls: list[Call], output: Any) -> bool:
+        """See when gradients enter the module; returns whether any will."""
+        begin = None
+        views = entered.inputs.views if entered.inputs is not None else []
+        for tensor in self._ways_in(entered, calls, output):
+            # What comes back as it was handed in leads past the unit.
+            if tensor.requires_grad and not any(tensor is view for view in views):
+                if begin is None:
+                    begin = _begin_backward(self._scheduler, calls, views)
+                node = tensor.grad_fn
+                if node is None:
+                    tensor.register_hook(begin)
+                else:
+                    # Tensor.register_hook crashes on a view whose base was changed through
+                    # another view (torch 2.13).
+                    node.register_prehook(begin)
+        if begin is not None:
+            for call in calls:
+                call.count()
+        return begin is not None
+
+    @staticmethod
+    def _note_hidden(calls: list[Call], output: Any) -> None:
+        """No output that is seen takes part in autograd; one that is not seen may."""
+        concerned = [call.unit for call in calls if call.has_boundary or call.unit.trainable]
+        hidden_in = unknown_part(output) if concerned else None
+        if hidden_in is not None:
+            for unit in concerned:
+                unit.hide_output(hidden_in)
+
+    def _ways_in(self, entered: _Entered, calls: list[Call], output: Any) -> Iterable[Tensor]:
         """Tensors by which gradients enter the unit."""
         found = [output] if type(output) is Tensor else list(iter_tensors(output))
         if entered.inputs is not None:
@@ -270,16 +304,18 @@ class UnitHooks:
         else:
             return found
         if changed:
-            call.num_awaited = -1
+            for call in calls:
+                call.num_awaited = -1
             # Not those that only no_grad() has changed.
             found += [tensor for tensor in changed if tensor.grad_fn is not None]
         return found
 
-    def _listen(self, call: Call, tensor: Tensor) -> Tensor:
+    def _listen(self, calls: list[Call], tensor: Tensor) -> Tensor:
         """A view of ``tensor`` that tells when its gradient is there."""
-        call.has_boundary = True
         view = tensor.view_as(tensor)
-        view.register_hook(partial(_input_came, self._scheduler, call))
+        for call in calls:
+            call.has_boundary = True
+            view.register_hook(partial(_input_came, self._scheduler, call))
         return view
 
 
@@ -289,17 +325,38 @@ def hook_gradients(scheduler: Scheduler, unit: Unit) -> None:
         buffer.hook_gradients(_gradient_writer(scheduler, unit, buffer), scheduler.begin_backward)
 
 
+def hook_recomputation(scheduler: Scheduler, unit: Unit) -> None:
+    """Bring forward's plane back where a part of the unit is computed again within its backward.
+
+    Where a codec has two planes ([Note: Planes] in ``codecs/base.py``), a unit in backward holds
+    the second. A checkpoint around one of its modules runs that one's forward again, which its own
+    hooks see. One around a part of it does not: so the modules that hold such parameters tell by
+    themselves when they are called.
+    """
+    if not unit.built.split_weights:
+        return
+
+    @not_compiled
+    def before(module: nn.Module, args: Any) -> None:
+        if in_backward():
+            scheduler.recompute(unit)
+
+    for module in holders(unit.buffers):
+        module.register_forward_pre_hook(before, prepend=True)
+
+
 def _gradient_writer(scheduler: Scheduler, unit: Unit, buffer: ParamAndGradBuffer) -> Any:
     grads = buffer.grads
     assert grads is not None
     count = len(buffer.records)
+    has_open_gradients = scheduler.reductions.has_open_gradients
 
     @not_compiled
     def on_grad(index: int, param: Tensor) -> None:
         grad = param.grad
         if grad is None:
             return  # a function that has none for it, or computes it later
-        if not unit.has_open_grads:
+        if not has_open_gradients(unit):
             scheduler.begin_gradient(unit)
         param.grad = None
         grads.write(index, grad)
@@ -310,17 +367,19 @@ def _gradient_writer(scheduler: Scheduler, unit: Unit, buffer: ParamAndGradBuffe
 
 
 def _begin_backward(
-    scheduler: Scheduler, call: Call, views: Sequence[Tensor]
+    scheduler: Scheduler, calls: Sequence[Call], views: Sequence[Tensor]
 ) -> Callable[[Any], None]:
-    """The hook for gradients by which backward enters a call, whose inputs are ``views``."""
+    """The hook for gradients by which backward enters calls of a module, whose inputs are
+    ``views``."""
     # Hooks of outputs may hold nodes of inputs; the other way round there would be a cycle, which
     # would keep a whole graph.
     nodes = [view.grad_fn for view in views] if len(views) > 1 else []
 
     def begin(grads: Any) -> None:
-        if not call.opened and call.num_awaited >= 0:
-            call.num_awaited = sum(map(_will_run, nodes)) if nodes else 1
-        scheduler.enter_backward(call)
+        for call in calls:
+            if not call.opened and call.num_awaited >= 0:
+                call.num_awaited = sum(map(_will_run, nodes)) if nodes else 1
+            scheduler.enter_backward(call)
 
     return begin
 

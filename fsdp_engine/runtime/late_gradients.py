@@ -76,7 +76,7 @@ class _Awaited:
     def _due(self, grad: Tensor) -> None:
         if not self.is_due:
             self.is_due = True
-            self._unit.num_awaited += 1
+            self._unit.num_late += 1
             self._scheduler.begin_gradient(self._unit)
 
     def came(self) -> None:
@@ -92,8 +92,7 @@ class _Awaited:
         self.is_due = False
         grads = self._buffer.grads
         assert grads is not None
-        self._scheduler.reductions.open_unit(self._unit)  # another unit may have had its slot
         grads.write(self._index, grad)
-        self._unit.num_awaited -= 1
-        if not self._unit.num_awaited:
+        self._unit.num_late -= 1
+        if not self._unit.num_late:
             self._scheduler.late_gradient_came(self._unit)

@@ -24,28 +24,21 @@ A backward after the end adds to what is reduced: [Note: Reducing again] in ``re
 under ``DistributedDataParallel`` the last backward issues (``overlap_grad_reduce``) or only
 accumulates, and ``finish_grad_sync`` does what is left. Axes that cut gradients are reduced in
 every backward, whatever the timing.
-
-[Note: Who has the slot]
-Where staging lies in slots ([Note: Slots] in ``memory.py``), a unit that needs one waits for the
-reduction of the unit that has it. That one may not be reduced yet: it waits for its turn (see
-[Note: Order of reductions]), or for the rest of its gradients (it was called twice, and each time
-used other weights). Then what it staged is set aside, in ordinary memory, until its next gradient
-or its turn comes.
 """
 
 from __future__ import annotations
 
 import enum
-from collections import deque
 from collections.abc import Sequence
 
 import torch
-from torch.distributed import ProcessGroup
 
 from fsdp_engine.config import Timing
-from fsdp_engine.devices.lanes import Lanes, Ticket
+from fsdp_engine.devices.lanes import Lanes
+from fsdp_engine.devices.mesh import DataMesh
 from fsdp_engine.runtime.gradient_checks import GradientChecks
 from fsdp_engine.runtime.step_message import StepMessage
+from fsdp_engine.runtime.turns import Came, InFlight, Turns
 from fsdp_engine.runtime.unit import Unit
 
 _MOST_NAMED = 8
@@ -74,6 +67,14 @@ TRANSITIONS = {
 class Reductions:
     """Issues reductions in canonical order within a memory budget.
 
+    Args:
+        units: all of them, in module order.
+        lanes: of the engine.
+        mesh: all data-parallel ranks.
+        budget: elements of staging that may be in flight.
+        timing: how far a backward goes.
+        checks: what looks at gradients before they travel; None: nothing does.
+
     Attributes:
         sync: this backward is the last microbatch of a step, or may be (``no_sync`` denies it).
         canonical_order: units in forward order, the same on all ranks.
@@ -82,42 +83,34 @@ class Reductions:
     def __init__(
         self,
         units: Sequence[Unit],
-        root: Unit,
         lanes: Lanes,
-        group: ProcessGroup | None,
-        device: torch.device,
+        mesh: DataMesh,
         budget: int,
         timing: Timing,
         checks: GradientChecks | None,
     ) -> None:
         self._units = tuple(units)
-        self._root = root
-        self._lanes = lanes
-        self._budget = budget
         self._timing = timing
         self._checks = checks
         self.sync = True
         self._seen_order = [unit.index for unit in units]
         self.canonical_order = self._seen_order
-        self._trainable = [unit for unit in units if unit.trainable]
-        self._buffers = [buffer for unit in self._trainable for buffer in unit.trainable]
-        self._message = StepMessage(self._buffers, group, device, checks)
+        self._buffers = [buffer for unit in units for buffer in unit.trainable]
+        self._message = StepMessage(self._buffers, mesh.control_group, mesh.device, checks)
         self._queue = self._make_queue()
-        self._next = 0
-        self._ready: set[int] = set()
-        # (unit, its tickets, elements of its staging)
-        self._in_flight: deque[tuple[Unit, list[Ticket], int]] = deque()
-        self._num_in_flight = 0  # such elements in all
+        staged = [[b.grads.num_staged_elements for b in u.trainable if b.grads] for u in units]
+        self._in_flight = InFlight(lanes, budget, [sum(each) for each in staged])
+        self._turns = Turns(len(units))
         self._phase = Phase.CLEARED
-        # A backward is under way; autograd is done with it, but weight gradients are yet to come.
-        self._in_backward = False
-        self._is_closing = False
-        self._is_last = False
         self._hooks_are_due = False
 
     def order_seen(self, order: list[int]) -> None:
         """Forward has recorded an order of all units."""
         self._seen_order = order
+
+    def has_open_gradients(self, unit: Unit) -> bool:
+        """Whether this backward has brought some of the unit's, not yet reduced."""
+        return self._turns.came[unit.index] is Came.SOME
 
     def begin_backward(self) -> None:
         """A backward begins.
@@ -127,7 +120,7 @@ class Reductions:
                 backward were put off and have not come; a gradient was edited between microbatches.
         """
         self._message.finish()
-        if self._is_closing:
+        if self._turns.is_closing:
             raise RuntimeError(
                 f"backward: expected the weight gradients of {self._missing()}, which the last "
                 "backward put off, to be computed first (backward_dw); found them missing"
@@ -141,50 +134,45 @@ class Reductions:
             for buffer in self._buffers:
                 buffer.begin_backward(reduced=self._phase is Phase.FINAL)
         self._move_to(Phase.ACCUMULATING)
-        self._in_backward = True
         # Settled now: gradients may come late, when a no_sync() is over.
-        self._is_last = self.sync and self._timing.reduces_in_backward
+        self._turns.begin(is_last=self.sync and self._timing.reduces_in_backward)
 
     def open_unit(self, unit: Unit) -> None:
         """The unit's first gradient of this backward is about to be written."""
-        if unit.has_open_grads:
+        came = self._turns.came
+        if came[unit.index] is Came.SOME:
             return
-        if unit.is_reduced:
+        if came[unit.index] is Came.REDUCED:
             raise RuntimeError(
                 f"a gradient for unit {unit.label} came after its reduction had started: expected "
                 "one gradient per parameter and backward; found a second one (a parameter that is "
                 "used in several re-entrant checkpoints?). Put the modules that share it into one "
                 "unit, or use checkpoint(..., use_reentrant=False)"
             )
-        limit = max(self._budget, unit.num_staged)
-        while self._in_flight and self._num_in_flight + unit.num_staged > limit:
-            self._retire_oldest()
-        if unit.place is not None and unit.num_staged:
-            self._take_slot(unit)
-        unit.has_open_grads = True
+        self._in_flight.make_room(unit)
+        came[unit.index] = Came.SOME
         for buffer in unit.trainable:
             assert buffer.grads is not None
             buffer.grads.begin()
 
     def unit_is_ready(self, unit: Unit) -> None:
         """All gradients of the unit that this backward brings have come, or will come later."""
-        if unit is self._root or not unit.trainable:
-            return  # the root's own come in to the very end
-        self._ready.add(unit.index)
-        self._advance()
+        if unit.trainable:
+            self._turns.unit_is_ready(unit)
+            self._advance()
 
     def late_gradient_came(self, unit: Unit) -> None:
         """The last weight gradient that ``unit``'s modules had put off has come."""
         self._advance()
-        if self._is_closing and self._next == len(self._queue):
+        if self._turns.is_closing and not self._turns.waiting(self._queue):
             self._close()
 
     def end_backward(self) -> None:
         """Backward is over: reduce what is left, wait for it, show the gradients, as far as this
         engine's timing has it."""
-        self._is_closing = True
+        self._turns.is_closing = True
         self._advance()
-        if self._next == len(self._queue):
+        if not self._turns.waiting(self._queue):
             self._close()
 
     def start(self, *, wait: bool = False) -> None:
@@ -193,13 +181,11 @@ class Reductions:
         Args:
             wait: return when they are done.
         """
-        if self._in_backward or self._phase in (Phase.ISSUED, Phase.FINAL):
+        if self._turns.is_open or self._phase in (Phase.ISSUED, Phase.FINAL):
             return  # backward issues them, or has
         for buffer in self._buffers if self._phase is Phase.CLEARED else ():
             buffer.begin_backward(reduced=False)  # no microbatch at all on this rank: zeros
         for unit in self._queue:
-            if unit.place is not None:
-                self._take_slot(unit)
             tickets = []
             for buffer in unit.trainable:
                 grads = buffer.grads
@@ -210,10 +196,10 @@ class Reductions:
                 ticket = grads.reduce(microbatch=False, last=True)
                 if ticket is not None:
                     tickets.append(ticket)
-            self._in_flight.append((unit, tickets, 0))
+            self._in_flight.add(unit, tickets, staged=False)
         self._issued()
-        while wait and self._in_flight:
-            self._retire_oldest()
+        if wait:
+            self._in_flight.finish()
 
     def finish(self) -> None:
         """On return gradients are final, and shown.
@@ -222,7 +208,7 @@ class Reductions:
             RuntimeError: a backward is not over, or its weight gradients have not all come; names
                 parameters. Or what checks of gradients found, on all ranks.
         """
-        if self._in_backward:
+        if self._turns.is_open:
             raise RuntimeError(
                 "finish_grad_sync: expected the gradients of all parameters; found a backward that "
                 "is not over, or weight gradients put off by it (backward_dw): missing are those "
@@ -231,10 +217,8 @@ class Reductions:
         if self._phase is Phase.FINAL:
             return
         self.start()
-        while self._in_flight:
-            self._retire_oldest()
-        for unit in self._trainable:
-            unit.is_reduced = False
+        self._in_flight.finish()
+        self._turns.forget()
         self._publish()
         self._move_to(Phase.FINAL)
 
@@ -254,16 +238,14 @@ class Reductions:
         Raises:
             RuntimeError: a backward is not over.
         """
-        if self._in_backward:
+        if self._turns.is_open:
             raise RuntimeError(
                 "zero_grad_buffer: expected no backward under way; found one without the gradients "
                 f"of {self._missing()} (after an exception, call engine.reset())"
             )
-        while self._in_flight:
-            self._retire_oldest()
+        self._in_flight.finish()
         self._message.finish()
-        for unit in self._trainable:
-            unit.is_reduced = False
+        self._turns.forget()
         for buffer in self._buffers:
             buffer.discard_gradients()
             if zero and buffer.grads is not None:
@@ -279,42 +261,32 @@ class Reductions:
 
     def reset(self) -> None:
         """Forget this backward and all accumulated gradients."""
-        self._next = 0
-        self._ready.clear()
-        self._in_flight.clear()
-        self._num_in_flight = 0
+        self._in_flight.forget()
+        self._turns.end()
+        self._turns.forget()
         self._phase = Phase.CLEARED
-        self._in_backward = self._is_closing = False
         self._message.forget()
         for buffer in self._buffers:
             buffer.discard_gradients()
 
     def _make_queue(self) -> list[Unit]:
-        """Trainable units in the order of their reductions; the root's come last."""
+        """Trainable units in the order of their reductions."""
         order = [self._units[index] for index in reversed(self.canonical_order)]
-        order = [unit for unit in order if unit.trainable and unit is not self._root]
-        return [*order, self._root] if self._root.trainable else order
+        return [unit for unit in order if unit.trainable]
 
     def _advance(self) -> None:
         """Reduce, in order, what is ready."""
-        queue = self._queue
-        while self._next < len(queue):
-            unit = queue[self._next]
-            if unit.num_awaited or not (self._is_closing or unit.index in self._ready):
-                return
+        while (unit := self._turns.next(self._queue)) is not None:
             self._reduce(unit)
-            self._next += 1
 
     def _reduce(self, unit: Unit) -> None:
         """Issue what this backward has to reduce of ``unit``."""
-        last = self._is_last
+        last = self._turns.is_last
         always = any(b.grads.writes_to_staging for b in unit.trainable if b.grads is not None)
-        if not unit.has_open_grads:
+        if not self.has_open_gradients(unit):
             if not last and not always:
                 return  # nothing came, nothing travels: what was accumulated stays
             self.open_unit(unit)
-        if unit.place is not None:
-            self._take_slot(unit)  # copies for the wire may come next
         tickets = []
         for buffer in unit.trainable:
             grads = buffer.grads
@@ -326,51 +298,23 @@ class Reductions:
             ticket = grads.reduce(microbatch=True, last=last)
             if ticket is not None:
                 tickets.append(ticket)
-        unit.has_open_grads = False
-        unit.is_reduced = True
-        self._in_flight.append((unit, tickets, unit.num_staged))
-        self._num_in_flight += unit.num_staged
-
-    def _retire_oldest(self) -> None:
-        unit, tickets, num_staged = self._in_flight.popleft()
-        for ticket in tickets:
-            self._lanes.compute.wait(ticket)
-        self._num_in_flight -= num_staged
-        for buffer in unit.trainable:
-            assert buffer.grads is not None
-            buffer.grads.release()
-
-    def _take_slot(self, unit: Unit) -> None:
-        """See [Note: Who has the slot]."""
-        assert unit.place is not None
-        while (rival := unit.place.rival("staging")) is not None:
-            holder = self._units[rival]
-            if not holder.has_open_grads:
-                self._retire_oldest()
-                continue
-            for buffer in holder.trainable:
-                assert buffer.grads is not None
-                buffer.grads.set_aside()
-            holder.has_open_grads = False
+        self._turns.came[unit.index] = Came.REDUCED
+        self._in_flight.add(unit, tickets, staged=True)
 
     def _close(self) -> None:
         """All that this backward brings has come and is issued."""
-        self._next = 0
-        self._ready.clear()
-        self._in_backward = self._is_closing = False
+        self._turns.end()
         for buffer in self._buffers:
             buffer.shown.end_backward()
-        if self._is_last:
+        if self._turns.is_last:
             self._issued()
             if self._timing.finishes_backward:
                 self.finish()
             return
-        while self._in_flight:
-            self._retire_oldest()
+        self._in_flight.finish()
         if self._timing.finishes_backward:
             self._publish_partial()
-        for unit in self._trainable:
-            unit.is_reduced = False
+        self._turns.forget()
 
     def _issued(self) -> None:
         self._move_to(Phase.ISSUED)
@@ -379,9 +323,9 @@ class Reductions:
     def _publish_partial(self) -> None:
         """Between microbatches: ``.grad`` is there wherever something is accumulated, on any rank,
         so that the user's clearing it can be seen."""
-        for unit in self._trainable:
+        for unit in self._queue:
             for buffer in unit.trainable:
-                if unit.is_reduced:
+                if self._turns.came[unit.index] is Came.REDUCED:
                     buffer.publish_gradients([True] * len(buffer.records), reduced=False)
                 else:
                     buffer.shown.put_back()
@@ -408,6 +352,14 @@ class Reductions:
 
     def _missing(self) -> str:
         """Names of parameters whose gradients this backward has not brought so far."""
-        names = [name for unit in self._queue[self._next :] for name in unit.missing_gradients()]
+        came = self._turns.came
+        names = [
+            record.name
+            for unit in self._turns.waiting(self._queue)
+            for buffer in unit.trainable
+            if buffer.grads is not None and came[unit.index] is not Came.REDUCED
+            for record, has_come in zip(buffer.records, buffer.grads.touched, strict=True)
+            if not has_come
+        ]
         more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
         return ", ".join(names[:_MOST_NAMED]) + more

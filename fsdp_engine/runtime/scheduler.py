@@ -1,9 +1,10 @@
 """When: what is gathered ahead of use, and what is released.
 
-Forward records the order in which units are entered; the next forward and backward gather ahead
-along it (``order.py``). Where execution leaves the recorded order, units gathered in vain are
-dropped, the unit is gathered on demand, and the new order is recorded. Reductions are the
-business of ``reductions.py``.
+Every event of forward and backward is a place in the record of the microbatch (``record.py``), from
+which everything follows: what to gather ahead, whether a unit that is left stays full, which bytes
+a use reads. Where execution leaves the record, units gathered in vain are dropped, the unit is
+gathered on demand, and what happens is recorded anew. Reductions are the business of
+``reductions.py``.
 
 [Note: One order on all ranks]
 Collectives of one group must be issued in one order on all ranks. Units whose parameters are cut
@@ -11,28 +12,26 @@ gather when they are entered: all ranks must enter the same units, as everywhere
 always full only *refresh* after the weights changed, and there ranks may differ in what they
 enter: so refreshes are always issued in the canonical order of units, whoever asks first, and what
 is left is refreshed when forward ends.
-
-[Note: Taking turns]
-Where full parameters lie in slots ([Note: Slots] in ``memory.py``), two units of one slot are never
-full at once. A unit whose slot is taken is not gathered ahead, and neither is what comes after it,
-so that the order of gathers stays that of use, on all ranks. A unit that is entered drives out
-one that nobody uses (kept for backward, gathered ahead in vain, recomputed and waiting for its
-backward, which will gather it again). One that is in use cannot give way: an error. Only a
-recomputation may drive it out: where checkpoints span several units, the backward of the last one
-begins, then all of them are run again, the last one too, which is gathered for that once more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
 from fsdp_engine.config import Timing
 from fsdp_engine.devices.memory import Memory
-from fsdp_engine.runtime.order import Walk, first_use_order, leave_order
+from fsdp_engine.runtime.record import (
+    BACKWARD,
+    BOTH,
+    FORWARD,
+    Record,
+    first_use_order,
+    leave_order,
+)
 from fsdp_engine.runtime.reductions import Reductions
-from fsdp_engine.runtime.unit import Call, Unit, UnitState, in_functional_call
+from fsdp_engine.runtime.unit import Call, Residence, Unit, in_functional_call
 
 
 def in_backward() -> bool:
@@ -41,79 +40,80 @@ def in_backward() -> bool:
 
 
 class Scheduler:
-    """Moves units through their lives as forward and backward come along."""
+    """Moves units through their lives as forward and backward come along.
+
+    Args:
+        units: all of them, in module order, the root first.
+        memory: of the engine.
+        budget: elements gathered ahead.
+        reductions: told when a unit's gradients are complete.
+        timing: when changed weights are gathered.
+    """
 
     def __init__(
         self,
         units: Sequence[Unit],
-        root: Unit,
         memory: Memory,
         budget: int,
         reductions: Reductions,
         timing: Timing,
     ) -> None:
         self.units = tuple(units)
-        self._root = root
-        self._memory = memory
-        self._budget = budget
         self.reductions = reductions
-        self._open: list[Unit] = []
-        self._recording: list[int] = []
-        self._left: list[int] = []
-        self._ahead: set[int] = set()
-        self._kept: Unit | None = None
-        self._backward_is_open = False
-        self._touched: dict[int, Unit] = {}
-        self._opened_calls: list[Call] = []
-        self._part_uses: list[tuple[int, int]] = []
-        # Whether this backward has create_graph: it runs its functions with gradients enabled.
-        self._creates_graph = False
-        # Units that backwards with create_graph went through since the last one without.
-        self._recorded: set[int] = set()
-        self._gathered_before = False
-        self._refreshes_ahead = timing.gathers_ahead and budget > 0
-        self._any_refresh = any(u.needs_refresh and not u.reshards for u in units)
-        # Units refreshed in this forward, in canonical order (the keys of a dictionary).
-        self._refreshed: dict[int, None] = {}
-        self._adopt_order(
-            [unit.index for unit in units], leave_order([unit.name for unit in units])
+        self._memory = memory
+        left = leave_order([unit.name for unit in units])
+        self._record = Record(
+            [unit.index for unit in units if unit.buffers],
+            [index for index in left if units[index].buffers],
+            [unit.num_elements if unit.reshards else 0 for unit in units],
+            budget,
         )
+        # Forwards under way, outermost first; a unit may stand here more than once.
+        self._open: list[int] = []
+        # Full, or on their way, for a use that is to come: of these, those that wait for backward.
+        self._ahead: set[int] = set()
+        self._kept: set[int] = set()
+        self._backward = _Backward()
+        self._refreshes = _Refreshes(self.units, ahead=timing.gathers_ahead and budget > 0)
+        self._gathered_before = False
 
     # Forward.
 
     def enter_forward(self, unit: Unit) -> None:
-        """The unit's module is called."""
+        """A module of the unit is called."""
         if not self._open:
             self._begin_forward()
-        self._open.append(unit)
-        self._recording.append(unit.index)
-        self._make_full(unit, self._forward)
+        self._open.append(unit.index)
+        self._use(unit, FORWARD)
+        unit.enter()
 
     def leave_forward(self, unit: Unit, has_backward: bool) -> None:
-        """The unit's module has returned.
+        """A module of the unit has returned.
 
         Args:
             unit: which.
             has_backward: autograd will come back to it.
         """
-        innermost = self._open.pop()
-        assert innermost is unit, f"{unit.label} is left within {innermost.label}"
-        self._left.append(unit.index)
+        self._open.remove(unit.index)
+        if unit.buffers:
+            self._record.leave(unit.index)
         unit.leave()
         if unit.uses == 0:
             unit.uninstall()
-            stays = has_backward and (unit is self._root or unit.index == self._last_left)
-            if stays and unit is not self._root:
-                self._kept = unit
-            if stays or unit.hides_output:
-                unit.turn_to_backward()
+            phase = self._record.next_phase(unit.index, self._open, has_backward)
+            if phase >= BACKWARD:
+                self._kept.add(unit.index)
+            elif phase:
+                self._ahead.add(unit.index)
+            if phase or unit.hides_output:
+                unit.turn_to(phase or BACKWARD)
             else:
                 unit.release()
         if not self._open:
             self._end_forward(unit)
 
     def _begin_forward(self) -> None:
-        if self._backward_is_open:
+        if self._backward.is_open:
             raise RuntimeError(
                 "the last backward did not finish, perhaps because of an exception: "
                 "call engine.reset() before the next forward"
@@ -123,42 +123,28 @@ class Scheduler:
             if is_functional:
                 unit.check_not_swapped()
             unit.follow_requires_grad()
-        self._forward.restart()
-        self._refreshed.clear()
+        self._record.begin_forward()
+        self._refreshes.begin()
         if self._gathered_before:
             self._gathered_before = False
             for unit in self.units:
-                if unit.state is UnitState.GATHERING and not unit.is_current:
-                    unit.settle()  # changed since: to be gathered again
-        if self._any_refresh and self._refreshes_ahead:
+                if unit.residence is Residence.GATHERING and not unit.is_current:
+                    unit.wait()  # changed since: to be gathered again
+        if self._refreshes.ahead:
             # Into memory that is held anyway: the sooner the better.
-            self._refresh_through(None)
-        self._recording = []
-        self._left = []
-        self._part_uses.clear()
+            self._refreshes.issue_through(None, self.reductions.canonical_order)
 
     def _end_forward(self, outermost: Unit) -> None:
         self._drop_ahead()
-        if self._any_refresh:
-            self._refresh_through(None)
+        if self._refreshes.are_needed:
+            self._refreshes.issue_through(None, self.reductions.canonical_order)
             for unit in self.units:
                 # What this rank did not enter must not read main weights into the next step.
-                unit.settle()
-        if outermost is self._root:
-            if self._recording != self._forward.order:
-                self._adopt_order(self._recording, self._left)
-            self.reductions.order_seen(first_use_order(self._uses(), len(self.units)))
-
-    def use_part(self, part: Unit) -> None:
-        """A module that holds weights of ``part`` is called, or all of them are to be there."""
-        if not self._open:
-            return  # in backward they are there; outside the root's forward nobody waits for them
-        if not part.installed:
-            self._part_uses.append((len(self._recording), part.index))
-        self._gather(part)
-        part.settle()
-        part.touch()
-        part.install()
+                unit.wait()
+        if outermost is self.units[0]:
+            self._record.end_forward()
+            order = self._record.units_in_forward
+            self.reductions.order_seen(first_use_order(order, len(self.units)))
 
     def gather_before_forward(self, *, wait: bool, cut: bool = True) -> None:
         """Issue what the next forward would begin with: what changed and is never cut, and
@@ -167,101 +153,66 @@ class Scheduler:
             return  # under way already
         for index in self.reductions.canonical_order:
             unit = self.units[index]
-            if not unit.reshards and unit.needs_gather:
-                unit.gather()
-        if cut and any(unit.reshards for unit in self.units):
-            self._forward.restart()
-            window, _ = self._forward.advance(self._root.index)
-            for index in (self._root.index, *window):
-                unit = self.units[index]
-                unit.for_backward = False
-                if unit.reshards and unit.needs_gather:
-                    unit.gather()
-                    self._ahead.add(index)
+            if not unit.reshards and unit.needs_gather(FORWARD):
+                unit.gather(FORWARD)
+        for use in self._record.first if cut else ():
+            unit = self.units[use.unit]
+            if unit.reshards and unit.needs_gather(FORWARD):
+                unit.gather(FORWARD)
+                self._ahead.add(unit.index)
         self._gathered_before = True
         if wait:
             for unit in self.units:
-                unit.settle()
-
-    def _uses(self) -> list[int]:
-        """Units in the order in which forward used them, the root's parts at their first use."""
-        uses = list(self._recording)
-        for place, part in reversed(self._part_uses):
-            uses.insert(place, part)
-        return uses
-
-    def _enter_parts(self, in_forward: bool) -> None:
-        for part in self._root.parts:
-            if not in_forward:
-                part.settle()
-                part.install()
-            elif part.uncalled:
-                # Some module reads its weight without being called, or nothing is known yet.
-                self.use_part(part)
+                unit.wait()
 
     # Backward.
 
     def recompute(self, unit: Unit) -> None:
-        """The unit's module is called within backward: activation checkpointing.
+        """A module of the unit is called within backward: activation checkpointing.
 
-        Nothing is gathered ahead, and nothing is released before the unit's own backward is over.
+        Nothing is released before the unit's own backward is over.
         """
         self.begin_backward()
-        self._touched[unit.index] = unit
-        if unit.has_planes and unit.uses:
-            unit.is_recomputed = True
-        # It computes as in forward; but where one plane serves both, its backward gathers no more.
-        unit.for_backward = not unit.has_planes
-        if unit.needs_gather:
-            if unit.place is not None:
-                self._take_slot(unit, recomputes=True)
-            unit.gather()
-        self._ahead.discard(unit.index)
-        unit.settle()
-        if unit.place is not None or unit.has_planes:
-            unit.resume()
-        unit.touch()
+        self._backward.touched[unit.index] = unit
+        if unit.uses:
+            self._record.recomputes(unit.index)
+            self._fill(unit, BOTH)
+            unit.wait()
+        else:
+            # Where one plane serves both, its backward gathers no more.
+            self._use(unit, FORWARD if unit.built.split_weights else BOTH)
+        unit.note_access()
         unit.install()
-        if unit.parts:
-            self._enter_parts(in_forward=False)
 
     def enter_backward(self, call: Call) -> None:
         """The gradient of a call's output has come: its backward begins."""
         if call.opened:
             return
         self.begin_backward()
-        self._creates_graph = torch.is_grad_enabled()
-        if self._creates_graph:
-            # What is recorded now will read the weights once more.
-            self._recorded.add(call.unit.index)
-            call.unit.is_recorded = True
-            call.unit.keep_full()
-        call.opened = True
-        self._opened_calls.append(call)
-        call.unit.open_calls.append(call)
-        self._touched[call.unit.index] = call.unit
-        self._make_full(call.unit, self._backward)
+        unit = call.unit
+        self._backward.enters(call)
+        self._use(unit, BACKWARD)
+        unit.enter()
 
     def leave_backward(self, call: Call) -> None:
         """The gradients of a call's inputs have come: its backward is over."""
         if call.closed or not call.opened:
             return
-        call.closed = True
         unit = call.unit
-        if unit.place is not None:
-            self._check_not_driven_out(unit)
-        unit.open_calls.remove(call)
-        call.uncount()
-        unit.leave()
+        self._backward.leaves(call)
         if unit.uses == 0:
-            unit.release()
+            if self._record.next_phase(unit.index, self._backward.open_units, False):
+                self._ahead.add(unit.index)
+                unit.uninstall()
+            else:
+                unit.release()
         if not unit.awaits_backward:
             self.reductions.unit_is_ready(unit)
 
     def gradient_came(self, unit: Unit) -> None:
-        """A parameter of ``unit`` got its gradient."""
-        if unit.num_missing_grads or unit is self._root:
-            return
+        """The last gradient of a buffer of ``unit`` came."""
+        if unit.num_missing_grads or unit.built.contains_units:
+            return  # what lies before the units inside may still read its weights
         if any(call.has_boundary for call in unit.open_calls):
             return  # the end of that call's backward will be seen
         for call in tuple(unit.open_calls):
@@ -272,7 +223,7 @@ class Scheduler:
     def begin_gradient(self, unit: Unit) -> None:
         """A parameter of ``unit`` is about to get the first gradient of this backward."""
         self.begin_backward()
-        self._creates_graph = torch.is_grad_enabled()
+        self._backward.creates_graph = torch.is_grad_enabled()
         self.reductions.open_unit(unit)
 
     def late_gradient_came(self, unit: Unit) -> None:
@@ -280,169 +231,187 @@ class Scheduler:
         if unit.uses == 0:
             unit.uninstall()
         self.reductions.late_gradient_came(unit)
-        if not self._backward_is_open:
+        if not self._backward.is_open:
             self.reductions.run_hooks()
 
     def begin_backward(self) -> None:
         """Some event of a backward, whichever is seen first."""
-        if self._backward_is_open:
+        if self._backward.is_open:
             return
         self.reductions.begin_backward()
-        self._backward_is_open = True
-        self._backward.restart()
+        self._backward.is_open = True
+        self._record.begin_backward()
         # Closes whatever autograd leaves open: parameters without a gradient, inputs without one.
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
         self.reductions.end_backward()
-        for call in self._opened_calls:
-            # The graph may be kept and run once more.
-            if not call.closed:
-                if call.unit.place is not None:
-                    self._check_not_driven_out(call.unit)
-                call.unit.uses -= 1
-                call.unit.open_calls.remove(call)
-                call.uncount()
-            call.opened = call.closed = False
-        self._opened_calls.clear()
+        self._record.end_backward()
         self._drop_ahead()
-        if not self._creates_graph:
-            for index in self._recorded:
-                self.units[index].is_recorded = self.units[index].is_kept_full = False
-                self._touched[index] = self.units[index]
-            self._recorded.clear()
-        for unit in self._touched.values():
+        for unit in self._backward.end(self.units):
             if unit.uses == 0:
-                if unit.state is UnitState.IN_USE:
-                    unit.rest()
+                unit.end_uses()
                 unit.release()
-        self._touched.clear()
-        self._backward_is_open = False
         self._memory.end_backward()
         self.reductions.run_hooks()
 
     # Both.
 
-    def _make_full(self, unit: Unit, walk: Walk) -> None:
-        window, expected = walk.advance(unit.index)
-        kept = self._kept
-        if kept is not None and kept is not unit and unit is not self._root:
-            # Kept for the start of backward, but something else comes first.
-            self._kept = None
-            if kept.uses == 0:
-                self._ahead.add(kept.index)
-                expected = False
+    def _use(self, unit: Unit, phase: int) -> None:
+        """A use of ``unit`` begins: it is full, and what comes next is on its way."""
+        if not unit.buffers:
+            return
+        step = self._record.use(unit.index, phase)
+        expected = step.expected
+        if self._kept:
+            # Kept for the start of backward; or else something comes first.
+            self._ahead |= self._kept
+            self._kept.clear()
+            expected = expected and self._backward.is_open
         if not expected:
-            self._drop_ahead(keep=(unit.index, *window))
-        for_backward = walk is self._backward
-        unit.for_backward = for_backward
-        self._gather(unit)
+            self._drop_ahead(keep={unit.index, *(use.unit for use in step.window)})
+        self._fill(unit, step.phase)
         self._ahead.discard(unit.index)
-        for index in window:
-            ahead = self.units[index]
-            ahead.for_backward = for_backward
-            if ahead.needs_gather:
-                if ahead.place is not None and ahead.place.rival("full") is not None:
-                    break
-                self._gather(ahead)
-                self._ahead.add(index)
-        unit.settle()
-        unit.enter()
-        unit.touch()
+        for use in step.window:
+            ahead = self.units[use.unit]
+            if ahead.needs_gather(use.phase) and not ahead.uses:
+                ahead.gather(use.phase)
+                self._ahead.add(use.unit)
+        unit.wait()
+        unit.note_access()
         # In backward, too: checkpoints within the unit run parts of its forward again.
         unit.install()
-        if unit.parts:
-            self._enter_parts(in_forward=walk is self._forward)
 
-    def _gather(self, unit: Unit) -> None:
-        if not unit.needs_gather:
+    def _fill(self, unit: Unit, phase: int) -> None:
+        if not unit.needs_gather(phase):
             return
-        if unit.reshards or unit.index in self._refreshed:
-            if unit.place is not None:
-                self._take_slot(unit)
-            unit.gather()
+        if unit.reshards or not self._refreshes.awaits(unit):
+            unit.gather(phase)
         else:
-            self._refresh_through(unit)
+            self._refreshes.issue_through(unit, self.reductions.canonical_order)
 
-    def _refresh_through(self, last: Unit | None) -> None:
-        """Refresh what is stale, in canonical order, up to ``last`` (None: all)."""
-        order = self.reductions.canonical_order
-        while len(self._refreshed) < len(order):
-            unit = self.units[order[len(self._refreshed)]]
-            self._refreshed[unit.index] = None
-            if not unit.reshards and unit.needs_gather:
-                if unit.place is not None:
-                    self._take_slot(unit)
-                unit.gather()
-            if unit is last:
-                return
-
-    def _take_slot(self, unit: Unit, recomputes: bool = False) -> None:
-        """Nobody else is to be where ``unit`` will be full. See [Note: Taking turns]."""
-        assert unit.place is not None
-        rival = unit.place.rival("full")
-        if rival is None:
-            return
-        holder = self.units[rival]
-        holder.settle()  # a wire that was to be decoded has gone with that
-        if unit.place.rival("full") is None:
-            return
-        if not holder.uses:
-            self._ahead.discard(rival)
-            if self._kept is holder:
-                self._kept = None
-            holder.release()
-        elif recomputes:
-            holder.suspend()
-        else:
-            raise _conflict(unit, holder)
-
-    def _check_not_driven_out(self, unit: Unit) -> None:
-        """At the end of a backward: the unit has been full, or is again."""
-        if unit.reshards and unit.state is UnitState.SHARDED:
-            assert unit.place is not None
-            user = unit.place.slots["full"].user
-            raise _conflict(unit if user is None else self.units[user], unit)
-
-    def _drop_ahead(self, keep: Sequence[int] = ()) -> None:
+    def _drop_ahead(self, keep: Collection[int] = ()) -> None:
         """Let go of units that were gathered ahead in vain."""
-        for index in [i for i in self._ahead if i not in keep]:
+        for index in [each for each in self._ahead if each not in keep]:
             self._ahead.discard(index)
             unit = self.units[index]
             if unit.uses == 0 and unit.reshards:
                 unit.release()
 
-    def _adopt_order(self, entered: Sequence[int], left: Sequence[int]) -> None:
-        sizes = [unit.num_elements if unit.reshards else 0 for unit in self.units]
-        self._forward = Walk(entered, sizes, self._budget)
-        self._backward = Walk(left[::-1], sizes, self._budget)
-        # What forward leaves last, beside the root, is what backward needs first.
-        others = [index for index in left if index != self._root.index]
-        self._last_left = others[-1] if others else self._root.index
-
     @property
     def is_at_rest(self) -> bool:
         """Whether neither a forward nor a backward is under way."""
-        return not self._open and not self._backward_is_open
+        return not self._open and not self._backward.is_open
 
     def reset(self) -> None:
         """Forget what was under way; communication must be over."""
         self._open.clear()
         self._ahead.clear()
-        self._kept = None
-        self._touched.clear()
-        self._recorded.clear()
-        self._opened_calls.clear()
-        self._backward_is_open = False
+        self._kept.clear()
+        self._backward = _Backward()
         self.reductions.reset()
         for unit in self.units:
-            unit.abandon()
+            unit.reset()
         self._memory.release_idle()
 
 
-def _conflict(unit: Unit, holder: Unit) -> RuntimeError:
-    return RuntimeError(
-        f"fsdp_double_buffer: expected {holder.label} to be done before {unit.label} computes, "
-        "since both take turns with one buffer; found it in use (it calls the other, or the end "
-        "of its backward cannot be seen). Use fsdp_double_buffer=False"
-    )
+class _Backward:
+    """What a backward has gone through so far.
+
+    Attributes:
+        is_open: it is under way.
+        creates_graph: it runs its functions with gradients enabled (``create_graph``).
+        touched: units that may be full when it ends.
+        open_units: those in whose backward it is.
+    """
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self.creates_graph = False
+        self.touched: dict[int, Unit] = {}
+        self.open_units: set[int] = set()
+        self._calls: list[Call] = []
+        # Units that backwards with create_graph went through since the last one without.
+        self._recorded: set[int] = set()
+
+    def enters(self, call: Call) -> None:
+        """The backward of ``call`` begins."""
+        unit = call.unit
+        self.creates_graph = torch.is_grad_enabled()
+        if self.creates_graph:
+            # What is recorded now will read the weights once more.
+            unit.stay_for_recorded()
+            self._recorded.add(unit.index)
+        call.opened = True
+        self._calls.append(call)
+        unit.open_calls.append(call)
+        self.touched[unit.index] = unit
+        self.open_units.add(unit.index)
+
+    def leaves(self, call: Call) -> None:
+        """The backward of ``call`` is over."""
+        unit = call.unit
+        call.closed = True
+        unit.open_calls.remove(call)
+        call.uncount()
+        unit.leave()
+        if not unit.uses:
+            self.open_units.discard(unit.index)
+
+    def end(self, units: Sequence[Unit]) -> list[Unit]:
+        """It is over; returns units that may be full."""
+        for call in self._calls:
+            # The graph may be kept and run once more.
+            if not call.closed:
+                call.unit.uses -= 1
+                call.unit.open_calls.remove(call)
+                call.uncount()
+            call.opened = call.closed = False
+        self._calls.clear()
+        self.open_units.clear()
+        if not self.creates_graph:
+            for index in self._recorded:
+                units[index].is_recorded = False
+                self.touched[index] = units[index]
+            self._recorded.clear()
+        touched = list(self.touched.values())
+        self.touched.clear()
+        self.is_open = False
+        return touched
+
+
+class _Refreshes:
+    """Which units that are always full have been brought up to date in this forward.
+
+    Attributes:
+        are_needed: there are such units.
+        ahead: all of them are brought up to date when forward begins.
+    """
+
+    def __init__(self, units: Sequence[Unit], *, ahead: bool) -> None:
+        self._units = units
+        self.are_needed = any(unit.needs_refresh and not unit.reshards for unit in units)
+        self.ahead = ahead and self.are_needed
+        # By their places in the canonical order.
+        self._num_issued = 0
+        self._issued: set[int] = set()
+
+    def begin(self) -> None:
+        """A forward begins."""
+        self._num_issued = 0
+        self._issued.clear()
+
+    def awaits(self, unit: Unit) -> bool:
+        """Whether the turn of ``unit`` is yet to come."""
+        return unit.index not in self._issued
+
+    def issue_through(self, last: Unit | None, order: Sequence[int]) -> None:
+        """Refresh what is stale, in canonical order, up to ``last`` (None: all)."""
+        while self._num_issued < len(order):
+            unit = self._units[order[self._num_issued]]
+            self._num_issued += 1
+            self._issued.add(unit.index)
+            if not unit.reshards and unit.needs_gather(FORWARD):
+                unit.gather(FORWARD)
+            if unit is last:
+                return

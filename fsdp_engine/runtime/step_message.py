@@ -28,7 +28,7 @@ from fsdp_engine.devices import collectives
 from fsdp_engine.devices.host_memory import bytes_to
 from fsdp_engine.devices.watch import naming
 from fsdp_engine.runtime.gradient_checks import GradientChecks
-from fsdp_engine.runtime.order import order_digest
+from fsdp_engine.runtime.record import order_digest
 
 _DIGEST_BYTES = 8
 _WHAT = "the message of the step"

@@ -1,17 +1,17 @@
-"""A unit: one module with its buffers, the granule of gather, reduce and release.
+"""A unit: a set of modules with the buffers of their parameters; what is gathered, reduced and
+released as one.
 
 The life of a unit's full parameters, as data; anything else is a bug and raises:
 
-    SHARDED --gather--> GATHERING --wait--> IN_USE --leave--> IDLE --release--> SHARDED
-                            |                  ^  |             |
-                            +--drop--> SHARDED +-----enter------+--gather (stale)--> GATHERING
-                                                  |                                     ^
-                                                  +--gather (another plane)-------------+
+    SHARDED --gather--> GATHERING --wait--> IDLE <--enter, leave--> IN_USE
+       ^                  |  ^               | |                      |
+       +------drop--------+  +-- gather -----|-+----------------------+   (stale, another plane)
+       +-------------------------release-----+
 
-A unit whose parameters are never cut starts out IDLE and is never released. Where the codec of a
-buffer has two planes ([Note: Planes] in ``codecs/base.py``), what a unit has to gather depends on
-what for (``for_backward``). A unit that is recomputed within its own backward needs both; once seen
-to be, it gathers both from the start.
+It is in use from the moment that one of its modules is called until that call returns, and again
+through that call's backward. A unit whose parameters are never cut starts out IDLE and is never
+released. Where the codec of a buffer has two planes ([Note: Planes] in ``codecs/base.py``), what
+has to be gathered depends on the phase of the use (``record.py``).
 """
 
 from __future__ import annotations
@@ -23,37 +23,38 @@ from collections.abc import Sequence
 
 from torch.nn.utils.stateless import _functional_call
 
+from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.devices.lanes import Lanes, Ticket
 from fsdp_engine.flat_dtensor import any_requires_grad
 from fsdp_engine.planning.build import BuiltUnit
-from fsdp_engine.planning.installing import install_table
+from fsdp_engine.planning.installing import Installation
+from fsdp_engine.runtime.record import BACKWARD, FORWARD
 
-_CANNOT_STAY = "slots that units take turns with (fsdp_double_buffer), or weights of two encodings"
+_PLANES: dict[int, tuple[int, ...]] = {1: (0,), 2: (1,), 3: (0, 1)}
 
 
-class UnitState(enum.Enum):
+class Residence(enum.Enum):
     """Where a unit's full parameters are."""
 
     SHARDED = "sharded"
     GATHERING = "gathering"
-    IN_USE = "in use"
     IDLE = "idle"
+    IN_USE = "in use"
 
-    next: tuple[UnitState, ...]  # see TRANSITIONS
+    next: tuple[Residence, ...]  # see TRANSITIONS
 
 
 TRANSITIONS = {
-    (UnitState.SHARDED, UnitState.GATHERING),
-    (UnitState.GATHERING, UnitState.IN_USE),
-    (UnitState.GATHERING, UnitState.IDLE),
-    (UnitState.GATHERING, UnitState.SHARDED),
-    (UnitState.IN_USE, UnitState.IDLE),
-    (UnitState.IN_USE, UnitState.GATHERING),
-    (UnitState.IDLE, UnitState.IN_USE),
-    (UnitState.IDLE, UnitState.SHARDED),
-    (UnitState.IDLE, UnitState.GATHERING),
+    (Residence.SHARDED, Residence.GATHERING),
+    (Residence.GATHERING, Residence.IDLE),
+    (Residence.GATHERING, Residence.SHARDED),
+    (Residence.IDLE, Residence.GATHERING),
+    (Residence.IDLE, Residence.IN_USE),
+    (Residence.IDLE, Residence.SHARDED),
+    (Residence.IN_USE, Residence.GATHERING),
+    (Residence.IN_USE, Residence.IDLE),
 }
-for _state in UnitState:
+for _state in Residence:
     # Looked up by identity: hashing an enum member runs Python code, several times a unit.
     _state.next = tuple(after for before, after in TRANSITIONS if before is _state)
 
@@ -100,66 +101,64 @@ class Unit:
     """See the module docstring.
 
     Attributes:
+        built: its modules and buffers, its number and name.
         index: its number among the engine's units, in module order.
-        name: fully qualified name of its module; "" for the root.
-        buffers: its parameters, by kind.
+        trainable: its buffers that have gradients.
+        residence: where its full parameters are.
         uses: how many forwards and backwards of it are under way.
         num_calls: forwards whose backward is to come and whose graph still lives.
         open_calls: those whose backward has begun.
-        parts: of the root, units whose parameters lie in modules that it calls itself; see
-            ``plan.py``.
-        uncalled: of such a part, modules that hold its parameters and were never called.
-        num_awaited: weight gradients that this backward's modules have put off.
-        installed: the full parameters are in the modules.
-        has_planes: forward and backward gather different bytes of some of its buffers.
-        for_backward: what it is gathered for next.
-        is_recorded: a backward with ``create_graph`` has recorded functions of its weights.
-        is_kept_full: it is not released, since what is recorded will read its weights.
-        hides_output: it is not released, since where its backward begins was not seen once.
-        is_recomputed: its forward was seen to run again within its backward.
-        place: its slots, if transient memory does not come and go: see [Note: Slots].
+        num_late: weight gradients that this backward's modules have put off.
+        is_recorded: a backward with ``create_graph`` has recorded functions of its weights, which
+            will read them: it is not released.
+        hides_output: where its backward begins was not seen once: it is not released.
     """
 
     def __init__(self, built: BuiltUnit, lanes: Lanes) -> None:
-        buffers = built.buffers
-        self._lanes = lanes
-        self.place = built.place
+        self.built = built
         self.index = built.index
-        self.name = built.name
-        self.module = built.module
-        self.buffers = tuple(buffers)
-        self.trainable = tuple(buffer for buffer in buffers if buffer.grads is not None)
-        self._frozen = tuple(buffer for buffer in buffers if buffer.grads is None)
-        self.num_elements = sum(buffer.layout.numel for buffer in buffers)
-        self.reshards = any(buffer.weights.reshards for buffer in buffers)
-        self.needs_refresh = any(buffer.weights.needs_refresh for buffer in buffers)
-        self.num_trainable = sum(len(buffer.records) for buffer in self.trainable)
-        self.num_staged = sum(b.grads.num_staged_elements for b in self.trainable if b.grads)
-        self.state = UnitState.SHARDED if self.reshards else UnitState.IDLE
+        self.trainable = tuple(b for b in built.buffers if b.grads is not None)
+        self.residence = Residence.SHARDED if built.reshards else Residence.IDLE
         self.uses = 0
         self.num_calls = 0
         self.open_calls: list[Call] = []
-        self.parts: tuple[Unit, ...] = ()
-        self.uncalled: set[int] = set()
-        self.num_awaited = 0
-        self.has_open_grads = False
-        self.is_reduced = False
-        self._tickets: list[Ticket] = []
-        split = [b.weights for b in buffers if b.weights.reshards and b.weights.num_planes > 1]
-        self._split_towers = tuple(split)
-        self.has_planes = bool(split)
-        self.for_backward = False
-        self.is_recomputed = False
-        self.installed = False
+        self.num_late = 0
         self.is_recorded = False
-        self.is_kept_full = False
         self.hides_output = False
-        self._table = install_table(self.buffers)
+        self._lanes = lanes
+        self._tickets: list[Ticket] = []
+        self._phase = FORWARD  # what it was gathered for
+        self._installation = Installation(built.buffers, built.label)
+
+    @property
+    def name(self) -> str:
+        """Fully qualified names of its modules; "" for the root."""
+        return self.built.name
 
     @property
     def label(self) -> str:
         """Its name for people."""
-        return self.name or "the root module"
+        return self.built.label
+
+    @property
+    def buffers(self) -> Sequence[ParamAndGradBuffer]:
+        """Its parameters, by kind."""
+        return self.built.buffers
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of its buffers, padding included."""
+        return self.built.num_elements
+
+    @property
+    def reshards(self) -> bool:
+        """Whether its full parameters come and go."""
+        return self.built.reshards
+
+    @property
+    def needs_refresh(self) -> bool:
+        """Whether a change of main weights has to travel or be cast before use."""
+        return self.built.needs_refresh
 
     @property
     def is_current(self) -> bool:
@@ -167,53 +166,65 @@ class Unit:
         return all(buffer.weights.is_current for buffer in self.buffers)
 
     @property
-    def needs_gather(self) -> bool:
-        """Whether something must travel or be cast before the module can compute."""
-        if self.state is UnitState.SHARDED:
+    def is_whole(self) -> bool:
+        """Whether its full parameters are there or on their way, though they come and go."""
+        return self.reshards and self.residence is not Residence.SHARDED
+
+    def needs_gather(self, phase: int) -> bool:
+        """Whether something must travel or be cast before the modules can compute.
+
+        Args:
+            phase: of the use: see ``record.py``.
+        """
+        if self.residence is Residence.SHARDED:
             return True
-        if self.has_planes and not self._holds_planes():
+        planes = _PLANES[phase]
+        if not all(tower.holds(planes) for tower in self.built.split_weights):
             return True
-        if self.state is UnitState.GATHERING:
+        if self.residence is Residence.GATHERING:
             return False
         return (self.reshards or self.needs_refresh) and not self.is_current
 
-    def gather(self) -> None:
+    def gather(self, phase: int) -> None:
         """Issue what brings the full parameters up to date."""
-        planes: Sequence[int] = (0,)
-        if self.has_planes:
-            planes = self._wanted_planes()
-            self.settle()  # another plane may be under way
+        planes = _PLANES[phase] if self.built.split_weights else (0,)
+        if self.built.split_weights:
+            self.wait()  # another plane may be under way
             if not self.uses:
-                self._release_planes(planes)
-        self._move_to(UnitState.GATHERING)
+                # What was there for the other half of a step.
+                others = [plane for plane in (0, 1) if plane not in planes]
+                for weights in self.built.split_weights:
+                    weights.release(others)
+        self._phase = phase
+        self._move_to(Residence.GATHERING)
         after = (self._lanes.compute.record(),)
         for buffer in self.buffers:
             self._tickets += buffer.weights.gather(after, planes)
 
-    def turn_to_backward(self) -> None:
-        """It stays full, from its forward to its backward: what is there is to be what backward
-        reads."""
-        self.for_backward = True
-        if self.has_planes:
-            self.gather()
-            return
-        for buffer in self.buffers:
-            buffer.weights.gathered(for_backward=True)
+    def turn_to(self, phase: int) -> None:
+        """It stays full until its next use: what is there is to be what that reads."""
+        if self.built.split_weights:
+            if self.needs_gather(phase):
+                self.gather(phase)
+        elif phase & BACKWARD:
+            for buffer in self.buffers:
+                buffer.weights.gathered(for_backward=True)
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Compute waits for the gather, if one is under way."""
-        if self.state is UnitState.GATHERING:
+        if self.residence is Residence.GATHERING:
             for ticket in self._tickets:
                 self._lanes.compute.wait(ticket)
             self._tickets.clear()
+            for_backward = self._phase >= BACKWARD
             for buffer in self.buffers:
-                buffer.weights.gathered(for_backward=self.for_backward)
-            self._move_to(UnitState.IDLE)
+                buffer.weights.gathered(for_backward=for_backward)
+            self._move_to(Residence.IN_USE if self.uses else Residence.IDLE)
 
     def enter(self) -> None:
-        """The module starts to compute with the full parameters."""
-        if self.state is not UnitState.IN_USE:
-            self._move_to(UnitState.IN_USE)
+        """A module starts to compute with the full parameters."""
+        if self.residence is not Residence.IN_USE:
+            self._move_to(Residence.IN_USE)
         self.uses += 1
 
     def leave(self) -> None:
@@ -221,21 +232,28 @@ class Unit:
         assert self.uses > 0, f"{self.label} is left more often than entered"
         self.uses -= 1
         if self.uses == 0:
-            self._move_to(UnitState.IDLE)
+            self._move_to(Residence.IDLE)
 
-    def keep_full(self) -> None:
-        """A backward with ``create_graph``: do not release it, whoever leaves it, until
-        ``is_kept_full`` is taken back.
+    def end_uses(self) -> None:
+        """Nothing uses it, whatever was not seen to end."""
+        self.uses = 0
+        if self.residence is Residence.IN_USE:
+            self._move_to(Residence.IDLE)
+
+    def stay_for_recorded(self) -> None:
+        """A backward with ``create_graph`` goes through it: it is not released, whoever leaves it,
+        until ``is_recorded`` is taken back.
 
         Raises:
             RuntimeError: its weights cannot stay.
         """
-        if self.reshards and not self._can_stay:
+        if self.built.split_weights:
             raise RuntimeError(
-                f"backward with create_graph=True through unit {self.label}: expected memory that "
-                f"can stay until the second backward; found {_CANNOT_STAY}. Use level optim_grads"
+                f"backward with create_graph=True through unit {self.label}: expected weights that "
+                "are one for forward and backward, to be kept until the second backward; found "
+                "weights of two encodings. Use level optim_grads"
             )
-        self.is_kept_full = self.reshards
+        self.is_recorded = True
 
     def hide_output(self, found: object) -> None:
         """Nobody will see its backward begin, since its output lies in ``found``: it stays full.
@@ -250,8 +268,8 @@ class Unit:
             f"tuples, lists, dicts or dataclasses; found a {type(found).__name__}, in which nobody "
             "looks for them"
         )
-        if not self._can_stay:
-            raise RuntimeError(f"{message}, and {_CANNOT_STAY}. Return a dataclass")
+        if self.built.split_weights:
+            raise RuntimeError(f"{message}, and weights of two encodings. Return a dataclass")
         warnings.warn(
             f"{message}. Its backward may come unseen, so its full parameters are not released any "
             "more. Return a dataclass, and they will be",
@@ -259,55 +277,16 @@ class Unit:
         )
         self.hides_output = True
 
-    @property
-    def _can_stay(self) -> bool:
-        """Whether its full parameters may stay as long as they are wanted."""
-        return self.place is None and not self.has_planes
-
-    def rest(self) -> None:
-        """Nothing uses it, whatever was not seen to end."""
-        self.uses = 0
-        self._move_to(UnitState.IDLE)
-
     def release(self) -> None:
         """Hand back the full parameters' memory, unless they are never cut."""
         self.uninstall()
-        stays = not self.reshards or self.is_kept_full or self.hides_output
-        if stays or self.state is UnitState.SHARDED:
+        stays = not self.reshards or self.is_recorded or self.hides_output
+        if stays or self.residence is Residence.SHARDED:
             return
-        self.settle()
-        self._move_to(UnitState.SHARDED)
+        self.wait()
+        self._move_to(Residence.SHARDED)
         for buffer in self.buffers:
             buffer.weights.release()
-
-    def suspend(self) -> None:
-        """Release it although it is in use; it must be gathered before it computes again."""
-        uses = self.uses
-        self.rest()
-        self.release()
-        self.uses = uses
-
-    def resume(self) -> None:
-        """Gathered again, it is as much in use as before it was suspended."""
-        if self.uses and self.state is UnitState.IDLE:
-            self._move_to(UnitState.IN_USE)
-
-    def check_not_swapped(self) -> None:
-        """A forward within ``torch.func.functional_call`` is about to put full parameters where the
-        sharded ones are.
-
-        Raises:
-            RuntimeError: it has put others there.
-        """
-        for parameters, name, full, sharded in self._table:
-            found = parameters[name]
-            if found is not sharded and found is not full:
-                raise RuntimeError(
-                    f"functional_call: expected the model's own parameters in unit {self.label}; "
-                    f"found another tensor for {name}, in whose place the engine would use the "
-                    "sharded weights. Change the weights themselves (load_state_dict, "
-                    "engine.unsharded()), or shard at level no_shard without mixed precision"
-                )
 
     def follow_requires_grad(self) -> None:
         """Freeze and thaw full parameters as the user has the sharded ones since.
@@ -315,8 +294,10 @@ class Unit:
         Raises:
             RuntimeError: one requires grad that was frozen at ``shard``.
         """
-        for buffer in self._frozen:
-            if any_requires_grad(buffer.sharded_params):
+        for buffer in self.buffers:
+            if buffer.grads is not None:
+                buffer.follow_requires_grad()
+            elif any_requires_grad(buffer.sharded_params):
                 names = [
                     record.name
                     for record, param in zip(buffer.records, buffer.sharded_params, strict=True)
@@ -328,26 +309,21 @@ class Unit:
                     "place for gradients: let it require grad before shard(), freeze it after, and "
                     "thaw it when wanted"
                 )
-        for buffer in self.trainable:
-            buffer.follow_requires_grad()
+
+    def check_not_swapped(self) -> None:
+        """See :meth:`~fsdp_engine.planning.installing.Installation.check_not_swapped`."""
+        self._installation.check_not_swapped()
 
     def install(self) -> None:
         """Put the full parameters into the modules."""
-        if not self.installed:
-            self.installed = True
-            for parameters, name, full, _ in self._table:
-                parameters[name] = full
+        self._installation.install()
 
     def uninstall(self) -> None:
         """Put the sharded parameters back, unless gradients of the full ones are yet to come."""
-        if self.installed and not self.num_awaited:
-            self.installed = False
-            for parameters, name, _, sharded in self._table:
-                parameters[name] = sharded
-        for part in self.parts:
-            part.uninstall()
+        if not self.num_late:
+            self._installation.uninstall()
 
-    def touch(self) -> None:
+    def note_access(self) -> None:
         """Tell the compute lane that the model reads the full parameters from here on."""
         for buffer in self.buffers:
             buffer.weights.touch()
@@ -361,64 +337,31 @@ class Unit:
     @property
     def num_missing_grads(self) -> int:
         """Trainable parameters whose gradient has not come in this backward."""
-        return self.num_trainable - sum(
-            buffer.grads.num_touched for buffer in self.trainable if buffer.grads
-        )
-
-    def missing_gradients(self) -> list[str]:
-        """Names of trainable parameters whose gradient has not come in this backward."""
-        if self.is_reduced:
-            return []
-        return [
-            record.name
+        return sum(
+            len(buffer.records) - buffer.grads.num_touched
             for buffer in self.trainable
             if buffer.grads is not None
-            for record, came in zip(buffer.records, buffer.grads.touched, strict=True)
-            if not came
-        ]
+        )
 
-    def abandon(self) -> None:
-        """Back to rest from any state; communication must be over."""
-        self.uses = 0
-        self.num_awaited = 0
-        self.is_recomputed = False
-        self.is_recorded = self.is_kept_full = self.hides_output = False
+    def reset(self) -> None:
+        """As after ``shard``, from any state; communication must be over."""
+        self.uses = self.num_calls = self.num_late = 0
+        self.is_recorded = self.hides_output = False
         self._tickets.clear()
-        self.num_calls = 0
         self.open_calls.clear()
-        self.has_open_grads = False
-        self.is_reduced = False
         self.uninstall()
-        if self.reshards:
-            self.state = UnitState.SHARDED
-        else:
-            self.state = UnitState.IDLE
+        self.residence = Residence.SHARDED if self.reshards else Residence.IDLE
         for buffer in self.buffers:
             buffer.weights.mark_stale()
             buffer.weights.release()
             if buffer.grads is not None:
                 buffer.grads.release()
 
-    def _wanted_planes(self) -> tuple[int, ...]:
-        if not self.for_backward:
-            return (0,)
-        return (0, 1) if self.is_recomputed else (1,)
-
-    def _holds_planes(self) -> bool:
-        planes = self._wanted_planes()
-        return all(tower.holds(planes) for tower in self._split_towers)
-
-    def _release_planes(self, wanted: Sequence[int]) -> None:
-        """Let go of what was there for the other half of a step."""
-        others = [plane for plane in (0, 1) if plane not in wanted]
-        for tower in self._split_towers:
-            tower.release(others)
-
-    def _move_to(self, state: UnitState) -> None:
-        assert state in self.state.next, (
-            f"{self.label}: {self.state.value} -> {state.value} is not a legal transition"
+    def _move_to(self, residence: Residence) -> None:
+        assert residence in self.residence.next, (
+            f"{self.label}: {self.residence.value} -> {residence.value} is not a legal transition"
         )
-        self.state = state
+        self.residence = residence
 
 
 def in_functional_call() -> bool:

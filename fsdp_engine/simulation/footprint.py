@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fsdp_engine.codecs import ParamCodec
 from fsdp_engine.layout import Layout
 from fsdp_engine.precision import ParamDtypes
-from fsdp_engine.runtime.order import prefetch_windows
+from fsdp_engine.runtime.record import FORWARD, Use, prefetch_windows
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis, Role, Strategy
 
 AxisSizes = dict[Axis, int]
@@ -158,11 +158,11 @@ def peak_full_bytes(units: Sequence[UnitFootprint], budget: int) -> int:
     sizes = [unit.total(lambda each: each.full_bytes) for unit in units]
     elements = [unit.numel if size else 0 for unit, size in zip(units, sizes, strict=True)]
     peak = 0
-    for step in (1, -1):
-        windows = prefetch_windows(range(len(units)), elements, budget, step)
-        for index, unit in enumerate(units):
-            around = [i for i, other in enumerate(units) if unit.is_within(other)]
-            peak = max(peak, sum(sizes[i] for i in {*around, *windows[index]}))
+    order = [Use(index, FORWARD) for index in range(len(units))]
+    for uses in (order, order[::-1]):
+        for (index, _), window in zip(uses, prefetch_windows(uses, elements, budget), strict=True):
+            around = {i for i, other in enumerate(units) if units[index].is_within(other)}
+            peak = max(peak, sum(sizes[i] for i in around | {use.unit for use in window}))
     return peak
 
 

@@ -1,0 +1,62 @@
+"""Units whose parameters may be read without a call of their modules.
+
+Modules beside blocks are often read by the forward around them: a head that multiplies with
+``self.embedding.weight``, a scale that lies in a module of its own. Such a unit has to be full
+while that forward, the model's, is under way. Which are, execution shows:
+
+- in the first forward all loose units are entered with the model. Those whose modules were all
+  called are entered by their own calls from then on;
+- where a function meets a sharded parameter of a loose unit within the model's forward, the unit is
+  entered there and then, the function gets the full parameter, and from the next forward on the
+  unit is entered with the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from fsdp_engine.runtime.hooks import ModuleHooks
+from fsdp_engine.runtime.unit import Unit
+
+
+class LooseUnits:
+    """See the module docstring.
+
+    Args:
+        root: the hooks of the model itself.
+        hooks_of: of each loose unit, the hooks of its modules.
+    """
+
+    def __init__(self, root: ModuleHooks, hooks_of: Mapping[Unit, Sequence[ModuleHooks]]) -> None:
+        self._root = root
+        self._hooks_of = hooks_of
+        # Entered with the model, until all of their modules were seen to be called.
+        self._unseen = [unit for unit, hooks in hooks_of.items() if root not in hooks]
+        root.units += self._unseen
+        for unit in hooks_of:
+            for buffer in unit.buffers:
+                buffer.reads.on_read = lambda unit=unit: self.read(unit)  # type: ignore[misc]
+
+    def forward_begins(self) -> None:
+        """The model's forward begins: those that its last one has shown to be called are free."""
+        if not self._unseen or not self._root.was_called:
+            return
+        self._unseen = [
+            unit
+            for unit in self._unseen
+            if not all(hooks.was_called for hooks in self._hooks_of[unit])
+        ]
+        kept = {*self._unseen}
+        self._root.units = [
+            unit for unit in self._root.units if unit not in self._hooks_of or unit in kept
+        ]
+
+    def read(self, unit: Unit) -> bool:
+        """A function meets a sharded parameter of ``unit``: make it full, if the model's forward
+        is under way; returns whether it is."""
+        if unit.uses:
+            return True
+        if not self._root.enter_now(unit):
+            return False
+        self._root.units.append(unit)
+        return True

@@ -1,0 +1,119 @@
+"""Whose turn it is to be reduced in a backward, and which reductions are in flight."""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Sequence
+
+from fsdp_engine.devices.lanes import Lanes, Ticket
+from fsdp_engine.runtime.unit import Unit
+
+
+class Came(enum.Enum):
+    """What a backward has brought of one unit's gradients."""
+
+    NOTHING = "nothing"
+    SOME = "some"
+    REDUCED = "all, and their reduction is issued"
+
+
+class Turns:
+    """One backward: what it has brought so far, and whose turn it is to be reduced.
+
+    Attributes:
+        is_open: it is under way.
+        is_closing: autograd is done with it; weight gradients that modules put off may be missing.
+        is_last: of the step.
+        came: what has come, by unit.
+    """
+
+    def __init__(self, num_units: int) -> None:
+        self.is_open = False
+        self.is_closing = False
+        self.is_last = False
+        self.came = [Came.NOTHING] * num_units
+        self._ready: set[int] = set()
+        self._num_reduced = 0
+
+    def begin(self, *, is_last: bool) -> None:
+        """A backward begins."""
+        self.is_open, self.is_last = True, is_last
+
+    def unit_is_ready(self, unit: Unit) -> None:
+        """All that this backward brings of ``unit`` has come, or will come later."""
+        self._ready.add(unit.index)
+
+    def next(self, queue: Sequence[Unit]) -> Unit | None:
+        """The unit whose turn it is, if it can be reduced."""
+        if self._num_reduced == len(queue):
+            return None
+        unit = queue[self._num_reduced]
+        if unit.num_late or not (self.is_closing or unit.index in self._ready):
+            return None
+        self._num_reduced += 1
+        return unit
+
+    def waiting(self, queue: Sequence[Unit]) -> Sequence[Unit]:
+        """Units whose turn is yet to come."""
+        return queue[self._num_reduced :]
+
+    def end(self) -> None:
+        """All has come and is issued, or nothing of it counts any more; ``came`` stays until
+        :meth:`forget`."""
+        self.is_open = self.is_closing = False
+        self._ready.clear()
+        self._num_reduced = 0
+
+    def forget(self) -> None:
+        """What the last backward brought is of no interest any more."""
+        self.came = [Came.NOTHING] * len(self.came)
+
+
+class InFlight:
+    """Reductions that compute has not waited for, oldest first.
+
+    Args:
+        lanes: of the engine.
+        budget: elements of staging that may be in flight.
+        num_staged: elements of staging that writing gradients takes, by unit.
+    """
+
+    def __init__(self, lanes: Lanes, budget: int, num_staged: Sequence[int]) -> None:
+        self._lanes = lanes
+        self._budget = budget
+        self._num_staged = num_staged
+        self._reductions: deque[tuple[Unit, list[Ticket], int]] = deque()
+        self._num_elements = 0
+
+    def make_room(self, unit: Unit) -> None:
+        """Staging of ``unit`` is about to be taken: wait for the oldest, as far as is needed."""
+        num_staged = self._num_staged[unit.index]
+        limit = max(self._budget, num_staged)
+        while self._reductions and self._num_elements + num_staged > limit:
+            self._retire_oldest()
+
+    def add(self, unit: Unit, tickets: list[Ticket], *, staged: bool) -> None:
+        """A reduction of ``unit`` is issued; ``staged``: out of its staging."""
+        num_staged = self._num_staged[unit.index] if staged else 0
+        self._reductions.append((unit, tickets, num_staged))
+        self._num_elements += num_staged
+
+    def finish(self) -> None:
+        """Compute waits for all."""
+        while self._reductions:
+            self._retire_oldest()
+
+    def forget(self) -> None:
+        """They are over, whatever became of them."""
+        self._reductions.clear()
+        self._num_elements = 0
+
+    def _retire_oldest(self) -> None:
+        unit, tickets, num_staged = self._reductions.popleft()
+        for ticket in tickets:
+            self._lanes.compute.wait(ticket)
+        self._num_elements -= num_staged
+        for buffer in unit.trainable:
+            assert buffer.grads is not None
+            buffer.grads.release()
