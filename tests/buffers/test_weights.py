@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_engine as fe
-from fsdp_engine.runtime.unit import UnitState
+from fsdp_engine.runtime.unit import Residence
 from fsdp_engine.strategies import LEVELS
 from tests import models, reference
 from tests.models import Transformer, token_batch, vector_batch
@@ -287,11 +287,12 @@ class Watch:
         self.units = [unit for unit in engine.units if unit.name]
         self.most = 0
         for unit in self.units:
-            unit.module.register_forward_pre_hook(self.before)
-            unit.module.register_forward_hook(self.after)
+            for module in unit.built.modules:
+                module.register_forward_pre_hook(self.before)
+                module.register_forward_hook(self.after)
 
     def look(self) -> None:
-        full = sum(unit.state is not UnitState.SHARDED for unit in self.units)
+        full = sum(unit.residence is not Residence.SHARDED for unit in self.units)
         self.most = max(self.most, full)
 
     def before(self, module: nn.Module, args: Any) -> None:
@@ -351,9 +352,9 @@ def test_no_more_units_are_full_than_the_one_in_use_and_those_gathered_ahead(
 def test_at_rest_nothing_is_full_at_the_last_level() -> None:
     model = Transformer(num_blocks=3)
     engine = fe.shard(model)
-    assert all(unit.state is UnitState.SHARDED for unit in engine.units)
+    assert all(unit.residence is Residence.SHARDED for unit in engine.units)
     model(*token_batch(2, 1)).backward()
-    assert all(unit.state is UnitState.SHARDED for unit in engine.units)
+    assert all(unit.residence is Residence.SHARDED for unit in engine.units)
     with torch.no_grad():
         model(*token_batch(2, 1))
-    assert all(unit.state is UnitState.SHARDED for unit in engine.units)
+    assert all(unit.residence is Residence.SHARDED for unit in engine.units)

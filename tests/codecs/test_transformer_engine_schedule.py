@@ -121,7 +121,7 @@ def test_a_unit_holds_the_plane_that_it_computes_with_and_no_other() -> None:
 
     for name, unit in units.items():
         if name:
-            up: Any = unit.module.up
+            up: Any = unit.built.modules[0].up
             up.register_forward_hook(partial(look, name, rows))
 
             def listen(module: Any, args: Any, y: Tensor, name: str = name) -> None:

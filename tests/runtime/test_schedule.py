@@ -123,9 +123,10 @@ def test_gradients_wait_only_for_the_reductions_that_the_budget_has_no_room_for(
         4: {},
     }.items():
         model = Small(num_blocks=4)
-        engine = fe.shard(model, strategy=strategy, config=config_of(num_blocks * BLOCK))
+        config = config_of(num_blocks * BLOCK)
+        engine = fe.shard(model, strategy=strategy, units="blocks.*", config=config)
         reductions, opening, waits = engine._reductions, [""], {}
-        open_unit, retire = reductions.open_unit, reductions._retire_oldest
+        open_unit, retire = reductions.open_unit, reductions._in_flight._retire_oldest
 
         def opened(unit: Any, open_unit: Any = open_unit, opening: list[str] = opening) -> None:
             opening.append(unit.name)
@@ -139,12 +140,12 @@ def test_gradients_wait_only_for_the_reductions_that_the_budget_has_no_room_for(
             waits: dict[str, str] = waits,
         ) -> None:
             if opening[-1]:
-                waits[opening[-1]] = reductions._in_flight[0][0].name
+                waits[opening[-1]] = reductions._in_flight._reductions[0][0].name
             retire()
 
         with (
             patch.object(reductions, "open_unit", opened),
-            patch.object(reductions, "_retire_oldest", retired),
+            patch.object(reductions._in_flight, "_retire_oldest", retired),
         ):
             train(model, engine, [1])
         blocks = {int(unit[-1]): int(awaited[-1]) for unit, awaited in waits.items()}
@@ -312,7 +313,7 @@ def test_only_what_is_in_use_and_gathered_ahead_is_full_whatever_the_order(
 
         train(model, engine, [1] * 8, change)
 
-    tracer = traced(lambda: Small(num_blocks=6), body, config=config_of(budget))
+    tracer = traced(lambda: Small(num_blocks=6), body, units="blocks.*", config=config_of(budget))
     # The root is in use all along.
     assert tracer.max_full <= 1 + 1 + ahead
     assert tracer.max_full >= min(3, 2 + ahead)
@@ -356,7 +357,7 @@ def free_on_compute(self: Any, storage: Any) -> None:
     self._lanes.compute.manage("free too early", storage.drain, storage)
 
 
-def mark_no_boundary(self: Any, call: Any, tensor: Tensor) -> Tensor:
+def mark_no_boundary(self: Any, calls: Any, tensor: Tensor) -> Tensor:
     return tensor
 
 
@@ -439,7 +440,7 @@ BROKEN: dict[str, tuple[dict[str, Any], Forgets, Any, Callable[[], nn.Module]]] 
     "reshard at the last gradient": (
         own("optim_grads_params"),
         never,
-        replace(hooks.UnitHooks, "_listen", mark_no_boundary),
+        replace(hooks.ModuleHooks, "_listen", mark_no_boundary),
         lora_model,
     ),
 }
