@@ -27,9 +27,9 @@ from fsdp_engine.planning.plan import Plan
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.description import Description, describe_units
 from fsdp_engine.runtime.gradient_checks import GradientChecks
-from fsdp_engine.runtime.hooks import ModuleHooks, hook_gradients, hook_recomputation
+from fsdp_engine.runtime.hooks import hook_gradients, hook_recomputation
 from fsdp_engine.runtime.late_gradients import hook_delayed_gradients
-from fsdp_engine.runtime.loose_units import LooseUnits
+from fsdp_engine.runtime.model_hooks import ModelHooks
 from fsdp_engine.runtime.reductions import Reductions
 from fsdp_engine.runtime.roster import Roster, refuse_copies
 from fsdp_engine.runtime.scheduler import Scheduler
@@ -88,8 +88,9 @@ class Engine:
         self._reductions = Reductions(self.units, self._lanes, mesh, self.budget, timing, checks)
         self._scheduler = Scheduler(self.units, self._memory, self.budget, self._reductions, timing)
         self._roster = Roster(model, self.units)
-        self._hooks: dict[nn.Module, ModuleHooks] = {}
-        self._loose = self._hook_modules()
+        self._hooks = ModelHooks(self.units, self._scheduler, policy, self._roster.check, self)
+        for module in self._hooks.modules:
+            refuse_copies(module)
         for unit in self.units:
             hook_recomputation(self._scheduler, unit)
             hook_gradients(self._scheduler, unit)
@@ -228,7 +229,7 @@ class Engine:
                 for buffer, flat in zip(unit.buffers, full[unit.index], strict=True)
             ]
             install_into(unit.buffers, tensors)
-            self._pause(unit, True)
+            self._hooks.pause(unit, paused=True)
         self._roster.paused = True
         try:
             yield
@@ -240,7 +241,7 @@ class Engine:
             self._roster.paused = False
             for unit in units:
                 install_into(unit.buffers, [buffer.sharded_params for buffer in unit.buffers])
-                self._pause(unit, False)
+                self._hooks.pause(unit, paused=False)
 
     def full_tensor(self, name: str) -> Tensor:
         """The full main weights of one parameter, a copy, on every rank. Collective.
@@ -307,8 +308,7 @@ class Engine:
         """
         for error in self._lanes.drain():
             warnings.warn(f"while resetting: {error}", stacklevel=2)
-        for hooks in self._hooks.values():
-            hooks.reset()
+        self._hooks.reset()
         self._scheduler.reset()
 
     def describe(self) -> Description:
@@ -350,50 +350,6 @@ class Engine:
         return any(
             id(param) in own for group in optimizer.param_groups for param in group["params"]
         )
-
-    def _hook_modules(self) -> LooseUnits:
-        """Let the calls of modules enter their units."""
-        casts = self.policy.param_dtype if self.policy.cast_forward_inputs else None
-        loose: dict[Unit, list[ModuleHooks]] = {}
-        for unit in self.units:
-            is_root = unit is self.units[0]
-            # The root is always seen, since its forward frames all others.
-            if (
-                is_root
-                or unit.reshards
-                or unit.needs_refresh
-                or (casts and not unit.built.is_loose)
-            ):
-                hooks = [self._hooks_of(module, unit) for module in unit.built.modules]
-                for each in hooks:
-                    each.units.append(unit)
-                if unit.built.is_loose:
-                    loose[unit] = hooks
-        return LooseUnits(self._hooks[self.model], loose)
-
-    def _hooks_of(self, module: nn.Module, unit: Unit) -> ModuleHooks:
-        if module not in self._hooks:
-            policy, is_root = self.policy, module is self.model
-            # What lies beside blocks gets what the model's forward makes of its inputs.
-            casts_inputs = policy.cast_forward_inputs and not unit.built.is_loose
-            casts = (
-                policy.param_dtype if casts_inputs else None,
-                policy.output_dtype if is_root else None,
-            )
-            check = self._check_forward if is_root else None
-            self._hooks[module] = ModuleHooks(self._scheduler, module, casts, self, check)
-            refuse_copies(module)
-        return self._hooks[module]
-
-    def _check_forward(self) -> None:
-        """A forward of the model is about to begin."""
-        self._roster.check()
-        self._loose.forward_begins()
-
-    def _pause(self, unit: Unit, paused: bool) -> None:
-        for module in unit.built.modules:
-            if module in self._hooks:
-                self._hooks[module].paused = paused
 
     def _units_of(self, modules: tuple[nn.Module, ...]) -> list[Unit]:
         if not modules:

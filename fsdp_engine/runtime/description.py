@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdp_engine.devices.mesh import DataMesh
-from fsdp_engine.runtime.record import leave_order
 from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.strategies import Axis, Role, Strategy
 
@@ -90,10 +89,15 @@ def describe_units(
         f"up to {budget:,} elements gathered ahead. Bytes are this rank's; gathers and reductions "
         "are collectives per step of one microbatch."
     )
-    # The root, and the unit that forward leaves last (in module order), stay full in between.
-    stay_full = [units[index] for index in leave_order([unit.name for unit in units])[-2:]]
-    rows = (_row(unit, strategy, mesh, unit in stay_full) for unit in units)
+    # The last unit, and those that contain it, stay full between forward and backward.
+    last = [unit for unit in units if unit.buffers][-1]
+    rows = (_row(unit, strategy, mesh, _contains(unit, last)) for unit in units)
     return Description(title, tuple(rows))
+
+
+def _contains(unit: Unit, other: Unit) -> bool:
+    inside = {id(each) for module in unit.built.modules for each in module.modules()}
+    return any(id(module) in inside for module in other.built.modules)
 
 
 def _row(unit: Unit, strategy: Strategy, mesh: DataMesh, stays_full: bool) -> UnitRow:

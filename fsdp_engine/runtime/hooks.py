@@ -24,7 +24,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -111,6 +111,22 @@ class _Entered:
         """Those whose backward is to come."""
         return [call for _, call in self.units if call is not None]
 
+    def let_go(self, unit: Unit) -> None:
+        """Its backward does not matter to ``unit``."""
+        self.units = [(each, None if each is unit else call) for each, call in self.units]
+
+
+class ModelForward(Protocol):
+    """What the model's own hooks tell of its forwards."""
+
+    def begins(self) -> None:
+        """One is about to begin."""
+        ...
+
+    def ends(self) -> Iterable[Unit]:
+        """One is over; returns units that it was entered for in vain."""
+        ...
+
 
 class ModuleHooks:
     """The forward hooks of one module: its call enters units, and leaves them when it returns.
@@ -120,9 +136,9 @@ class ModuleHooks:
         module: which.
         casts: floating-point inputs are cast to the first, outputs to the second; None: left alone.
         engine: kept alive as long as the module, whether or not the user holds on to it.
-        check: called before each forward that begins a model's, if given.
 
     Attributes:
+        model: of the model's own hooks: what has to be done before and after its forwards.
         units: of whose sets the module is one.
         paused: modules hold full main weights (``engine.unsharded()``).
         was_called: the module has been called.
@@ -134,13 +150,12 @@ class ModuleHooks:
         module: nn.Module,
         casts: tuple[torch.dtype | None, torch.dtype | None],
         engine: object,
-        check: Callable[[], None] | None = None,
     ) -> None:
         self.units: list[Unit] = []
         self.paused = False
         self.was_called = False
         self._engine = engine
-        self._check = check
+        self.model: ModelForward | None = None
         self._scheduler = scheduler
         self._input_dtype, self._output_dtype = casts
         self._entered: list[_Entered] = []
@@ -202,8 +217,8 @@ class ModuleHooks:
         self.was_called = True
         recomputes = in_backward()
         if not recomputes:
-            if self._check is not None and self._scheduler.is_at_rest:
-                self._check()
+            if self.model is not None and self._scheduler.is_at_rest:
+                self.model.begins()
             if _inside_transform() is not None:
                 _refuse_transform(self.units[0])
         entered = _Entered(recomputes=recomputes, wants_calls=torch.is_grad_enabled())
@@ -246,11 +261,16 @@ class ModuleHooks:
         if self.paused or not self._entered:
             return None  # entering failed: there is nothing to leave
         entered = self._entered.pop()
-        inputs, calls = entered.inputs, entered.calls
+        inputs = entered.inputs
         if inputs is not None:
             inputs.take_back()
         if not entered.units:
             return None
+        if self.model is not None and not entered.recomputes:
+            for unit in self.model.ends():
+                entered.let_go(unit)
+                self._scheduler.entered_in_vain(unit)
+        calls = entered.calls
         has_backward = bool(calls) and self._listen_for_backward(entered, calls, output)
         try:
             if calls and not has_backward and not entered.recomputes:

@@ -13,7 +13,7 @@ while that forward, the model's, is under way. Which are, execution shows:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from fsdp_engine.runtime.hooks import ModuleHooks
 from fsdp_engine.runtime.unit import Unit
@@ -25,9 +25,17 @@ class LooseUnits:
     Args:
         root: the hooks of the model itself.
         hooks_of: of each loose unit, the hooks of its modules.
+        check: called before each forward of the model.
     """
 
-    def __init__(self, root: ModuleHooks, hooks_of: Mapping[Unit, Sequence[ModuleHooks]]) -> None:
+    def __init__(
+        self,
+        root: ModuleHooks,
+        hooks_of: Mapping[Unit, Sequence[ModuleHooks]],
+        check: Callable[[], None],
+    ) -> None:
+        root.model = self
+        self.begins = check
         self._root = root
         self._hooks_of = hooks_of
         # Entered with the model, until all of their modules were seen to be called.
@@ -37,19 +45,17 @@ class LooseUnits:
             for buffer in unit.buffers:
                 buffer.reads.on_read = lambda unit=unit: self.read(unit)  # type: ignore[misc]
 
-    def forward_begins(self) -> None:
-        """The model's forward begins: those that its last one has shown to be called are free."""
-        if not self._unseen or not self._root.was_called:
-            return
-        self._unseen = [
-            unit
-            for unit in self._unseen
-            if not all(hooks.was_called for hooks in self._hooks_of[unit])
+    def ends(self) -> list[Unit]:
+        """The model's forward is over; returns units that were entered for it, and whose modules
+        were all called: from now on their own calls enter them."""
+        if not self._unseen:
+            return []
+        freed = [
+            unit for unit in self._unseen if all(each.was_called for each in self._hooks_of[unit])
         ]
-        kept = {*self._unseen}
-        self._root.units = [
-            unit for unit in self._root.units if unit not in self._hooks_of or unit in kept
-        ]
+        self._unseen = [unit for unit in self._unseen if unit not in freed]
+        self._root.units = [unit for unit in self._root.units if unit not in freed]
+        return freed
 
     def read(self, unit: Unit) -> bool:
         """A function meets a sharded parameter of ``unit``: make it full, if the model's forward

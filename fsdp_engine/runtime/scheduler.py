@@ -87,6 +87,10 @@ class Scheduler:
         self._use(unit, FORWARD)
         unit.enter()
 
+    def entered_in_vain(self, unit: Unit) -> None:
+        """The outermost call that entered ``unit`` in this forward will do without."""
+        self._record.forget_outermost(unit.index)
+
     def leave_forward(self, unit: Unit, has_backward: bool) -> None:
         """A module of the unit has returned.
 

@@ -132,12 +132,14 @@ class UnitFootprint:
     """One unit to be.
 
     Attributes:
-        name: of its module; "" for the root, which comes first.
+        modules: fully qualified names of its modules; "" for the root, which comes first.
         buffers: what its buffers take.
+        is_loose: its modules lie beside the model's blocks.
     """
 
-    name: str
+    modules: tuple[str, ...]
     buffers: tuple[Footprint, ...]
+    is_loose: bool = False
 
     @property
     def numel(self) -> int:
@@ -148,38 +150,68 @@ class UnitFootprint:
         """``count`` over its buffers."""
         return sum(count(each) for each in self.buffers)
 
-    def is_within(self, other: UnitFootprint) -> bool:
-        """Whether its module is, or lies in, that of ``other``."""
-        return other.name in ("", self.name) or self.name.startswith(f"{other.name}.")
+    def is_around(self, other: UnitFootprint) -> bool:
+        """Whether a module of ``other`` is, or lies in, one of its own."""
+        return any(
+            mine in ("", its) or its.startswith(f"{mine}.")
+            for mine in self.modules
+            for its in other.modules
+        )
 
 
-def peak_full_bytes(units: Sequence[UnitFootprint], budget: int) -> int:
+def order_of_uses(units: Sequence[UnitFootprint], module_names: Sequence[str]) -> list[int]:
+    """Units as forward is expected to enter them, from the names of all modules in their order. A
+    unit whose modules have others between them stands there more than once."""
+    unit_of = {name: index for index, unit in enumerate(units) for name in unit.modules}
+    order: list[int] = []
+    for name in module_names:
+        index = unit_of.get(name)
+        if index is not None and units[index].buffers and order[-1:] != [index]:
+            order.append(index)
+    return order
+
+
+def peak_full_bytes(units: Sequence[UnitFootprint], order: Sequence[int], budget: int) -> int:
     """Full parameters of a unit, of those around it, and of those gathered ahead, at most."""
     sizes = [unit.total(lambda each: each.full_bytes) for unit in units]
     elements = [unit.numel if size else 0 for unit, size in zip(units, sizes, strict=True)]
     peak = 0
-    order = [Use(index, FORWARD) for index in range(len(units))]
-    for uses in (order, order[::-1]):
+    forward = [Use(index, FORWARD) for index in order]
+    for uses in (forward, forward[::-1]):
         for (index, _), window in zip(uses, prefetch_windows(uses, elements, budget), strict=True):
-            around = {i for i, other in enumerate(units) if units[index].is_within(other)}
+            around = {i for i, other in enumerate(units) if other.is_around(units[index])}
             peak = max(peak, sum(sizes[i] for i in around | {use.unit for use in window}))
     return peak
 
 
-def peak_staging_bytes(units: Sequence[UnitFootprint], budget: int) -> int:
+def peak_staging_bytes(units: Sequence[UnitFootprint], order: Sequence[int], budget: int) -> int:
     """Full gradients at most, if no reduction were done before somebody waits for it."""
     staged = [unit.total(lambda each: each.staged_elements) for unit in units]
     sizes = [unit.total(lambda each: each.staging_bytes) for unit in units]
+    first_place = {index: place for place, index in reversed(list(enumerate(order)))}
     in_flight: deque[int] = deque()
-    num_in_flight, held = 0, 0
-    peak = sizes[0]
-    for index in range(len(units) - 1, 0, -1):
-        while in_flight and num_in_flight + staged[index] > max(budget, staged[index]):
-            oldest = in_flight.popleft()
-            num_in_flight, held = num_in_flight - staged[oldest], held - sizes[oldest]
-        num_in_flight, held = num_in_flight + staged[index], held + sizes[index]
-        in_flight.append(index)
-        # Own gradients of the root, and of units around this one, come in to their very end.
-        around = [i for i, other in enumerate(units[:index]) if units[index].is_within(other)]
-        peak = max(peak, held + sum(sizes[i] for i in around))
+    num_in_flight = 0
+    taken: set[int] = set()
+    peak = 0
+    for place, index in reversed(list(enumerate(order))):
+        # Gradients of units around this one come in to their very end, and so may be open, too.
+        opening = [i for i in (*_around(units, index), index) if i not in taken]
+        for each in opening:
+            while in_flight and num_in_flight + staged[each] > max(budget, staged[each]):
+                oldest = in_flight.popleft()
+                num_in_flight -= staged[oldest]
+                taken.discard(oldest)
+            taken.add(each)
+        peak = max(peak, sum(sizes[i] for i in taken))
+        if place == first_place[index]:
+            in_flight.append(index)
+            num_in_flight += staged[index]
     return peak
+
+
+def _around(units: Sequence[UnitFootprint], index: int) -> list[int]:
+    return [
+        i
+        for i, other in enumerate(units[:index])
+        if other.buffers and other.is_around(units[index])
+    ]

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -39,6 +39,7 @@ from fsdp_engine.simulation.footprint import (
     BufferPlan,
     Footprint,
     UnitFootprint,
+    order_of_uses,
     peak_full_bytes,
     peak_staging_bytes,
 )
@@ -46,8 +47,12 @@ from fsdp_engine.strategies import ALL_STRATEGIES, NO_SHARD, Axis, Role, Strateg
 
 NOT_INCLUDED = "Activations are not included, nor what kernels and allocators take for themselves."
 
+
 # Name and buffers of one unit to be, the root first.
-_Unit = tuple[str, list[BufferPlan]]
+class _Unit(NamedTuple):
+    modules: tuple[str, ...]
+    buffers: list[BufferPlan]
+    is_loose: bool = False
 
 
 @dataclass(frozen=True)
@@ -138,19 +143,26 @@ def estimate(
     policy, options = mp_policy or MixedPrecisionPolicy(), config or DistributedDataParallelConfig()
     ground = Ground(sizes, levels)
     recipe = Recipe(options.applied_to(policy), options, Grounds(ground), granule, codec_rules)
-    planned: list[_Unit]
+    names: list[str]
     if isinstance(model, nn.Module):
         planned = _units_of(model, units, recipe)
+        names = [name for name, _ in model.named_modules()]
     elif isinstance(model, int | float) and not isinstance(model, bool):
         _check_at_least("num_units", num_units, 1)
         _check_at_least("model", model, 1)
         planned = _equal_units(round(model), num_units, dtype, recipe)
+        names = [name for unit in planned for name in unit.modules]
     else:
         raise TypeError(f"model: expected a module or a number of elements; found {model!r}")
     footprints = [
-        UnitFootprint(name, tuple(Footprint(buffer, levels, sizes) for buffer in buffers))
-        for name, buffers in planned
+        UnitFootprint(
+            unit.modules,
+            tuple(Footprint(buffer, levels, sizes) for buffer in unit.buffers),
+            unit.is_loose,
+        )
+        for unit in planned
     ]
+    order = order_of_uses(footprints, names)
     budget = _budget(footprints, options)
     every = [each for unit in footprints for each in unit.buffers]
     state = sum(each.held(Role.OPTIM) for each in every if each.buffer.trainable)
@@ -163,8 +175,8 @@ def estimate(
         weight_bytes=sum(each.weight_bytes for each in every),
         grad_bytes=sum(each.grad_bytes for each in every),
         optimizer_bytes=math.ceil(optimizer_bytes_per_element * state),
-        full_bytes=peak_full_bytes(footprints, budget),
-        staging_bytes=peak_staging_bytes(footprints, budget),
+        full_bytes=peak_full_bytes(footprints, order, budget),
+        staging_bytes=peak_staging_bytes(footprints, order, budget),
         inner_traffic_bytes=_traffic(every, Axis.INNER, num_microbatches),
         outer_traffic_bytes=_traffic(every, Axis.OUTER, num_microbatches),
     )
@@ -215,15 +227,17 @@ def _units_of(
     records = collect_records(model)
     if not records:
         raise ValueError(f"model: expected parameters; found none in {type(model).__name__}")
+    name_of = {id(module): name for name, module in model.named_modules()}
     return [
-        (
-            unit.name,
+        _Unit(
+            tuple(name_of[id(module)] for module in unit.modules),
             [
                 BufferPlan(
                     each.layout, each.kind.dtypes, each.kind.requires_grad, each.make_codec()
                 )
                 for each in unit.buffers
             ],
+            unit.is_loose,
         )
         for unit in plan_units(model, records, selectors, recipe)
     ]
@@ -238,7 +252,7 @@ def _equal_units(
     dtypes = recipe.policy.resolve(param, narrow)
     ground = recipe.grounds.data
     codec = CastCodec(dtypes.main, dtypes.compute)
-    units: list[_Unit] = [("", [])]
+    units = [_Unit(("",), [])]
     for index in range(num_units):
         count = num_elements * (index + 1) // num_units - num_elements * index // num_units
         if count:
@@ -246,15 +260,16 @@ def _equal_units(
             (layout,) = plan_layouts(
                 requests, inner_size=ground.cut(Axis.INNER), outer_size=ground.cut(Axis.OUTER)
             )
-            units.append((f"unit {index}", [BufferPlan(layout, dtypes, True, codec)]))
+            units.append(_Unit((f"unit {index}",), [BufferPlan(layout, dtypes, True, codec)]))
     return units
 
 
 def _budget(units: Sequence[UnitFootprint], config: DistributedDataParallelConfig) -> int:
-    """As the engine's: what the user says, else twice the mean unit."""
+    """As the engine's: what the user says, else twice the mean block."""
     if config.suggested_communication_unit_size is not None:
         return config.suggested_communication_unit_size
-    sizes = [unit.numel for unit in units[1:]] or [units[0].numel]
+    blocks = [unit for unit in units[1:] if not unit.is_loose]
+    sizes = [unit.numel for unit in blocks or units if unit.buffers]
     return 2 * sum(sizes) // len(sizes)
 
 

@@ -1,0 +1,71 @@
+"""The hooks of all of a model's modules that enter units."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from torch import nn
+
+from fsdp_engine.precision import MixedPrecisionPolicy
+from fsdp_engine.runtime.hooks import ModuleHooks
+from fsdp_engine.runtime.loose_units import LooseUnits
+from fsdp_engine.runtime.scheduler import Scheduler
+from fsdp_engine.runtime.unit import Unit
+
+
+class ModelHooks:
+    """See the module docstring.
+
+    Args:
+        units: all of them, the root first.
+        scheduler: what is told of calls.
+        policy: what inputs and outputs are cast to.
+        check: called before each forward of the model.
+        engine: kept alive as long as the modules.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        scheduler: Scheduler,
+        policy: MixedPrecisionPolicy,
+        check: Callable[[], None],
+        engine: object,
+    ) -> None:
+        self._hooks: dict[nn.Module, ModuleHooks] = {}
+        root = units[0]
+        loose: dict[Unit, list[ModuleHooks]] = {}
+        for unit in units:
+            # What lies beside blocks gets what the model's forward makes of its inputs.
+            casts = policy.cast_forward_inputs and not unit.built.is_loose
+            dtypes = (
+                policy.param_dtype if casts else None,
+                policy.output_dtype if unit is root else None,
+            )
+            # The root is always seen, since its forward frames all others.
+            if unit is root or unit.reshards or unit.needs_refresh or dtypes[0] is not None:
+                hooks = []
+                for module in unit.built.modules:
+                    if module not in self._hooks:
+                        self._hooks[module] = ModuleHooks(scheduler, module, dtypes, engine)
+                    hooks.append(self._hooks[module])
+                    hooks[-1].units.append(unit)
+                if unit.built.is_loose:
+                    loose[unit] = hooks
+        self._loose = LooseUnits(self._hooks[root.built.modules[0]], loose, check)
+
+    @property
+    def modules(self) -> Iterable[nn.Module]:
+        """Those that are hooked."""
+        return self._hooks
+
+    def pause(self, unit: Unit, *, paused: bool) -> None:
+        """Whether calls of the unit's modules are let through as they are."""
+        for module in unit.built.modules:
+            if module in self._hooks:
+                self._hooks[module].paused = paused
+
+    def reset(self) -> None:
+        """Forget forwards that an exception ended."""
+        for hooks in self._hooks.values():
+            hooks.reset()
