@@ -91,16 +91,18 @@ class _Entered:
     Attributes:
         units: that were entered for it, and have to be left, each with its call. No call: no
             backward is to come, or it is seen by an earlier forward's call.
+        aside: of these, those whose use is not recorded.
         recomputes: it runs within backward.
         wants_calls: a backward is to come.
         alone: the only input, if it is one tensor, and its version.
         inputs: all of them, if they are more than that.
     """
 
-    __slots__ = ("alone", "inputs", "recomputes", "units", "wants_calls")
+    __slots__ = ("alone", "aside", "inputs", "recomputes", "units", "wants_calls")
 
     def __init__(self, *, recomputes: bool, wants_calls: bool) -> None:
         self.units: list[tuple[Unit, Call | None]] = []
+        self.aside: list[Unit] = []
         self.recomputes = recomputes
         self.wants_calls = wants_calls
         self.alone: tuple[Tensor, int] | None = None
@@ -123,8 +125,12 @@ class ModelForward(Protocol):
         """One is about to begin."""
         ...
 
+    def entered_aside(self) -> Iterable[Unit]:
+        """Units to be entered with it, this time."""
+        ...
+
     def ends(self) -> Iterable[Unit]:
-        """One is over; returns units that it was entered for in vain."""
+        """One is over; returns units that were entered with it in vain."""
         ...
 
 
@@ -205,7 +211,7 @@ class ModuleHooks:
         """Enter ``unit`` with the call that is under way; False if there is none."""
         if not self._entered or self._entered[-1].recomputes:
             return False
-        self._enter(self._entered[-1], unit)
+        self._enter(self._entered[-1], unit, aside=True)
         return True
 
     @not_compiled
@@ -225,6 +231,9 @@ class ModuleHooks:
         self._entered.append(entered)
         for unit in self.units:
             self._enter(entered, unit)
+        if self.model is not None and not recomputes:
+            for unit in self.model.entered_aside():
+                self._enter(entered, unit, aside=True)
         calls = entered.calls
         if not calls and self._input_dtype is None:
             return args, kwargs
@@ -242,7 +251,7 @@ class ModuleHooks:
             inputs.mark(partial(self._listen, calls))
         return inputs.arguments
 
-    def _enter(self, entered: _Entered, unit: Unit) -> None:
+    def _enter(self, entered: _Entered, unit: Unit, *, aside: bool = False) -> None:
         wants_call = entered.wants_calls
         if entered.recomputes:
             self._scheduler.recompute(unit)
@@ -252,7 +261,9 @@ class ModuleHooks:
             if not wants_call:
                 return
         else:
-            self._scheduler.enter_forward(unit)
+            self._scheduler.enter_forward(unit, aside=aside)
+            if aside:
+                entered.aside.append(unit)
         entered.units.append((unit, Call(unit) if wants_call else None))
 
     @not_compiled
@@ -269,7 +280,6 @@ class ModuleHooks:
         if self.model is not None and not entered.recomputes:
             for unit in self.model.ends():
                 entered.let_go(unit)
-                self._scheduler.entered_in_vain(unit)
         calls = entered.calls
         has_backward = bool(calls) and self._listen_for_backward(entered, calls, output)
         try:
@@ -278,7 +288,8 @@ class ModuleHooks:
         finally:
             if not entered.recomputes:
                 for unit, _ in reversed(entered.units):
-                    self._scheduler.leave_forward(unit, has_backward)
+                    aside = unit in entered.aside
+                    self._scheduler.leave_forward(unit, has_backward, aside=aside)
         if self._output_dtype is not None:
             return map_tensors(partial(cast_to, self._output_dtype), output)
         return None

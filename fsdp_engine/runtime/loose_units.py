@@ -40,10 +40,14 @@ class LooseUnits:
         self._hooks_of = hooks_of
         # Entered with the model, until all of their modules were seen to be called.
         self._unseen = [unit for unit, hooks in hooks_of.items() if root not in hooks]
-        root.units += self._unseen
+        self._is_first = True
         for unit in hooks_of:
             for buffer in unit.buffers:
                 buffer.reads.on_read = lambda unit=unit: self.read(unit)  # type: ignore[misc]
+
+    def entered_aside(self) -> list[Unit]:
+        """Units to be entered with the model's forward, this time."""
+        return self._unseen if self._is_first else []
 
     def ends(self) -> list[Unit]:
         """The model's forward is over; returns units that were entered for it, and whose modules
@@ -54,7 +58,9 @@ class LooseUnits:
             unit for unit in self._unseen if all(each.was_called for each in self._hooks_of[unit])
         ]
         self._unseen = [unit for unit in self._unseen if unit not in freed]
-        self._root.units = [unit for unit in self._root.units if unit not in freed]
+        beside = [unit for unit in self._root.units if unit not in freed]
+        self._root.units = [*beside, *(unit for unit in self._unseen if unit not in beside)]
+        self._is_first = False
         return freed
 
     def read(self, unit: Unit) -> bool:

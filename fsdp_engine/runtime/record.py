@@ -129,7 +129,6 @@ class Record:
         self._half_now = self._forward
         self._seen: list[Use] = []
         self._left: list[int] = []
-        self._outermost: set[int] = set()
 
     @property
     def units_in_forward(self) -> list[int]:
@@ -184,16 +183,8 @@ class Record:
                 return 0
             uses, place = self._backward.uses, 0
 
-    def forget_outermost(self, unit: int) -> None:
-        """The first use of ``unit`` in this forward, and its last leaving, will not come again."""
-        self._outermost.add(unit)
-
     def end_forward(self) -> None:
         """A forward of the whole model is over: what was seen is expected from now on."""
-        for unit in self._outermost:
-            self._seen.remove(Use(unit, FORWARD))
-            del self._left[len(self._left) - 1 - self._left[::-1].index(unit)]
-        self._outermost.clear()
         if self._seen != self._forward.uses:
             self._forward = self._half(self._seen)
             self._forward.next = len(self._seen)
@@ -211,7 +202,6 @@ class Record:
         half.next = 0
         self._seen = []
         self._left = []
-        self._outermost.clear()
 
     def _half(self, uses: Sequence[Use]) -> _Half:
         return _Half(uses, self._sizes, self._budget)

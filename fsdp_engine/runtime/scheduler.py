@@ -79,27 +79,33 @@ class Scheduler:
 
     # Forward.
 
-    def enter_forward(self, unit: Unit) -> None:
-        """A module of the unit is called."""
+    def enter_forward(self, unit: Unit, *, aside: bool = False) -> None:
+        """A module of the unit is called.
+
+        Args:
+            unit: which.
+            aside: this use may not come again: it is not recorded.
+        """
         if not self._open:
             self._begin_forward()
         self._open.append(unit.index)
-        self._use(unit, FORWARD)
+        if aside:
+            self._fill(unit, FORWARD)
+            self._show(unit)
+        else:
+            self._use(unit, FORWARD)
         unit.enter()
 
-    def entered_in_vain(self, unit: Unit) -> None:
-        """The outermost call that entered ``unit`` in this forward will do without."""
-        self._record.forget_outermost(unit.index)
-
-    def leave_forward(self, unit: Unit, has_backward: bool) -> None:
+    def leave_forward(self, unit: Unit, has_backward: bool, *, aside: bool = False) -> None:
         """A module of the unit has returned.
 
         Args:
             unit: which.
             has_backward: autograd will come back to it.
+            aside: as it was entered.
         """
         self._open.remove(unit.index)
-        if unit.buffers:
+        if unit.buffers and not aside:
             self._record.leave(unit.index)
         unit.leave()
         if unit.uses == 0:
@@ -181,12 +187,10 @@ class Scheduler:
         if unit.uses:
             self._record.recomputes(unit.index)
             self._fill(unit, BOTH)
-            unit.wait()
+            self._show(unit)
         else:
             # Where one plane serves both, its backward gathers no more.
             self._use(unit, FORWARD if unit.built.split_weights else BOTH)
-        unit.note_access()
-        unit.install()
 
     def enter_backward(self, call: Call) -> None:
         """The gradient of a call's output has come: its backward begins."""
@@ -281,6 +285,11 @@ class Scheduler:
             if ahead.needs_gather(use.phase) and not ahead.uses:
                 ahead.gather(use.phase)
                 self._ahead.add(use.unit)
+        self._show(unit)
+
+    @staticmethod
+    def _show(unit: Unit) -> None:
+        """The model reads full parameters from here on."""
         unit.wait()
         unit.note_access()
         # In backward, too: checkpoints within the unit run parts of its forward again.
