@@ -20,6 +20,7 @@ from fsdp_engine.devices.memory import Memory
 from fsdp_engine.devices.nccl_pool import NcclPool
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.optimizer.clip import clip_, total_norm
+from fsdp_engine.planning.assignment import expect
 from fsdp_engine.planning.build import Sites, build_units, same_on_replicas
 from fsdp_engine.planning.initial_values import Start
 from fsdp_engine.planning.installing import holders, install_into
@@ -86,7 +87,10 @@ class Engine:
             trainable = [buffer for unit in self.units for buffer in unit.trainable]
             checks = GradientChecks(trainable, config, mesh.control_group, mesh.device)
         self._reductions = Reductions(self.units, self._lanes, mesh, self.budget, timing, checks)
-        self._scheduler = Scheduler(self.units, self._memory, self.budget, self._reductions, timing)
+        expected = expect(model, [each.modules for each in built])
+        self._scheduler = Scheduler(
+            self.units, self._memory, self.budget, self._reductions, timing, expected
+        )
         self._roster = Roster(model, self.units)
         self._hooks = ModelHooks(self.units, self._scheduler, policy, self._roster.check, self)
         for module in self._hooks.modules:

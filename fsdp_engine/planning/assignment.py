@@ -201,6 +201,69 @@ def assign(
     return owned
 
 
+@dataclass(frozen=True)
+class Expected:
+    """How a model's units are expected to be used, before execution has shown it: in the order in
+    which their modules were registered.
+
+    Attributes:
+        forward: units as forward enters them, one entry for each call.
+        backward: as backward does: those that forward has left last come first.
+        around: for each unit, those that contain modules of it.
+    """
+
+    forward: list[int]
+    backward: list[int]
+    around: list[set[int]]
+
+    def num_gathers(self, unit: int) -> int:
+        """How often a unit whose parameters are cut is gathered for a microbatch: it stays full
+        from one use to the next if no unit but its relatives is used between."""
+        count, is_full = 0, False
+        for used in (*self.forward, *self.backward):
+            if used == unit:
+                count += not is_full
+                is_full = True
+            elif used not in self.around[unit] and unit not in self.around[used]:
+                is_full = False
+        return count
+
+
+def expect(model: nn.Module, units: Sequence[Sequence[nn.Module]]) -> Expected:
+    """See :class:`Expected`; ``units`` are their modules."""
+    units_of: dict[int, list[int]] = {}
+    for index, modules in enumerate(units):
+        for module in modules:
+            units_of.setdefault(id(module), []).append(index)
+    around_of: list[set[int]] = [set() for _ in units]
+    forward: list[int] = []
+    backward: list[int] = []
+    seen: set[int] = set()
+
+    def visit(module: nn.Module, around: tuple[int, ...]) -> None:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        own = units_of.get(id(module), [])
+        forward.extend(own)
+        for index in own:
+            around_of[index].update(around)
+        for child in module.children():
+            visit(child, (*around, *own))
+        if reads_weights_in_backward(module):
+            backward.extend(reversed(own))
+
+    visit(model, ())
+    return Expected(forward, backward[::-1], around_of)
+
+
+def reads_weights_in_backward(module: nn.Module) -> bool:
+    """Whether backward through a call of ``module`` needs its weights. An embedding's gradient is
+    made of indices and of what comes from behind."""
+    holders = [each for each in module.modules() if any(True for _ in each.parameters(False))]
+    return not holders or not all(type(each) is nn.Embedding for each in holders)
+
+
 def _select(model: nn.Module, selector: Any) -> dict[str, nn.Module]:
     """Modules that ``selector`` matches, by name, in module order."""
     matches = _matcher(selector)
@@ -236,7 +299,8 @@ def _default_units(model: nn.Module, records: Sequence[ParamRecord]) -> list[Mod
     sets = [ModuleSet(name, [module]) for name, module in blocks.items()]
     for run in _tied_together([run for run in runs if run], records):
         sets.append(ModuleSet(_joined(tuple(run)), list(run.values()), is_loose=True))
-    return sets
+    places = {id(module): place for place, module in enumerate(model.modules())}
+    return sorted(sets, key=lambda each: places[id(each.modules[0])])
 
 
 def _blocks(prefix: str, module: nn.Module) -> Iterable[tuple[str, nn.Module]]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdp_engine.devices.mesh import DataMesh
+from fsdp_engine.planning.assignment import expect
 from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.strategies import Axis, Role, Strategy
 
@@ -89,21 +90,15 @@ def describe_units(
         f"up to {budget:,} elements gathered ahead. Bytes are this rank's; gathers and reductions "
         "are collectives per step of one microbatch."
     )
-    # The last unit, and those that contain it, stay full between forward and backward.
-    last = [unit for unit in units if unit.buffers][-1]
-    rows = (_row(unit, strategy, mesh, _contains(unit, last)) for unit in units)
+    expected = expect(units[0].built.modules[0], [unit.built.modules for unit in units])
+    rows = (_row(unit, strategy, mesh, expected.num_gathers(unit.index)) for unit in units)
     return Description(title, tuple(rows))
 
 
-def _contains(unit: Unit, other: Unit) -> bool:
-    inside = {id(each) for module in unit.built.modules for each in module.modules()}
-    return any(id(module) in inside for module in other.built.modules)
-
-
-def _row(unit: Unit, strategy: Strategy, mesh: DataMesh, stays_full: bool) -> UnitRow:
-    _, reductions = count_collectives(strategy, mesh)
+def _row(unit: Unit, strategy: Strategy, mesh: DataMesh, num_uses: int) -> UnitRow:
+    reductions = sum(mesh.axis(axis).size > 1 for axis in Axis)
     gathers = [
-        count_collectives(strategy, mesh, b.weights.num_wires, changes=b.grads is not None)[0]
+        count_gathers(strategy, mesh, num_uses, b.weights.num_wires, changes=b.grads is not None)
         for b in unit.buffers
     ]
     return UnitRow(
@@ -115,47 +110,37 @@ def _row(unit: Unit, strategy: Strategy, mesh: DataMesh, stays_full: bool) -> Un
         grad_bytes=sum(b.grads.rest_bytes for b in unit.trainable if b.grads is not None),
         full_bytes=sum(buffer.weights.transient_bytes for buffer in unit.buffers),
         staging_bytes=sum(b.grads.transient_bytes for b in unit.trainable if b.grads is not None),
-        num_gathers=sum(each.once if stays_full else each.total for each in gathers),
+        num_gathers=sum(gathers),
         num_reductions=len(unit.trainable) * reductions,
     )
 
 
-@dataclass(frozen=True)
-class GatherCount:
-    """Gathers of one buffer in a step: ``total`` for a unit that is resharded after forward,
-    ``once`` for one that stays full until its backward (the root, and the last unit)."""
-
-    total: int
-    once: int
-
-
-def count_collectives(
-    strategy: Strategy, mesh: DataMesh, num_wires: int = 1, *, changes: bool = True
-) -> tuple[GatherCount, int]:
-    """Gathers and reductions of one buffer in a step of one microbatch.
+def count_gathers(
+    strategy: Strategy, mesh: DataMesh, num_uses: int, num_wires: int = 1, *, changes: bool = True
+) -> int:
+    """Gathers of one buffer in a step of one microbatch.
 
     Args:
+        num_uses: how often it has to be full anew, where parameters are cut: twice, for forward and
+            for backward; once for the last unit, which stays full between them, and for
+            embeddings, whose backward needs no weights.
         num_wires: 2 where forward and backward read different bytes ([Note: Planes] in
             ``codecs/base.py``).
         changes: False for frozen weights, which are not gathered again where only optimizer state
             is cut.
 
-    An axis of one rank costs nothing. Along each other axis: parameters are gathered for forward
-    and again for backward where they are cut, once per step where only optimizer state is;
-    gradients are reduced once.
+    An axis of one rank costs nothing. Along each other axis parameters are gathered for each use
+    where they are cut, once per step where only optimizer state is.
     """
-    total = once = reductions = 0
+    total = 0
     for axis in Axis:
         if mesh.axis(axis).size == 1:
             continue
-        reductions += 1
         if strategy.cuts(Role.PARAM, axis):
-            total += 2
-            once += num_wires
+            total += max(num_uses, num_wires)
         elif changes and strategy.cuts(Role.OPTIM, axis):
             total += num_wires
-            once += num_wires
-    return GatherCount(total, once), reductions
+    return total
 
 
 def _runs(rows: Sequence[UnitRow]) -> list[tuple[int, int, UnitRow]]:

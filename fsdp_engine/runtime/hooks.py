@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
 
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
+from fsdp_engine.planning.assignment import reads_weights_in_backward
 from fsdp_engine.planning.installing import holders
 from fsdp_engine.runtime.inputs import Inputs, cast_to, is_of, version_of
 from fsdp_engine.runtime.scheduler import Scheduler, in_backward
@@ -164,6 +165,7 @@ class ModuleHooks:
         self.model: ModelForward | None = None
         self._scheduler = scheduler
         self._input_dtype, self._output_dtype = casts
+        self._reads_weights = reads_weights_in_backward(module)
         self._entered: list[_Entered] = []
         self._register(module)
 
@@ -264,7 +266,8 @@ class ModuleHooks:
             self._scheduler.enter_forward(unit, aside=aside)
             if aside:
                 entered.aside.append(unit)
-        entered.units.append((unit, Call(unit) if wants_call else None))
+        call = Call(unit, reads_weights=self._reads_weights) if wants_call else None
+        entered.units.append((unit, call))
 
     @not_compiled
     def after(self, output: Any) -> Any:
@@ -287,9 +290,10 @@ class ModuleHooks:
                 self._note_hidden(calls, output)
         finally:
             if not entered.recomputes:
+                reads_again = has_backward and self._reads_weights
                 for unit, _ in reversed(entered.units):
                     aside = unit in entered.aside
-                    self._scheduler.leave_forward(unit, has_backward, aside=aside)
+                    self._scheduler.leave_forward(unit, reads_again, aside=aside)
         if self._output_dtype is not None:
             return map_tensors(partial(cast_to, self._output_dtype), output)
         return None

@@ -114,18 +114,18 @@ class Record:
 
     Args:
         forward: units in the order that the first forward is expected to enter them in.
-        left: in the order that it is expected to leave them in.
+        backward: likewise the first backward.
         sizes: see :func:`prefetch_windows`.
         budget: likewise.
     """
 
     def __init__(
-        self, forward: Sequence[int], left: Sequence[int], sizes: Sequence[int], budget: int
+        self, forward: Sequence[int], backward: Sequence[int], sizes: Sequence[int], budget: int
     ) -> None:
         self._sizes = sizes
         self._budget = budget
         self._forward = self._half([Use(unit, FORWARD) for unit in forward])
-        self._backward = self._half([Use(unit, BACKWARD) for unit in reversed(left)])
+        self._backward = self._half([Use(unit, BACKWARD) for unit in backward])
         self._half_now = self._forward
         self._seen: list[Use] = []
         self._left: list[int] = []
@@ -162,7 +162,7 @@ class Record:
                 return
 
     def leave(self, unit: int) -> None:
-        """A forward of ``unit`` is over."""
+        """A forward of ``unit`` is over, and backward will come back to it."""
         self._left.append(unit)
 
     def next_phase(self, unit: int, open_units: Collection[int], has_backward: bool) -> int:
@@ -188,7 +188,8 @@ class Record:
         if self._seen != self._forward.uses:
             self._forward = self._half(self._seen)
             self._forward.next = len(self._seen)
-            self._backward = self._half([Use(unit, BACKWARD) for unit in reversed(self._left)])
+            left = self._left or self.units_in_forward  # without autograd nobody comes back
+            self._backward = self._half([Use(unit, BACKWARD) for unit in reversed(left)])
             self._half_now = self._forward
 
     def end_backward(self) -> None:
@@ -205,20 +206,6 @@ class Record:
 
     def _half(self, uses: Sequence[Use]) -> _Half:
         return _Half(uses, self._sizes, self._budget)
-
-
-def leave_order(names: Sequence[str]) -> list[int]:
-    """Units by number as forward would leave them, from their names in module order.
-
-    A unit is left after those that it contains: ``["", "a", "a.b", "c"]`` gives ``[2, 1, 3, 0]``.
-    """
-    left: list[int] = []
-    inside: list[int] = []
-    for unit, name in enumerate(names):
-        while inside and not (names[inside[-1]] == "" or name.startswith(names[inside[-1]] + ".")):
-            left.append(inside.pop())
-        inside.append(unit)
-    return [*left, *reversed(inside)]
 
 
 def first_use_order(order: Sequence[int], num_units: int) -> list[int]:

@@ -22,13 +22,13 @@ import torch
 
 from fsdp_engine.config import Timing
 from fsdp_engine.devices.memory import Memory
+from fsdp_engine.planning.assignment import Expected
 from fsdp_engine.runtime.record import (
     BACKWARD,
     BOTH,
     FORWARD,
     Record,
     first_use_order,
-    leave_order,
 )
 from fsdp_engine.runtime.reductions import Reductions
 from fsdp_engine.runtime.unit import Call, Residence, Unit, in_functional_call
@@ -48,6 +48,7 @@ class Scheduler:
         budget: elements gathered ahead.
         reductions: told when a unit's gradients are complete.
         timing: when changed weights are gathered.
+        expected: the order in which units are expected to be used.
     """
 
     def __init__(
@@ -57,14 +58,14 @@ class Scheduler:
         budget: int,
         reductions: Reductions,
         timing: Timing,
+        expected: Expected,
     ) -> None:
         self.units = tuple(units)
         self.reductions = reductions
         self._memory = memory
-        left = leave_order([unit.name for unit in units])
         self._record = Record(
-            [unit.index for unit in units if unit.buffers],
-            [index for index in left if units[index].buffers],
+            [index for index in expected.forward if units[index].buffers],
+            [index for index in expected.backward if units[index].buffers],
             [unit.num_elements if unit.reshards else 0 for unit in units],
             budget,
         )
@@ -96,21 +97,21 @@ class Scheduler:
             self._use(unit, FORWARD)
         unit.enter()
 
-    def leave_forward(self, unit: Unit, has_backward: bool, *, aside: bool = False) -> None:
+    def leave_forward(self, unit: Unit, reads_again: bool, *, aside: bool = False) -> None:
         """A module of the unit has returned.
 
         Args:
             unit: which.
-            has_backward: autograd will come back to it.
+            reads_again: backward will come to it, and read its weights.
             aside: as it was entered.
         """
         self._open.remove(unit.index)
-        if unit.buffers and not aside:
+        if unit.buffers and reads_again and not aside:
             self._record.leave(unit.index)
         unit.leave()
         if unit.uses == 0:
             unit.uninstall()
-            phase = self._record.next_phase(unit.index, self._open, has_backward)
+            phase = self._record.next_phase(unit.index, self._open, reads_again)
             if phase >= BACKWARD:
                 self._kept.add(unit.index)
             elif phase:
@@ -197,10 +198,10 @@ class Scheduler:
         if call.opened:
             return
         self.begin_backward()
-        unit = call.unit
         self._backward.enters(call)
-        self._use(unit, BACKWARD)
-        unit.enter()
+        if call.reads_weights:
+            self._use(call.unit, BACKWARD)
+            call.unit.enter()
 
     def leave_backward(self, call: Call) -> None:
         """The gradients of a call's inputs have come: its backward is over."""
@@ -359,7 +360,8 @@ class _Backward:
         self._calls.append(call)
         unit.open_calls.append(call)
         self.touched[unit.index] = unit
-        self.open_units.add(unit.index)
+        if call.reads_weights:
+            self.open_units.add(unit.index)
 
     def leaves(self, call: Call) -> None:
         """The backward of ``call`` is over."""
@@ -367,16 +369,17 @@ class _Backward:
         call.closed = True
         unit.open_calls.remove(call)
         call.uncount()
-        unit.leave()
-        if not unit.uses:
-            self.open_units.discard(unit.index)
+        if call.reads_weights:
+            unit.leave()
+            if not unit.uses:
+                self.open_units.discard(unit.index)
 
     def end(self, units: Sequence[Unit]) -> list[Unit]:
         """It is over; returns units that may be full."""
         for call in self._calls:
             # The graph may be kept and run once more.
             if not call.closed:
-                call.unit.uses -= 1
+                call.unit.uses -= call.reads_weights
                 call.unit.open_calls.remove(call)
                 call.uncount()
             call.opened = call.closed = False

@@ -65,6 +65,7 @@ class Call:
     Only autograd's hooks hold on to it: with its graph it goes, and no longer counts.
 
     Attributes:
+        reads_weights: its backward needs the unit's full parameters.
         has_boundary: an input needs a gradient, so the end of this call's backward will be seen.
         num_awaited: inputs whose gradients are yet to come in this backward. -1: not known, since
             an input was changed in place; then the call is over when all of backward is.
@@ -72,10 +73,19 @@ class Call:
         closed: its backward is over.
     """
 
-    __slots__ = ("_counts", "closed", "has_boundary", "num_awaited", "opened", "unit")
+    __slots__ = (
+        "_counts",
+        "closed",
+        "has_boundary",
+        "num_awaited",
+        "opened",
+        "reads_weights",
+        "unit",
+    )
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, unit: Unit, *, reads_weights: bool) -> None:
         self.unit = unit
+        self.reads_weights = reads_weights
         self.has_boundary = False
         self.num_awaited = 1
         self.opened = False

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from fsdp_engine.codecs import ParamCodec
 from fsdp_engine.layout import Layout
+from fsdp_engine.planning.assignment import Expected
 from fsdp_engine.precision import ParamDtypes
 from fsdp_engine.runtime.record import FORWARD, Use, prefetch_windows
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis, Role, Strategy
@@ -107,9 +108,15 @@ class Footprint:
             elements += self.held(Role.GRAD)
         return elements * dtypes.comm.itemsize
 
-    def traffic_bytes(self, axis: Axis, num_microbatches: int) -> float:
+    def traffic_bytes(self, axis: Axis, num_microbatches: int, num_gathers: int) -> float:
         """Sent along ``axis`` in a step. Along the outer one the inner part travels, if there is
         one. Frozen weights do not change, so what is gathered once a step is not gathered again.
+
+        Args:
+            axis: which.
+            num_microbatches: of a step.
+            num_gathers: how often cut parameters are gathered for a microbatch; formulas of the
+                levels have 2, for forward and for backward.
         """
         size = self.sizes[axis]
         traffic = self.strategy.level(axis).traffic(size)
@@ -119,7 +126,7 @@ class Footprint:
         codec = self.buffer.codec
         # What is gathered once a step is gathered in all planes, what is for each use in one.
         params = traffic.params_per_step * codec.num_planes if self.buffer.trainable else 0.0
-        params += num_microbatches * traffic.params_per_microbatch
+        params += num_microbatches * traffic.params_per_microbatch * num_gathers / 2
         sent = params * codec.wire_dtype.itemsize
         if self.buffer.trainable:
             grads = traffic.grads_per_step + num_microbatches * traffic.grads_per_microbatch
@@ -132,12 +139,10 @@ class UnitFootprint:
     """One unit to be.
 
     Attributes:
-        modules: fully qualified names of its modules; "" for the root, which comes first.
         buffers: what its buffers take.
         is_loose: its modules lie beside the model's blocks.
     """
 
-    modules: tuple[str, ...]
     buffers: tuple[Footprint, ...]
     is_loose: bool = False
 
@@ -150,44 +155,25 @@ class UnitFootprint:
         """``count`` over its buffers."""
         return sum(count(each) for each in self.buffers)
 
-    def is_around(self, other: UnitFootprint) -> bool:
-        """Whether a module of ``other`` is, or lies in, one of its own."""
-        return any(
-            mine in ("", its) or its.startswith(f"{mine}.")
-            for mine in self.modules
-            for its in other.modules
-        )
 
-
-def order_of_uses(units: Sequence[UnitFootprint], module_names: Sequence[str]) -> list[int]:
-    """Units as forward is expected to enter them, from the names of all modules in their order. A
-    unit whose modules have others between them stands there more than once."""
-    unit_of = {name: index for index, unit in enumerate(units) for name in unit.modules}
-    order: list[int] = []
-    for name in module_names:
-        index = unit_of.get(name)
-        if index is not None and units[index].buffers and order[-1:] != [index]:
-            order.append(index)
-    return order
-
-
-def peak_full_bytes(units: Sequence[UnitFootprint], order: Sequence[int], budget: int) -> int:
+def peak_full_bytes(units: Sequence[UnitFootprint], expected: Expected, budget: int) -> int:
     """Full parameters of a unit, of those around it, and of those gathered ahead, at most."""
     sizes = [unit.total(lambda each: each.full_bytes) for unit in units]
     elements = [unit.numel if size else 0 for unit, size in zip(units, sizes, strict=True)]
     peak = 0
-    forward = [Use(index, FORWARD) for index in order]
-    for uses in (forward, forward[::-1]):
+    for order in (expected.forward, expected.backward):
+        uses = [Use(index, FORWARD) for index in order if units[index].buffers]
         for (index, _), window in zip(uses, prefetch_windows(uses, elements, budget), strict=True):
-            around = {i for i, other in enumerate(units) if other.is_around(units[index])}
+            around = {index, *expected.around[index]}
             peak = max(peak, sum(sizes[i] for i in around | {use.unit for use in window}))
     return peak
 
 
-def peak_staging_bytes(units: Sequence[UnitFootprint], order: Sequence[int], budget: int) -> int:
+def peak_staging_bytes(units: Sequence[UnitFootprint], expected: Expected, budget: int) -> int:
     """Full gradients at most, if no reduction were done before somebody waits for it."""
     staged = [unit.total(lambda each: each.staged_elements) for unit in units]
     sizes = [unit.total(lambda each: each.staging_bytes) for unit in units]
+    order = [index for index in expected.forward if units[index].buffers]
     first_place = {index: place for place, index in reversed(list(enumerate(order)))}
     in_flight: deque[int] = deque()
     num_in_flight = 0
@@ -195,7 +181,7 @@ def peak_staging_bytes(units: Sequence[UnitFootprint], order: Sequence[int], bud
     peak = 0
     for place, index in reversed(list(enumerate(order))):
         # Gradients of units around this one come in to their very end, and so may be open, too.
-        opening = [i for i in (*_around(units, index), index) if i not in taken]
+        opening = [i for i in (*sorted(expected.around[index]), index) if i not in taken]
         for each in opening:
             while in_flight and num_in_flight + staged[each] > max(budget, staged[each]):
                 oldest = in_flight.popleft()
@@ -207,11 +193,3 @@ def peak_staging_bytes(units: Sequence[UnitFootprint], order: Sequence[int], bud
             in_flight.append(index)
             num_in_flight += staged[index]
     return peak
-
-
-def _around(units: Sequence[UnitFootprint], index: int) -> list[int]:
-    return [
-        i
-        for i, other in enumerate(units[:index])
-        if other.buffers and other.is_around(units[index])
-    ]

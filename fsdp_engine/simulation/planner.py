@@ -31,7 +31,7 @@ from torch import nn
 from fsdp_engine.codecs import CastCodec, CodecRule
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.layout.placement import TensorRequest, plan_layouts
-from fsdp_engine.planning.assignment import UnitSelector, collect_records
+from fsdp_engine.planning.assignment import Expected, UnitSelector, collect_records, expect
 from fsdp_engine.planning.plan import Granule, Ground, Grounds, Recipe, plan_units
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.simulation.footprint import (
@@ -39,7 +39,6 @@ from fsdp_engine.simulation.footprint import (
     BufferPlan,
     Footprint,
     UnitFootprint,
-    order_of_uses,
     peak_full_bytes,
     peak_staging_bytes,
 )
@@ -50,7 +49,6 @@ NOT_INCLUDED = "Activations are not included, nor what kernels and allocators ta
 
 # Name and buffers of one unit to be, the root first.
 class _Unit(NamedTuple):
-    modules: tuple[str, ...]
     buffers: list[BufferPlan]
     is_loose: bool = False
 
@@ -143,29 +141,36 @@ def estimate(
     policy, options = mp_policy or MixedPrecisionPolicy(), config or DistributedDataParallelConfig()
     ground = Ground(sizes, levels)
     recipe = Recipe(options.applied_to(policy), options, Grounds(ground), granule, codec_rules)
-    names: list[str]
     if isinstance(model, nn.Module):
-        planned = _units_of(model, units, recipe)
-        names = [name for name, _ in model.named_modules()]
+        planned, expected = _units_of(model, units, recipe)
     elif isinstance(model, int | float) and not isinstance(model, bool):
         _check_at_least("num_units", num_units, 1)
         _check_at_least("model", model, 1)
         planned = _equal_units(round(model), num_units, dtype, recipe)
-        names = [name for unit in planned for name in unit.modules]
+        order = list(range(1, len(planned)))
+        expected = Expected(order, order[::-1], [set() for _ in planned])
     else:
         raise TypeError(f"model: expected a module or a number of elements; found {model!r}")
     footprints = [
         UnitFootprint(
-            unit.modules,
             tuple(Footprint(buffer, levels, sizes) for buffer in unit.buffers),
             unit.is_loose,
         )
         for unit in planned
     ]
-    order = order_of_uses(footprints, names)
     budget = _budget(footprints, options)
     every = [each for unit in footprints for each in unit.buffers]
     state = sum(each.held(Role.OPTIM) for each in every if each.buffer.trainable)
+
+    def traffic(axis: Axis) -> int:
+        return round(
+            sum(
+                each.traffic_bytes(axis, num_microbatches, expected.num_gathers(index))
+                for index, unit in enumerate(footprints)
+                for each in unit.buffers
+            )
+        )
+
     return Estimate(
         strategy=levels,
         inner_size=sizes[Axis.INNER],
@@ -175,10 +180,10 @@ def estimate(
         weight_bytes=sum(each.weight_bytes for each in every),
         grad_bytes=sum(each.grad_bytes for each in every),
         optimizer_bytes=math.ceil(optimizer_bytes_per_element * state),
-        full_bytes=peak_full_bytes(footprints, order, budget),
-        staging_bytes=peak_staging_bytes(footprints, order, budget),
-        inner_traffic_bytes=_traffic(every, Axis.INNER, num_microbatches),
-        outer_traffic_bytes=_traffic(every, Axis.OUTER, num_microbatches),
+        full_bytes=peak_full_bytes(footprints, expected, budget),
+        staging_bytes=peak_staging_bytes(footprints, expected, budget),
+        inner_traffic_bytes=traffic(Axis.INNER),
+        outer_traffic_bytes=traffic(Axis.OUTER),
     )
 
 
@@ -222,15 +227,14 @@ def _check_at_least(name: str, value: float, least: int) -> None:
 
 def _units_of(
     model: nn.Module, selectors: UnitSelector | Iterable[UnitSelector] | None, recipe: Recipe
-) -> list[_Unit]:
+) -> tuple[list[_Unit], Expected]:
     """As ``plan.make_plan``, whose other checks (of values, of optimizers) do not matter here."""
     records = collect_records(model)
     if not records:
         raise ValueError(f"model: expected parameters; found none in {type(model).__name__}")
-    name_of = {id(module): name for name, module in model.named_modules()}
-    return [
+    made = plan_units(model, records, selectors, recipe)
+    units = [
         _Unit(
-            tuple(name_of[id(module)] for module in unit.modules),
             [
                 BufferPlan(
                     each.layout, each.kind.dtypes, each.kind.requires_grad, each.make_codec()
@@ -239,8 +243,9 @@ def _units_of(
             ],
             unit.is_loose,
         )
-        for unit in plan_units(model, records, selectors, recipe)
+        for unit in made
     ]
+    return units, expect(model, [unit.modules for unit in made])
 
 
 def _equal_units(
@@ -252,7 +257,7 @@ def _equal_units(
     dtypes = recipe.policy.resolve(param, narrow)
     ground = recipe.grounds.data
     codec = CastCodec(dtypes.main, dtypes.compute)
-    units = [_Unit(("",), [])]
+    units = [_Unit([])]
     for index in range(num_units):
         count = num_elements * (index + 1) // num_units - num_elements * index // num_units
         if count:
@@ -260,7 +265,7 @@ def _equal_units(
             (layout,) = plan_layouts(
                 requests, inner_size=ground.cut(Axis.INNER), outer_size=ground.cut(Axis.OUTER)
             )
-            units.append(_Unit((f"unit {index}",), [BufferPlan(layout, dtypes, True, codec)]))
+            units.append(_Unit([BufferPlan(layout, dtypes, True, codec)]))
     return units
 
 
@@ -271,7 +276,3 @@ def _budget(units: Sequence[UnitFootprint], config: DistributedDataParallelConfi
     blocks = [unit for unit in units[1:] if not unit.is_loose]
     sizes = [unit.numel for unit in blocks or units if unit.buffers]
     return 2 * sum(sizes) // len(sizes)
-
-
-def _traffic(footprints: Iterable[Footprint], axis: Axis, num_microbatches: int) -> int:
-    return round(sum(each.traffic_bytes(axis, num_microbatches) for each in footprints))

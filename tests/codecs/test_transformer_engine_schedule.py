@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
 from fsdp_engine.codecs import Float8, Float8Codec, TransformerEngineCodec
+from fsdp_engine.runtime.record import BACKWARD, BOTH, FORWARD
 from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.strategies import Axis
 from tests.codecs.te_on_cpu import QuantisedBlock, QuantisedStack
@@ -234,10 +235,11 @@ def gathers_of(how: tuple[bool, bool]) -> list[list[tuple[str, tuple[int, ...]]]
     found: list[list[tuple[str, tuple[int, ...]]]] = [[]]
     real = Unit.gather
 
-    def gather(unit: Unit) -> None:
+    def gather(unit: Unit, phase: int) -> None:
         if unit.name:
-            found[-1].append((unit.name, tuple(unit._wanted_planes())))
-        real(unit)
+            planes = {FORWARD: (0,), BACKWARD: (1,), BOTH: (0, 1)}[phase]
+            found[-1].append((unit.name, planes))
+        real(unit, phase)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Unit, "gather", gather)

@@ -24,7 +24,7 @@ from fsdp_engine.strategies import Axis, Strategy
 from tests import reference
 from tests.devices.timeline import Timeline, timed_step
 from tests.megatron.configs import LEVEL_NAMES, Config, Layers, config_of, train_wrapped
-from tests.models import DIM, Recurrent, Regression, Transformer, token_batch, vector_batch
+from tests.models import DIM, Block, Recurrent, Regression, Transformer, token_batch, vector_batch
 from tests.pool import on_ranks
 
 # A bucket: its parameters with their offsets, and its elements, padding included.
@@ -460,7 +460,7 @@ def test_evaluation_between_steps_sees_the_weights_of_the_last_step() -> None:
 def test_units_and_a_root_larger_than_a_bucket_train_as_one_process(level: str) -> None:
     model = Transformer(num_blocks=2)
     engine = reference.assert_trains_alike(
-        model, token_batch, level, config=Config(bucket_size=250), num_steps=3
+        model, token_batch, level, units=Block, config=Config(bucket_size=250), num_steps=3
     )
     of_root = [
         {record.name for record in buffer.records}

@@ -101,7 +101,7 @@ def backward(ddp: fe.DistributedDataParallel, x: torch.Tensor) -> None:
 
 def train(ddp: fe.DistributedDataParallel, num_steps: int = 3) -> dict[str, torch.Tensor]:
     """Weights after some steps on :func:`batch`."""
-    dtype = ddp.engine.units[0].module.layers[0].weight.dtype
+    dtype = ddp.module.layers[0].weight.dtype
     compute = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
     for number in range(num_steps):
