@@ -105,7 +105,7 @@ def test_a_tuple_of_patterns_classes_and_modules_is_one_unit() -> None:
     # The blocks' own norms lie in blocks; each module is in one unit only.
     with pytest.raises(ValueError, match=r"units: expected each module|beside each other"):
         units_of(model, [("blocks.0", nn.LayerNorm)])
-    with pytest.raises(ValueError, match="found blocks.0 in"):
+    with pytest.raises(ValueError, match=r"found blocks\.0 in"):
         units_of(model, [Block, ("blocks.0", "blocks.1")])
     named: list[UnitSelector] = [Block, ("embedding", "norm", model.head)]
     assert names_of(model, named) == ["embedding + norm + head", "blocks.0", "blocks.1"]
