@@ -25,7 +25,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from fsdp_engine.buffers.gradients import GradTower
+from fsdp_engine.buffers.gradients import Gradients
 from fsdp_engine.devices.memory import alias
 from fsdp_engine.flat_dtensor import FlatDTensor, gradients_of, set_gradients
 
@@ -36,7 +36,7 @@ class ShownGradients:
     Args:
         params: what users see.
         names: of them.
-        tower: where gradients are.
+        gradients: where they are.
         optim_depth: the part of them that users see.
         is_plain: users see the full parameters, plain tensors.
 
@@ -49,14 +49,14 @@ class ShownGradients:
         self,
         params: Sequence[Tensor],
         names: Sequence[str],
-        tower: GradTower,
+        gradients: Gradients,
         optim_depth: int,
         *,
         is_plain: bool,
     ) -> None:
         self._params = params
         self._names = names
-        self._tower = tower
+        self._gradients = gradients
         self._optim_depth = optim_depth
         self._is_plain = is_plain
         self.used = [False] * len(params)
@@ -81,24 +81,27 @@ class ShownGradients:
         self.are_hidden = True
         found = gradients_of(self._params)
         if not any(grad is not None for grad in found):  # most steps, most cheaply
-            self._tower.fresh, self.used = [True] * len(found), [False] * len(found)
+            self._gradients.clear_all()
+            self.used = [False] * len(found)
             self._apart.clear()
             self._taken, self._versions = [], []
             return
-        fresh, used, views = self._tower.fresh, self.used, self._views()
+        clear, used, views = self._gradients.clear, self.used, self._views()
         kept, taken = [], []
         for index, grad in enumerate(found):
             if grad is None:
-                fresh[index], used[index] = True, False
+                clear(index)
+                used[index] = False
                 self._apart.pop(index, None)
                 continue
             if grad is not views[index]:
                 self._apart[index] = grad
-                fresh[index] = used[index] = True
+                clear(index)
+                used[index] = True
                 taken.append(index)
             elif isinstance(grad, FlatDTensor) and grad.zeroed:
                 grad.zeroed = False
-                fresh[index] = True
+                clear(index)
                 # Between microbatches nobody knows yet who has a gradient.
                 used[index] = used[index] or reduced
                 self._apart.pop(index, None)
@@ -112,12 +115,12 @@ class ShownGradients:
         self._taken = taken
         if taken:
             set_gradients([(self._params[index], None) for index in taken])
-        if kept and self._tower.rounds_again:
+        if kept and self._gradients.rounds_again:
             for index in kept:
                 self._apart[index] = _local(views[index]).clone()
-                fresh[index] = True
+                clear(index)
         elif kept:
-            self._tower.resume()
+            self._gradients.resume()
         self._versions = [_local(view)._version for view in views]
 
     def make_way(self, index: int) -> None:
@@ -143,10 +146,11 @@ class ShownGradients:
 
     def note_used(self) -> None:
         """Before a reduction: which parameters got a gradient in this backward."""
-        if self._tower.num_touched == len(self.used):
+        if self._gradients.num_touched == len(self.used):
             self.used = [True] * len(self.used)
         else:
-            self.used = [a or b for a, b in zip(self.used, self._tower.touched, strict=True)]
+            touched = self._gradients.touched
+            self.used = [a or bool(b) for a, b in zip(self.used, touched, strict=True)]
 
     def publish(self, used: Sequence[bool], *, reduced: bool) -> None:
         """Make ``.grad`` of the parameters that were used what was accumulated.
@@ -188,7 +192,8 @@ class ShownGradients:
         """
         view = self._views()[index]
         self._params[index].grad = view
-        self.used[index], self._tower.fresh[index] = True, False
+        self.used[index] = True
+        self._gradients.keep(index)
         return view
 
     def scale_apart(self, factor: float | Tensor) -> None:
@@ -205,7 +210,7 @@ class ShownGradients:
         self._versions = []
         self._taken = []
         self.used = [False] * len(self.used)
-        self._tower.discard()
+        self._gradients.discard()
         set_gradients([(param, None) for param in self._params])
 
     @property
@@ -224,7 +229,7 @@ class ShownGradients:
                 "zero_grad(), between microbatches of no_sync(); found it changed. It is not "
                 "reduced yet: change it after the backward of the last microbatch"
             )
-        self._tower.fresh[index] = True
+        self._gradients.clear(index)
 
     def _note_versions(self) -> None:
         self._versions = [_local(view)._version for view in self._made_views]
@@ -232,7 +237,7 @@ class ShownGradients:
     def _views(self) -> list[Tensor]:
         """What ``.grad`` is: this rank's part of the reduced gradients, by parameter."""
         if not self._made_views:
-            main = self._tower.for_optimizer()
+            main = self._gradients.for_optimizer()
             # Each with a version counter of its own, which counts users' changes only.
             if self._is_plain:
                 self._made_views = [alias(main.full(i)) for i in range(len(self._params))]

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_engine.buffers.param_and_grad_buffer import FIRST_TAG, BufferKind, ParamAndGradBuffer
-from fsdp_engine.buffers.sharded_buffer import Ladder
+from fsdp_engine.buffers.param_and_grad_buffer import FIRST_TAG, ParamAndGradBuffer
+from fsdp_engine.buffers.redistribute import Ladder, Machinery
+from fsdp_engine.buffers.spec import BufferKind, BufferSpec
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.devices.agreement import agree
 from fsdp_engine.devices.collectives import broadcast_, gather_objects
@@ -148,17 +149,11 @@ def build_units(
             ground, ladder = sites.of(part.kind)
             with memory.placing(places[index]):
                 buffer = ParamAndGradBuffer(
-                    label,
+                    BufferSpec(label, part.layout, part.kind, ground.strategy, tag),
+                    Machinery(ladder, lanes, memory),
                     part.records,
-                    part.layout,
-                    part.kind,
                     part.make_codec(),
-                    ground.strategy,
-                    ladder,
-                    lanes,
-                    memory,
                     config,
-                    tag,
                     broadcast=start.from_first,
                 )
             buffers.append(buffer)

@@ -157,7 +157,7 @@ class Scheduler:
             self._part_uses.append((len(self._recording), part.index))
         self._gather(part)
         part.settle()
-        part.touch()
+        part.note_access()
         part.install()
 
     def gather_before_forward(self, *, wait: bool, cut: bool = True) -> None:
@@ -220,7 +220,7 @@ class Scheduler:
         unit.settle()
         if unit.place is not None or unit.has_planes:
             unit.resume()
-        unit.touch()
+        unit.note_access()
         unit.install()
         if unit.parts:
             self._enter_parts(in_forward=False)
@@ -348,7 +348,7 @@ class Scheduler:
                 self._ahead.add(index)
         unit.settle()
         unit.enter()
-        unit.touch()
+        unit.note_access()
         # In backward, too: checkpoints within the unit run parts of its forward again.
         unit.install()
         if unit.parts:

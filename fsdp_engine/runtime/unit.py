@@ -347,10 +347,10 @@ class Unit:
         for part in self.parts:
             part.uninstall()
 
-    def touch(self) -> None:
+    def note_access(self) -> None:
         """Tell the compute lane that the model reads the full parameters from here on."""
         for buffer in self.buffers:
-            buffer.weights.touch()
+            buffer.weights.note_access()
 
     @property
     def awaits_backward(self) -> bool:

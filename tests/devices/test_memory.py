@@ -19,8 +19,6 @@ from torch import Tensor, nn
 
 import fsdp_engine as fe
 from curve import memory_in_use
-from fsdp_engine.buffers.sharded_buffer import ShardedBuffer
-from fsdp_engine.buffers.weights import Plane
 from fsdp_engine.devices.host_memory import HostBlock
 from fsdp_engine.devices.memory import BACKWARDS_PER_TRIM, Memory, TransientStorage
 from fsdp_engine.strategies import Axis, Role, Strategy
@@ -96,24 +94,24 @@ def width_of(model: nn.Module) -> int:
     return DIM if isinstance(model, Even) else 7
 
 
-def tower_storages(tower: Any) -> Iterator[torch.UntypedStorage]:
-    """Every storage that a tower, or a plane of one, holds on to."""
-    for value in vars(tower).values():
-        for each in value if isinstance(value, list) else [value]:
-            if isinstance(each, ShardedBuffer):
-                yield each.tensor.untyped_storage()
-            elif isinstance(each, TransientStorage):
-                yield each._storage
-            elif isinstance(each, Tensor):
-                yield each.untyped_storage()
-            elif isinstance(each, Plane):
-                yield from tower_storages(each)
+def storages_of(thing: Any) -> Iterator[torch.UntypedStorage]:
+    """Every storage that weights or gradients hold on to, or what belongs to them."""
+    if isinstance(thing, TransientStorage):
+        yield thing._storage
+    elif isinstance(thing, Tensor):
+        yield thing.untyped_storage()
+    elif isinstance(thing, list):
+        for each in thing:
+            yield from storages_of(each)
+    elif type(thing).__module__.startswith("fsdp_engine.buffers") and hasattr(thing, "__dict__"):
+        for each in vars(thing).values():
+            yield from storages_of(each)
 
 
 def real_bytes(engine: Any) -> int:
     """Bytes of all storages behind the engine's tensors."""
-    towers = [tower for b in engine.buffers for tower in (b.weights, b.grads) if tower is not None]
-    storages = {s._cdata: s for tower in towers for s in tower_storages(tower)}
+    held = [each for buffer in engine.buffers for each in (buffer.weights, buffer.grads)]
+    storages = {s._cdata: s for each in held for s in storages_of(each)}
     return sum(storage.nbytes() for storage in storages.values())
 
 

@@ -1,0 +1,158 @@
+"""The memory that one buffer's gradients pass through.
+
+line      whole gradients, as autograd leaves them: staged, or what accumulates itself
+accum     what accumulates, at the depth of GRAD
+wire      a copy of it in the dtype that travels last, where that is another one
+handed    the optimizer's part in its own dtype, where that is another one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from fsdp_engine.buffers.redistribute import Machinery
+from fsdp_engine.buffers.sharded_buffer import ShardedBuffer
+from fsdp_engine.buffers.spec import BufferSpec
+from fsdp_engine.devices.memory import TransientStorage
+
+
+class GradientMemory:
+    """See the module docstring. What gradients accumulate in is allocated when they first appear.
+
+    Args:
+        spec, machinery: of the buffer.
+        has_wire: what is reduced last travels in a copy.
+
+    Attributes:
+        staging: the memory of the line, if it comes and goes.
+        wire: that of the copy that travels.
+        accum: None before gradients appeared.
+        line, sent: the lines in ``staging`` (else in ``accum``) and in ``wire``.
+        handed: see the module docstring.
+        views: each tensor's place in the line.
+    """
+
+    def __init__(self, spec: BufferSpec, machinery: Machinery, *, has_wire: bool) -> None:
+        self._spec = spec
+        self._machinery = machinery
+        dtypes, memory = spec.kind.dtypes, machinery.memory
+        self.staging: TransientStorage | None = None
+        if spec.grad_depth > 0:
+            self.staging = memory.transient(spec.layout.numel, dtypes.comm, "staging")
+        self.wire: TransientStorage | None = None
+        if has_wire:
+            self.wire = memory.transient(self._numel(spec.grad_depth), dtypes.comm, "staging")
+        self.accum: ShardedBuffer | None = None
+        self.line: ShardedBuffer | None = None
+        self.sent: ShardedBuffer | None = None
+        self.handed: ShardedBuffer | None = None
+        self.views: list[Tensor] = []
+        self._gaps: list[Tensor] = []
+        # What was staged, while another unit has the slot.
+        self._aside: TransientStorage | None = None
+
+    @property
+    def rest_bytes(self) -> int:
+        """Bytes of what accumulates, and of what the optimizer gets in another dtype."""
+        spec, dtypes = self._spec, self._spec.kind.dtypes
+        kept = self._numel(spec.grad_depth) * dtypes.main_grad.itemsize
+        if dtypes.optim_grad != dtypes.main_grad:
+            kept += self._numel(spec.optim_depth) * dtypes.optim_grad.itemsize
+        return kept
+
+    @property
+    def transient_bytes(self) -> int:
+        """Bytes of the staged line, or of the copy in the wire's dtype, while it is there."""
+        transient = self.staging or self.wire
+        return transient.num_bytes if transient is not None else 0
+
+    @contextmanager
+    def made(self) -> Iterator[ShardedBuffer]:
+        """What accumulates, with all tensors over this memory; all of it is there meanwhile."""
+        spec, dtypes, layout = self._spec, self._spec.kind.dtypes, self._spec.layout
+        sums_wide = dtypes.reduce != dtypes.comm
+        sent = self.staging is not None or self.wire is None or sums_wide
+        accum = self.accum = self._persistent(spec.grad_depth, dtypes.main_grad, sent=sent)
+        self.line = accum
+        if dtypes.optim_grad != dtypes.main_grad:
+            self.handed = self._persistent(spec.optim_depth, dtypes.optim_grad, sent=False)
+        transient = [each for each in (self.staging, self.wire) if each is not None]
+        for storage in transient:
+            storage.fill()
+        if self.staging is not None:
+            self.line = self._over(self.staging, 0)
+            # Those of lines that stay are zeros for good.
+            self._gaps = [self.staging.view(a, (b - a,)) for a, b in layout.gaps]
+            self.views = [self.staging.view(slot.offset, slot.shape) for slot in layout.slots]
+        else:
+            self.views = [accum.full(i) for i in range(len(layout.slots))]
+        if self.wire is not None:
+            self.sent = self._over(self.wire, spec.grad_depth)
+        yield accum
+        for storage in transient:
+            storage.drain()
+
+    def fill_staging(self) -> None:
+        """The line is about to be written."""
+        if self.staging is None:
+            return
+        compute, label = self._machinery.lanes.compute, self._spec.label
+        compute.manage(f"allocate staging of {label}", self.staging.fill, self.staging)
+        if self._aside is not None:
+            _copy_all(self._aside, self.staging)
+            compute.manage(f"free copy of staging of {label}", self._aside.drain, self._aside)
+            self._aside = None
+
+    def fill_wire(self) -> bool:
+        """What is reduced last is about to travel; whether memory had to come for it."""
+        if self.wire is None:
+            return False
+        compute, label = self._machinery.lanes.compute, self._spec.label
+        compute.manage(f"allocate wire of {label}", self.wire.fill, self.wire)
+        return True
+
+    def zero_gaps(self) -> None:
+        """Padding is reduced with the rest and must not bring in what lay in the memory."""
+        if self._gaps:
+            torch._foreach_zero_(self._gaps)
+
+    def set_aside(self) -> None:
+        """Keep what is staged elsewhere, until :meth:`fill_staging` brings it back."""
+        staging, compute, label = self.staging, self._machinery.lanes.compute, self._spec.label
+        if staging is None or not staging.filled:
+            return
+        memory = self._machinery.memory
+        aside = self._aside = memory.transient(staging.numel, staging.dtype, "staging")
+        compute.manage(f"allocate copy of staging of {label}", aside.fill, aside)
+        _copy_all(staging, aside)
+        compute.manage(f"free staging of {label}", staging.drain, staging)
+
+    def drain(self) -> None:
+        """Hand transient memory back; compute is done with it."""
+        compute, label = self._machinery.lanes.compute, self._spec.label
+        for storage in (self.staging, self.wire, self._aside):
+            if storage is not None and storage.filled:
+                compute.manage(f"free staging of {label}", storage.drain, storage)
+        self._aside = None
+
+    def _over(self, storage: TransientStorage, depth: int) -> ShardedBuffer:
+        return self._buffer(depth, storage.view(0, (storage.numel,)))
+
+    def _persistent(self, depth: int, dtype: torch.dtype, *, sent: bool) -> ShardedBuffer:
+        memory = self._machinery.memory
+        return self._buffer(depth, memory.persistent(self._numel(depth), dtype, "grad", sent=sent))
+
+    def _buffer(self, depth: int, flat: Tensor) -> ShardedBuffer:
+        return ShardedBuffer(self._spec.layout, self._machinery.ladder.mesh.coordinate, depth, flat)
+
+    def _numel(self, depth: int) -> int:
+        start, stop = self._spec.layout.range(depth, self._machinery.ladder.mesh.coordinate)
+        return stop - start
+
+
+def _copy_all(source: TransientStorage, target: TransientStorage) -> None:
+    target.view(0, (source.numel,)).copy_(source.view(0, (source.numel,)))
