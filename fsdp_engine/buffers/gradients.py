@@ -4,15 +4,18 @@
 
 Each gradient is written once, scaled and cast on the way, into its place in a flat buffer:
 
-- GRAD full (depth 0): straight into the persistent buffer, which later microbatches add to and
-  the last one reduces in place;
+- GRAD full (depth 0): straight into the buffer that accumulates, which later microbatches add to
+  and the last one reduces in place;
 - GRAD cut: into a transient *staging* buffer in the wire's dtype, which every microbatch reduces
-  along the axes that cut gradients, into the persistent shard; the other axes wait for the last.
+  along the axes that cut gradients, into the shard that accumulates; the other axes wait for the
+  last.
+
+[Note: When gradients are held] in ``gradient_memory.py`` says when there is memory for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -26,7 +29,6 @@ from fsdp_engine.buffers.sharded_buffer import ShardedBuffer
 from fsdp_engine.buffers.spec import BufferSpec
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.devices.lanes import Ticket
-from fsdp_engine.devices.memory import alias
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH
 
 
@@ -68,8 +70,10 @@ class Gradients:
         self._memory = GradientMemory(spec, machinery, has_wire=has_wire)
         self._views: Sequence[Tensor] = ()
         self._chains: ReductionChains | None = None
+        # See [Note: When gradients are held].
+        self._is_given_out = memory.has_pool
         if memory.has_pool:
-            self.main_grads()  # registering memory later would need all ranks at the same moment
+            self.main_grads()
 
     @property
     def num_staged_elements(self) -> int:
@@ -78,7 +82,7 @@ class Gradients:
 
     @property
     def rest_bytes(self) -> int:
-        """Bytes of the persistent gradients, from the first backward on."""
+        """Bytes of what accumulates, while it is there."""
         return self._memory.rest_bytes
 
     @property
@@ -88,7 +92,9 @@ class Gradients:
 
     @property
     def optim_grads(self) -> Tensor | None:
-        """This rank's part of the reduced gradients, 1-D, padding included; None before any."""
+        """This rank's part of the reduced gradients, 1-D, padding included; None: there is none."""
+        if not self._memory.filled:
+            return None
         if self._memory.handed is not None:
             return self._memory.handed.tensor
         accum = self._memory.accum
@@ -100,27 +106,32 @@ class Gradients:
         return self._memory.handed if self._memory.handed is not None else main
 
     def main_grads(self) -> ShardedBuffer:
-        """The persistent buffer, allocated when gradients first appear."""
-        if self._memory.accum is None:
-            with self._memory.made() as accum:
-                self._chains = make_chains(
-                    self._spec, self._machinery, self._scale, self._last_axes, self._memory, accum
-                )
-            self._views = self._memory.views
-            return accum
-        return self._memory.accum
+        """What accumulates, with memory: zeros, if it had none."""
+        accum = self._made()
+        self._memory.fill(zero=True)
+        return accum
+
+    def give_out(self) -> ShardedBuffer:
+        """The same; from now on it stays for good."""
+        self._is_given_out = True
+        return self.main_grads()
 
     def scratch(self, dtype: torch.dtype) -> Tensor | None:
         """The memory of whole gradients as a line of ``dtype``; None if it is too small. Whoever
         uses it leaves zeros."""
         if self.writes_to_staging or self._spec.kind.dtypes.main_grad.itemsize < dtype.itemsize:
             return None
-        return alias(self.main_grads().tensor.view(dtype)[: self._spec.layout.numel])
+        self._made()
+        self._memory.fill()
+        return self._memory.scratch(dtype)
 
     def begin(self) -> None:
         """The first gradient of a backward is about to be written."""
-        self.main_grads()
-        self._memory.fill_staging()
+        self._made()
+        if self.writes_to_staging:
+            self._memory.fill_staging()
+        else:
+            self._memory.fill()
         self._machinery.lanes.compute.access(writes=(self.written_flat,))
 
     def resume(self) -> None:
@@ -157,12 +168,12 @@ class Gradients:
     def finish_writing(self) -> None:
         """No more gradients come in this backward; those that did not come are zeros."""
         if self.num_touched < len(self.touched):
-            missing = [index for index, came in enumerate(self.touched) if not came]
-            for index in missing:
-                if not self._keeps(index):
-                    self._views[index].zero_()
-        self._memory.zero_gaps()
-        if not self.writes_to_staging:
+            missing = [index for index in zeros_in(self.touched) if not self._keeps(index)]
+            if missing:
+                torch._foreach_zero_([self._views[index] for index in missing])
+        if self.writes_to_staging:
+            self._memory.zero_gaps()
+        else:
             self._accumulated()
 
     def written(self) -> Sequence[Tensor]:
@@ -172,7 +183,6 @@ class Gradients:
     @property
     def written_flat(self) -> Tensor:
         """The same memory as one tensor; zeros between parameters."""
-        self.main_grads()
         assert self._memory.line is not None
         return self._memory.line.tensor
 
@@ -187,14 +197,14 @@ class Gradients:
     def zero(self) -> None:
         """All gradients become zero, padding included."""
         accum = self._memory.accum
-        if accum is not None:
+        if accum is not None and self._memory.filled:
             self._machinery.lanes.compute.access(writes=(accum.tensor,))
             accum.tensor.zero_()
 
     def scale(self, factor: float | Tensor, is_reduced: bool) -> None:
         """Multiply what is accumulated, or (``is_reduced``) the part that the optimizer gets."""
         accum = self._memory.accum
-        if accum is None:
+        if accum is None or not self._memory.filled:
             return
         part = self.optim_grads if is_reduced else accum.tensor
         assert part is not None
@@ -207,12 +217,13 @@ class Gradients:
             microbatch: a backward has just written its gradients.
             last: it was the last one of the step.
         """
-        accum, chains, compute = self.main_grads(), self._chains, self._machinery.lanes.compute
+        accum, chains, compute = self._made(), self._chains, self._machinery.lanes.compute
         assert chains is not None
         ticket: Ticket | None = None
         if self._scale.later != 1.0 and (microbatch if self.writes_to_staging else last):
             self.written_flat.mul_(self._scale.later)
         if self.writes_to_staging and microbatch:
+            self._memory.fill()
             self._zero_cleared(accum)
             chain = chains.overwriting if self._is_fresh else chains.adding
             ticket = chain.run((compute.record(),))
@@ -253,6 +264,38 @@ class Gradients:
         self._forget_backward()
         self.clear_all()
 
+    @property
+    def num_uses(self) -> int:
+        """Holds on what accumulates: grows with each tensor over it that somebody keeps."""
+        return self._memory.num_uses
+
+    @property
+    def may_go(self) -> bool:
+        """Whether what accumulates has memory, which is not given out for good."""
+        return not self._is_given_out and self._memory.filled
+
+    def let_go(self, *, are_held: bool) -> None:
+        """All is cleared: see [Note: When gradients are held].
+
+        Args:
+            are_held: somebody holds what was accumulated: it is left to him.
+        """
+        if are_held:
+            self._memory.leave()
+        elif self._spec.optim_depth > 0:
+            self._memory.free()
+
+    def _made(self) -> ShardedBuffer:
+        """What accumulates, with the tensors over it; perhaps without memory."""
+        if self._memory.accum is None:
+            with self._memory.made() as accum:
+                self._chains = make_chains(
+                    self._spec, self._machinery, self._scale, self._last_axes, self._memory, accum
+                )
+            self._views = self._memory.views
+            return accum
+        return self._memory.accum
+
     def _keeps(self, index: int) -> bool:
         """Whether the next gradient of parameter ``index`` is added where it is written."""
         return not (self.writes_to_staging or self._is_fresh or index in self._cleared)
@@ -270,3 +313,11 @@ class Gradients:
     def _forget_backward(self) -> None:
         self.touched[:] = bytes(len(self.touched))
         self.num_touched = 0
+
+
+def zeros_in(flags: bytearray | bytes) -> Iterator[int]:
+    """Places of the bytes that are 0; costs what there are of them."""
+    place = flags.find(0)
+    while place >= 0:
+        yield place
+        place = flags.find(0, place + 1)

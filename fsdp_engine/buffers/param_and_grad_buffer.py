@@ -33,7 +33,7 @@ from fsdp_engine.devices import memory as mem
 from fsdp_engine.devices.collectives import broadcast_
 from fsdp_engine.devices.lanes import Chain
 from fsdp_engine.devices.mesh import DataMesh
-from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement, set_gradients
+from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement, clear_gradients, requires_grad_of
 from fsdp_engine.flat_dtensor.outside_reads import OutsideReads
 from fsdp_engine.flat_dtensor.param_hooks import ParamHooks
 from fsdp_engine.layout import Layout
@@ -128,6 +128,8 @@ class ParamAndGradBuffer:
         for index, sharded in enumerate(self.sharded_params):
             if isinstance(sharded, FlatDTensor):
                 sharded._home = self.reads.home(index)
+        if self._shown is not None:
+            self.reads.on_gradient = self._shown.was_set
         self._gradient_hooks: GradientHooks | None = None
 
     @property
@@ -200,12 +202,13 @@ class ParamAndGradBuffer:
 
     def follow_requires_grad(self) -> None:
         """Freeze and thaw full parameters as the user has the sharded ones since."""
-        if self.is_plain:
+        if self.is_plain or not self.reads.requires_grad_changed:
             return
-        for full, sharded in zip(self.full_params, self.sharded_params, strict=True):
-            wanted = sharded.requires_grad
-            if full.requires_grad is not wanted:
-                full.requires_grad_(wanted)
+        self.reads.requires_grad_changed = False
+        wanted = requires_grad_of(self.sharded_params)
+        if wanted != requires_grad_of(self.full_params):
+            for full, requires_grad in zip(self.full_params, wanted, strict=True):
+                full.requires_grad_(requires_grad)
 
     def begin_backward(self, *, reduced: bool) -> None:
         """See :meth:`ShownGradients.begin_backward`."""
@@ -213,7 +216,7 @@ class ParamAndGradBuffer:
             self.hooks.adopt(self.sharded_params)
         self.shown.begin_backward(reduced=reduced)
 
-    def publish_gradients(self, used: Sequence[bool], *, reduced: bool) -> None:
+    def publish_gradients(self, used: Sequence[int], *, reduced: bool) -> None:
         """See :meth:`ShownGradients.publish`."""
         self.shown.publish(used, reduced=reduced)
 
@@ -221,16 +224,16 @@ class ParamAndGradBuffer:
         """Give parameters ``main_grad``, the full gradient that is accumulated, if there is one."""
         if self.grads is None or self.grads.writes_to_staging:
             return
-        main = self.grads.main_grads()
+        main = self.grads.give_out()
         for index, params in enumerate(zip(self.full_params, self.sharded_params, strict=True)):
             for param in params:
                 param.main_grad = main.full(index)  # type: ignore[attr-defined]
 
-    def discard_gradients(self) -> None:
-        """Forget what was accumulated; ``.grad`` becomes None."""
+    def discard_gradients(self, *, keeps_memory: bool = False) -> None:
+        """See :meth:`ShownGradients.discard`; of full parameters, too."""
         if self._shown is not None:
-            self._shown.discard()
-            set_gradients([(param, None) for param in self.full_params])
+            self._shown.discard(keeps_memory=keeps_memory)
+            clear_gradients(self.full_params)
 
     def gather_main(self) -> ShardedBuffer:
         """Full main weights in memory of their own (main's own where nothing is cut); waits.

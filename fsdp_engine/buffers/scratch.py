@@ -62,7 +62,8 @@ class ThroughScratch:
         self._own: TransientStorage = machinery.memory.transient(numel, codec.values_dtype, "full")
         with self._own.while_filled() as own:
             self._through_own = self._make_chain(own.view(0, (numel,)), is_own=True)
-        self._through_gradients: Chain | None = None
+        self._line: Tensor | None = None
+        self._through_gradients = Chain()
 
     def refresh(self, after: Sequence[Ticket]) -> Ticket:
         """Bring full weights up to date."""
@@ -72,7 +73,8 @@ class ThroughScratch:
             lane = lanes.inner_gather
             lane.manage(f"allocate {self._spec.label}", self._own.fill, self._own)
             return self._through_own.run((*after, lane.record()))
-        if self._through_gradients is None:
+        if line is not self._line:
+            self._line = line
             self._through_gradients = self._make_chain(line, is_own=False)
         # Their memory may have come, with zeros, just now.
         return self._through_gradients.run((*after, lanes.compute.record()))

@@ -28,6 +28,8 @@ class OutsideReads:
     Attributes:
         hooks: that users put on the parameters.
         num_open: reads whose backward is to come and whose graph still lives.
+        on_gradient: called when a user has assigned a gradient: whether there is one now.
+        requires_grad_changed: a user has frozen or thawed some parameter, perhaps.
     """
 
     def __init__(
@@ -37,6 +39,8 @@ class OutsideReads:
         self.names = names
         self.num_open = 0
         self.hooks = hooks
+        self.on_gradient: Callable[[bool], None] | None = None
+        self.requires_grad_changed = True
 
     def home(self, index: int) -> Home:
         """What the sharded parameter ``index`` has to know of this."""
@@ -69,6 +73,20 @@ class Home:
     def add_hook(self, hook: Callable[..., Any], *, on_param: bool) -> RemovableHandle:
         """See :meth:`ParamHooks.add`."""
         return self._hooks.add(self._index, hook, on_param=on_param)
+
+    def gradient_was_set(self, is_there: bool) -> None:
+        """The user has made its gradient None, or (``is_there``) another one."""
+        reads = self._reads()
+        if reads is not None and reads.on_gradient is not None:
+            reads.on_gradient(is_there)
+
+    def was_set(self) -> None:
+        """The user has frozen or thawed it, perhaps, or made its gradient another one."""
+        reads = self._reads()
+        if reads is not None:
+            reads.requires_grad_changed = True
+            if reads.on_gradient is not None:
+                reads.on_gradient(True)
 
     @property
     def full_param(self) -> Tensor | None:

@@ -265,7 +265,7 @@ class Reductions:
         for unit in self._trainable:
             unit.is_reduced = False
         for buffer in self._buffers:
-            buffer.discard_gradients()
+            buffer.discard_gradients(keeps_memory=zero)
             if zero and buffer.grads is not None:
                 buffer.grads.zero()
         self._phase = Phase.CLEARED

@@ -131,7 +131,9 @@ def rest_of_pair(strategy: str, outer: str) -> list[tuple[str, Any, Any]]:
             # What is cut for four ranks is at most 64 elements a rank and tensor longer.
             assert numel < num_elements + 64 * (4 + len(list(model.parameters()))) * len(rows)
             for num_steps in range(3):
-                expected = expected_rest(levels, numel, name, has_grads=num_steps > 0)
+                # Where something is cut, gradients' memory goes when they are cleared.
+                stays = num_steps > 0 and part(levels, Role.OPTIM) == 1
+                expected = expected_rest(levels, numel, name, has_grads=stays)
                 case = f"{name}, {type(model).__name__}, after {num_steps} steps"
                 pairs.append((f"{case}: at rest", engine.memory_bytes(), expected))
                 pairs.append((f"{case}: storages", real_bytes(engine), sum(expected.values())))
@@ -156,20 +158,29 @@ def expected_peak(
     """Most bytes during a step of one microbatch, for ``root`` and ``block`` elements a unit."""
     _, compute, _, _, wire = POLICIES[policy]
     rest = expected_rest(strategy, root + NUM_BLOCKS * block, policy, True)
-    moments = []  # when the first gradient of each block comes, from the last block on
-    for done in range(NUM_BLOCKS):
-        moment = {"full": 0, "staging": 0}
+    kept = POLICIES[policy][3] * part(strategy, Role.GRAD)  # bytes of gradients by element
+    is_cut = strategy.cuts(Role.GRAD, Axis.INNER)
+    moments = []  # when the first gradient of each block comes, from the last block on; the end
+    for done in range(NUM_BLOCKS + 1):
+        # Of blocks that are reduced, or that are being written where gradients are whole.
+        num_kept = done if is_cut else min(done + 1, NUM_BLOCKS)
+        moment = {"full": 0, "staging": 0, "grad": round(kept * num_kept * block)}
+        if not is_cut or done == NUM_BLOCKS:
+            moment["grad"] += round(kept * root)  # written first, reduced last
+        if part(strategy, Role.OPTIM) == 1:
+            moment["grad"] = rest["grad"]
         if strategy.cuts(Role.PARAM, Axis.INNER):
             # The root, the block in use, and those gathered ahead while they are below the budget.
             num_ahead = min(-(-budget // block), NUM_BLOCKS - 1 - done)
             moment["full"] = compute * (root + (1 + num_ahead) * block)
-        if strategy.cuts(Role.GRAD, Axis.INNER):
+        if is_cut:
             # The root's gradients come first and stay, beside what the budget allows in flight.
-            num_staged = min(max(budget // block, 1), 1 + done)
+            num_staged = min(max(budget // block, 1), 1 + done, NUM_BLOCKS)
             moment["staging"] = wire * (root + num_staged * block)
         moments.append(moment)
     peak = {role: max(moment[role] for moment in moments) for role in ("full", "staging")}
-    peak["total"] = sum(rest.values()) + max(sum(moment.values()) for moment in moments)
+    weights = sum(rest.values()) - rest["grad"]
+    peak["total"] = weights + max(sum(moment.values()) for moment in moments)
     return {**rest, **{role: count for role, count in peak.items() if count}}
 
 
