@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_engine.buffers.sharded_buffer import Ladder
+from fsdp_engine.buffers.redistribute import Ladder
 from fsdp_engine.codecs import CodecRule
 from fsdp_engine.config import DistributedDataParallelConfig, Timing
 from fsdp_engine.devices.meeting import telling

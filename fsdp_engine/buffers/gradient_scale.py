@@ -18,9 +18,52 @@ accumulated whole have no such buffer: they are divided once, beforehand.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from fsdp_engine.buffers.spec import BufferSpec
+from fsdp_engine.config import DistributedDataParallelConfig
+
+
+@dataclass(frozen=True)
+class GradientScale:
+    """What the gradients of one buffer are multiplied with, where.
+
+    Attributes:
+        alpha: as they are written.
+        factor: the same for products: a tensor where it must not be rounded with the gradient's
+            own dtype, since of one element it takes part in type promotion.
+        later: by a pass of its own before they travel; 1.0: there is none.
+        boost: how much larger they are in memory of the wire's.
+        average: the collectives do the ranks' part.
+    """
+
+    alpha: float
+    factor: float | Tensor
+    later: float
+    boost: float
+    average: bool
+
+
+def gradient_scale(
+    spec: BufferSpec,
+    config: DistributedDataParallelConfig,
+    num_ranks: int,
+    device: torch.device,
+) -> GradientScale:
+    """See [Note: Averaging]."""
+    dtypes, average = spec.kind.dtypes, config.average_in_collective
+    divisor = spec.kind.extra_divisor * (1 if average else num_ranks)
+    larger = boost(divisor, dtypes.comm)
+    scale = (larger if spec.grad_depth > 0 else 1.0) / divisor
+    alpha, later = (scale, 1.0) if config.gradient_reduce_div_fusion else (1.0, scale)
+    factor: float | Tensor = alpha
+    # A power of two is exact in any dtype.
+    if math.frexp(alpha)[0] != 0.5 and dtypes.compute != dtypes.main_grad:
+        factor = torch.tensor([alpha], dtype=torch.float32, device=device)
+    return GradientScale(alpha, factor, later, larger, average)
 
 
 def boost(divisor: float, wire: torch.dtype) -> float:

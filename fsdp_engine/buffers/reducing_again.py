@@ -22,30 +22,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsdp_engine.buffers.sharded_buffer import Ladder, ShardedBuffer
+from fsdp_engine.buffers.gradient_scale import GradientScale
+from fsdp_engine.buffers.redistribute import Ladder
+from fsdp_engine.buffers.sharded_buffer import ShardedBuffer
+from fsdp_engine.buffers.spec import BufferSpec
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis
 
 
 def kept_factor(
-    ladder: Ladder, axes: Sequence[Axis], optim_depth: int, average: bool, later_scale: float
+    ladder: Ladder, axes: Sequence[Axis], spec: BufferSpec, scale: GradientScale
 ) -> float:
     """What is reduced times this, reduced again, is the same.
 
     Args:
         ladder: of the mesh.
         axes: along which gradients are reduced once more.
-        optim_depth: the depth of what is reduced.
-        average: collectives average.
-        later_scale: what gradients are multiplied with before they travel.
+        spec: of the buffer.
+        scale: what its gradients are multiplied with.
     """
-    factor = 1.0 / later_scale
+    # Of what is staged, a later pass multiplies only what comes.
+    factor = 1.0 if spec.grad_depth > 0 else 1.0 / scale.later
     for axis in axes:
-        size = ladder.reduce_comm(axis).size
-        is_cut = optim_depth > AXIS_BELOW_DEPTH.index(axis)
-        if is_cut and average:
-            factor *= size
-        elif not is_cut and not average:
-            factor /= size
+        comm = ladder.comms[axis].reduce
+        assert comm is not None
+        is_cut = spec.optim_depth > AXIS_BELOW_DEPTH.index(axis)
+        if is_cut and scale.average:
+            factor *= comm.size
+        elif not is_cut and not scale.average:
+            factor /= comm.size
     return factor
 
 

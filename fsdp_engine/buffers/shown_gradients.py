@@ -21,27 +21,32 @@ and what a wire of low precision would round once more ([Note: Reducing again] i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import repeat
+from operator import is_, is_not, ne, or_
 
 from torch import Tensor
 
-from fsdp_engine.buffers.gradients import GradTower
-from fsdp_engine.devices.memory import alias
-from fsdp_engine.flat_dtensor import FlatDTensor, gradients_of, set_gradients
+from fsdp_engine.buffers.gradient_views import GradientViews
+from fsdp_engine.buffers.gradients import Gradients, zeros_in
+from fsdp_engine.flat_dtensor import FlatDTensor, clear_gradients, gradients_of, set_gradients
 
 
 class ShownGradients:
     """See the module docstring.
 
+    What is looked at in every backward is looked at by passes in C, and by Python only where it is
+    out of the ordinary: parameters may be many, and small.
+
     Args:
         params: what users see.
         names: of them.
-        tower: where gradients are.
+        gradients: where they are.
         optim_depth: the part of them that users see.
         is_plain: users see the full parameters, plain tensors.
 
     Attributes:
-        used: per parameter: a gradient came on this rank since gradients were last cleared.
+        used: per parameter, 1: a gradient came on this rank since gradients were last cleared.
         are_hidden: something is accumulated that nobody has seen yet.
     """
 
@@ -49,24 +54,31 @@ class ShownGradients:
         self,
         params: Sequence[Tensor],
         names: Sequence[str],
-        tower: GradTower,
+        gradients: Gradients,
         optim_depth: int,
         *,
         is_plain: bool,
     ) -> None:
         self._params = params
         self._names = names
-        self._tower = tower
+        self._gradients = gradients
         self._optim_depth = optim_depth
         self._is_plain = is_plain
-        self.used = [False] * len(params)
+        self.used = bytearray(len(params))
         self.are_hidden = False
-        self._made_views: list[Tensor] = []
+        self._made_views: GradientViews | None = None
+        # How many users have not made None yet; seen of sharded parameters only.
+        self._num_shown = 0
         self._apart: dict[int, Tensor] = {}
         # Parameters that autograd accumulates into by itself in this backward.
         self._own: set[int] = set()
-        self._taken: list[int] = []  # ``.grad`` went away as a backward began
-        # Of the views, when they were last shown or looked at between microbatches.
+        # As a backward began: of which ``.grad`` went away; whether all of it was what is shown,
+        # and stays.
+        self._taken: Sequence[int] = ()
+        self._stand = False
+        # ``.grad`` of all is known to be None.
+        self._is_clear = False
+        # Of the views, between microbatches.
         self._versions: list[int] = []
 
     def begin_backward(self, *, reduced: bool) -> None:
@@ -79,52 +91,45 @@ class ShownGradients:
             RuntimeError: one was edited between microbatches; names the parameter.
         """
         self.are_hidden = True
-        found = gradients_of(self._params)
-        if not any(grad is not None for grad in found):  # most steps, most cheaply
-            self._tower.fresh, self.used = [True] * len(found), [False] * len(found)
-            self._apart.clear()
-            self._taken, self._versions = [], []
+        self._taken = ()
+        self._stand = False
+        if self._is_clear:
             return
-        fresh, used, views = self._tower.fresh, self.used, self._views()
-        kept, taken = [], []
-        for index, grad in enumerate(found):
-            if grad is None:
-                fresh[index], used[index] = True, False
-                self._apart.pop(index, None)
-                continue
-            if grad is not views[index]:
-                self._apart[index] = grad
-                fresh[index] = used[index] = True
-                taken.append(index)
-            elif isinstance(grad, FlatDTensor) and grad.zeroed:
-                grad.zeroed = False
-                fresh[index] = True
-                # Between microbatches nobody knows yet who has a gradient.
-                used[index] = used[index] or reduced
-                self._apart.pop(index, None)
-            elif reduced:
-                used[index] = True
-                kept.append(index)
-            elif self._versions and _local(grad)._version != self._versions[index]:
-                self._clear_or_raise(index, grad)
-            if self._is_plain:
-                taken.append(index)  # autograd would add to it in place, unscaled
-        self._taken = taken
-        if taken:
-            set_gradients([(self._params[index], None) for index in taken])
-        if kept and self._tower.rounds_again:
-            for index in kept:
-                self._apart[index] = _local(views[index]).clone()
-                fresh[index] = True
-        elif kept:
-            self._tower.resume()
-        self._versions = [_local(view)._version for view in views]
+        found = gradients_of(self._params)
+        if not any(map(is_not, found, repeat(None))):
+            self._forget()
+            return
+        views = self._views()
+        shown, versions = views.tensors, views.versions()
+        others = [] if all(map(is_, found, shown)) else _places(map(is_not, found, shown))
+        if reduced:
+            self.used[:] = b"\1" * len(self.used)
+        self._look_at_others(others, found)
+        cleared = views.zeroed(found)
+        for index in cleared:
+            self._gradients.clear(index)
+            self._apart.pop(index, None)
+        if not reduced and self._versions and versions != self._versions:
+            for index in _places(map(ne, versions, self._versions)):
+                if found[index] is shown[index] and index not in cleared:
+                    self._clear_or_raise(index, shown[index])
+        self._versions = versions
+        self._stand = not others and not self._is_plain
+        if self._is_plain:  # autograd would add to it in place, unscaled
+            self._taken = _places(map(is_not, found, repeat(None))) if others else range(len(found))
+        else:
+            self._taken = [index for index in others if found[index] is not None]
+        if self._taken:
+            clear_gradients([self._params[index] for index in self._taken])
+        if reduced and len(others) + len(cleared) < len(found):
+            self._keep_reduced(views, {*others, *cleared})
 
     def make_way(self, index: int) -> None:
         """Autograd is about to accumulate into a sharded parameter itself."""
         if not self._is_plain and index not in self._own:
             self._own.add(index)
             self._params[index].grad = None
+            self._is_clear = self._stand = False
 
     def end_backward(self) -> None:
         """Backward is over: what autograd has accumulated by itself is apart."""
@@ -136,19 +141,20 @@ class ShownGradients:
             if (grad := param.grad) is not None:
                 known = self._apart.get(index)
                 self._apart[index] = grad if known is None else _local(known) + _local(grad)
-                self.used[index] = True
-                param.grad = views[index]
+                self.used[index] = 1
+                param.grad = views.tensors[index]
         self._own.clear()
-        self._note_versions()
+        self._versions = views.versions()
 
     def note_used(self) -> None:
         """Before a reduction: which parameters got a gradient in this backward."""
-        if self._tower.num_touched == len(self.used):
-            self.used = [True] * len(self.used)
-        else:
-            self.used = [a or b for a, b in zip(self.used, self._tower.touched, strict=True)]
+        touched = self._gradients.touched
+        if self._gradients.num_touched == len(touched):
+            self.used[:] = touched
+        elif self._gradients.num_touched:
+            self.used[:] = bytes(map(or_, self.used, touched))
 
-    def publish(self, used: Sequence[bool], *, reduced: bool) -> None:
+    def publish(self, used: Sequence[int], *, reduced: bool) -> None:
         """Make ``.grad`` of the parameters that were used what was accumulated.
 
         Args:
@@ -156,40 +162,58 @@ class ShownGradients:
             reduced: all is reduced: what is apart joins it.
         """
         self.are_hidden = False
-        views, params = self._views(), self._params
-        changes: list[tuple[Tensor, Tensor | None]] = []
-        for param, grad, view, has_grad in zip(
-            params, gradients_of(params), views, used, strict=True
-        ):
-            if not has_grad:
-                if grad is view:  # from an earlier microbatch
-                    changes.append((param, None))
-            elif grad is not view:
-                changes.append((param, view))
-        set_gradients(changes)
-        if not reduced:
-            self._note_versions()
-        elif self._apart:
+        self._is_clear = False
+        views = self._views()
+        wanted: list[Tensor | None] = [*views.tensors]
+        self._num_shown = len(wanted)
+        for index in zeros_in(bytes(used)):
+            # One from an earlier microbatch goes, what users have put there stays.
+            found = self._params[index].grad
+            wanted[index] = None if found is wanted[index] else found
+            self._num_shown -= wanted[index] is None
+        if not self._stand or not all(used):
+            set_gradients(self._params, wanted)
+        if reduced and self._apart:
             for index, apart in self._apart.items():
-                _local(views[index]).add_(_local(apart))
+                views.local(index).add_(_local(apart))
             self._apart.clear()
+        # Between microbatches users may clear gradients, but not edit them.
+        self._versions = [] if reduced else views.versions()
 
     def put_back(self) -> None:
         """Nothing came in this microbatch: what was shown before it is shown again."""
         self.are_hidden = False
         if self._taken:
-            views = self._views()
-            set_gradients([(self._params[index], views[index]) for index in self._taken])
+            shown = self._views().tensors
+            params = [self._params[index] for index in self._taken]
+            set_gradients(params, [shown[index] for index in self._taken])
 
     def publish_one(self, index: int) -> Tensor:
         """Make ``.grad`` of one parameter its place among the gradients, which the caller fills.
 
         For a gradient that came about outside backward; the next backward adds to it.
         """
-        view = self._views()[index]
+        self._gradients.main_grads()
+        view = self._views().tensors[index]
         self._params[index].grad = view
-        self.used[index], self._tower.fresh[index] = True, False
+        self.used[index] = 1
+        self._gradients.keep(index)
         return view
+
+    def was_set(self, is_there: bool) -> None:
+        """Somebody has made one gradient None, or (``is_there``) another one.
+
+        With the last one the memory goes. (If it is not seen to be the last one, the next backward
+        sees it.)
+        """
+        if is_there:
+            self._is_clear = False
+            return
+        self._num_shown -= 1
+        if self._num_shown == 0 and not self.are_hidden and not self._apart:
+            found = gradients_of(self._params)
+            if not any(map(is_not, found, repeat(None))):
+                self._forget()
 
     def scale_apart(self, factor: float | Tensor) -> None:
         """Multiply what is apart."""
@@ -197,24 +221,63 @@ class ShownGradients:
             local = _local(apart)
             local.mul_(factor.to(local.dtype) if isinstance(factor, Tensor) else factor)
 
-    def discard(self) -> None:
-        """Forget what was accumulated; ``.grad`` becomes None."""
+    def discard(self, *, keeps_memory: bool = False) -> None:
+        """Forget what was accumulated; ``.grad`` becomes None.
+
+        Args:
+            keeps_memory: also where it may go.
+        """
         self.are_hidden = False
-        self._apart.clear()
         self._own.clear()
-        self._versions = []
-        self._taken = []
-        self.used = [False] * len(self.used)
-        self._tower.discard()
-        set_gradients([(param, None) for param in self._params])
+        self._taken = ()
+        self._gradients.discard()
+        clear_gradients(self._params)
+        self._forget(keeps_memory=keeps_memory)
 
     @property
     def are_cleared(self) -> bool:
         """Nothing is accumulated, or ``.grad`` of all is None or was zeroed since."""
         if self.are_hidden or self._apart:
             return False
-        shown = (grad for grad in gradients_of(self._params) if grad is not None)
+        shown = [grad for grad in gradients_of(self._params) if grad is not None]
         return all(isinstance(grad, FlatDTensor) and grad.zeroed for grad in shown)
+
+    def _forget(self, *, keeps_memory: bool = False) -> None:
+        """All is cleared. See [Note: When gradients are held] in ``gradient_memory.py``."""
+        self._gradients.clear_all()
+        self.used[:] = bytes(len(self.used))
+        self._num_shown = 0
+        # Of plain parameters nobody tells when there is one again.
+        self._is_clear = not self._is_plain
+        self._apart.clear()
+        self._versions = []
+        if keeps_memory or not self._gradients.may_go:
+            return
+        are_held = self._made_views is not None and self._made_views.are_held()
+        self._gradients.let_go(are_held=are_held)
+        if are_held:
+            self._made_views = None
+
+    def _look_at_others(self, others: Sequence[int], found: Sequence[Tensor | None]) -> None:
+        """Of ``others`` ``.grad`` is not what was shown."""
+        for index in others:
+            self._gradients.clear(index)
+            grad = found[index]
+            self.used[index] = grad is not None
+            if grad is None:
+                self._apart.pop(index, None)
+            else:
+                self._apart[index] = grad
+
+    def _keep_reduced(self, views: GradientViews, without: set[int]) -> None:
+        """What is reduced, but for what is cleared, is to be added to."""
+        if not self._gradients.rounds_again:
+            self._gradients.resume()
+            return
+        for index in range(len(views.tensors)):
+            if index not in without:
+                self._apart[index] = views.local(index).clone()
+                self._gradients.clear(index)
 
     def _clear_or_raise(self, index: int, grad: Tensor) -> None:
         """``grad`` was changed since microbatches were accumulated in it."""
@@ -224,26 +287,18 @@ class ShownGradients:
                 "zero_grad(), between microbatches of no_sync(); found it changed. It is not "
                 "reduced yet: change it after the backward of the last microbatch"
             )
-        self._tower.fresh[index] = True
+        self._gradients.clear(index)
 
-    def _note_versions(self) -> None:
-        self._versions = [_local(view)._version for view in self._made_views]
-
-    def _views(self) -> list[Tensor]:
+    def _views(self) -> GradientViews:
         """What ``.grad`` is: this rank's part of the reduced gradients, by parameter."""
-        if not self._made_views:
-            main = self._tower.for_optimizer()
-            # Each with a version counter of its own, which counts users' changes only.
-            if self._is_plain:
-                self._made_views = [alias(main.full(i)) for i in range(len(self._params))]
-            else:
-                locals_ = (main.local(i, self._optim_depth) for i in range(len(self._params)))
-                self._made_views = [
-                    FlatDTensor.from_flat_local(alias(local), param.flat_placement)
-                    for local, param in zip(locals_, self._params, strict=True)
-                    if isinstance(param, FlatDTensor)
-                ]
+        if self._made_views is None:
+            self._made_views = GradientViews(self._gradients, self._params, self._optim_depth)
         return self._made_views
+
+
+def _places(flags: Iterable[bool]) -> list[int]:
+    """Of those that are set."""
+    return [place for place, flag in enumerate(flags) if flag]
 
 
 def _local(tensor: Tensor) -> Tensor:

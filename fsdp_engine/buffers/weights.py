@@ -1,4 +1,4 @@
-"""The weights of one buffer, from main shards up to full compute parameters.
+"""The weights of one buffer, from main shards to full compute parameters.
 
     main[OPTIM] --encode--> wire[OPTIM] --gather--> wire[PARAM] --gather--> full
 
@@ -19,7 +19,7 @@ What is held depends only on the depths of OPTIM and PARAM and on the codec:
 
 *Refreshing* brings wire[PARAM] up to date with main, once after every change of main.
 *Unsharding* fills the full buffer, for every use; both are empty where the rungs coincide. Either
-is a chain of operations that is put together once, when the tower is built. Each plane of the codec
+is a chain of operations that is put together once. Each plane of the codec
 ([Note: Planes] in ``codecs/base.py``) has a wire and a full buffer; one refresh serves all planes,
 and what is unsharded is what the next use asks for.
 """
@@ -27,18 +27,21 @@ and what is unsharded is what the next use asks for.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from fsdp_engine.buffers.ascent import Ascent
-from fsdp_engine.buffers.passage import Lender, Passage
-from fsdp_engine.buffers.sharded_buffer import Ladder, ShardedBuffer
+from fsdp_engine.buffers.encoding import decode, encode_in_whole_lines, encoded
+from fsdp_engine.buffers.redistribute import Gather, Machinery, redistribute
+from fsdp_engine.buffers.scratch import Scratch, ThroughScratch
+from fsdp_engine.buffers.sharded_buffer import ShardedBuffer
+from fsdp_engine.buffers.spec import BufferSpec
 from fsdp_engine.codecs import ParamCodec, Piece
-from fsdp_engine.devices.lanes import Chain, Lanes, Ticket
-from fsdp_engine.devices.memory import Memory, TransientStorage, alias
-from fsdp_engine.layout import Layout
+from fsdp_engine.devices.lanes import Chain, Ticket
+from fsdp_engine.devices.memory import TransientStorage, alias
+from fsdp_engine.layout import Coordinate
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH
 
 
@@ -70,104 +73,81 @@ class Plane:
         self.holds = storage is None
 
 
-class WeightTower:
+@dataclass(frozen=True)
+class FullWire:
+    """The full wire while it is decoded: its memory, and the line in it."""
+
+    storage: TransientStorage
+    line: ShardedBuffer
+
+
+class Weights:
     """See the module docstring.
+
+    Args:
+        spec, machinery: of the buffer.
+        codec: of its own.
+        params: the user's, in the layout's order.
+        scratch: memory of gradients that the codec's values may go through.
 
     Attributes:
         main: main weights at the depth of OPTIM. Its tensor has a version counter of its own, so
             that in-place edits are told from gathers into the same memory.
         params: full compute parameters, in their own shapes. Their memory comes and goes when
             ``reshards``. Those of the first plane.
-        num_planes: see [Note: Planes] in ``codecs/base.py``.
         reshards: whether full parameters are transient.
         needs_refresh: whether a change of main weights has to travel or be cast before use.
     """
 
     def __init__(
         self,
-        label: str,
-        params: Sequence[nn.Parameter],
-        layout: Layout,
-        ladder: Ladder,
-        lanes: Lanes,
-        memory: Memory,
+        spec: BufferSpec,
+        machinery: Machinery,
         codec: ParamCodec,
-        main_dtype: torch.dtype,
-        compute_dtype: torch.dtype,
-        optim_depth: int,
-        param_depth: int,
-        tag: int,
-        lend: Lender | None = None,
+        params: Sequence[nn.Parameter],
+        scratch: Scratch | None = None,
     ) -> None:
-        self._label = label
-        self._ladder = ladder
-        self._lanes = lanes
+        self._spec = spec
+        self._machinery = machinery
         self.codec = codec
-        self._layout = layout
-        self._optim_depth = optim_depth
-        self._param_depth = param_depth
-        self._at = ladder.mesh.coordinate
-        self.reshards = param_depth > 0
-        self.num_planes = codec.num_planes
-        self._wire_full: TransientStorage | None = None
-        full_dtype = compute_dtype if codec.decodes else codec.wire_dtype
-        self._planes = [self._make_plane(memory, full_dtype) for _ in range(codec.num_planes)]
+        memory, optim_depth = machinery.memory, spec.optim_depth
+        self.reshards = spec.param_depth > 0
+        full_dtype = spec.kind.dtypes.compute if codec.decodes else codec.wire_dtype
+        self._planes = [self._make_plane(full_dtype) for _ in range(codec.num_planes)]
         self.params = self._planes[0].params
-        # Of the usual one plane, put together once.
-        self._only_target: Sequence[Tensor] | None = (
-            (self._planes[0].target.tensor,) if self.num_planes == 1 else None
-        )
+        # What a usual gather fills, put together once.
+        self._first_target: Sequence[Tensor] = (self._planes[0].target.tensor,)
         if codec.is_identity:
             assert self._planes[0].wire is not None
             main = alias(self._planes[0].wire.narrow(optim_depth))
         else:
-            main = memory.persistent(self._numel(optim_depth), main_dtype, "main")
-        self.main = ShardedBuffer(layout, self._at, optim_depth, main)
-        if codec.decodes:
-            wire_full = self._wire_full = memory.transient(layout.numel, codec.wire_dtype, "full")
-            wire_full.fill()
-            flat = wire_full.view(0, (layout.numel,))
-            self._decoded_from = ShardedBuffer(layout, self._at, 0, flat)
-        codec.prepare(params, self._pieces(), self._split_groups(), ladder.mesh.device)
+            main = memory.persistent(self._numel(optim_depth), spec.kind.dtypes.main, "main")
+        self.main = ShardedBuffer(spec.layout, self._at, optim_depth, main)
+        self._full_wire = self._make_full_wire() if codec.decodes else None
+        codec.prepare(params, self._pieces(), self._split_groups(), memory.device)
         persists = self._planes[0].wire is not None or not self.reshards
-        self.needs_refresh = persists and not (codec.is_identity and optim_depth == param_depth)
-        ascent = Ascent(label, self.main, codec, ladder, lanes, tag)
-        self._refresh = self._make_refresh(ascent) if self.needs_refresh else None
-        self._passage: Passage | None = None
-        if lend is not None and not self.reshards and optim_depth > 0:
+        changes = not (codec.is_identity and optim_depth == spec.param_depth)
+        self.needs_refresh = persists and changes
+        self._refresh = self._make_refresh() if self.needs_refresh else None
+        self._through_scratch: ThroughScratch | None = None
+        if scratch is not None and not self.reshards and optim_depth > 0:
             lines = [plane.target for plane in self._planes]
-            self._passage = Passage(ascent, lines, memory, lend)
+            self._through_scratch = ThroughScratch(
+                spec, machinery, codec, self.main, lines, scratch
+            )
         for plane in self._planes:
             if self.reshards:
-                plane.unshard = self._make_unshard(ascent, plane)
-        for storage in (self._wire_full, *(plane.storage for plane in self._planes)):
+                plane.unshard = self._make_unshard(plane)
+        for storage in (self._decoded_storage, *(plane.storage for plane in self._planes)):
             if storage is not None:
                 storage.drain()
         # Compared with the version of `main` to find out whether the wire is out of date.
         self._seen_version = -1
 
-    def _make_plane(self, memory: Memory, full_dtype: torch.dtype) -> Plane:
-        """Its memory. Transient memory is there for now: views need some when they are made."""
-        layout, codec, depth = self._layout, self.codec, self._param_depth
-        wire = None
-        # What persists at depth 0 is the decoded weights, not the wire.
-        persists = codec.is_identity or codec.encodes_once or self._optim_depth > depth
-        if (persists or not self.reshards) and (self.reshards or not codec.decodes):
-            sent = self._optim_depth > 0
-            flat = memory.persistent(self._numel(depth), codec.wire_dtype, "model", sent=sent)
-            wire = ShardedBuffer(layout, self._at, depth, flat)
-        storage = None
-        if self.reshards:
-            storage = memory.transient(layout.numel, full_dtype, "full")
-            storage.fill()
-            target = ShardedBuffer(layout, self._at, 0, storage.view(0, (layout.numel,)))
-            params = [storage.view(slot.offset, slot.shape) for slot in layout.slots]
-        else:
-            target = wire or ShardedBuffer(
-                layout, self._at, 0, memory.persistent(layout.numel, full_dtype, "model")
-            )
-            params = [alias(target.full(i)) for i in range(len(layout.slots))]
-        return Plane(wire, storage, target, params)
+    @property
+    def num_planes(self) -> int:
+        """See [Note: Planes] in ``codecs/base.py``."""
+        return len(self._planes)
 
     @property
     def rest_bytes(self) -> int:
@@ -190,7 +170,7 @@ class WeightTower:
     @property
     def num_wires(self) -> int:
         """Gathers that bring all planes up to date."""
-        return 1 if self._passage is not None else self.num_planes
+        return 1 if self._through_scratch is not None else self.num_planes
 
     @property
     def is_current(self) -> bool:
@@ -221,14 +201,14 @@ class WeightTower:
         if version != self._seen_version:
             for plane in self._planes:
                 plane.holds = not self.reshards
-            if self._passage is not None:
-                tickets.append(self._passage.refresh(after))
+            if self._through_scratch is not None:
+                tickets.append(self._through_scratch.refresh(after))
             elif self._refresh is not None:
                 if not self.reshards:
-                    after = (*after, *self._fill(self._optim_depth, self._wire_full))
+                    after = (*after, *self._fill(self._spec.optim_depth, self._decoded_storage))
                 elif self.codec.needs_whole_line:
                     storages = [plane.storage for plane in self._planes]
-                    after = (*after, *self._fill(self._optim_depth, *storages))
+                    after = (*after, *self._fill(self._spec.optim_depth, *storages))
                 tickets.append(self._refresh.run(after))
                 after = (*after, *tickets)
             self._seen_version = version
@@ -236,7 +216,8 @@ class WeightTower:
             plane = self._planes[number]
             if not plane.holds:
                 assert plane.unshard is not None
-                filled = self._fill(self._param_depth, plane.storage, self._wire_full)
+                storages = [plane.storage, self._decoded_storage]
+                filled = self._fill(self._spec.param_depth, *storages)
                 tickets.append(plane.unshard.run((*after, *filled)))
                 plane.holds = True
         return tickets
@@ -247,10 +228,9 @@ class WeightTower:
         Args:
             for_backward: of what backward reads.
         """
-        if self._wire_full is not None and self._wire_full.filled:
-            self._drain(self._wire_full)
-        if self._passage is not None:
-            self._passage.finish()
+        self._drain_full_wire()
+        if self._through_scratch is not None:
+            self._through_scratch.finish()
         if self.codec.needs_whole_line:
             for plane in self._planes:
                 if not plane.holds and plane.storage is not None and plane.storage.filled:
@@ -272,70 +252,126 @@ class WeightTower:
                     waits = False
                     if planes is None:
                         self.codec.before_release()
-                    self._lanes.inner_gather.wait(self._lanes.compute.record())
+                    self._machinery.lanes.inner_gather.wait(self._machinery.lanes.compute.record())
                 self._drain(storage)
-        if planes is None and self._wire_full is not None and self._wire_full.filled:
-            self._drain(self._wire_full)
+        if planes is None:
+            self._drain_full_wire()
 
-    def touch(self) -> None:
+    def note_access(self) -> None:
         """Tell the compute lane that the model reads the full parameters from here on."""
-        reads = self._only_target
-        if reads is None:
+        reads = self._first_target
+        if self.num_planes > 1:
             reads = [plane.target.tensor for plane in self._planes if plane.holds]
-        self._lanes.compute.access(reads=reads)
+        self._machinery.lanes.compute.access(reads=reads)
 
     def _fill(self, from_depth: int, *storages: TransientStorage | None) -> tuple[Ticket, ...]:
-        """Memory for a climb from ``from_depth``; returns what the climb has to come after."""
-        lane = self._lanes.inner_gather
+        """Memory for a gather from ``from_depth``; returns what it has to come after."""
+        lane = self._machinery.lanes.inner_gather
         present = [storage for storage in storages if storage is not None]
         for storage in present:
             if not storage.filled:
-                lane.manage(f"allocate {self._label}", storage.fill, storage)
-        # From depth 2 the climb starts on another lane than the one that the memory comes on.
+                lane.manage(f"allocate {self._spec.label}", storage.fill, storage)
+        # From depth 2 the gather starts on another lane than the one that the memory comes on.
         return (lane.record(),) if present and from_depth == 2 else ()
 
     def _drain(self, storage: TransientStorage) -> None:
-        self._lanes.inner_gather.manage(f"free {self._label}", storage.drain, storage)
+        lane = self._machinery.lanes.inner_gather
+        lane.manage(f"free {self._spec.label}", storage.drain, storage)
 
-    def _make_refresh(self, ascent: Ascent) -> Chain:
-        """From main shards to what persists of the compute weights."""
-        chain, depths = Chain(), (self._optim_depth, self._param_depth)
-        first = self._planes[0]
-        if self.codec.needs_whole_line:
-            wires = [plane.wire for plane in self._planes if plane.wire is not None]
-            ascent.encode_in_whole_lines(chain, [plane.target for plane in self._planes], wires)
-            for wire in wires:
-                ascent.climb(chain, wire, *depths, None)
-        elif first.wire is not None:
-            ascent.climb(chain, first.wire, *depths, ascent.encode_into)
+    def _drain_full_wire(self) -> None:
+        if self._full_wire is not None and self._full_wire.storage.filled:
+            self._drain(self._full_wire.storage)
+
+    @property
+    def _at(self) -> Coordinate:
+        return self._machinery.ladder.mesh.coordinate
+
+    @property
+    def _decoded_storage(self) -> TransientStorage | None:
+        return self._full_wire.storage if self._full_wire is not None else None
+
+    def _make_plane(self, full_dtype: torch.dtype) -> Plane:
+        """Its memory. Transient memory is there for now: views need some when they are made."""
+        layout, codec, depth = self._spec.layout, self.codec, self._spec.param_depth
+        memory, at = self._machinery.memory, self._at
+        wire = None
+        # What persists at depth 0 is the decoded weights, not the wire.
+        persists = codec.is_identity or codec.encodes_once or self._spec.optim_depth > depth
+        if (persists or not self.reshards) and (self.reshards or not codec.decodes):
+            sent = self._spec.optim_depth > 0
+            flat = memory.persistent(self._numel(depth), codec.wire_dtype, "model", sent=sent)
+            wire = ShardedBuffer(layout, at, depth, flat)
+        storage = None
+        if self.reshards:
+            storage = memory.transient(layout.numel, full_dtype, "full")
+            storage.fill()
+            target = ShardedBuffer(layout, at, 0, storage.view(0, (layout.numel,)))
+            params = [storage.view(slot.offset, slot.shape) for slot in layout.slots]
         else:
-            ascent.climb(chain, self._decoded_from, *depths, ascent.encode_into)
-            ascent.decode(chain, self._decoded_from, first.target, first.params)
+            target = wire or ShardedBuffer(
+                layout, at, 0, memory.persistent(layout.numel, full_dtype, "model")
+            )
+            params = [alias(target.full(i)) for i in range(len(layout.slots))]
+        return Plane(wire, storage, target, params)
+
+    def _make_full_wire(self) -> FullWire:
+        layout = self._spec.layout
+        storage = self._machinery.memory.transient(layout.numel, self.codec.wire_dtype, "full")
+        storage.fill()
+        line = ShardedBuffer(layout, self._at, 0, storage.view(0, (layout.numel,)))
+        return FullWire(storage, line)
+
+    def _make_refresh(self) -> Chain:
+        """From main shards to what persists of the compute weights."""
+        chain, spec = Chain(), self._spec
+        lane, depths = self._machinery.lanes.inner_gather, (spec.optim_depth, spec.param_depth)
+        first = self._planes[0]
+        how = encoded(spec, self.codec, self.main)
+        if self.codec.needs_whole_line:
+            wires = [(each.target, each.wire) for each in self._planes if each.wire is not None]
+            encode_in_whole_lines(chain, lane, spec.label, self.codec, self.main, wires)
+            for _, wire in wires:
+                there = Gather(spec.label, spec.tag)
+                redistribute(chain, self._machinery, wire, *depths, there)
+        elif first.wire is not None:
+            redistribute(chain, self._machinery, first.wire, *depths, how)
+        else:
+            assert self._full_wire is not None
+            redistribute(chain, self._machinery, self._full_wire.line, *depths, how)
+            self._decode(chain, first)
         return chain
 
-    def _make_unshard(self, ascent: Ascent, plane: Plane) -> Chain:
+    def _make_unshard(self, plane: Plane) -> Chain:
         """From what persists of the compute weights, else from main shards, to the full ones."""
-        chain = Chain()
-        source = plane.wire.tensor if plane.wire is not None else ascent.encode_into
-        target = self._decoded_from if self.codec.decodes else plane.target
-        ascent.climb(chain, target, self._param_depth, 0, source)
-        if self.codec.decodes:
-            ascent.decode(chain, target, plane.target, plane.params)
+        chain, spec = Chain(), self._spec
+        how = encoded(spec, self.codec, self.main)
+        if plane.wire is not None:
+            how = Gather(spec.label, spec.tag, plane.wire.tensor)
+        line = self._full_wire.line if self._full_wire is not None else plane.target
+        redistribute(chain, self._machinery, line, spec.param_depth, 0, how)
+        if self._full_wire is not None:
+            self._decode(chain, plane)
         return chain
+
+    def _decode(self, chain: Chain, plane: Plane) -> None:
+        assert self._full_wire is not None
+        lane, target = self._machinery.lanes.inner_gather, (plane.target, plane.params)
+        decode(chain, lane, self._spec.label, self.codec, self._full_wire.line, target)
 
     def _numel(self, depth: int) -> int:
-        start, stop = self._layout.range(depth, self._at)
+        start, stop = self._spec.layout.range(depth, self._at)
         return stop - start
 
     def _pieces(self) -> list[Piece]:
-        base, _ = self._layout.range(self._optim_depth, self._at)
+        layout, depth, at = self._spec.layout, self._spec.optim_depth, self._at
+        base, _ = layout.range(depth, at)
         pieces = []
-        for index, slot in enumerate(self._layout.slots):
-            low, high = self._layout.tensor_range(index, self._optim_depth, self._at)
+        for index, slot in enumerate(layout.slots):
+            low, high = layout.tensor_range(index, depth, at)
             pieces.append(Piece(index, low, high, max(slot.offset + low - base, 0)))
         return pieces
 
     def _split_groups(self) -> list[ProcessGroup]:
-        axes = AXIS_BELOW_DEPTH[: self._optim_depth]
-        comms = [self._ladder.comms[axis].gather for axis in axes]
+        axes = AXIS_BELOW_DEPTH[: self._spec.optim_depth]
+        comms = [self._machinery.ladder.comms[axis].gather for axis in axes]
         return [comm.group for comm in comms if comm is not None]

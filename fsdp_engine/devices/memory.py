@@ -176,6 +176,11 @@ class Memory:
             return SlottedStorage(self, numel, dtype, role, self._place)
         return TransientStorage(self, numel, dtype, role)
 
+    def lasting(self, numel: int, dtype: torch.dtype, role: str) -> TransientStorage:
+        """A storage whose memory comes and goes, and is gone for long: it is not kept idle
+        meanwhile, but handed back."""
+        return TransientStorage(self, numel, dtype, role, is_kept_idle=False)
+
     def make_slots(self) -> dict[str, Slot]:
         """A slot for each role."""
         made = {role: Slot(self.device, role) for role in TRANSIENT_ROLES}
@@ -254,9 +259,18 @@ class TransientStorage:
     See [Note: Transient storage]. On CUDA, :meth:`fill` and :meth:`drain` must run on one stream.
     """
 
-    def __init__(self, memory: Memory, numel: int, dtype: torch.dtype, role: str) -> None:
+    def __init__(
+        self,
+        memory: Memory,
+        numel: int,
+        dtype: torch.dtype,
+        role: str,
+        *,
+        is_kept_idle: bool = True,
+    ) -> None:
         self._memory = memory
         self._role = role
+        self._is_kept_idle = is_kept_idle
         self.numel = numel
         self.dtype = dtype
         self.num_bytes = numel * dtype.itemsize
@@ -268,16 +282,33 @@ class TransientStorage:
     def fill(self) -> None:
         """Give the storage memory (uninitialised). Nothing happens if it has some."""
         if not self.filled:
-            self._memory._fill(self._storage, self.num_bytes)
+            if self._is_kept_idle:
+                self._memory._fill(self._storage, self.num_bytes)
+            else:
+                self._storage.resize_(self.num_bytes)
             self._memory.ledger.add(self._role, self.num_bytes)
             self.filled = True
 
     def drain(self) -> None:
         """Take the memory away. Nothing happens if there is none."""
         if self.filled:
-            self._memory._drain(self._storage, self.num_bytes)
+            if self._is_kept_idle:
+                self._memory._drain(self._storage, self.num_bytes)
+            else:
+                self._storage.resize_(0)
+            self.leave()
+
+    def leave(self) -> None:
+        """Leave the memory to whoever holds tensors over it; this storage is of no use any more."""
+        if self.filled:
             self._memory.ledger.add(self._role, -self.num_bytes)
             self.filled = False
+
+    @property
+    def num_uses(self) -> int:
+        """Tensors over the storage, and other holds on it, that there are now."""
+        count: int = torch._C._storage_Use_Count(self._storage._cdata)  # type: ignore[attr-defined]
+        return count
 
     @contextmanager
     def while_filled(self) -> Iterator[TransientStorage]:

@@ -1,14 +1,17 @@
 """The sharded tensor that users see, and what it is made of."""
 
 from fsdp_engine.flat_dtensor import state_dicts as _state_dicts  # noqa: F401  changes torch
-from fsdp_engine.flat_dtensor.placement import Box, FlatPlacement, FlatShard, flat_range_boxes
-from fsdp_engine.flat_dtensor.tensor import (
-    FlatDTensor,
+from fsdp_engine.flat_dtensor.parameters import (
     accumulator_of,
     any_requires_grad,
+    clear_gradients,
     gradients_of,
+    requires_grad_of,
     set_gradients,
+    versions_of,
 )
+from fsdp_engine.flat_dtensor.placement import Box, FlatPlacement, FlatShard, flat_range_boxes
+from fsdp_engine.flat_dtensor.tensor import FlatDTensor
 
 __all__ = [
     "Box",
@@ -17,7 +20,10 @@ __all__ = [
     "FlatShard",
     "accumulator_of",
     "any_requires_grad",
+    "clear_gradients",
     "flat_range_boxes",
     "gradients_of",
+    "requires_grad_of",
     "set_gradients",
+    "versions_of",
 ]

@@ -82,7 +82,7 @@ _FOREACH = _words(
 _METADATA = _words(
     """
     size dim ndimension numel nelement stride is_contiguous is_floating_point is_complex is_signed
-    element_size get_device data_ptr storage_offset untyped_storage requires_grad_ retain_grad
+    element_size get_device data_ptr storage_offset untyped_storage retain_grad
     register_hook register_post_accumulate_grad_hook is_same_size is_inference is_conj is_neg
     is_pinned is_shared dim_order _is_view __len__ detach_
     """
@@ -132,7 +132,9 @@ def _classify(func: Function) -> Handler:
     name = getattr(func, "__name__", "")
     if name in {"__get__", "__set__"}:
         owner = func.__self__.__name__  # type: ignore[attr-defined]
-        return refuse if owner in _RESHAPING_PROPERTIES else _metadata
+        if owner in _RESHAPING_PROPERTIES:
+            return refuse
+        return _metadata if name == "__get__" else _set_metadata
     if name in _SPECIAL:
         return _SPECIAL[name]
     if name in _METADATA:
@@ -158,6 +160,13 @@ def _foreach_stem(name: str) -> str:
 
 def _metadata(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     return _call_base(func, (cls,), args, kwargs)
+
+
+def _set_metadata(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
+    result = _call_base(func, (cls,), args, kwargs)
+    if isinstance(args[0], cls) and args[0]._home is not None:
+        args[0]._home.was_set()
+    return result
 
 
 def _detach(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
@@ -303,6 +312,7 @@ _SPECIAL: dict[str, Handler] = {
     **dict.fromkeys(("new_empty", "new_zeros", "new_ones", "new_full"), _new),
     **dict.fromkeys(("item", "is_nonzero", "__bool__", "__nonzero__", "__float__"), _item),
     **dict.fromkeys(("__int__", "__long__", "__index__", "__complex__"), _item),
+    "requires_grad_": _set_metadata,
     "_has_compatible_shallow_copy_type": _takes_data,
     "new_tensor": _new_tensor,
     "copy_": copy_,

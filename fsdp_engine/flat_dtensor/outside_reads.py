@@ -30,6 +30,8 @@ class OutsideReads:
         num_open: reads whose backward is to come and whose graph still lives.
         on_read: makes the full parameters be there, for a function that needs them, and tells
             whether they are; None: they cannot be.
+        on_gradient: called when a user has assigned a gradient: whether there is one now.
+        requires_grad_changed: a user has frozen or thawed some parameter, perhaps.
     """
 
     def __init__(
@@ -40,6 +42,8 @@ class OutsideReads:
         self.num_open = 0
         self.hooks = hooks
         self.on_read: Callable[[], bool] | None = None
+        self.on_gradient: Callable[[bool], None] | None = None
+        self.requires_grad_changed = True
 
     def home(self, index: int) -> Home:
         """What the sharded parameter ``index`` has to know of this."""
@@ -72,6 +76,20 @@ class Home:
     def add_hook(self, hook: Callable[..., Any], *, on_param: bool) -> RemovableHandle:
         """See :meth:`ParamHooks.add`."""
         return self._hooks.add(self._index, hook, on_param=on_param)
+
+    def gradient_was_set(self, is_there: bool) -> None:
+        """The user has made its gradient None, or (``is_there``) another one."""
+        reads = self._reads()
+        if reads is not None and reads.on_gradient is not None:
+            reads.on_gradient(is_there)
+
+    def was_set(self) -> None:
+        """The user has frozen or thawed it, perhaps, or made its gradient another one."""
+        reads = self._reads()
+        if reads is not None:
+            reads.requires_grad_changed = True
+            if reads.on_gradient is not None:
+                reads.on_gradient(True)
 
     @property
     def full_param(self) -> Tensor | None:

@@ -246,7 +246,10 @@ class FlatDTensor(DTensor):
         ):
             raise TypeError(f"grad: expected None or a FlatDTensor of the slice of {self}")
         with _NoTorchFunction():
+            is_new = value is not None or _get_grad(self) is not None
             _set_grad(self, value)
+        if is_new and self._home is not None:
+            self._home.gradient_was_set(value is not None)
 
     @grad.deleter
     def grad(self) -> None:
@@ -397,37 +400,6 @@ def _gather(local: Tensor, flat: FlatPlacement) -> Tensor:
     full[flat.start * itemsize : flat.stop * itemsize].copy_(compact(local).view(torch.uint8))
     reduce_over(words, flat.split_groups)
     return full.to(local.device).view(local.dtype).view(flat.shape)
-
-
-def gradients_of(params: Sequence[Tensor]) -> list[Tensor | None]:
-    """``.grad`` of each, also of plain tensors; the property, one by one, takes host time."""
-    with _NoTorchFunction():
-        grads: list[Tensor | None] = [_get_grad(param) for param in params]
-    for place, grad in enumerate(grads):
-        if type(grad) is DTensor:  # see FlatDTensor.grad
-            grads[place] = params[place].grad
-    return grads
-
-
-def any_requires_grad(params: Sequence[Tensor]) -> bool:
-    """Whether autograd follows any of them, plain ones or not."""
-    with _NoTorchFunction():
-        return any(map(_get_requires_grad, params))
-
-
-def accumulator_of(param: Tensor) -> Any:
-    """The node by which autograd accumulates into ``param``; it lives as long as it is held."""
-    with torch.enable_grad():
-        followed = unwrap(param) if isinstance(param, FlatDTensor) else param.view_as(param)
-    assert followed.grad_fn is not None
-    return followed.grad_fn.next_functions[0][0]
-
-
-def set_gradients(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> None:
-    """Make ``.grad`` of each first what stands beside it, which must be of the same slice."""
-    with _NoTorchFunction():
-        for param, grad in pairs:
-            _set_grad(param, grad)
 
 
 def _rebuild(

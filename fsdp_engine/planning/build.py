@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_engine.buffers.param_and_grad_buffer import FIRST_TAG, BufferKind, ParamAndGradBuffer
-from fsdp_engine.buffers.sharded_buffer import Ladder
-from fsdp_engine.buffers.weights import WeightTower
+from fsdp_engine.buffers.param_and_grad_buffer import FIRST_TAG, ParamAndGradBuffer
+from fsdp_engine.buffers.redistribute import Ladder, Machinery
+from fsdp_engine.buffers.spec import BufferKind, BufferSpec
+from fsdp_engine.buffers.weights import Weights
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.devices.agreement import agree
 from fsdp_engine.devices.collectives import broadcast_, gather_objects
@@ -90,7 +91,7 @@ class BuiltUnit:
         return any(buffer.weights.needs_refresh for buffer in self.buffers)
 
     @cached_property
-    def split_weights(self) -> Sequence[WeightTower]:
+    def split_weights(self) -> Sequence[Weights]:
         """Weights of which forward and backward gather different bytes ([Note: Planes] in
         ``codecs/base.py``)."""
         weights = [buffer.weights for buffer in self.buffers]
@@ -176,17 +177,11 @@ def build_units(
                 label += f" (buffer {number})"
             ground, ladder = sites.of(part.kind)
             buffer = ParamAndGradBuffer(
-                label,
+                BufferSpec(label, part.layout, part.kind, ground.strategy, tag),
+                Machinery(ladder, lanes, memory),
                 part.records,
-                part.layout,
-                part.kind,
                 part.make_codec(),
-                ground.strategy,
-                ladder,
-                lanes,
-                memory,
                 config,
-                tag,
                 broadcast=start.from_first,
             )
             buffers.append(buffer)

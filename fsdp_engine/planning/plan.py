@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 
-from fsdp_engine.buffers.param_and_grad_buffer import BufferKind, ParamRecord
+from fsdp_engine.buffers.param_and_grad_buffer import ParamRecord
+from fsdp_engine.buffers.spec import BufferKind
 from fsdp_engine.codecs import (
     CastCodec,
     CodecRule,

@@ -23,7 +23,7 @@ class UnitRow:
         num_elements: elements of them.
         padding: elements that the flat buffers add.
         weight_bytes: main and compute weights at rest.
-        grad_bytes: gradients at rest, from the first backward on.
+        grad_bytes: gradients, from their first reduction until they are cleared.
         full_bytes: full parameters while the unit is in use, beyond what it holds at rest.
         staging_bytes: full gradients until they are reduced, beyond what it holds at rest.
         num_gathers: parameter collectives per step of one microbatch.

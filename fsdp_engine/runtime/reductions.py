@@ -247,7 +247,7 @@ class Reductions:
         self._message.finish()
         self._turns.forget()
         for buffer in self._buffers:
-            buffer.discard_gradients()
+            buffer.discard_gradients(keeps_memory=zero)
             if zero and buffer.grads is not None:
                 buffer.grads.zero()
         self._phase = Phase.CLEARED

@@ -336,7 +336,7 @@ class Unit:
     def note_access(self) -> None:
         """Tell the compute lane that the model reads the full parameters from here on."""
         for buffer in self.buffers:
-            buffer.weights.touch()
+            buffer.weights.note_access()
 
     @property
     def awaits_backward(self) -> bool:

@@ -1,4 +1,4 @@
-"""What planned buffers take on one rank: the rules of the two towers, as numbers.
+"""What planned buffers take on one rank: the rules of weights and gradients, as numbers.
 
 ``buffers/weights.py`` and ``gradients.py`` say which tensors a buffer has at rest and for a moment,
 ``scheduler.py`` and ``reductions.py`` how many of the momentary ones there are at a time. Here the

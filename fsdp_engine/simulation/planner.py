@@ -64,7 +64,7 @@ class Estimate:
         num_elements: parameter elements of the whole model.
         padding: elements that flat buffers add, over all ranks.
         weight_bytes: main weights and whatever persists of the compute weights, at rest.
-        grad_bytes: gradients at rest, from the first backward on.
+        grad_bytes: gradients, from their first reduction until they are cleared.
         optimizer_bytes: optimizer state at rest, if it were padded as the weights are.
         full_bytes: most that full parameters take at a time, beyond those at rest.
         staging_bytes: most that full gradients take until they are reduced, beyond those at rest.
@@ -87,7 +87,7 @@ class Estimate:
 
     @property
     def rest_bytes(self) -> int:
-        """Held between steps: weights, gradients and optimizer state."""
+        """Held as the optimizer steps: weights, gradients and optimizer state."""
         return self.weight_bytes + self.grad_bytes + self.optimizer_bytes
 
     @property

@@ -19,8 +19,6 @@ from torch import Tensor, nn
 
 import fsdp_engine as fe
 from curve import memory_in_use
-from fsdp_engine.buffers.sharded_buffer import ShardedBuffer
-from fsdp_engine.buffers.weights import Plane
 from fsdp_engine.devices.host_memory import HostBlock
 from fsdp_engine.devices.memory import BACKWARDS_PER_TRIM, Memory, TransientStorage
 from fsdp_engine.strategies import Axis, Role, Strategy
@@ -96,24 +94,24 @@ def width_of(model: nn.Module) -> int:
     return DIM if isinstance(model, Even) else 7
 
 
-def tower_storages(tower: Any) -> Iterator[torch.UntypedStorage]:
-    """Every storage that a tower, or a plane of one, holds on to."""
-    for value in vars(tower).values():
-        for each in value if isinstance(value, list) else [value]:
-            if isinstance(each, ShardedBuffer):
-                yield each.tensor.untyped_storage()
-            elif isinstance(each, TransientStorage):
-                yield each._storage
-            elif isinstance(each, Tensor):
-                yield each.untyped_storage()
-            elif isinstance(each, Plane):
-                yield from tower_storages(each)
+def storages_of(thing: Any) -> Iterator[torch.UntypedStorage]:
+    """Every storage that weights or gradients hold on to, or what belongs to them."""
+    if isinstance(thing, TransientStorage):
+        yield thing._storage
+    elif isinstance(thing, Tensor):
+        yield thing.untyped_storage()
+    elif isinstance(thing, list):
+        for each in thing:
+            yield from storages_of(each)
+    elif type(thing).__module__.startswith("fsdp_engine.buffers") and hasattr(thing, "__dict__"):
+        for each in vars(thing).values():
+            yield from storages_of(each)
 
 
 def real_bytes(engine: Any) -> int:
     """Bytes of all storages behind the engine's tensors."""
-    towers = [tower for b in engine.buffers for tower in (b.weights, b.grads) if tower is not None]
-    storages = {s._cdata: s for tower in towers for s in tower_storages(tower)}
+    held = [each for buffer in engine.buffers for each in (buffer.weights, buffer.grads)]
+    storages = {s._cdata: s for each in held for s in storages_of(each)}
     return sum(storage.nbytes() for storage in storages.values())
 
 
@@ -133,7 +131,9 @@ def rest_of_pair(strategy: str, outer: str) -> list[tuple[str, Any, Any]]:
             # What is cut for four ranks is at most 64 elements a rank and tensor longer.
             assert numel < num_elements + 64 * (4 + len(list(model.parameters()))) * len(rows)
             for num_steps in range(3):
-                expected = expected_rest(levels, numel, name, has_grads=num_steps > 0)
+                # Where something is cut, gradients' memory goes when they are cleared.
+                stays = num_steps > 0 and part(levels, Role.OPTIM) == 1
+                expected = expected_rest(levels, numel, name, has_grads=stays)
                 case = f"{name}, {type(model).__name__}, after {num_steps} steps"
                 pairs.append((f"{case}: at rest", engine.memory_bytes(), expected))
                 pairs.append((f"{case}: storages", real_bytes(engine), sum(expected.values())))
@@ -158,20 +158,29 @@ def expected_peak(
     """Most bytes during a step of one microbatch, for ``root`` and ``block`` elements a unit."""
     _, compute, _, _, wire = POLICIES[policy]
     rest = expected_rest(strategy, root + NUM_BLOCKS * block, policy, True)
-    moments = []  # when the first gradient of each block comes, from the last block on
-    for done in range(NUM_BLOCKS):
-        moment = {"full": 0, "staging": 0}
+    kept = POLICIES[policy][3] * part(strategy, Role.GRAD)  # bytes of gradients by element
+    is_cut = strategy.cuts(Role.GRAD, Axis.INNER)
+    moments = []  # when the first gradient of each block comes, from the last block on; the end
+    for done in range(NUM_BLOCKS + 1):
+        # Of blocks that are reduced, or that are being written where gradients are whole.
+        num_kept = done if is_cut else min(done + 1, NUM_BLOCKS)
+        moment = {"full": 0, "staging": 0, "grad": round(kept * num_kept * block)}
+        if not is_cut or done == NUM_BLOCKS:
+            moment["grad"] += round(kept * root)  # written first, reduced last
+        if part(strategy, Role.OPTIM) == 1:
+            moment["grad"] = rest["grad"]
         if strategy.cuts(Role.PARAM, Axis.INNER):
             # The root, the block in use, and those gathered ahead while they are below the budget.
             num_ahead = min(-(-budget // block), NUM_BLOCKS - 1 - done)
             moment["full"] = compute * (root + (1 + num_ahead) * block)
-        if strategy.cuts(Role.GRAD, Axis.INNER):
+        if is_cut:
             # The root's gradients come first and stay, beside what the budget allows in flight.
-            num_staged = min(max(budget // block, 1), 1 + done)
+            num_staged = min(max(budget // block, 1), 1 + done, NUM_BLOCKS)
             moment["staging"] = wire * (root + num_staged * block)
         moments.append(moment)
     peak = {role: max(moment[role] for moment in moments) for role in ("full", "staging")}
-    peak["total"] = sum(rest.values()) + max(sum(moment.values()) for moment in moments)
+    weights = sum(rest.values()) - rest["grad"]
+    peak["total"] = weights + max(sum(moment.values()) for moment in moments)
     return {**rest, **{role: count for role, count in peak.items() if count}}
 
 
@@ -246,11 +255,10 @@ def test_frozen_weights_have_no_gradients_and_no_second_copy() -> None:
     optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
     step(model, engine, optimizer)
     root, *blocks = (row.num_elements + row.padding for row in engine.describe().rows)
-    assert engine.memory_bytes() == {
-        "main": 4 * root // 2,
-        "grad": 4 * root // 2,
-        "model": 2 * sum(blocks) // 2,
-    }
+    rest = {"main": 4 * root // 2, "model": 2 * sum(blocks) // 2}
+    assert engine.memory_bytes() == rest
+    model(*vector_batch(2, dist.get_rank(), DIM)).backward()
+    assert engine.memory_bytes() == {**rest, "grad": 4 * root // 2}
 
 
 def test_a_peak_starts_anew_from_what_is_held() -> None:

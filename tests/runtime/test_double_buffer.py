@@ -317,7 +317,7 @@ def test_a_unit_is_full_in_one_place_and_shares_it_with_the_next_but_one() -> No
     for index, block in enumerate(model.blocks):
         block.up.register_forward_pre_hook(look(index))
         block.down.register_full_backward_hook(look(index))
-    staged = [unit.buffers[0].grads._staging for unit in engine.units[1:]]
+    staged = [unit.buffers[0].grads._memory.staging for unit in engine.units[1:]]
     for number in range(2):
         model(*batch(number)).backward()
         for param in model.parameters():

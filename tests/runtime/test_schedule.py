@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
-from fsdp_engine.buffers import weights as weight_tower
+from fsdp_engine.buffers import weights
 from fsdp_engine.codecs import ParamCodec
 from fsdp_engine.devices.collectives import Steps
 from fsdp_engine.runtime import hooks
@@ -355,7 +355,7 @@ def replace(owner: Any, name: str, value: Any) -> Callable[[], Callable[[], None
 
 
 def free_on_compute(self: Any, storage: Any) -> None:
-    self._lanes.compute.manage("free too early", storage.drain, storage)
+    self._machinery.lanes.compute.manage("free too early", storage.drain, storage)
 
 
 def mark_no_boundary(self: Any, calls: Any, tensor: Tensor) -> Tensor:
@@ -435,7 +435,7 @@ BROKEN: dict[str, tuple[dict[str, Any], Forgets, Any, Callable[[], nn.Module]]] 
     "free on another lane": (
         own("optim_grads_params"),
         never,
-        replace(weight_tower.WeightTower, "_drain", free_on_compute),
+        replace(weights.Weights, "_drain", free_on_compute),
         small,
     ),
     "reshard at the last gradient": (

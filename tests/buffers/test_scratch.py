@@ -142,7 +142,7 @@ def test_it_takes_no_memory_but_while_gradients_are_there_and_leaves_zeros() -> 
 
 
 @on_ranks(4)
-def test_accumulated_gradients_are_not_lent_when_weights_change_between_microbatches() -> None:
+def test_accumulated_gradients_are_no_scratch_when_weights_change_between_microbatches() -> None:
     gradients = []
     for reuses in (False, True):
         torch.manual_seed(0)
@@ -167,7 +167,7 @@ def test_accumulated_gradients_are_not_lent_when_weights_change_between_microbat
 
 @on_ranks(4)
 @pytest.mark.parametrize(("inner", "outer"), PAIRS)
-def test_passing_through_lent_memory_makes_no_race(inner: str, outer: str) -> None:
+def test_going_through_scratch_makes_no_race(inner: str, outer: str) -> None:
     def body(model: Any, engine: Any) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
         for step in range(3):

@@ -1,0 +1,69 @@
+"""Where autograd accumulates gradients of one buffer's parameters, and who is told."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from fsdp_engine.buffers.shown_gradients import ShownGradients
+from fsdp_engine.flat_dtensor import accumulator_of
+
+
+class GradientHooks:
+    """Autograd's hooks on one buffer's parameters.
+
+    Autograd's hold on a hook is invisible to the garbage collector: a hook that held the buffer,
+    and so the parameter, would keep all of them for ever. So hooks hold this object weakly.
+
+    Args:
+        shown: ``.grad`` of what users hold.
+        sharded_params: what users hold.
+        on_grad: called as ``on_grad(index, parameter)`` whenever autograd has accumulated a
+            gradient into a full parameter.
+        begin: called before it accumulates into what users hold.
+    """
+
+    def __init__(
+        self,
+        shown: ShownGradients,
+        sharded_params: Sequence[Tensor],
+        on_grad: Callable[[int, Tensor], None],
+        begin: Callable[[], None],
+    ) -> None:
+        self._shown = shown
+        self._on_grad = on_grad
+        self._begin = begin
+        # Autograd would add to `.grad` in place, unscaled.
+        self._accumulators = [accumulator_of(param) for param in sharded_params]
+        for index, node in enumerate(self._accumulators):
+            node.register_prehook(self._precede(index))
+
+    def listen(self, full_params: Sequence[Tensor], own: dict[int, int] | None) -> None:
+        """Put hooks on the full parameters; their ids go into ``own``, by index, if given."""
+        listener = weakref.ref(self._on_grad)
+
+        def listen(index: int) -> Callable[[Tensor], None]:
+            def hook(param: Tensor) -> None:
+                listening = listener()
+                if listening is not None:
+                    listening(index, param)
+
+            return hook
+
+        for index, param in enumerate(full_params):
+            handle = param.register_post_accumulate_grad_hook(listen(index))
+            if own is not None:
+                own[index] = handle.id
+
+    def _precede(self, index: int) -> Callable[[tuple[Tensor | None, ...]], None]:
+        hooks = weakref.ref(self)
+
+        def hook(grads: tuple[Tensor | None, ...]) -> None:
+            preceding = hooks()
+            if preceding is not None and grads[0] is not None:
+                preceding._begin()
+                preceding._shown.make_way(index)
+
+        return hook

@@ -1,0 +1,307 @@
+"""From one depth of a layout to another: the only gathers and the only reductions of buffers.
+
+See [Note: Depth] in ``strategies/pair.py``. A gather goes from this rank's range to a larger one, a
+reduction to a smaller one, one axis at a time, in place, in the ranges where the bytes lie:
+
+    reduce                                   gather
+    depth 0  [........................]      [........................]
+                      | inner                          ^ inner
+    depth 1           [........]                       [........]
+                         | outer                          ^ outer
+    depth 2              [..]                             [..]
+
+Either becomes links of a chain (``devices/lanes.py``), one for each axis on the lane of that axis,
+put together once and run often. Along an axis of one rank nothing is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fsdp_engine.buffers.gradient_scale import scaled_copy
+from fsdp_engine.buffers.sharded_buffer import ShardedBuffer
+from fsdp_engine.devices.collectives import Communicator, Steps
+from fsdp_engine.devices.lanes import Chain, Lane, Lanes, Operation
+from fsdp_engine.devices.memory import Memory
+from fsdp_engine.devices.mesh import DataMesh
+from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis
+
+
+@dataclass(frozen=True)
+class AxisComms:
+    """Communicators of one axis, one for each kind of lane. None where the axis has one rank."""
+
+    gather: Communicator | None
+    reduce: Communicator | None
+
+
+class Ladder:
+    """The communicators between the depths of one mesh.
+
+    Attributes:
+        mesh: whose ranks.
+        comms: by axis.
+    """
+
+    def __init__(self, mesh: DataMesh) -> None:
+        self.mesh = mesh
+        self.comms = {
+            axis: AxisComms(
+                Communicator(place.gather_group, mesh.device) if place.gather_group else None,
+                Communicator(place.reduce_group, mesh.device) if place.reduce_group else None,
+            )
+            for axis, place in ((Axis.INNER, mesh.inner), (Axis.OUTER, mesh.outer))
+        }
+
+
+@dataclass(frozen=True)
+class Machinery:
+    """What buffers work with: the ranks of one mesh, the engine's queues and its memory."""
+
+    ladder: Ladder
+    lanes: Lanes
+    memory: Memory
+
+
+@dataclass(frozen=True)
+class Gather:
+    """How bytes go up.
+
+    Attributes:
+        label: whose, for people.
+        tag: tells these messages from others in flight.
+        source: where this rank's first bytes come from: a tensor; an encoding, which writes them
+            into the part that it is given; None: they lie there already.
+        reads: what the encoding reads.
+        writes: what it writes beside that part.
+    """
+
+    label: str
+    tag: int
+    source: Tensor | Callable[[Tensor], Steps] | None = None
+    reads: Sequence[Tensor] = ()
+    writes: Sequence[Tensor] = ()
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How sums go down.
+
+    Attributes:
+        label, tag: as of a gather; the tag after it is used, too.
+        over: axes along which ranks have summands, innermost first. Along those that the smaller
+            range does not cut, all ranks get the sum.
+        into: where the last sum goes; None: in place.
+        wire: summands travel in a copy here, in its dtype; None: they travel from where they lie.
+        dtype: sums are made in it.
+        average: the collectives divide by the number of ranks.
+        boost: what lies in memory of the wire's is larger by this ([Note: fp16 on the wire]).
+        accumulate: the last sum is added to what lies in ``into``.
+    """
+
+    label: str
+    tag: int
+    over: Sequence[Axis]
+    into: ShardedBuffer | None = None
+    wire: ShardedBuffer | None = None
+    dtype: torch.dtype | None = None
+    average: bool = False
+    boost: float = 1.0
+    accumulate: bool = False
+
+
+def redistribute(
+    chain: Chain,
+    machinery: Machinery,
+    buffer: ShardedBuffer,
+    from_depth: int,
+    to_depth: int,
+    how: Gather | Reduction,
+) -> None:
+    """Add to ``chain`` what brings ``buffer`` from its range at one depth to that at another.
+
+    Args:
+        chain: behind its links.
+        machinery: of the buffer.
+        buffer: holds both ranges.
+        from_depth: where the bytes are.
+        to_depth: where they shall be: below ``from_depth`` a gather, else a reduction.
+        how: a :class:`Gather` or a :class:`Reduction`.
+    """
+    if isinstance(how, Gather):
+        _gather(chain, machinery, buffer, from_depth, to_depth, how)
+    else:
+        _reduce(chain, machinery, buffer, from_depth, to_depth, how)
+
+
+def copy(chain: Chain, lane: Lane, label: str, source: Tensor, out: Tensor, factor: float) -> None:
+    """Add to ``chain``: ``out = source * factor``, whatever their dtypes."""
+
+    def steps() -> Steps:
+        scaled_copy(source, out, factor)
+        yield from ()
+
+    chain.add(lane, f"cast of {label}", steps, reads=[source], writes=[out])
+
+
+def _gather(
+    chain: Chain,
+    machinery: Machinery,
+    buffer: ShardedBuffer,
+    from_depth: int,
+    to_depth: int,
+    how: Gather,
+) -> None:
+    lanes, source = machinery.lanes, how.source
+    begin = buffer.narrow(from_depth)
+    reads: Sequence[Tensor] = [source] if isinstance(source, Tensor) else how.reads
+    if callable(source) and from_depth == to_depth:
+        writes = [begin, *how.writes]
+        operation = partial(source, begin)
+        chain.add(lanes.inner_gather, f"encode {how.label}", operation, reads=reads, writes=writes)
+    extra: Sequence[Tensor] = how.writes
+    for depth in range(from_depth - 1, to_depth - 1, -1):
+        axis = AXIS_BELOW_DEPTH[depth]
+        comm = machinery.ladder.comms[axis].gather
+        part, whole = buffer.narrow(depth + 1), buffer.narrow(depth)
+        chain.add(
+            lanes.gather(axis),
+            f"all-gather of {how.label} over the {axis.value} axis",
+            _gather_operation(comm, part, whole, source, how.tag),
+            reads=reads or [part],
+            writes=[whole, *extra],
+        )
+        source, reads, extra = None, (), ()
+
+
+def _gather_operation(
+    comm: Communicator | None,
+    part: Tensor,
+    whole: Tensor,
+    source: Tensor | Callable[[Tensor], Steps] | None,
+    tag: int,
+) -> Operation:
+    if callable(source):
+        encode = source
+
+        def encode_and_gather() -> Steps:
+            yield from encode(part)
+            if comm is not None:
+                yield from comm.all_gather(whole, None, tag)
+
+        return encode_and_gather
+    if comm is not None:
+        return partial(comm.all_gather, whole, source, tag)
+    return partial(_bring, source, part)
+
+
+def _bring(source: Tensor | None, target: Tensor) -> Steps:
+    if source is not None:
+        target.copy_(source)
+    yield from ()
+
+
+def _reduce(
+    chain: Chain,
+    machinery: Machinery,
+    buffer: ShardedBuffer,
+    from_depth: int,
+    to_depth: int,
+    how: Reduction,
+) -> None:
+    depth = from_depth
+    for axis in how.over:
+        comm = machinery.ladder.comms[axis].reduce
+        lane = machinery.lanes.reduce(axis)
+        below = AXIS_BELOW_DEPTH.index(axis) + 1
+        summand = buffer.narrow(depth)
+        if below > to_depth:
+            if comm is not None:
+                sent = how.wire.narrow(depth) if how.wire is not None else summand
+                _all_reduce(chain, machinery, comm, axis, sent, summand, how)
+            continue
+        is_last = below == to_depth and how.into is not None
+        out = how.into.tensor if is_last and how.into is not None else buffer.narrow(below)
+        depth = below
+        if comm is None:
+            if is_last:
+                operation: Operation = partial(_keep, summand, out, how)
+                _add_reduction(chain, lane, "reduce-scatter", axis, summand, out, operation, how)
+            continue
+        sent = summand
+        if how.wire is not None:
+            sent = how.wire.narrow(below - 1)
+            copy(chain, machinery.lanes.inner_reduce, how.label, summand, sent, how.boost)
+        operation = _scatter(comm, sent, out, is_last or how.wire is not None, how)
+        _add_reduction(chain, lane, "reduce-scatter", axis, sent, out, operation, how)
+
+
+def _scatter(
+    comm: Communicator, sent: Tensor, out: Tensor, leaves_wire: bool, how: Reduction
+) -> Operation:
+    """A reduce-scatter; ``leaves_wire``: sums go where they are as large as they are."""
+    return partial(
+        comm.reduce_scatter,
+        sent,
+        out,
+        reduce_dtype=how.dtype,
+        average=how.average,
+        divisor=how.boost if leaves_wire else 1.0,
+        accumulate=leaves_wire and how.accumulate,
+        tag=how.tag,
+    )
+
+
+def _all_reduce(
+    chain: Chain,
+    machinery: Machinery,
+    comm: Communicator,
+    axis: Axis,
+    sent: Tensor,
+    tensor: Tensor,
+    how: Reduction,
+) -> None:
+    lane = machinery.lanes.reduce(axis)
+    # The backend's own all-reduce sums in the dtype that it sends: for sums in a wider one, parts
+    # are exchanged and summed, and the sums gathered. (On gloo, too, its all-reduce is as good as
+    # the two halves pairwise, and needs no host in between.)
+    if how.dtype in (None, sent.dtype) or tensor.numel() % comm.size:
+        operation = partial(comm.all_reduce, tensor, average=how.average)
+        _add_reduction(chain, lane, "all-reduce", axis, tensor, tensor, operation, how)
+        return
+    if sent is not tensor:
+        copy(chain, machinery.lanes.inner_reduce, how.label, tensor, sent, how.boost)
+    own = comm.part(tensor)
+    scatter = _scatter(comm, sent, own, sent is not tensor, how)
+    _add_reduction(chain, lane, "all-reduce", axis, sent, own, scatter, how)
+    # A tag of its own: parts of both halves may be under way between two ranks.
+    gather = partial(comm.all_gather, tensor, tag=how.tag + 1)
+    _add_reduction(chain, lane, "all-reduce", axis, own, tensor, gather, how)
+
+
+def _add_reduction(
+    chain: Chain,
+    lane: Lane,
+    what: str,
+    axis: Axis,
+    sent: Tensor,
+    out: Tensor,
+    operation: Operation,
+    how: Reduction,
+) -> None:
+    label = f"{what} of {how.label} over the {axis.value} axis"
+    chain.add(lane, label, operation, reads=[sent], writes=[sent, out])
+
+
+def _keep(source: Tensor, out: Tensor, how: Reduction) -> Steps:
+    """This rank's own is the sum."""
+    if how.accumulate:
+        out.add_(source, alpha=1.0 / how.boost)
+    elif out.data_ptr() != source.data_ptr():
+        scaled_copy(source, out, 1.0 / how.boost)
+    yield from ()

@@ -1,0 +1,70 @@
+"""What autograd keeps at parameters, of many at once, sharded or plain.
+
+Each function is one pass in C: a property of ``FlatDTensor`` takes host time, and units may have
+thousands of small parameters.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import repeat
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsdp_engine.flat_dtensor.slices import unwrap
+from fsdp_engine.flat_dtensor.tensor import FlatDTensor
+
+_NoTorchFunction = torch._C.DisableTorchFunctionSubclass  # type: ignore[attr-defined]
+_tensor_class: Any = Tensor
+_get_grad, _set_grad = _tensor_class.grad.__get__, _tensor_class.grad.__set__
+_get_requires_grad = _tensor_class.requires_grad.__get__
+_get_version = _tensor_class._version.__get__
+
+
+def gradients_of(params: Sequence[Tensor]) -> list[Tensor | None]:
+    """``.grad`` of each."""
+    with _NoTorchFunction():
+        grads: list[Tensor | None] = list(map(_get_grad, params))
+    if DTensor in set(map(type, grads)):  # see FlatDTensor.grad
+        grads = [param.grad for param in params]
+    return grads
+
+
+def set_gradients(params: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None:
+    """Make ``.grad`` of each what stands beside it, which must be of the same slice."""
+    with _NoTorchFunction():
+        deque(map(_set_grad, params, grads), maxlen=0)
+
+
+def clear_gradients(params: Iterable[Tensor]) -> None:
+    """``.grad`` of each becomes None."""
+    set_gradients(params, repeat(None))
+
+
+def requires_grad_of(params: Sequence[Tensor]) -> list[bool]:
+    """Whether autograd follows each."""
+    with _NoTorchFunction():
+        return list(map(_get_requires_grad, params))
+
+
+def any_requires_grad(params: Sequence[Tensor]) -> bool:
+    """Whether autograd follows any of them."""
+    with _NoTorchFunction():
+        return any(map(_get_requires_grad, params))
+
+
+def versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    """The version counter of each, all of them plain."""
+    return list(map(_get_version, tensors))
+
+
+def accumulator_of(param: Tensor) -> Any:
+    """The node by which autograd accumulates into ``param``; it lives as long as it is held."""
+    with torch.enable_grad():
+        followed = unwrap(param) if isinstance(param, FlatDTensor) else param.view_as(param)
+    assert followed.grad_fn is not None
+    return followed.grad_fn.next_functions[0][0]
