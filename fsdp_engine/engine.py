@@ -32,6 +32,7 @@ from fsdp_engine.runtime.hooks import UnitHooks, hook_gradients
 from fsdp_engine.runtime.late_gradients import hook_delayed_gradients
 from fsdp_engine.runtime.plane_hooks import hook_planes
 from fsdp_engine.runtime.reductions import Reductions
+from fsdp_engine.runtime.rehearsal import moments_of
 from fsdp_engine.runtime.roster import Roster, refuse_copies
 from fsdp_engine.runtime.scheduler import Scheduler
 from fsdp_engine.runtime.unit import Unit
@@ -75,14 +76,15 @@ class Engine:
         self._timing = timing
         symmetric = not config.disable_symmetric_registration
         pool = NcclPool(mesh, symmetric=symmetric) if config.nccl_ub else None
-        self._memory = Memory(mesh.device, pool)
+        self._memory = Memory(mesh.device, pool, plans_addresses=config.fsdp_double_buffer)
         self._lanes = lanes_module.make_lanes(mesh.device, mesh.ranks)
         built = build_units(plan, sites, self._lanes, self._memory, config, start)
         self.units = [Unit(each, self._lanes) for each in built]
         self.units[0].parts = tuple(self.units[each.index] for each in built if each.is_bucket)
-        if pool is not None:
-            pool.register()
         self.budget = _budget(self.units, config)
+        if pool is not None:
+            self._memory.expect(moments_of(self.units, self.budget))
+            pool.register()
         root, group = self.units[0], mesh.control_group
         checks = None
         if config.check_for_nan_in_grad or config.check_for_large_grads:

@@ -94,7 +94,6 @@ class GradTower:
         self._views: list[Tensor] = []
         self._gaps: list[Tensor] = []
         self._staging: TransientStorage | None = None
-        self._aside: TransientStorage | None = None  # what was staged, while a rival has the slot
         self._wire: TransientStorage | None = None
         # What the optimizer gets, where gradients are kept in another dtype.
         self._handed: ShardedBuffer | None = None
@@ -175,8 +174,6 @@ class GradTower:
         if self._staging is not None:
             compute.manage(f"allocate staging of {self._label}", self._staging.fill, self._staging)
             compute.access(writes=self._views)
-            if self._aside is not None:
-                self._bring_back(self._staging, self._aside)
         else:
             compute.access(writes=(accum.tensor,))
 
@@ -185,24 +182,6 @@ class GradTower:
         accum = self.main_grads()
         self._lanes.compute.access(writes=(accum.tensor,))
         keep_owned(accum, self._optim_depth, self._kept_factor)
-
-    def set_aside(self) -> None:
-        """Another unit needs the slot before this one is reduced: keep what was staged elsewhere.
-
-        :meth:`begin` brings it back.
-        """
-        staging, compute = self._staging, self._lanes.compute
-        if staging is None or not staging.filled:
-            return
-        aside = self._aside = self._memory.transient(staging.numel, staging.dtype, "staging")
-        compute.manage(f"allocate copy of staging of {self._label}", aside.fill, aside)
-        aside.view(0, (aside.numel,)).copy_(staging.view(0, (aside.numel,)))
-        compute.manage(f"free staging of {self._label}", staging.drain, staging)
-
-    def _bring_back(self, staging: TransientStorage, aside: TransientStorage) -> None:
-        staging.view(0, (aside.numel,)).copy_(aside.view(0, (aside.numel,)))
-        self._lanes.compute.manage(f"free copy of staging of {self._label}", aside.drain, aside)
-        self._aside = None
 
     def write(self, index: int, grad: Tensor) -> None:
         """Put the gradient of parameter ``index`` into its place: scaled and cast in one pass."""
@@ -301,10 +280,9 @@ class GradTower:
 
     def release(self) -> None:
         """The reduction is done (compute has waited for it): hand transient memory back."""
-        for storage in (self._staging, self._wire, self._aside):
+        for storage in (self._staging, self._wire):
             if storage is not None and storage.filled:
                 self._lanes.compute.manage(f"free staging of {self._label}", storage.drain, storage)
-        self._aside = None
 
     def discard(self) -> None:
         """Forget whatever was accumulated."""

@@ -23,7 +23,7 @@ from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.devices.agreement import agree
 from fsdp_engine.devices.collectives import broadcast_, gather_objects
 from fsdp_engine.devices.lanes import Lanes
-from fsdp_engine.devices.memory import Memory, Place
+from fsdp_engine.devices.memory import Memory
 from fsdp_engine.devices.mesh import DataMesh
 from fsdp_engine.planning.initial_values import Holdings, Start, broadcast_buffers, decide
 from fsdp_engine.planning.materialize import ModuleTree, materialize, materialize_buffers
@@ -55,7 +55,6 @@ class BuiltUnit:
         name: fully qualified name of its module; "" for the root.
         module: whose forward needs its full parameters.
         buffers: its parameters, by kind.
-        place: its slots, if transient memory does not come and go.
         is_bucket: its parameters lie in modules that the root calls itself.
     """
 
@@ -63,7 +62,6 @@ class BuiltUnit:
     name: str
     module: nn.Module
     buffers: list[ParamAndGradBuffer]
-    place: Place | None
     is_bucket: bool
 
 
@@ -126,8 +124,8 @@ def build_units(
     tag = FIRST_TAG
     units = []
     tree = ModuleTree(plan.units[0].module) if plan.on_meta else None
-    places = _places(plan, memory) if config.fsdp_double_buffer else [None] * len(plan.units)
     for index, planned in enumerate(plan.units):
+        memory.begin_unit()
         if tree is not None:
             records = [
                 record
@@ -146,30 +144,25 @@ def build_units(
             if len(planned.buffers) > 1:
                 label += f" (buffer {number})"
             ground, ladder = sites.of(part.kind)
-            with memory.placing(places[index]):
-                buffer = ParamAndGradBuffer(
-                    label,
-                    part.records,
-                    part.layout,
-                    part.kind,
-                    part.make_codec(),
-                    ground.strategy,
-                    ladder,
-                    lanes,
-                    memory,
-                    config,
-                    tag,
-                    broadcast=start.from_first,
-                )
+            buffer = ParamAndGradBuffer(
+                label,
+                part.records,
+                part.layout,
+                part.kind,
+                part.make_codec(),
+                ground.strategy,
+                ladder,
+                lanes,
+                memory,
+                config,
+                tag,
+                broadcast=start.from_first,
+            )
             buffers.append(buffer)
             if not start.from_first:
                 same_on_replicas(buffer)
             tag += 2  # a reduction may take two messages
-        units.append(
-            BuiltUnit(
-                index, planned.name, planned.module, buffers, places[index], planned.is_bucket
-            )
-        )
+        units.append(BuiltUnit(index, planned.name, planned.module, buffers, planned.is_bucket))
         for buffer in buffers:
             for record in buffer.records:
                 # The user's own tensor goes now, so that one unit at a time is held twice.
@@ -190,24 +183,7 @@ def build_units(
     if start.whole:
         experts = sites.expert.mesh if sites.expert is not None else None
         broadcast_buffers(root, sites.data.mesh, experts)
-    memory.fix_slots()
     return units
-
-
-def _places(plan: Plan, memory: Memory) -> list[Place | None]:
-    """Who takes turns with whom: see [Note: Slots] in ``memory.py``."""
-    modules = {id(unit.module) for unit in plan.units}
-    pair = (memory.make_slots(), memory.make_slots())
-    places: list[Place | None] = []
-    num_in_turn = 0
-    for index, unit in enumerate(plan.units):
-        num_inside = sum(id(module) in modules for module in unit.module.modules())
-        if unit.is_bucket or (index and num_inside == 1):
-            places.append(Place(index, pair[num_in_turn % 2]))
-            num_in_turn += 1
-        else:
-            places.append(Place(index, memory.make_slots()))
-    return places
 
 
 def same_on_replicas(buffer: ParamAndGradBuffer) -> None:

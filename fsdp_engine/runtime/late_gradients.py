@@ -92,7 +92,6 @@ class _Awaited:
         self.is_due = False
         grads = self._buffer.grads
         assert grads is not None
-        self._scheduler.reductions.open_unit(self._unit)  # another unit may have had its slot
         grads.write(self._index, grad)
         self._unit.num_awaited -= 1
         if not self._unit.num_awaited:

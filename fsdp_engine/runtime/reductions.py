@@ -24,13 +24,6 @@ A backward after the end adds to what is reduced: [Note: Reducing again] in ``re
 under ``DistributedDataParallel`` the last backward issues (``overlap_grad_reduce``) or only
 accumulates, and ``finish_grad_sync`` does what is left. Axes that cut gradients are reduced in
 every backward, whatever the timing.
-
-[Note: Who has the slot]
-Where staging lies in slots ([Note: Slots] in ``memory.py``), a unit that needs one waits for the
-reduction of the unit that has it. That one may not be reduced yet: it waits for its turn (see
-[Note: Order of reductions]), or for the rest of its gradients (it was called twice, and each time
-used other weights). Then what it staged is set aside, in ordinary memory, until its next gradient
-or its turn comes.
 """
 
 from __future__ import annotations
@@ -159,8 +152,6 @@ class Reductions:
         limit = max(self._budget, unit.num_staged)
         while self._in_flight and self._num_in_flight + unit.num_staged > limit:
             self._retire_oldest()
-        if unit.place is not None and unit.num_staged:
-            self._take_slot(unit)
         unit.has_open_grads = True
         for buffer in unit.trainable:
             assert buffer.grads is not None
@@ -198,8 +189,6 @@ class Reductions:
         for buffer in self._buffers if self._phase is Phase.CLEARED else ():
             buffer.begin_backward(reduced=False)  # no microbatch at all on this rank: zeros
         for unit in self._queue:
-            if unit.place is not None:
-                self._take_slot(unit)
             tickets = []
             for buffer in unit.trainable:
                 grads = buffer.grads
@@ -313,8 +302,6 @@ class Reductions:
             if not last and not always:
                 return  # nothing came, nothing travels: what was accumulated stays
             self.open_unit(unit)
-        if unit.place is not None:
-            self._take_slot(unit)  # copies for the wire may come next
         tickets = []
         for buffer in unit.trainable:
             grads = buffer.grads
@@ -339,19 +326,6 @@ class Reductions:
         for buffer in unit.trainable:
             assert buffer.grads is not None
             buffer.grads.release()
-
-    def _take_slot(self, unit: Unit) -> None:
-        """See [Note: Who has the slot]."""
-        assert unit.place is not None
-        while (rival := unit.place.rival("staging")) is not None:
-            holder = self._units[rival]
-            if not holder.has_open_grads:
-                self._retire_oldest()
-                continue
-            for buffer in holder.trainable:
-                assert buffer.grads is not None
-                buffer.grads.set_aside()
-            holder.has_open_grads = False
 
     def _close(self) -> None:
         """All that this backward brings has come and is issued."""

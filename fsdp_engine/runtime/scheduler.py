@@ -11,15 +11,6 @@ gather when they are entered: all ranks must enter the same units, as everywhere
 always full only *refresh* after the weights changed, and there ranks may differ in what they
 enter: so refreshes are always issued in the canonical order of units, whoever asks first, and what
 is left is refreshed when forward ends.
-
-[Note: Taking turns]
-Where full parameters lie in slots ([Note: Slots] in ``memory.py``), two units of one slot are never
-full at once. A unit whose slot is taken is not gathered ahead, and neither is what comes after it,
-so that the order of gathers stays that of use, on all ranks. A unit that is entered drives out
-one that nobody uses (kept for backward, gathered ahead in vain, recomputed and waiting for its
-backward, which will gather it again). One that is in use cannot give way: an error. Only a
-recomputation may drive it out: where checkpoints span several units, the backward of the last one
-begins, then all of them are run again, the last one too, which is gathered for that once more.
 """
 
 from __future__ import annotations
@@ -213,12 +204,10 @@ class Scheduler:
         # It computes as in forward; but where one plane serves both, its backward gathers no more.
         unit.for_backward = not unit.has_planes
         if unit.needs_gather:
-            if unit.place is not None:
-                self._take_slot(unit, recomputes=True)
             unit.gather()
         self._ahead.discard(unit.index)
         unit.settle()
-        if unit.place is not None or unit.has_planes:
+        if unit.has_planes:
             unit.resume()
         unit.touch()
         unit.install()
@@ -248,8 +237,6 @@ class Scheduler:
             return
         call.closed = True
         unit = call.unit
-        if unit.place is not None:
-            self._check_not_driven_out(unit)
         unit.open_calls.remove(call)
         call.uncount()
         unit.leave()
@@ -298,8 +285,6 @@ class Scheduler:
         for call in self._opened_calls:
             # The graph may be kept and run once more.
             if not call.closed:
-                if call.unit.place is not None:
-                    self._check_not_driven_out(call.unit)
                 call.unit.uses -= 1
                 call.unit.open_calls.remove(call)
                 call.uncount()
@@ -342,8 +327,6 @@ class Scheduler:
             ahead = self.units[index]
             ahead.for_backward = for_backward
             if ahead.needs_gather:
-                if ahead.place is not None and ahead.place.rival("full") is not None:
-                    break
                 self._gather(ahead)
                 self._ahead.add(index)
         unit.settle()
@@ -358,8 +341,6 @@ class Scheduler:
         if not unit.needs_gather:
             return
         if unit.reshards or unit.index in self._refreshed:
-            if unit.place is not None:
-                self._take_slot(unit)
             unit.gather()
         else:
             self._refresh_through(unit)
@@ -371,38 +352,9 @@ class Scheduler:
             unit = self.units[order[len(self._refreshed)]]
             self._refreshed[unit.index] = None
             if not unit.reshards and unit.needs_gather:
-                if unit.place is not None:
-                    self._take_slot(unit)
                 unit.gather()
             if unit is last:
                 return
-
-    def _take_slot(self, unit: Unit, recomputes: bool = False) -> None:
-        """Nobody else is to be where ``unit`` will be full. See [Note: Taking turns]."""
-        assert unit.place is not None
-        rival = unit.place.rival("full")
-        if rival is None:
-            return
-        holder = self.units[rival]
-        holder.settle()  # a wire that was to be decoded has gone with that
-        if unit.place.rival("full") is None:
-            return
-        if not holder.uses:
-            self._ahead.discard(rival)
-            if self._kept is holder:
-                self._kept = None
-            holder.release()
-        elif recomputes:
-            holder.suspend()
-        else:
-            raise _conflict(unit, holder)
-
-    def _check_not_driven_out(self, unit: Unit) -> None:
-        """At the end of a backward: the unit has been full, or is again."""
-        if unit.reshards and unit.state is UnitState.SHARDED:
-            assert unit.place is not None
-            user = unit.place.slots["full"].user
-            raise _conflict(unit if user is None else self.units[user], unit)
 
     def _drop_ahead(self, keep: Sequence[int] = ()) -> None:
         """Let go of units that were gathered ahead in vain."""
@@ -438,11 +390,3 @@ class Scheduler:
         for unit in self.units:
             unit.abandon()
         self._memory.release_idle()
-
-
-def _conflict(unit: Unit, holder: Unit) -> RuntimeError:
-    return RuntimeError(
-        f"fsdp_double_buffer: expected {holder.label} to be done before {unit.label} computes, "
-        "since both take turns with one buffer; found it in use (it calls the other, or the end "
-        "of its backward cannot be seen). Use fsdp_double_buffer=False"
-    )

@@ -28,7 +28,7 @@ from fsdp_engine.flat_dtensor import any_requires_grad
 from fsdp_engine.planning.build import BuiltUnit
 from fsdp_engine.planning.installing import install_table
 
-_CANNOT_STAY = "slots that units take turns with (fsdp_double_buffer), or weights of two encodings"
+_CANNOT_STAY = "weights of two encodings"
 
 
 class UnitState(enum.Enum):
@@ -117,13 +117,11 @@ class Unit:
         is_kept_full: it is not released, since what is recorded will read its weights.
         hides_output: it is not released, since where its backward begins was not seen once.
         is_recomputed: its forward was seen to run again within its backward.
-        place: its slots, if transient memory does not come and go: see [Note: Slots].
     """
 
     def __init__(self, built: BuiltUnit, lanes: Lanes) -> None:
         buffers = built.buffers
         self._lanes = lanes
-        self.place = built.place
         self.index = built.index
         self.name = built.name
         self.module = built.module
@@ -262,7 +260,7 @@ class Unit:
     @property
     def _can_stay(self) -> bool:
         """Whether its full parameters may stay as long as they are wanted."""
-        return self.place is None and not self.has_planes
+        return not self.has_planes
 
     def rest(self) -> None:
         """Nothing uses it, whatever was not seen to end."""
@@ -280,15 +278,8 @@ class Unit:
         for buffer in self.buffers:
             buffer.weights.release()
 
-    def suspend(self) -> None:
-        """Release it although it is in use; it must be gathered before it computes again."""
-        uses = self.uses
-        self.rest()
-        self.release()
-        self.uses = uses
-
     def resume(self) -> None:
-        """Gathered again, it is as much in use as before it was suspended."""
+        """Gathered again, it is as much in use as before."""
         if self.uses and self.state is UnitState.IDLE:
             self._move_to(UnitState.IN_USE)
 

@@ -7,14 +7,13 @@ same is counted without making any; ``tests/simulation/test_planner.py`` holds t
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fsdp_engine.codecs import ParamCodec
 from fsdp_engine.layout import Layout
 from fsdp_engine.precision import ParamDtypes
-from fsdp_engine.runtime.order import prefetch_windows
+from fsdp_engine.runtime.rehearsal import around_each, full_moments, staged_moments
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis, Role, Strategy
 
 AxisSizes = dict[Axis, int]
@@ -148,38 +147,18 @@ class UnitFootprint:
         """``count`` over its buffers."""
         return sum(count(each) for each in self.buffers)
 
-    def is_within(self, other: UnitFootprint) -> bool:
-        """Whether its module is, or lies in, that of ``other``."""
-        return other.name in ("", self.name) or self.name.startswith(f"{other.name}.")
-
 
 def peak_full_bytes(units: Sequence[UnitFootprint], budget: int) -> int:
     """Full parameters of a unit, of those around it, and of those gathered ahead, at most."""
     sizes = [unit.total(lambda each: each.full_bytes) for unit in units]
     elements = [unit.numel if size else 0 for unit, size in zip(units, sizes, strict=True)]
-    peak = 0
-    for step in (1, -1):
-        windows = prefetch_windows(range(len(units)), elements, budget, step)
-        for index, unit in enumerate(units):
-            around = [i for i, other in enumerate(units) if unit.is_within(other)]
-            peak = max(peak, sum(sizes[i] for i in {*around, *windows[index]}))
-    return peak
+    moments = full_moments(around_each([unit.name for unit in units]), elements, budget)
+    return max(sum(sizes[index] for index in moment) for moment in moments)
 
 
 def peak_staging_bytes(units: Sequence[UnitFootprint], budget: int) -> int:
     """Full gradients at most, if no reduction were done before somebody waits for it."""
     staged = [unit.total(lambda each: each.staged_elements) for unit in units]
     sizes = [unit.total(lambda each: each.staging_bytes) for unit in units]
-    in_flight: deque[int] = deque()
-    num_in_flight, held = 0, 0
-    peak = sizes[0]
-    for index in range(len(units) - 1, 0, -1):
-        while in_flight and num_in_flight + staged[index] > max(budget, staged[index]):
-            oldest = in_flight.popleft()
-            num_in_flight, held = num_in_flight - staged[oldest], held - sizes[oldest]
-        num_in_flight, held = num_in_flight + staged[index], held + sizes[index]
-        in_flight.append(index)
-        # Own gradients of the root, and of units around this one, come in to their very end.
-        around = [i for i, other in enumerate(units[:index]) if units[index].is_within(other)]
-        peak = max(peak, held + sum(sizes[i] for i in around))
-    return peak
+    moments = staged_moments(around_each([unit.name for unit in units]), staged, budget)
+    return max(sum(sizes[index] for index in moment) for moment in moments)
