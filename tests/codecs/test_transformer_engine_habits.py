@@ -1,5 +1,5 @@
-"""Transformer Engine's weights in what else engines do: frozen under adapters, tied, at planned addresses, in
-Megatron-Core's wrapper, after exceptions, and read or changed between steps."""
+"""Transformer Engine's weights in what else engines do: frozen under adapters, tied, at planned
+addresses, in Megatron-Core's wrapper, after exceptions, and read or changed between steps."""
 
 from __future__ import annotations
 

@@ -22,7 +22,8 @@ from tests.pool import on_ranks
 pytestmark = pytest.mark.thorough
 
 CUT = "optim_grads_params"
-# Level, whether addresses are planned, elements gathered ahead; the first is what others are compared with.
+# Level, whether addresses are planned, elements gathered ahead; the first is what others are
+# compared with.
 WAYS = [
     ("no_shard", False, None),
     ("optim_grads", False, None),
