@@ -84,6 +84,9 @@ class Arena:
         storages = [[n for unit in moment for n in self._units[unit]] for moment in moments]
         self._make_plan(Record.of_moments(storages, self._recorder.sizes))
         self._is_fixed = True
+        # What was filled so far, for views to be made, is no step.
+        self._recorder.take()
+        self._num_declined = 0
 
     def fill(self, number: int, storage: torch.UntypedStorage) -> bool:
         """Give ``storage``, which is empty, the memory of its address.

@@ -19,6 +19,7 @@ from fsdp_engine.devices import memory as memory_module
 from fsdp_engine.devices.address_plan import SLACK
 from fsdp_engine.strategies import LEVELS
 from tests import reference
+from tests.devices.happens_before import RaceError
 from tests.devices.test_memory import POLICIES, Even
 from tests.models import (
     DIM,
@@ -659,7 +660,6 @@ def test_a_backward_of_a_backward_makes_no_difference() -> None:
             loss = model(x, y)
             if number % 3 == 2:
                 (slope,) = torch.autograd.grad(loss, x, create_graph=True)
-                loss = loss + slope.square().sum()
                 loss = model(x, y) + slope.square().sum()
             loss.backward()
             optimizer.step()
@@ -688,6 +688,19 @@ def test_planned_addresses_make_no_race(strategy: str, outer: str) -> None:
             # The root, the unit in use, and those gathered ahead.
             num_full = 2 + {0: 0, 1: 1}.get(budget, 4)
             assert tracer.max_full == (num_full if strategy == LEVEL_3 else 0)
+
+
+@on_ranks(world_size=2)
+def test_one_arena_for_two_lanes_would_be_a_race() -> None:
+    def share(memory: Any, *args: Any, **options: Any) -> None:
+        init(memory, *args, **options)
+        memory.arenas["staging"] = memory.arenas["full"]
+
+    init = memory_module.Memory.__init__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory_module.Memory, "__init__", share)
+        with pytest.raises(RaceError):
+            traced(lambda: Small(num_blocks=5), config=PLANNED)
 
 
 @on_ranks(world_size=2)
