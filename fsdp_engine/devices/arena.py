@@ -18,7 +18,8 @@ them (orders of gathers and reductions are learnt one after the other), then aft
 
 On CUDA all storages of one role are filled and drained on one lane, so what one of them leaves in
 its address is done before another comes, as with blocks of the caching allocator. For the same
-reason an arena serves one role, and is allocated within a fill: its memory belongs to that lane.
+reason an arena serves one role, and is allocated within a fill, so that its memory belongs to that
+lane; or, if a step was rehearsed, before anything runs.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from fsdp_engine.devices.address_plan import AddressPlan, Record, Recorder, plan_addresses
 
+# Steps in a row that left the plan, each of which makes another one.
 FIRST_PLANS = 4
 
 

@@ -699,7 +699,7 @@ def test_one_arena_for_two_lanes_would_be_a_race() -> None:
     init = memory_module.Memory.__init__
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory_module.Memory, "__init__", share)
-        with pytest.raises(RaceError):
+        with pytest.raises(RaceError, match="nothing makes the second access come after"):
             traced(lambda: Small(num_blocks=5), config=PLANNED)
 
 
