@@ -5,11 +5,15 @@
 GPTs on two gloo ranks, in bf16 with gradients in fp32 that travel in bf16, so that every kind of
 transient memory exists. Without: the most that is in use in a step, and what is kept idle between
 steps. With: the arenas, which are held all the time; how many storages a plan left without an
-address; and the host's time for filling and draining a storage of a megabyte, in turns.
+address; and the host's time for filling and draining a storage of a megabyte, in turns. Then plans
+alone, of rows of units whose sizes are drawn at random: how long arenas are over what is full at
+once.
 """
 
 from __future__ import annotations
 
+import gc
+import random
 import timeit
 from typing import Any
 
@@ -19,14 +23,15 @@ import torch.distributed as dist
 
 import fsdp_engine as fe
 from examples.gpt import GPT, GPTConfig
+from fsdp_engine.devices.address_plan import ALIGNMENT, Record, plan_addresses
 from fsdp_engine.devices.memory import Memory, TransientStorage
 from fsdp_engine.strategies import LEVELS
 
 NUM_RANKS = 2
 MODELS = {
     "8 blocks of width 256, 256 words": GPTConfig(num_layers=8, width=256),
-    "12 blocks of width 768, 32,000 words": GPTConfig(
-        vocab_size=32_000, num_layers=12, width=768, num_heads=12
+    "12 blocks of width 512, 16,000 words": GPTConfig(
+        vocab_size=16_000, num_layers=12, width=512, num_heads=8
     ),
 }
 ROUNDS = 9
@@ -50,6 +55,7 @@ def measure_level(config: GPTConfig, level: str, name: str) -> dict[str, Any]:
     budget = {"default": None, "one unit ahead": 1, "nothing ahead": 0}[name]
     policy = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16, grad_comm_dtype=torch.bfloat16)
     for planned in (False, True):
+        gc.collect()  # the last engine
         torch.manual_seed(0)
         model = GPT(config)
         engine = fe.shard(
@@ -110,6 +116,23 @@ def time_fills() -> dict[str, list[float]]:
     return found
 
 
+def plan_rows() -> dict[str, list[float]]:
+    """Length of the arena over what is full at once, for rows of 3 to 60 units of 1 to 50 pages,
+    by how many units are gathered ahead."""
+    choose = random.Random(1)
+    found: dict[str, list[float]] = {}
+    for num_ahead in (1, 2, 3):
+        ratios = found[f"{num_ahead} ahead"] = []
+        for _ in range(300):
+            num_units = choose.randint(3, 60)
+            sizes = [ALIGNMENT * choose.randint(1, 50) for _ in range(num_units)]
+            forward = [list(range(i, min(num_units, i + 1 + num_ahead))) for i in range(num_units)]
+            backward = [list(range(max(0, i - num_ahead), i + 1)) for i in range(num_units)]
+            record = Record.of_moments([*forward, *backward], sizes)
+            ratios.append(plan_addresses(sizes, record, sum(sizes)).num_bytes / record.load)
+    return found
+
+
 def show(title: str, found: dict[str, Any]) -> None:
     """A table of one model."""
     rows = []
@@ -136,6 +159,12 @@ def main() -> None:
     for name, times in fills.items():
         first, median, third = harness.quartiles(times)
         print(f"fill and drain, {name}: {median:.2f} us ({first:.2f}-{third:.2f})")
+    rows = results["arena over load, units of random sizes"] = plan_rows()
+    for name, ratios in rows.items():
+        first, median, third = harness.quartiles(ratios)
+        print(
+            f"random sizes, {name}: {median:.3f} ({first:.3f}-{third:.3f}), most {max(ratios):.3f}"
+        )
     harness.write_results("planned_memory", results)
 
 
