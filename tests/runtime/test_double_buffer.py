@@ -403,8 +403,8 @@ def no_resize(storage: Any, num_bytes: int) -> None:
 
 
 def settle_pair(strategy: str, outer: str) -> None:
-    for name, (policy, compute, _, _, wire) in POLICIES.items():
-        for make in (Even, uneven_model):
+    for name, (policy, *_) in POLICIES.items():
+        for make in (Even, uneven_model) if name == "bf16 reduced in bf16" else (Even,):
             model, plain_model = make(), make()
             options: dict[str, Any] = {"mesh": mesh_of(2, 2), "mp_policy": policy}
             levels = {"strategy": strategy, "outer_strategy": outer}
@@ -412,26 +412,20 @@ def settle_pair(strategy: str, outer: str) -> None:
             plain = fe.shard(plain_model, **levels, **options)
             train(model, engine, (2, 2))
             assert_settled(model, engine, functools.partial(train, model, engine, (2, 3, 1)))
-            train(plain_model, plain, (2, 2))
+            train(plain_model, plain, (1,))
             plain.peak_memory_bytes(reset=True)
-            train(plain_model, plain, (2, 2))
-            held, rest, peak = (
-                engine.memory_bytes(),
-                plain.memory_bytes(),
-                plain.peak_memory_bytes(),
-            )
-            for role in ("full", "staging"):
-                # As long as what is there at once; each storage begins at a multiple of 512 bytes.
-                least, found = peak.get(role, 0), held.pop(role, 0)
-                num_storages = 4 * len(engine.buffers)
-                assert least <= found <= SLACK * (least + 512 * num_storages), (name, role)
-                if make is Even:
-                    assert found <= least + 512 * num_storages, (name, role)
-                assert (found > 0) == (least > 0), (name, role)
+            train(plain_model, plain, (2,))
+            held, peak = engine.memory_bytes(), plain.peak_memory_bytes()
+            for role, arena in engine._memory.arenas.items():
+                # What is there at once, each storage rounded up to 512 bytes; more only where
+                # sizes differ.
+                load = arena._planned_from.load
+                assert peak.get(role, 0) <= load <= 2 * peak.get(role, 0), (name, role)
+                assert held.pop(role, 0) == arena.plan.num_bytes, (name, role)
+                assert load <= arena.plan.num_bytes <= (1 if make is Even else SLACK) * load
+            rest = plain.memory_bytes()
             assert held == rest
             assert ("full" in peak) == (strategy == LEVEL_3)
-            assert compute
-            assert wire
 
 
 @pytest.mark.parametrize(("strategy", "outer"), EVERY_PAIR)
