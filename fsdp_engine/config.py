@@ -76,7 +76,8 @@ class DistributedDataParallelConfig:
         keep_fp8_transpose_cache: fp8 transposes are kept between forward and backward.
         nccl_ub: communication buffers lie in memory registered with NCCL; implies
             ``fsdp_double_buffer``.
-        fsdp_double_buffer: transient buffers are two persistent slots that units take in turn.
+        fsdp_double_buffer: transient buffers have fixed addresses, planned from what a step was
+            seen to do, and steady steps allocate nothing. (Before torch 2.13 they have not.)
         disable_symmetric_registration: with ``nccl_ub``: plain instead of window registration.
         delay_wgrad_compute: modules may compute weight gradients after backward
             (``backward_dw``); the reduction of such parameters waits for it.

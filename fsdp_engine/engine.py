@@ -32,6 +32,7 @@ from fsdp_engine.runtime.hooks import hook_gradients, hook_recomputation
 from fsdp_engine.runtime.late_gradients import hook_delayed_gradients
 from fsdp_engine.runtime.model_hooks import ModelHooks
 from fsdp_engine.runtime.reductions import Reductions
+from fsdp_engine.runtime.rehearsal import moments_of
 from fsdp_engine.runtime.roster import Roster, refuse_copies
 from fsdp_engine.runtime.scheduler import Scheduler
 from fsdp_engine.runtime.unit import Unit
@@ -75,19 +76,20 @@ class Engine:
         self._timing = timing
         symmetric = not config.disable_symmetric_registration
         pool = NcclPool(mesh, symmetric=symmetric) if config.nccl_ub else None
-        self._memory = Memory(mesh.device, pool)
+        self._memory = Memory(mesh.device, pool, plans_addresses=config.fsdp_double_buffer)
         self._lanes = lanes_module.make_lanes(mesh.device, mesh.ranks)
         built = build_units(plan, sites, self._lanes, self._memory, config, start)
         self.units = [Unit(each, self._lanes) for each in built]
-        if pool is not None:
-            pool.register()
         self.budget = _budget(self.units, config)
+        expected = expect(model, [each.modules for each in built])
+        if pool is not None:
+            self._memory.expect(moments_of(self.units, expected, self.budget))
+            pool.register()
         checks = None
         if config.check_for_nan_in_grad or config.check_for_large_grads:
             trainable = [buffer for unit in self.units for buffer in unit.trainable]
             checks = GradientChecks(trainable, config, mesh.control_group, mesh.device)
         self._reductions = Reductions(self.units, self._lanes, mesh, self.budget, timing, checks)
-        expected = expect(model, [each.modules for each in built])
         self._scheduler = Scheduler(
             self.units, self._memory, self.budget, self._reductions, timing, expected
         )

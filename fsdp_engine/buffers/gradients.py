@@ -140,13 +140,6 @@ class Gradients:
         self._machinery.lanes.compute.access(writes=(accum.tensor,))
         keep_owned(accum, self._spec.optim_depth, self._kept_factor)
 
-    def set_aside(self) -> None:
-        """Another unit needs the slot before this one is reduced: keep what was staged elsewhere.
-
-        :meth:`begin` brings it back.
-        """
-        self._memory.set_aside()
-
     def write(self, index: int, grad: Tensor) -> None:
         """Put the gradient of parameter ``index`` into its place: scaled and cast in one pass."""
         if grad.layout is not torch.strided:

@@ -21,19 +21,17 @@ step, so every so many backwards it costs next to nothing. Settings of malloc do
 with a larger ``M_TOP_PAD`` (or any other of them) glibc no longer learns how large tensors are, and
 where the heap has no hole for one above 128 KiB it maps and unmaps it (``benchmarks/long_run.py``).
 
-[Note: Slots]
-With ``fsdp_double_buffer`` transient memory neither comes nor goes. For each role ("full",
-"staging") there are two *slots*, storages that last as long as the engine, and units take them in
-turn: the first, third, ... unit lives in one, the second, fourth, ... in the other, for life, in
-forward and backward alike. All transient storages that a unit has of a role lie one after the other
-in its slot, which is as long as the largest of its units needs. Filling is then to take the slot,
-draining to give it back, and a slot has one user at a time: schedulers see to it (``rival``).
+[Note: Who serves a fill]
+With ``fsdp_double_buffer`` transient storages have addresses of their own, planned from what a
+step was seen to do ([Note: Arena] in ``arena.py``), and steps that go on like that allocate
+nothing. What a plan does not know, or has no room for, is served as without: by the pool of idle
+memory, or by ``resize_``. Either way the storage object is the same, and nobody above can tell.
+Planned or not, the ledger has it: an arena's bytes are held, under the role it serves, from its
+first plan on, and storages that are filled from it add nothing.
 
-Units in turn are those whose modules contain no other unit. The root, and units that contain
-others, are full while others are: each of them has slots of its own.
-
-Sizes are known when all units are made: until :meth:`Memory.fix_slots` slots grow as they need.
-Views are made over the storage object, and need not care.
+Where torch cannot swap data pointers (before 2.13), and under ``FakeTensorMode``, where there is no
+memory, no addresses are planned and all fills are ordinary ones; from the pool, if there is one and
+it may grow at any time.
 """
 
 from __future__ import annotations
@@ -42,14 +40,16 @@ import ctypes
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Protocol
 
 import torch
 
+from fsdp_engine.devices.arena import Arena
+
 _CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
-_SLOT_ALIGNMENT = 128  # bytes
 # See [Note: Freed pages].
 BACKWARDS_PER_TRIM = 100
 
@@ -120,11 +120,14 @@ def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(tensor.dtype).view(tensor.shape)
 
 
-TRANSIENT_ROLES = ("full", "staging")
-
-
 class Pool(Protocol):
-    """Where communication buffers come from, if not from the usual allocator."""
+    """Where communication buffers come from, if not from the usual allocator.
+
+    Attributes:
+        takes_more: each rank may allocate in it at any time, also when it has been registered.
+    """
+
+    takes_more: bool
 
     def allocating(self) -> AbstractContextManager[None]:
         """Within it, what this thread allocates on the device comes from the pool."""
@@ -136,16 +139,20 @@ class Memory:
 
     Args:
         device: which.
-        pool: what collectives read and write for longer than a moment is allocated in it: slots,
-            and persistent tensors that are ``sent``. None: nowhere special.
+        pool: what collectives read and write is allocated in it: arenas, and persistent tensors
+            that are ``sent``. None: nowhere special.
+        plans_addresses: transient storages get addresses of their own, where torch can do so.
 
     Attributes:
-        ledger: bytes by role: "main", "model", "grad" (persistent); "full", "staging" (transient,
-            or, see [Note: Slots], held from :meth:`fix_slots` on).
+        ledger: bytes by role: "main", "model", "grad" (persistent); "full", "staging" (transient:
+            an arena's, and those of ordinary memory in use; see [Note: Who serves a fill]).
         has_pool: communication buffers must all be there when the engine is made.
+        arenas: planned addresses, by role.
     """
 
-    def __init__(self, device: torch.device, pool: Pool | None = None) -> None:
+    def __init__(
+        self, device: torch.device, pool: Pool | None = None, *, plans_addresses: bool = False
+    ) -> None:
         self.device = device
         self._pool = pool
         self.has_pool = pool is not None
@@ -156,8 +163,11 @@ class Memory:
         self._idle: dict[int, list[torch.UntypedStorage]] = {}
         self._trim = _find_malloc_trim() if device.type == "cpu" else None
         self._backwards = 0
-        self._slots: list[Slot] = []
-        self._place: Place | None = None
+        self.arenas: dict[str, Arena] = {}
+        if plans_addresses and _CAN_SWAP and type(empty(0, torch.uint8, device)) is torch.Tensor:
+            for role in ("full", "staging"):
+                self.arenas[role] = Arena(self._allocate_arena, partial(self.ledger.add, role))
+        self._fills_from_pool = pool is not None and pool.takes_more and not self.arenas
 
     def persistent(
         self, numel: int, dtype: torch.dtype, role: str, *, sent: bool = False
@@ -170,10 +180,8 @@ class Memory:
     def transient(self, numel: int, dtype: torch.dtype, role: str) -> TransientStorage:
         """A storage whose memory comes and goes; it starts without.
 
-        Within :meth:`placing` it is part of a slot instead.
+        All storages of one ``role`` have to be filled and drained on one lane.
         """
-        if self._place is not None:
-            return SlottedStorage(self, numel, dtype, role, self._place)
         return TransientStorage(self, numel, dtype, role)
 
     def lasting(self, numel: int, dtype: torch.dtype, role: str) -> TransientStorage:
@@ -181,34 +189,29 @@ class Memory:
         meanwhile, but handed back."""
         return TransientStorage(self, numel, dtype, role, is_kept_idle=False)
 
-    def make_slots(self) -> dict[str, Slot]:
-        """A slot for each role."""
-        made = {role: Slot(self.device, role) for role in TRANSIENT_ROLES}
-        self._slots += made.values()
-        return made
+    def begin_unit(self) -> None:
+        """Transient storages that are made from here on are the next unit's: see :meth:`expect`."""
+        for arena in self.arenas.values():
+            arena.begin_unit()
 
-    @contextmanager
-    def placing(self, place: Place | None) -> Iterator[None]:
-        """Within it, transient storages are made for the unit at ``place``. None: as ever."""
-        self._place = place
-        try:
-            yield
-        finally:
-            self._place = None
+    def expect(self, moments: Mapping[str, Sequence[Sequence[int]]]) -> None:
+        """Plan addresses before the first step, in memory of the pool if there is one.
 
-    def fix_slots(self) -> None:
-        """All units are made: give the slots the memory that they keep."""
-        for slot in self._slots:
-            slot.storage.resize_(0)
-            with self._allocating(sent=True):
-                slot.storage.resize_(slot.num_bytes)
-            self.ledger.add(slot.role, slot.num_bytes)
+        Args:
+            moments: by role, units whose storages will be filled together, numbered as they were
+                begun.
+        """
+        for role, arena in self.arenas.items():
+            arena.expect(moments[role])
 
     def _allocating(self, sent: bool) -> AbstractContextManager[None]:
         return self._pool.allocating() if self._pool is not None and sent else nullcontext()
 
     def end_backward(self) -> None:
-        """A backward is over: now and then freed pages go back. See [Note: Freed pages]."""
+        """A backward is over: arenas look at their plans, and now and then freed pages go back. See
+        [Note: Freed pages]."""
+        for arena in self.arenas.values():
+            arena.end_step()
         self._backwards += 1
         if self._trim is not None and self._backwards % BACKWARDS_PER_TRIM == 0:
             self._trim(0)
@@ -222,6 +225,13 @@ class Memory:
         """Bytes of transient memory that no storage uses."""
         return sum(size * len(blocks) for size, blocks in self._idle.items())
 
+    def _allocate_arena(self, num_bytes: int) -> torch.Tensor:
+        # Idle memory has served what the arena will serve.
+        self.release_idle()
+        self._most_in_use = self._in_use
+        with self._allocating(sent=True):
+            return empty(num_bytes, torch.uint8, self.device)
+
     def _fill(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
         self._in_use += num_bytes
         self._most_in_use = max(self._most_in_use, self._in_use)
@@ -234,7 +244,8 @@ class Memory:
             size = max(size for size, blocks in self._idle.items() if blocks)
             self._idle[size].pop()
             idle -= size
-        storage.resize_(num_bytes)
+        with self._allocating(sent=self._fills_from_pool):
+            storage.resize_(num_bytes)
 
     def _drain(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
         self._in_use -= num_bytes
@@ -275,28 +286,34 @@ class TransientStorage:
         self.dtype = dtype
         self.num_bytes = numel * dtype.itemsize
         self.filled = False
-        self._start = 0  # in the storage, in elements
         # Views can only be made over memory that is there: `view` fills and drains once.
-        self._storage = self._find_storage()
+        self._storage = torch.UntypedStorage(0, device=memory.device)
+        serves = is_kept_idle and self.num_bytes
+        self._arena = memory.arenas.get(role) if serves else None
+        self._number = self._arena.add(self.num_bytes) if self._arena is not None else -1
 
     def fill(self) -> None:
         """Give the storage memory (uninitialised). Nothing happens if it has some."""
         if not self.filled:
-            if self._is_kept_idle:
-                self._memory._fill(self._storage, self.num_bytes)
-            else:
+            if not self._is_kept_idle:
                 self._storage.resize_(self.num_bytes)
-            self._memory.ledger.add(self._role, self.num_bytes)
+                self._memory.ledger.add(self._role, self.num_bytes)
+            elif self._arena is None or not self._arena.fill(self._number, self._storage):
+                self._memory._fill(self._storage, self.num_bytes)
+                self._memory.ledger.add(self._role, self.num_bytes)
             self.filled = True
 
     def drain(self) -> None:
         """Take the memory away. Nothing happens if there is none."""
         if self.filled:
-            if self._is_kept_idle:
-                self._memory._drain(self._storage, self.num_bytes)
-            else:
+            if not self._is_kept_idle:
                 self._storage.resize_(0)
-            self.leave()
+                self.leave()
+                return
+            if self._arena is None or not self._arena.drain(self._number, self._storage):
+                self._memory._drain(self._storage, self.num_bytes)
+                self._memory.ledger.add(self._role, -self.num_bytes)
+            self.filled = False
 
     def leave(self) -> None:
         """Leave the memory to whoever holds tensors over it; this storage is of no use any more."""
@@ -322,104 +339,13 @@ class TransientStorage:
 
         The storage must have memory at this moment; the tensor outlives it.
         """
-        behind = self._storage.nbytes() - self._start * self.dtype.itemsize
-        assert behind >= self.num_bytes, "a view needs memory behind it when it is made"
+        assert self._storage.nbytes() >= self.num_bytes, (
+            "a view needs memory behind it when it is made"
+        )
         strides, step = [], 1
         for size in reversed(shape):
             strides.append(step)
             step *= max(size, 1)
         assert offset + math.prod(shape) <= self.numel
         tensor = torch.empty(0, dtype=self.dtype, device=self._memory.device)
-        return tensor.set_(self._storage, self._start + offset, shape, tuple(reversed(strides)))
-
-    def _find_storage(self) -> torch.UntypedStorage:
-        return torch.UntypedStorage(0, device=self._memory.device)
-
-
-class Slot:
-    """Memory of one role that units take in turn. See [Note: Slots].
-
-    Attributes:
-        num_bytes: what the largest of its units needs.
-        user: the unit that has it now, by number; None: it is free.
-    """
-
-    def __init__(self, device: torch.device, role: str) -> None:
-        self.role = role
-        self.storage = torch.UntypedStorage(0, device=device)
-        self.num_bytes = 0
-        self.user: int | None = None
-        self._num_parts = 0  # of the user that are filled
-
-    def take(self, unit: int) -> None:
-        """A part of ``unit`` is filled."""
-        assert self.user in (None, unit), f"units {self.user} and {unit} are in one slot at once"
-        self.user = unit
-        self._num_parts += 1
-
-    def grow(self) -> None:
-        """Before slots are fixed: memory for all that was added so far."""
-        if self.storage.nbytes() < self.num_bytes:
-            self.storage.resize_(self.num_bytes)
-
-    def give_back(self) -> None:
-        """A part of its user is drained."""
-        self._num_parts -= 1
-        if not self._num_parts:
-            self.user = None
-
-
-class Place:
-    """The slots of one unit, and how much of each is taken up by what the unit has so far."""
-
-    def __init__(self, unit: int, slots: dict[str, Slot]) -> None:
-        self.unit = unit
-        self.slots = slots
-        self._ends = dict.fromkeys(slots, 0)
-
-    def rival(self, role: str) -> int | None:
-        """The other unit that has this one's slot now, by number; None if there is none."""
-        user = self.slots[role].user
-        return None if user == self.unit else user
-
-    def add(self, role: str, num_bytes: int) -> int:
-        """Room for ``num_bytes`` more; returns the byte where it starts."""
-        start = -(-self._ends[role] // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
-        self._ends[role] = start + num_bytes
-        slot = self.slots[role]
-        slot.num_bytes = max(slot.num_bytes, self._ends[role])
-        return start
-
-
-class SlottedStorage(TransientStorage):
-    """A part of a slot: to fill it is to take the slot. See [Note: Slots]."""
-
-    def __init__(
-        self, memory: Memory, numel: int, dtype: torch.dtype, role: str, place: Place
-    ) -> None:
-        self._slot = place.slots[role]
-        self._unit = place.unit
-        super().__init__(memory, numel, dtype, role)
-        self._start = place.add(role, self.num_bytes) // dtype.itemsize
-
-    def _find_storage(self) -> torch.UntypedStorage:
-        return self._slot.storage
-
-    @contextmanager
-    def while_filled(self) -> Iterator[TransientStorage]:
-        """See :class:`TransientStorage`; memory is there, whoever uses it."""
-        self._slot.grow()
-        yield self
-
-    def fill(self) -> None:
-        """See :class:`TransientStorage`; takes the slot."""
-        if not self.filled:
-            self._slot.take(self._unit)
-            self._slot.grow()
-            self.filled = True
-
-    def drain(self) -> None:
-        """See :class:`TransientStorage`; gives the slot back."""
-        if self.filled:
-            self._slot.give_back()
-            self.filled = False
+        return tensor.set_(self._storage, offset, shape, tuple(reversed(strides)))

@@ -4,9 +4,16 @@
 Buffers come from a ``torch.cuda.MemPool`` over NCCL's own allocator, and the pool is registered
 with the communicators of all data-parallel groups. *Plain* registration is a matter of each rank;
 *window* (symmetric) registration is a collective: all ranks must register memory of the same sizes
-at the same moments. So all of it is allocated while the engine is made, in the order of units, and
-registered once, group by group. What is allocated later (copies of staging that are set aside,
-what the receiving rank sums ``reduce_scatter_with_fp32_accumulation`` in) does not come from here.
+at the same moments, and torch registers what a registered pool grows by as soon as it is allocated.
+So all of it is allocated while the engine is made, in the order of units, and registered once,
+group by group. No step has run then: how long arenas ([Note: Arena] in ``arena.py``) must be
+follows from a rehearsal of one (``rehearsal.py``). Later plans make do with that, and storages that
+find no room lie in ordinary memory. So does what the receiving rank sums
+``reduce_scatter_with_fp32_accumulation`` in. Making arenas at the end of the first step, when all
+ranks have recorded one, was the other way: but ranks may have recorded different ones.
+
+Where torch cannot plan addresses (before 2.13), transient memory comes from the pool by way of
+torch's caching allocator if registration is plain, and is ordinary memory otherwise.
 """
 
 from __future__ import annotations
@@ -28,9 +35,13 @@ class NcclPool:
     Args:
         mesh: the data-parallel ranks, for which :func:`check_nccl` has passed.
         symmetric: window instead of plain registration.
+
+    Attributes:
+        takes_more: what is allocated later is registered by each rank for itself.
     """
 
     def __init__(self, mesh: DataMesh, *, symmetric: bool) -> None:
+        self.takes_more = not symmetric
         self._device = mesh.device
         self._symmetric = symmetric
         self._groups = _sending_groups(mesh)

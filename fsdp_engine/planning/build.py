@@ -158,6 +158,7 @@ def build_units(
     units = []
     tree = ModuleTree(plan.root) if plan.on_meta else None
     for index, planned in enumerate(plan.units):
+        memory.begin_unit()
         if tree is not None:
             records = [
                 record

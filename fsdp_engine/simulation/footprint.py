@@ -7,7 +7,6 @@ same is counted without making any; ``tests/simulation/test_planner.py`` holds t
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +14,7 @@ from fsdp_engine.codecs import ParamCodec
 from fsdp_engine.layout import Layout
 from fsdp_engine.planning.assignment import Expected
 from fsdp_engine.precision import ParamDtypes
-from fsdp_engine.runtime.record import FORWARD, Use, prefetch_windows
+from fsdp_engine.runtime.rehearsal import full_moments, staged_moments
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis, Role, Strategy
 
 AxisSizes = dict[Axis, int]
@@ -160,36 +159,13 @@ def peak_full_bytes(units: Sequence[UnitFootprint], expected: Expected, budget: 
     """Full parameters of a unit, of those around it, and of those gathered ahead, at most."""
     sizes = [unit.total(lambda each: each.full_bytes) for unit in units]
     elements = [unit.numel if size else 0 for unit, size in zip(units, sizes, strict=True)]
-    peak = 0
-    for order in (expected.forward, expected.backward):
-        uses = [Use(index, FORWARD) for index in order if units[index].buffers]
-        for (index, _), window in zip(uses, prefetch_windows(uses, elements, budget), strict=True):
-            around = {index, *expected.around[index]}
-            peak = max(peak, sum(sizes[i] for i in around | {use.unit for use in window}))
-    return peak
+    moments = full_moments(expected, elements, budget)
+    return max((sum(sizes[index] for index in moment) for moment in moments), default=0)
 
 
 def peak_staging_bytes(units: Sequence[UnitFootprint], expected: Expected, budget: int) -> int:
     """Full gradients at most, if no reduction were done before somebody waits for it."""
     staged = [unit.total(lambda each: each.staged_elements) for unit in units]
     sizes = [unit.total(lambda each: each.staging_bytes) for unit in units]
-    order = [index for index in expected.forward if units[index].buffers]
-    first_place = {index: place for place, index in reversed(list(enumerate(order)))}
-    in_flight: deque[int] = deque()
-    num_in_flight = 0
-    taken: set[int] = set()
-    peak = 0
-    for place, index in reversed(list(enumerate(order))):
-        # Gradients of units around this one come in to their very end, and so may be open, too.
-        opening = [i for i in (*sorted(expected.around[index]), index) if i not in taken]
-        for each in opening:
-            while in_flight and num_in_flight + staged[each] > max(budget, staged[each]):
-                oldest = in_flight.popleft()
-                num_in_flight -= staged[oldest]
-                taken.discard(oldest)
-            taken.add(each)
-        peak = max(peak, sum(sizes[i] for i in taken))
-        if place == first_place[index]:
-            in_flight.append(index)
-            num_in_flight += staged[index]
-    return peak
+    moments = staged_moments(expected, staged, budget)
+    return max((sum(sizes[index] for index in moment) for moment in moments), default=0)

@@ -1,5 +1,5 @@
-"""Transformer Engine's weights in what else engines do: frozen under adapters, tied, in slots, in
-Megatron-Core's wrapper, after exceptions, and read or changed between steps."""
+"""Transformer Engine's weights in what else engines do: frozen under adapters, tied, at planned
+addresses, in Megatron-Core's wrapper, after exceptions, and read or changed between steps."""
 
 from __future__ import annotations
 
@@ -104,18 +104,18 @@ def test_a_tied_weight_is_one(recipe: str) -> None:
 
 @both_kinds
 @on_ranks(4)
-def test_slots_change_nothing_and_hold_all_planes(recipe: str) -> None:
+def test_planned_addresses_change_nothing_and_hold_all_planes(recipe: str) -> None:
     for pair in ((CUT, "optim"), ("optim", "optim")):
         states, losses = [], []
-        for slots in (False, True):
+        for planned in (False, True):
             model = make_stack(recipe, num_blocks=4)
-            config = Config(fsdp_double_buffer=slots)
+            config = Config(fsdp_double_buffer=planned)
             engine = fe.shard(model, mesh_of(2, 2), *pair, config=config)
             watch = Watch(model, engine)
             losses.append(train_watched(model, engine, watch, num_steps=3))
             assert_looked(watch, 3 * 2 * len(watch.layers))
             states.append(engine.full_state_dict())
-            if slots:
+            if planned:
                 held = engine.memory_bytes()
                 train_watched(model, engine, watch, num_steps=1)
                 assert engine.memory_bytes() == held

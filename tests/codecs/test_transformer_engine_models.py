@@ -22,7 +22,8 @@ from tests.pool import on_ranks
 pytestmark = pytest.mark.thorough
 
 CUT = "optim_grads_params"
-# Level, slots, elements gathered ahead; the first is what others are compared with.
+# Level, whether addresses are planned, elements gathered ahead; the first is what others are
+# compared with.
 WAYS = [
     ("no_shard", False, None),
     ("optim_grads", False, None),
@@ -105,10 +106,10 @@ MODELS: dict[str, Callable[[], QuantisedStack]] = {
 @on_ranks(2)
 def test_a_model_trains_bit_by_bit_alike_in_all_ways(name: str) -> None:
     states, losses = [], []
-    for level, slots, budget in WAYS:
+    for level, planned, budget in WAYS:
         model = MODELS[name]()
         config = fe.DistributedDataParallelConfig(
-            fsdp_double_buffer=slots, suggested_communication_unit_size=budget
+            fsdp_double_buffer=planned, suggested_communication_unit_size=budget
         )
         units = ["blocks.*", "blocks.*.inside.*"] if name == "units in units" else None
         engine = fe.shard(model, strategy=level, config=config, units=units)

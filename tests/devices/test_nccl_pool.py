@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +19,9 @@ from fsdp_engine import sharding as sharding_module
 from fsdp_engine.devices import lanes, memory, nccl_pool
 from fsdp_engine.strategies import LEVELS
 from tests.devices.test_memory import Even
-from tests.models import Chain, Mlp, vector_batch
+from tests.models import Chain, Mlp, NestedUnits, lora_model, vector_batch
 from tests.pool import on_ranks
+from tests.runtime.test_double_buffer import Order, counting_fills, uneven_model
 from tests.runtime.test_schedule import train
 
 UB = fe.DistributedDataParallelConfig(nccl_ub=True)
@@ -27,16 +29,17 @@ COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce")
 
 
 class FakePool:
-    """Notes which storages get memory within it.
+    """Notes what gets memory within it.
 
     Attributes:
-        storages: by identity.
+        ranges: (first byte, number of bytes) by storage.
         num_registered: how many there were when it was registered.
     """
 
     def __init__(self, mesh: Any, *, symmetric: bool) -> None:
         self.symmetric = symmetric
-        self.storages: dict[int, Any] = {}
+        self.takes_more = not symmetric
+        self.ranges: dict[int, tuple[int, int]] = {}
         self.num_registered = -1
         self._is_open = False
 
@@ -51,29 +54,54 @@ class FakePool:
 
     def register(self) -> None:
         assert self.num_registered == -1
-        self.num_registered = len(self.storages)
+        self.num_registered = len(self.ranges)
 
     def note(self, storage: torch.UntypedStorage) -> None:
         if self._is_open and storage.nbytes():
-            self.storages[storage._cdata] = storage
+            self.ranges[storage._cdata] = (storage.data_ptr(), storage.nbytes())
+
+    def range_of(self, tensor: torch.Tensor) -> int | None:
+        """Which of its ranges ``tensor`` lies in; None: not in the pool."""
+        start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        for key, (first, num_bytes) in self.ranges.items():
+            if first <= start and stop <= first + num_bytes:
+                return key
+        return None
+
+
+@dataclass
+class Sent:
+    """What collectives were told to read or write.
+
+    Attributes:
+        ranges: of the pool.
+        elsewhere: storages that have bytes which do not lie in it.
+    """
+
+    ranges: set[int] = field(default_factory=set)
+    elsewhere: set[int] = field(default_factory=set)
 
 
 @contextmanager
-def fake_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, Any]]:
+def fake_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sent]:
     """Within it, engines get fake pools; gives what collectives are told to read or write."""
-    sent: dict[int, Any] = {}
-    zeros, resize, submit = memory.zeros, torch.UntypedStorage.resize_, lanes.HostLane.submit
+    sent = Sent()
+    zeros, empty, resize = memory.zeros, memory.empty, torch.UntypedStorage.resize_
+    submit = lanes.HostLane.submit
     pools: list[FakePool] = []
 
     def make_pool(mesh: Any, *, symmetric: bool) -> FakePool:
         pools.append(FakePool(mesh, symmetric=symmetric))
         return pools[-1]
 
-    def noting_zeros(*args: Any) -> Any:
-        tensor = zeros(*args)
-        if pools:
-            pools[-1].note(tensor.untyped_storage())
-        return tensor
+    def noting(make: Any) -> Any:
+        def make_and_note(*args: Any) -> Any:
+            tensor = make(*args)
+            if pools:
+                pools[-1].note(tensor.untyped_storage())
+            return tensor
+
+        return make_and_note
 
     def noting_resize(storage: Any, num_bytes: int) -> Any:
         result = resize(storage, num_bytes)
@@ -82,18 +110,32 @@ def fake_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, Any]]:
         return result
 
     def noting_submit(lane: Any, label: str, *args: Any, **options: Any) -> Any:
-        if label.startswith(COLLECTIVES):
+        if label.startswith(COLLECTIVES) and pools:
             for tensor in (*options["reads"], *options["writes"]):
-                sent[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+                found = pools[-1].range_of(tensor)
+                if found is not None:
+                    sent.ranges.add(found)
+                elif tensor.numel():
+                    sent.elsewhere.add(tensor.untyped_storage()._cdata)
         return submit(lane, label, *args, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(engine_module, "NcclPool", make_pool)
         patch.setattr(sharding_module, "check_nccl", lambda mesh, *, symmetric: None)
-        patch.setattr(memory, "zeros", noting_zeros)
+        patch.setattr(memory, "zeros", noting(zeros))
+        patch.setattr(memory, "empty", noting(empty))
         patch.setattr(torch.UntypedStorage, "resize_", noting_resize, raising=False)
         patch.setattr(lanes.HostLane, "submit", noting_submit)
         yield sent
+
+
+def mains_of(engine: Any) -> set[int]:
+    """Main weights in another dtype, which are encoded into what travels."""
+    return {
+        b.weights.main.tensor.untyped_storage()._cdata
+        for b in engine.buffers
+        if b.weights.main.tensor.dtype != b.weights.params[0].dtype
+    }
 
 
 @on_ranks(world_size=2)
@@ -107,16 +149,69 @@ def test_what_collectives_read_and_write_lies_in_the_pool_and_nothing_else(
         model = Even()
         engine = fe.shard(model, strategy=strategy, mp_policy=policy, config=UB)
         pool: Any = engine._memory._pool
-        assert pool.num_registered == len(pool.storages) > 0  # all of it, before anything runs
+        assert pool.num_registered == len(pool.ranges) > 0  # all of it, before anything runs
         train(model, engine, (2, 1))
-        assert len(pool.storages) == pool.num_registered
-        # Main weights in another dtype are encoded into what travels.
-        mains = {
-            b.weights.main.tensor.untyped_storage()._cdata
-            for b in engine.buffers
-            if b.weights.main.tensor.dtype != b.weights.params[0].dtype
-        }
-        assert set(sent) - mains == set(pool.storages)
+        assert len(pool.ranges) == pool.num_registered
+        assert sent.elsewhere <= mains_of(engine)
+        assert sent.ranges == set(pool.ranges)
+
+
+@on_ranks(world_size=2)
+@pytest.mark.parametrize("budget", [0, 1, None, 10**9])
+def test_a_rehearsed_step_is_the_one_that_runs(budget: int | None) -> None:
+    """Models whose units run in module order need nothing beside their arenas, ever."""
+    config = fe.DistributedDataParallelConfig(
+        nccl_ub=True, suggested_communication_unit_size=budget
+    )
+    models: list[Callable[[], Any]] = [Even, uneven_model, NestedUnits, lora_model]
+    for strategy in LEVELS:
+        for make in models:
+            with fake_pool(pytest.MonkeyPatch()):
+                model = make()
+                engine = fe.shard(model, strategy=strategy, config=config)
+                held = engine.memory_bytes()
+                with counting_fills(engine) as fills:
+                    train(model, engine, (2, 1))
+                assert fills == [], (strategy, make)
+                assert engine.memory_bytes() == held
+                assert engine.peak_memory_bytes() == {**held, "total": sum(held.values())}
+
+
+@on_ranks(world_size=2)
+def test_steps_that_were_not_rehearsed_are_served_by_ordinary_memory_too() -> None:
+    with fake_pool(pytest.MonkeyPatch()):
+        states = []
+        for config in (None, UB):
+            torch.manual_seed(0)
+            model = Order(4, 2, 0, 1, 3)
+            engine = fe.shard(model, config=config)
+            arenas = [arena.memory for arena in engine._memory.arenas.values()]
+            train(model, engine, (2, 1))
+            model.order = (1, 3, 0, 1)
+            train(model, engine, (1, 1))
+            states.append(engine.full_state_dict())
+        pool: Any = engine._memory._pool
+        assert len(pool.ranges) == pool.num_registered
+        assert len(arenas) == 2
+        for before, arena in zip(arenas, engine._memory.arenas.values(), strict=True):
+            assert arena.memory is before is not None
+    for name, value in states[0].items():
+        assert torch.equal(value, states[1][name])
+
+
+@on_ranks(world_size=2)
+@pytest.mark.parametrize("plain", [False, True])
+def test_without_addresses_transient_memory_comes_from_a_pool_that_may_grow(plain: bool) -> None:
+    config = fe.DistributedDataParallelConfig(nccl_ub=True, disable_symmetric_registration=plain)
+    with fake_pool(pytest.MonkeyPatch()) as sent, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "_CAN_SWAP", False)
+        model = Even()
+        engine = fe.shard(model, config=config)
+        pool: Any = engine._memory._pool
+        train(model, engine, (2, 1))
+        assert bool(sent.elsewhere - mains_of(engine)) is not plain
+        # All ranks register windows at one moment: nothing may be added later.
+        assert plain or len(pool.ranges) == pool.num_registered
 
 
 @on_ranks(world_size=2)
@@ -225,6 +320,7 @@ def test_the_pool_is_registered_with_every_group_after_its_first_collective(
     mesh = mesh_over(backend, axis("g", "r"), axis("og", "or"), monkeypatch)
     nccl_pool.check_nccl(mesh, symmetric=symmetric)
     pool = nccl_pool.NcclPool(mesh, symmetric=symmetric)
+    assert pool.takes_more is not symmetric
     with pool.allocating():
         pass
     pool.register()

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp_engine.devices import lanes as lanes_module
 from fsdp_engine.devices.lanes import Lanes, Operation
-from fsdp_engine.devices.memory import SlottedStorage, TransientStorage
+from fsdp_engine.devices.memory import TransientStorage
 from tests.devices.happens_before import COMPUTE, LANES, Clock, Order, Span
 
 # (who would wait, for what) -> whether to forget to. Both are labels of operations, or names of
@@ -220,19 +220,21 @@ class Tracer(TorchDispatchMode):
 
     def _filled(self, transient: TransientStorage) -> None:
         doing, storage = self._managing(transient), transient._storage
-        if not isinstance(transient, SlottedStorage):  # a slot's memory is there all along
-            self._names[storage._cdata] = f"memory of [{doing.label}]"
-            for order, thread in zip(self.orders, doing.threads, strict=True):
-                order.allocate(thread, Span(storage, 0, transient.num_bytes), doing.label)
+        self._names[storage._cdata] = f"memory of [{doing.label}]"
+        for order, thread in zip(self.orders, doing.threads, strict=True):
+            order.allocate(thread, Span(storage, 0, transient.num_bytes), doing.label)
+            for span in _planned(transient):
+                order.touch(thread, span, True, doing.label)
         if transient._role == "full":
             self._full.add(id(transient))
             self.max_full = max(self.max_full, len(self._full))
 
     def _drains(self, transient: TransientStorage) -> None:
         doing, storage = self._managing(transient), transient._storage
-        if not isinstance(transient, SlottedStorage):
-            for order, thread in zip(self.orders, doing.threads, strict=True):
-                order.free(thread, Span(storage, 0, transient.num_bytes), doing.label)
+        for order, thread in zip(self.orders, doing.threads, strict=True):
+            order.free(thread, Span(storage, 0, transient.num_bytes), doing.label)
+            for span in _planned(transient):
+                order.touch(thread, span, True, doing.label)
         self._full.discard(id(transient))
 
     def _managing(self, transient: TransientStorage) -> _Doing:
@@ -257,15 +259,15 @@ class Tracer(TorchDispatchMode):
 
     def __enter__(self) -> Tracer:
         make = lanes_module.make_lanes
-        classes = (TransientStorage, SlottedStorage)
-        originals = [(each, each.fill, each.drain) for each in classes]
-        for each, fill, drain in originals:
-            each.fill, each.drain = self._traced(fill, drain)  # type: ignore[method-assign]
+        fill, drain = TransientStorage.fill, TransientStorage.drain
+        traced_fill, traced_drain = self._traced(fill, drain)
+        TransientStorage.fill = traced_fill  # type: ignore[method-assign]
+        TransientStorage.drain = traced_drain  # type: ignore[method-assign]
         lanes_module.make_lanes = lambda device, ranks=(): self.lanes()
 
         def undo() -> None:
-            for each, fill, drain in originals:
-                each.fill, each.drain = fill, drain  # type: ignore[method-assign]
+            TransientStorage.fill = fill  # type: ignore[method-assign]
+            TransientStorage.drain = drain  # type: ignore[method-assign]
             lanes_module.make_lanes = make
 
         self._undo.append(undo)
@@ -294,6 +296,18 @@ class Tracer(TorchDispatchMode):
     ) -> None:
         super().__exit__(kind, error, traceback)
         self._undo.pop()()
+
+
+def _planned(transient: TransientStorage) -> list[Span]:
+    """The bytes of an arena that it is filled from: whoever lies there next must come after."""
+    arena, storage = transient._arena, transient._storage
+    if arena is None or arena.memory is None:
+        return []
+    offset = arena.plan.offsets[transient._number]
+    start = arena.memory.data_ptr()
+    if offset is None or storage.data_ptr() != start + offset:
+        return []
+    return [Span(arena.memory.untyped_storage(), offset, offset + transient.num_bytes)]
 
 
 def _named(reads: Sequence[Tensor], writes: Sequence[Tensor]) -> list[tuple[int, int, int, bool]]:

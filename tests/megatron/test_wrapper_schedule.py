@@ -73,13 +73,13 @@ def test_a_wrapped_model_has_no_race(level: str, overlap: bool) -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_late_weight_gradients_make_no_race(level: str, overlap: bool) -> None:
-    for slots in (False, True):
+    for planned in (False, True):
         config = config_of(
             level,
             overlap=overlap,
             bucket_size=200,
             delay_wgrad_compute=True,
-            fsdp_double_buffer=slots,
+            fsdp_double_buffer=planned,
         )
         traced(LateModel, config, units="blocks.*")
 

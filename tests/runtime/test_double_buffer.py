@@ -1,9 +1,11 @@
-"""Transient memory in slots that units take in turn: values, places, books, order and conflicts."""
+"""Transient memory at planned addresses: values, what is held, steps off the record, schedule."""
 
 from __future__ import annotations
 
+import functools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,10 +15,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
-from fsdp_engine.devices.memory import Memory, Place
+from fsdp_engine.devices import memory as memory_module
+from fsdp_engine.devices.address_plan import SLACK
 from fsdp_engine.strategies import LEVELS
 from tests import reference
-from tests.devices.test_memory import POLICIES, Even, real_bytes
+from tests.devices.happens_before import RaceError
+from tests.devices.test_memory import POLICIES, Even
 from tests.models import (
     DIM,
     CalledTwice,
@@ -34,12 +38,13 @@ from tests.models import (
     unused_model,
     vector_batch,
 )
+from tests.pairs import EVERY_PAIR
 from tests.pool import Ranks, on_ranks
 from tests.runtime.test_equivalence import mesh_of
 from tests.runtime.test_schedule import BUDGETS, HalfCodec, Small, traced, train
 
 LEVEL_3 = "optim_grads_params"
-TURNS = fe.DistributedDataParallelConfig(fsdp_double_buffer=True)
+PLANNED = fe.DistributedDataParallelConfig(fsdp_double_buffer=True)
 PAIRS = [*((level, "no_shard") for level in LEVELS), ("optim_grads_params", "optim_grads")]
 
 
@@ -160,7 +165,7 @@ def train_models(strategy: str, outer: str) -> None:
     for name, make_model in MODELS.items():
         torch.manual_seed(0)
         model = make_model()
-        options: dict[str, Any] = {"config": TURNS, "mesh": mesh_of(2, 2)}
+        options: dict[str, Any] = {"config": PLANNED, "mesh": mesh_of(2, 2)}
         tolerance, compute_dtype = 2e-5, None
         if name == "several buffers in a unit":
             compute_dtype = {key: p.dtype for key, p in model.named_parameters()}
@@ -194,12 +199,12 @@ Script = Callable[[Any, Any], None]
 
 
 def run_twice(make_model: Callable[[], nn.Module], script: Script, **options: Any) -> None:
-    """``script`` leaves the same weights with double buffering and without."""
+    """``script`` leaves the same weights with planned addresses and without."""
     weights = []
-    for turns in (False, True):
+    for planned in (False, True):
         torch.manual_seed(0)
         model = make_model()
-        config = fe.DistributedDataParallelConfig(fsdp_double_buffer=turns)
+        config = fe.DistributedDataParallelConfig(fsdp_double_buffer=planned)
         engine = fe.shard(model, config=config, **options)
         script(model, engine)
         weights.append(engine.full_state_dict())
@@ -291,272 +296,11 @@ def test_training_goes_on_after_an_exception_and_a_reset(in_backward: bool) -> N
             with pytest.raises(ArithmeticError):
                 model(*batch(0)).backward()
             engine.reset()
-            assert all(unit.place is None or is_free(unit) for unit in engine.units)
+            assert not any(arena._served for arena in engine._memory.arenas.values())
         model.fails_at = -1
         train(model, engine, (2, 1))
 
     run_twice(Failing, script)
-
-
-def is_free(unit: Any) -> bool:
-    return all(slot.user is None for slot in unit.place.slots.values())
-
-
-# Where things lie, and what is held.
-
-
-@on_ranks()
-def test_a_unit_is_full_in_one_place_and_shares_it_with_the_next_but_one() -> None:
-    model = uneven_model()
-    engine = fe.shard(model, config=TURNS)
-    places: dict[int, set[int]] = {index: set() for index in range(6)}
-
-    def look(index: int) -> Callable[..., None]:
-        return lambda *_: places[index].add(model.blocks[index].up.weight.data_ptr())
-
-    for index, block in enumerate(model.blocks):
-        block.up.register_forward_pre_hook(look(index))
-        block.down.register_full_backward_hook(look(index))
-    staged = [unit.buffers[0].grads._memory.staging for unit in engine.units[1:]]
-    for number in range(2):
-        model(*batch(number)).backward()
-        for param in model.parameters():
-            param.grad = None
-    assert [len(seen) for seen in places.values()] == [1] * 6
-    first = [seen.pop() for seen in places.values()]
-    assert first == first[:2] * 3
-    assert first[0] != first[1]
-    starts = [storage._storage.data_ptr() for storage in staged]
-    assert starts == starts[:2] * 3
-    assert len({*starts, *first}) == 4
-
-
-@on_ranks()
-def test_every_other_unit_that_contains_no_other_takes_turns() -> None:
-    model = NestedUnits()
-    engine = fe.shard(model, units=["blocks.*", "blocks.*.inside"], config=TURNS)
-    assert [unit.name for unit in engine.units] == [
-        "",
-        "blocks.0",
-        "blocks.0.inside",
-        "blocks.1",
-        "blocks.1.inside",
-    ]
-    full = [unit.place.slots["full"] for unit in engine.units if unit.place is not None]
-    assert len(set(full)) == 5
-    model = Transformer(num_blocks=5)
-    engine = fe.shard(model, config=TURNS)
-    full = [unit.place.slots["full"] for unit in engine.units if unit.place is not None]
-    assert full[1:] == [full[1], full[2]] * 2 + [full[1]]
-    assert len(set(full)) == 3
-
-
-def aligned_sum(sizes: list[int]) -> int:
-    total = 0
-    for size in sizes:
-        total = -(-total // 128) * 128 + size
-    return total
-
-
-def slot_bytes(sizes: list[list[int]]) -> int:
-    """Both slots and the root's, for the transient buffers of each unit, the root's first."""
-    units = [aligned_sum(unit) for unit in sizes]
-    return units[0] + sum(max(units[1 + turn :: 2], default=0) for turn in (0, 1))
-
-
-def books_of_pair(strategy: str, outer: str) -> list[tuple[str, Any, Any]]:
-    """(what, found, expected) for what is held before, during and after steps."""
-    pairs: list[tuple[str, Any, Any]] = []
-    for name, (policy, compute, _, grad, wire) in POLICIES.items():
-        for make in (Even, uneven_model):
-            model, plain_model = make(), make()
-            options: dict[str, Any] = {"mesh": mesh_of(2, 2), "mp_policy": policy}
-            plain = fe.shard(plain_model, strategy=strategy, outer_strategy=outer, **options)
-            engine = fe.shard(
-                model, strategy=strategy, outer_strategy=outer, config=TURNS, **options
-            )
-            seen = watch_memory(model, engine)
-            for each, its_model in ((plain, plain_model), (engine, model)):
-                optimizer = torch.optim.SGD(its_model.parameters(), lr=0.1)
-                wide_step(its_model, each, optimizer)
-            engine.peak_memory_bytes(reset=True)
-            seen.clear()
-            wide_step(model, engine, torch.optim.SGD(model.parameters(), lr=0.1))
-            cuts_params = strategy == LEVEL_3
-            cuts_grads = cuts_params or strategy == "optim_grads"
-            lines = [[b.layout.numel for b in unit.buffers] for unit in engine.units]
-            expected = dict(plain.memory_bytes())
-            if cuts_params:
-                expected["full"] = slot_bytes([[compute * n for n in unit] for unit in lines])
-            staging = []
-            for unit in engine.units:
-                sizes = []
-                for b in unit.buffers:
-                    sizes += [wire * b.layout.numel] if cuts_grads else []
-                    # Along axes that gradients are whole on, a copy in the wire's dtype travels.
-                    part = b.grads.rest_bytes // grad
-                    whole_axes = {LEVEL_3: 1, "optim_grads": 1}.get(strategy, 2)
-                    whole_axes -= int(outer in ("optim_grads", LEVEL_3))
-                    sizes += [wire * part] if wire != grad and whole_axes else []
-                staging.append(sizes)
-            if any(staging):
-                expected["staging"] = slot_bytes(staging)
-            case = f"{name}, {make.__name__}"
-            moments = [held for held in seen if held != expected]
-            assert len(seen) == 2 * 2 * len(model.blocks)
-            pairs.append((f"{case}: in a step", moments, []))
-            pairs.append((f"{case}: at rest", engine.memory_bytes(), expected))
-            pairs.append((f"{case}: storages", real_bytes(engine), sum(expected.values())))
-            peak = {**expected, "total": sum(expected.values())}
-            pairs.append((f"{case}: peak", engine.peak_memory_bytes(), peak))
-    return pairs
-
-
-def watch_memory(model: Any, engine: Any) -> list[dict[str, int]]:
-    """What is held in the middle of every block's forward and backward, as it comes in."""
-    seen: list[dict[str, int]] = []
-
-    def look(*_: Any) -> None:
-        seen.append(engine.memory_bytes())
-
-    for block in model.blocks:
-        block.up.register_forward_hook(look)
-        block.up.register_full_backward_hook(look)
-    return seen
-
-
-def wide_step(model: Any, engine: Any, optimizer: Any) -> None:
-    for micro in range(2):
-        loss = model(*vector_batch(2, 10 * micro + dist.get_rank()))
-        if micro:
-            loss.backward()
-        else:
-            with engine.no_sync():
-                loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("strategy", "outer"), [*PAIRS, (LEVEL_3, LEVEL_3)])
-def test_nothing_is_allocated_in_a_step_and_slots_are_as_long_as_their_largest_units(
-    ranks: Ranks, strategy: str, outer: str
-) -> None:
-    for pairs in ranks.run(books_of_pair, strategy, outer):
-        for what, found, expected in pairs:
-            assert found == expected, what
-
-
-@on_ranks()
-def test_the_field_changes_what_is_held_and_not_what_is_described() -> None:
-    rows, held = [], []
-    for turns in (False, True):
-        model = uneven_model()
-        config = fe.DistributedDataParallelConfig(fsdp_double_buffer=turns)
-        engine = fe.shard(model, config=config)
-        rows.append(engine.describe().rows)
-        held.append(engine.memory_bytes())
-    assert rows[0] == rows[1]
-    assert "full" not in held[0]
-    assert held[1]["full"] == sum(sorted(row.full_bytes for row in rows[1])[-2:])
-
-
-@on_ranks()
-def test_as_many_collectives_are_sent_as_without() -> None:
-    numbers = []
-    for turns in (False, True):
-        config = fe.DistributedDataParallelConfig(fsdp_double_buffer=turns)
-
-        tracer = traced(lambda: Small(num_blocks=6), config=config)
-        numbers.append(tracer.num_operations)
-    assert numbers[0] == numbers[1]
-
-
-# The schedule.
-
-
-@pytest.mark.thorough
-@on_ranks()
-@pytest.mark.parametrize(("strategy", "outer"), [*PAIRS, (LEVEL_3, LEVEL_3), ("optim", "optim")])
-def test_taking_turns_makes_no_race(strategy: str, outer: str) -> None:
-    for budget in BUDGETS.values():
-        for dtype, narrow in ((None, False), (torch.bfloat16, False), (torch.bfloat16, True)):
-            tracer = traced(
-                lambda: Small(num_blocks=5),
-                mesh=mesh_of(2, 2),
-                strategy=strategy,
-                outer_strategy=outer,
-                mp_policy=fe.MixedPrecisionPolicy(param_dtype=dtype),
-                config=config_of(budget, reduce_scatter_with_fp32_accumulation=narrow),
-            )
-            # The root, the unit in use, and one gathered ahead into the other slot.
-            cuts = strategy == LEVEL_3
-            assert tracer.max_full == ((3 if budget else 2) if cuts else 0)
-
-
-HABITS: dict[str, Callable[[], nn.Module]] = {
-    "called twice": lambda: Order(0, 1, 2, 3, 0, 4),
-    "other weights in each call": InHalves,
-    "another order": lambda: Order(4, 2, 0, 1, 3),
-    "checkpoints": lambda: Spans(False, 4),
-    "re-entrant checkpoints": lambda: Spans(True, 4),
-    "frozen weights": lora_model,
-    "nested units": NestedUnits,
-}
-
-
-@on_ranks(world_size=2)
-@pytest.mark.parametrize("strategy", ["optim_grads", LEVEL_3])
-@pytest.mark.parametrize("name", HABITS)
-def test_models_that_bend_the_order_of_events_make_no_race(name: str, strategy: str) -> None:
-    traced(HABITS[name], strategy=strategy, config=TURNS)
-
-
-@on_ranks()
-@pytest.mark.parametrize(
-    ("strategy", "outer"), [("no_shard", "no_shard"), ("optim", "optim"), (LEVEL_3, LEVEL_3)]
-)
-def test_wires_that_are_decoded_take_turns_too(strategy: str, outer: str) -> None:
-    def body(model: Any, engine: Any) -> None:
-        held = engine.memory_bytes()["full"]
-        train(model, engine, (2, 1))
-        assert engine.memory_bytes()["full"] == held
-        assert engine.peak_memory_bytes()["full"] == held
-
-    for budget in BUDGETS.values():
-        traced(
-            lambda: Small(num_blocks=5),
-            body,
-            mesh=mesh_of(2, 2),
-            strategy=strategy,
-            outer_strategy=outer,
-            codec_rules=[lambda name, param, dtypes: ("half", HalfCodec)],
-            config=config_of(budget),
-        )
-
-
-@on_ranks(world_size=2)
-def test_gradients_are_set_aside_only_where_the_order_of_reductions_needs_it() -> None:
-    def peaks_above_slots(model: nn.Module) -> list[int]:
-        engine = fe.shard(model, config=TURNS)
-        found = []
-        for _ in range(2):
-            train(model, engine, (1,))
-            slots = engine.memory_bytes()["staging"]
-            found.append(engine.peak_memory_bytes(reset=True)["staging"] - slots)
-        return found
-
-    assert peaks_above_slots(Order(0, 1, 2, 3, 4)) == [0, 0]
-    # Until all ranks agree on another order, reductions follow the order of modules.
-    first, second = peaks_above_slots(Order(4, 2, 0, 1, 3))
-    assert first > 0
-    assert second == 0
-    # The first of its gradients comes before those of all the others, the second one after them.
-    model = InHalves()
-    assert peaks_above_slots(model) == [4 * 256] * 2
-
-
-# Conflicts.
 
 
 class Caller(nn.Module):
@@ -586,20 +330,6 @@ class Calling(Regression):
         return self.blocks[0](x)
 
 
-@on_ranks(world_size=2)
-def test_a_unit_that_calls_its_neighbour_in_the_slot_is_refused() -> None:
-    model = Calling(2)
-    engine = fe.shard(model, config=TURNS)
-    with pytest.raises(RuntimeError, match=r"(?s)blocks\.0 .*blocks\.2 .*fsdp_double_buffer=False"):
-        model(*batch(0))
-    engine.reset()
-    for callee, config in ((1, TURNS), (2, None)):
-        model = Calling(callee)
-        model(*batch(0)) if config else None
-        engine = fe.shard(model, config=config)
-        train(model, engine, (1, 1))
-
-
 class Deaf(nn.Module):
     """Its output does not depend on its input, so nobody sees the end of its backward."""
 
@@ -612,7 +342,7 @@ class Deaf(nn.Module):
 
 
 class WithDeaf(Regression):
-    """A deaf unit beside the first unit, which has the same slot."""
+    """A deaf unit beside the first unit."""
 
     def __init__(self, checkpoints: bool) -> None:
         super().__init__()
@@ -627,47 +357,373 @@ class WithDeaf(Regression):
         return x + self.blocks[2](x)
 
 
+# Where things lie, and what is held.
+
+
+@contextmanager
+def counting_fills(engine: Any) -> Iterator[list[int]]:
+    """Within it, the bytes of every fill that ordinary memory serves are noted."""
+    memory, found = engine._memory, list[int]()
+    fill = memory._fill
+
+    def noting(storage: Any, num_bytes: int) -> None:
+        if num_bytes:
+            found.append(num_bytes)
+        fill(storage, num_bytes)
+
+    memory._fill = noting
+    try:
+        yield found
+    finally:
+        del memory._fill
+
+
+def assert_settled(model: Any, engine: Any, body: Callable[[], None]) -> None:
+    """``body`` finds all it needs at planned addresses, and what is held never changes in it."""
+    plans = [
+        (arena, arena.plan, arena.memory)
+        for arena in engine._memory.arenas.values()
+        if arena._due is None  # what the step before has recorded is planned with the next fill
+    ]
+    held = engine.memory_bytes()
+    engine.peak_memory_bytes(reset=True)
+    with counting_fills(engine) as fills, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.UntypedStorage, "resize_", no_resize, raising=False)
+        body()
+    assert fills == []
+    assert engine.memory_bytes() == held
+    assert engine.peak_memory_bytes() == {**held, "total": sum(held.values())}
+    for arena, plan, memory in plans:
+        assert arena.plan is plan
+        assert arena.memory is memory
+
+
+def no_resize(storage: Any, num_bytes: int) -> None:
+    raise AssertionError(f"{num_bytes} bytes are allocated")
+
+
+def settle_pair(strategy: str, outer: str) -> None:
+    for name, (policy, *_) in POLICIES.items():
+        for make in (Even, uneven_model) if name == "bf16 reduced in bf16" else (Even,):
+            model, plain_model = make(), make()
+            options: dict[str, Any] = {"mesh": mesh_of(2, 2), "mp_policy": policy}
+            levels = {"strategy": strategy, "outer_strategy": outer}
+            engine = fe.shard(model, config=PLANNED, **levels, **options)
+            plain = fe.shard(plain_model, **levels, **options)
+            train(model, engine, (2, 2))
+            assert_settled(model, engine, functools.partial(train, model, engine, (2, 3, 1)))
+            train(plain_model, plain, (1,))
+            plain.peak_memory_bytes(reset=True)
+            train(plain_model, plain, (2,))
+            held, peak = engine.memory_bytes(), plain.peak_memory_bytes()
+            for role, arena in engine._memory.arenas.items():
+                # What is there at once, each storage rounded up to 512 bytes; more only where
+                # sizes differ.
+                load = arena._planned_from.load
+                assert peak.get(role, 0) <= load <= 2 * peak.get(role, 0), (name, role)
+                assert held.pop(role, 0) == arena.plan.num_bytes, (name, role)
+                assert load <= arena.plan.num_bytes <= (1 if make is Even else SLACK) * load
+            rest = plain.memory_bytes()
+            assert held == rest
+            assert ("full" in peak) == (strategy == LEVEL_3)
+
+
+@pytest.mark.parametrize(("strategy", "outer"), EVERY_PAIR)
+def test_nothing_is_allocated_after_the_second_step(
+    ranks: Ranks, strategy: str, outer: str
+) -> None:
+    ranks.run(settle_pair, strategy, outer)
+
+
+HABITS: dict[str, Callable[[], nn.Module]] = {
+    "called twice": lambda: Order(0, 1, 2, 3, 0, 4),
+    "other weights in each call": InHalves,
+    "another order": lambda: Order(4, 2, 0, 1, 3),
+    "checkpoints": lambda: Spans(False, 4),
+    "checkpoints of one unit": lambda: Spans(False, 1),
+    "re-entrant checkpoints": lambda: Spans(True, 4),
+    "frozen weights": lora_model,
+    "nested units": NestedUnits,
+    "a unit that calls another": lambda: Calling(2),
+    "unused weights": unused_model,
+}
+
+
+@on_ranks(world_size=2)
+@pytest.mark.parametrize("strategy", ["optim_grads", LEVEL_3])
+@pytest.mark.parametrize("name", HABITS)
+def test_models_that_bend_the_order_of_events_settle_too(name: str, strategy: str) -> None:
+    model = HABITS[name]()
+    engine = fe.shard(model, strategy=strategy, config=PLANNED)
+    train(model, engine, (2, 1))
+    assert_settled(model, engine, functools.partial(train, model, engine, (1, 2)))
+
+
+@on_ranks(world_size=2)
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("level", LEVELS)
+def test_nothing_is_allocated_where_gradients_outlast_their_backward(
+    level: str, overlap: bool
+) -> None:
+    """Under the wrapper reductions go on when backward is over, or begin then."""
+    config = fe.DistributedDataParallelConfig(
+        use_megatron_fsdp=True,
+        data_parallel_sharding_strategy=level,
+        overlap_grad_reduce=overlap,
+        fsdp_double_buffer=True,
+    )
+    model = Order(0, 1, 2, 3, 4)
+    wrapped = fe.DistributedDataParallel(model, config)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(num_microbatches: int) -> None:
+        wrapped.zero_grad_buffer()
+        with wrapped.no_sync():
+            for number in range(num_microbatches - 1):
+                wrapped(*batch(number)).backward()
+        wrapped(*batch(9)).backward()
+        wrapped.finish_grad_sync()
+        optimizer.step()
+
+    for _ in range(2):
+        step(2)
+    step(1)
+    step(1)
+
+    def steps() -> None:
+        for number in (1, 2, 1, 3):
+            step(number)
+
+    assert_settled(model, wrapped.engine, steps)
+
+
+@on_ranks()
+def test_a_unit_is_full_at_one_address_and_staged_at_one() -> None:
+    model = uneven_model()
+    engine = fe.shard(model, config=PLANNED)
+    seen: dict[int, set[int]] = {index: set() for index in range(6)}
+
+    def look(index: int) -> Callable[..., None]:
+        return lambda *_: seen[index].add(model.blocks[index].up.weight.data_ptr())
+
+    for index, block in enumerate(model.blocks):
+        block.up.register_forward_pre_hook(look(index))
+        block.down.register_full_backward_hook(look(index))
+    train(model, engine, (1, 1))
+    for found in seen.values():
+        found.clear()
+    train(model, engine, (1, 2, 1))
+    assert [len(found) for found in seen.values()] == [1] * 6
+    # Six units are somewhere in the memory of three: the one in use and two gathered ahead.
+    assert len({found.copy().pop() for found in seen.values()}) < 6
+
+
+@on_ranks()
+def test_evaluation_stays_at_the_planned_addresses() -> None:
+    model = Order(0, 1, 2, 3, 4)
+    engine = fe.shard(model, config=PLANNED)
+    train(model, engine, (2, 1))
+
+    def body() -> None:
+        with torch.no_grad():
+            model(*batch(3))
+            model.blocks[3](torch.ones(1, DIM))
+        train(model, engine, (2,))
+        with torch.no_grad():
+            model(*batch(4))
+
+    assert_settled(model, engine, body)
+
+
+# Steps that leave the record.
+
+
+@on_ranks(world_size=2)
+@pytest.mark.parametrize("strategy", ["optim_grads", LEVEL_3])
+def test_another_order_is_served_by_ordinary_memory_and_then_planned(strategy: str) -> None:
+    model = Order(0, 1, 2, 3, 4)
+    engine = fe.shard(model, strategy=strategy, config=PLANNED)
+    train(model, engine, (1, 1))
+    orders = [(3, 0, 4, 2, 1), (0, 1, 2, 3, 4)]
+    for model.order in orders:
+        with counting_fills(engine) as fills:
+            train(model, engine, (1, 1, 1, 1))
+        print(model.order, strategy, len(fills))
+        assert 0 < len(fills) < 40, len(fills)
+        assert_settled(model, engine, functools.partial(train, model, engine, (1, 2)))
+
+
+@on_ranks(world_size=2)
+def test_orders_that_alternate_settle() -> None:
+    model = Order(0, 1, 2, 3, 4)
+    engine = fe.shard(model, config=PLANNED)
+
+    def alternate(num_steps: int) -> None:
+        for number in range(num_steps):
+            model.order = (0, 1, 2, 3, 4) if number % 2 else (0, 1, 3, 4, 2)
+            train(model, engine, (1,))
+
+    alternate(16)
+    assert_settled(model, engine, functools.partial(alternate, 4))
+
+
+@on_ranks(world_size=2)
+def test_an_exception_changes_no_plan() -> None:
+    model = Failing()
+    engine = fe.shard(model, config=PLANNED)
+    train(model, engine, (1, 1))
+    for model.fails_in_backward in (False, True):
+        for model.fails_at in (0, 2, 4):
+            with pytest.raises(ArithmeticError):
+                model(*batch(0)).backward()
+            engine.reset()
+    model.fails_at = -1
+    assert_settled(model, engine, functools.partial(train, model, engine, (1, 2)))
+
+
+@on_ranks(world_size=2)
+def test_a_torch_that_cannot_move_memory_trains_alike_and_plans_nothing() -> None:
+    def script(model: Any, engine: Any) -> None:
+        assert engine._memory.arenas == {}
+        train(model, engine, (2, 1, 1))
+        assert "full" not in engine.memory_bytes()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory_module, "_CAN_SWAP", False)
+        run_twice(uneven_model, script)
+
+
+@on_ranks()
+def test_the_field_changes_what_is_held_and_not_what_is_described() -> None:
+    rows, held = [], []
+    for planned in (False, True):
+        model = uneven_model()
+        config = fe.DistributedDataParallelConfig(fsdp_double_buffer=planned)
+        engine = fe.shard(model, config=config)
+        train(model, engine, (1, 1, 1))
+        rows.append(engine.describe().rows)
+        held.append(engine.memory_bytes())
+    assert rows[0] == rows[1]
+    assert "full" not in held[0]
+    # Three units of the largest: one in use, and two gathered ahead at most.
+    assert 0 < held[1]["full"] <= 3 * max(row.full_bytes for row in rows[1])
+
+
+@on_ranks()
+def test_as_many_collectives_are_sent_as_without() -> None:
+    numbers = []
+    for planned in (False, True):
+        config = fe.DistributedDataParallelConfig(fsdp_double_buffer=planned)
+
+        tracer = traced(lambda: Small(num_blocks=6), config=config)
+        numbers.append(tracer.num_operations)
+    assert numbers[0] == numbers[1]
+
+
+@on_ranks(world_size=2)
+@pytest.mark.parametrize("strategy", ["optim_grads", LEVEL_3])
+@pytest.mark.parametrize("callee", [1, 2])
+def test_a_unit_that_calls_another_makes_no_difference(callee: int, strategy: str) -> None:
+    run_twice(
+        lambda: Calling(callee),
+        lambda model, engine: train(model, engine, (1, 2, 1, 1)),
+        strategy=strategy,
+    )
+
+
 @on_ranks(world_size=2)
 @pytest.mark.parametrize("checkpoints", [False, True])
-def test_a_unit_whose_end_of_backward_cannot_be_seen_is_refused_not_overwritten(
+def test_a_unit_whose_end_of_backward_cannot_be_seen_makes_no_difference(
     checkpoints: bool,
 ) -> None:
-    model = WithDeaf(checkpoints)
-    engine = fe.shard(model, config=TURNS)
-    with pytest.raises(RuntimeError, match="fsdp_double_buffer=False"):
-        model(*batch(0)).backward()
-    engine.reset()
-    model = WithDeaf(checkpoints)
-    train(model, fe.shard(model), (1, 1))
+    run_twice(
+        lambda: WithDeaf(checkpoints),
+        lambda model, engine: train(model, engine, (1, 2, 1, 1)),
+    )
 
 
-# Slots by themselves.
+@on_ranks(world_size=2)
+def test_a_backward_of_a_backward_makes_no_difference() -> None:
+    """Units stay full between the two, which nobody had planned."""
+
+    def script(model: Any, engine: Any) -> None:
+        optimizer = reference.sgd(model.parameters())
+        for number in range(6):
+            x, y = batch(number)
+            x.requires_grad_(True)
+            loss = model(x, y)
+            if number % 3 == 2:
+                (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+                loss = model(x, y) + slope.square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    run_twice(uneven_model, script)
 
 
-def test_parts_of_a_unit_lie_one_after_the_other_and_a_slot_has_one_user() -> None:
-    memory = Memory(torch.device("cpu"))
-    slots = memory.make_slots()
-    parts = []
-    for unit, numels in ((0, (3, 50)), (1, (70,))):
-        with memory.placing(Place(unit, slots)):
-            parts.append([memory.transient(n, torch.float32, "full") for n in numels])
-    memory.fix_slots()
-    assert memory.ledger.held == {"full": 128 + 200, "staging": 0}
-    assert memory.ledger.peak == {"full": 128 + 200}
-    (small, large), (other,) = parts
-    views = [small.view(0, (3,)), large.view(0, (50,)), other.view(0, (70,))]
-    assert [view.data_ptr() - views[0].data_ptr() for view in views] == [0, 128, 0]
-    version = views[0]._version
-    small.fill()
-    large.fill()
-    with pytest.raises(AssertionError, match="units 0 and 1"):
-        other.fill()
-    views[0].fill_(1.0)
-    small.drain()
-    assert slots["full"].user == 0
-    large.drain()
-    other.fill()
-    views[2].fill_(2.0)
-    assert views[0].tolist() == [2.0] * 3
-    assert views[0]._version == version + 1  # each view has a version counter of its own
-    assert memory.ledger.held == {"full": 128 + 200, "staging": 0}
+# The schedule.
+
+
+@pytest.mark.thorough
+@on_ranks()
+@pytest.mark.parametrize(("strategy", "outer"), [*PAIRS, (LEVEL_3, LEVEL_3), ("optim", "optim")])
+def test_planned_addresses_make_no_race(strategy: str, outer: str) -> None:
+    for budget in BUDGETS.values():
+        for dtype, narrow in ((None, False), (torch.bfloat16, False), (torch.bfloat16, True)):
+            tracer = traced(
+                lambda: Small(num_blocks=5),
+                mesh=mesh_of(2, 2),
+                strategy=strategy,
+                outer_strategy=outer,
+                mp_policy=fe.MixedPrecisionPolicy(param_dtype=dtype),
+                config=config_of(budget, reduce_scatter_with_fp32_accumulation=narrow),
+            )
+            # The root, the unit in use, and those gathered ahead.
+            num_full = 2 + {0: 0, 1: 1}.get(budget, 4)
+            assert tracer.max_full == (num_full if strategy == LEVEL_3 else 0)
+
+
+@on_ranks(world_size=2)
+def test_one_arena_for_two_lanes_would_be_a_race() -> None:
+    def share(memory: Any, *args: Any, **options: Any) -> None:
+        init(memory, *args, **options)
+        memory.arenas["staging"] = memory.arenas["full"]
+
+    init = memory_module.Memory.__init__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory_module.Memory, "__init__", share)
+        with pytest.raises(RaceError, match="nothing makes the second access come after"):
+            traced(lambda: Small(num_blocks=5), config=PLANNED)
+
+
+@on_ranks(world_size=2)
+@pytest.mark.parametrize("strategy", ["optim_grads", LEVEL_3])
+@pytest.mark.parametrize("name", HABITS)
+def test_models_that_bend_the_order_of_events_make_no_race(name: str, strategy: str) -> None:
+    traced(HABITS[name], strategy=strategy, config=PLANNED)
+
+
+@on_ranks()
+@pytest.mark.parametrize(
+    ("strategy", "outer"), [("no_shard", "no_shard"), ("optim", "optim"), (LEVEL_3, LEVEL_3)]
+)
+def test_wires_that_are_decoded_have_addresses_too(strategy: str, outer: str) -> None:
+    def body(model: Any, engine: Any) -> None:
+        train(model, engine, (2, 1))
+        held = engine.memory_bytes()["full"]
+        engine.peak_memory_bytes(reset=True)
+        train(model, engine, (2, 1))
+        assert engine.memory_bytes()["full"] == held
+        assert engine.peak_memory_bytes()["full"] == held
+
+    for budget in BUDGETS.values():
+        traced(
+            lambda: Small(num_blocks=5),
+            body,
+            mesh=mesh_of(2, 2),
+            strategy=strategy,
+            outer_strategy=outer,
+            codec_rules=[lambda name, param, dtypes: ("half", HalfCodec)],
+            config=config_of(budget),
+        )

@@ -1,4 +1,4 @@
-"""Slots and memory registered with NCCL on a CUDA device. Skipped where there is none.
+"""Planned addresses and memory registered with NCCL on a CUDA device. Skipped where there is none.
 
 One rank sends nothing, so its engine's pool is registered with nobody: memory comes from NCCL's
 allocator all the same, and registration is tried with the one rank's own group.
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import fsdp_engine as fe
+from fsdp_engine.devices.memory import Memory
 from fsdp_engine.devices.nccl_pool import NcclPool
 from tests.gpu.test_engine_on_gpu import (
     LEVEL_3,
@@ -33,6 +34,12 @@ pytestmark = [
 ]
 
 
+needs_swap = pytest.mark.skipif(
+    not hasattr(torch.UntypedStorage, "_swap_data_ptr_"),
+    reason="addresses are planned from torch 2.13 on",
+)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("field", ["fsdp_double_buffer", "nccl_ub"])
@@ -49,10 +56,11 @@ def test_training_gives_what_it_gives_with_ordinary_memory(
             engine = fe.shard(model, mesh=mesh, strategy=level, mp_policy=policy, config=config)
             found.append(train_sharded(model, engine, batches))
         held = engine.memory_bytes()
-        assert ("full" in held) == (level == LEVEL_3)
+        assert ("full" in held) == (level == LEVEL_3 and bool(engine._memory.arenas))
     assert_same(found[1], found[0], tolerance=1e-6)
 
 
+@needs_swap
 def test_communication_buffers_lie_in_segments_of_the_pool() -> None:
     with process_group("nccl", 1) as mesh:
         model = make_model()
@@ -68,9 +76,16 @@ def test_communication_buffers_lie_in_segments_of_the_pool() -> None:
         def lies_in_pool(tensor: torch.Tensor) -> bool:
             return any(tensor.data_ptr() in segment for segment in segments)
 
+        arenas = engine._memory.arenas
+        assert all(lies_in_pool(arena.memory) for arena in arenas.values() if arena.memory.numel())
+        full: list[bool] = []
+        for block in model.blocks:
+            block.probe = lambda block=block: full.append(lies_in_pool(block.up.weight))
+        train_sharded(model, engine, make_batches(2))
+        assert full
+        assert all(full)
         for buffer in engine.buffers:
             assert buffer.grads is not None
-            assert lies_in_pool(buffer.weights.params[0])
             assert lies_in_pool(buffer.grads.main_grads().tensor)
             assert not lies_in_pool(buffer.weights.main.tensor)
 
@@ -90,17 +105,21 @@ def test_a_pool_is_registered_with_a_group_and_used_by_its_collectives() -> None
         assert torch.equal(tensor.cpu(), torch.arange(2**20, dtype=torch.float32))
 
 
+@needs_swap
 def test_nothing_is_asked_of_the_allocator_for_full_parameters_in_a_step() -> None:
     with process_group("nccl", 1) as mesh:
         model: Any = make_model()
         config = fe.DistributedDataParallelConfig(fsdp_double_buffer=True)
         engine = fe.shard(model, mesh=mesh, strategy=LEVEL_3, config=config)
-        x, target = make_batches(1)[0]
+        batches = make_batches(4)
+        train_sharded(model, engine, batches)  # a step is recorded
+        x, target = batches[0]
         with torch.no_grad():
             model(x, target)
             torch.cuda.synchronize()
             before = requested_bytes("current")
             torch.cuda.reset_peak_memory_stats()
+            engine.peak_memory_bytes(reset=True)
             model(x, target)
             torch.cuda.synchronize()
         # Activations of eight rows, and no weights.
@@ -109,3 +128,27 @@ def test_nothing_is_asked_of_the_allocator_for_full_parameters_in_a_step() -> No
             **engine.memory_bytes(),
             "total": sum(engine.memory_bytes().values()),
         }
+
+
+@needs_swap
+def test_pieces_of_an_arena_on_the_device_keep_it_alive_and_can_be_swapped() -> None:
+    memory = Memory(torch.device("cuda", torch.cuda.current_device()), plans_addresses=True)
+    first, second = (memory.transient(1000, torch.float32, "full") for _ in range(2))
+    for number in range(3):
+        first.fill()
+        second.fill()
+        views = [each.view(0, (1000,)) for each in (first, second)]
+        views[0].fill_(number)
+        views[1].fill_(10 + number)
+        assert [float(view.sum()) for view in views] == [1000 * number, 1000 * (10 + number)]
+        first.drain()
+        second.drain()
+        memory.end_backward()
+    arena = memory.arenas["full"].memory
+    assert arena is not None
+    assert arena.is_cuda
+    first.fill()
+    view = first.view(0, (1000,)).fill_(4)
+    del memory, arena, first, second
+    torch.zeros(10**6, device="cuda")
+    assert float(view.sum()) == 4000

@@ -1,0 +1,81 @@
+"""What is there together in a step, from units and their sizes alone.
+
+A *moment* is the units that have something at one time: full parameters, or staged gradients. Where
+memory has to be counted or made before a step has run, this is the step, with units used as their
+modules were registered (:class:`~fsdp_engine.planning.assignment.Expected`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from fsdp_engine.planning.assignment import Expected
+from fsdp_engine.runtime.record import FORWARD, Use, prefetch_windows
+from fsdp_engine.runtime.unit import Unit
+
+
+def moments_of(
+    units: Sequence[Unit], expected: Expected, budget: int
+) -> dict[str, list[list[int]]]:
+    """By role of transient memory ("full", "staging"), all moments of a step.
+
+    Args:
+        units: by number.
+        expected: how they are used.
+        budget: elements that may be gathered ahead, and that may be staged.
+    """
+    elements = [unit.num_elements if unit.reshards else 0 for unit in units]
+    staged = [[b.grads.num_staged_elements for b in u.trainable if b.grads] for u in units]
+    # In the first forward, loose units are full throughout.
+    loose = [unit.index for unit in units if unit.built.is_loose]
+    full = [sorted({*moment, *loose}) for moment in full_moments(expected, elements, budget)]
+    return {
+        "full": full,
+        "staging": list(staged_moments(expected, [sum(each) for each in staged], budget)),
+    }
+
+
+def full_moments(expected: Expected, elements: Sequence[int], budget: int) -> Iterator[list[int]]:
+    """Units that are full while each of them computes, in forward and in backward.
+
+    Args:
+        expected: how units are used.
+        elements: by unit, what is gathered of it.
+        budget: elements that are gathered ahead.
+    """
+    for order in (expected.forward, expected.backward):
+        uses = [Use(unit, FORWARD) for unit in order]
+        for use, window in zip(uses, prefetch_windows(uses, elements, budget), strict=True):
+            ahead = (each.unit for each in window)
+            yield sorted({use.unit, *expected.around[use.unit], *ahead})
+
+
+def staged_moments(expected: Expected, staged: Sequence[int], budget: int) -> Iterator[list[int]]:
+    """Units whose gradients are staged when each of them gets its first one, if no reduction were
+    done before somebody waits for it.
+
+    Args:
+        expected: how units are used. One that contains others, or is used again further on in
+            backward, gets gradients until then.
+        staged: by unit, elements of its staging.
+        budget: elements that may be staged.
+    """
+    order = expected.forward
+    first_place = {unit: place for place, unit in reversed(list(enumerate(order)))}
+    in_flight: deque[int] = deque()
+    num_in_flight = 0
+    taken: set[int] = set()
+    for place, unit in reversed(list(enumerate(order))):
+        for each in (*sorted(expected.around[unit]), unit):
+            if each in taken:
+                continue
+            while in_flight and num_in_flight + staged[each] > max(budget, staged[each]):
+                oldest = in_flight.popleft()
+                num_in_flight -= staged[oldest]
+                taken.discard(oldest)
+            taken.add(each)
+        yield sorted(taken)
+        if place == first_place[unit]:
+            in_flight.append(unit)
+            num_in_flight += staged[unit]
