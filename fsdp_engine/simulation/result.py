@@ -1,0 +1,112 @@
+"""What a simulation found: times, what was exposed, memory, and a timeline."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdp_engine.simulation.clock import COMPUTE, Exposed, Span
+from fsdp_engine.terminal import format_bytes
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """One step of training, the last that was simulated; times in seconds, memory in bytes.
+
+    Attributes:
+        title: what was simulated, and on what machine.
+        seconds: from the end of the step before to the end of this one.
+        start: when it began, since the simulation did.
+        spans: what each lane did in it.
+        exposed: where compute waited for communication.
+        memory: by kind, at the moment when most was held.
+        budget: elements that the engine gathers ahead, and has in reductions at a time.
+    """
+
+    title: str
+    seconds: float
+    start: float
+    spans: tuple[Span, ...]
+    exposed: tuple[Exposed, ...]
+    memory: dict[str, int]
+    budget: int
+
+    @property
+    def compute_seconds(self) -> float:
+        """What the compute lane was busy for."""
+        return self._busy(COMPUTE)
+
+    @property
+    def message_seconds(self) -> dict[str, float]:
+        """What each of the other lanes was busy for."""
+        names = sorted({span.lane for span in self.spans} - {COMPUTE})
+        return {name: self._busy(name) for name in names}
+
+    @property
+    def exposed_seconds(self) -> float:
+        """What compute waited for communication, in all."""
+        return sum(each.seconds for each in self.exposed)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most that was held at one moment."""
+        return sum(self.memory.values())
+
+    def trace(self) -> dict[str, Any]:
+        """The timeline in Chrome's trace event format: a row for each lane, and one for waiting."""
+        rows = [COMPUTE, "waits", *self.message_seconds]
+        events: list[dict[str, Any]] = [
+            {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": self.title}}
+        ]
+        for row, name in enumerate(rows):
+            for key, value in (("thread_name", {"name": name}), ("sort_index", {"sort_index": row})):
+                name_of = key if key == "thread_name" else "thread_sort_index"
+                events.append({"ph": "M", "pid": 0, "tid": row, "name": name_of, "args": value})
+        for span in self.spans:
+            events.append(self._event(rows.index(span.lane), span.label, span.start, span.end))
+            events[-1]["args"] = {"phase": span.phase}
+        return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+    def save_trace(self, path: str | Path) -> None:
+        """Write :meth:`trace` as JSON, which Perfetto (ui.perfetto.dev) opens."""
+        Path(path).write_text(json.dumps(self.trace()))
+
+    def __str__(self) -> str:
+        lines = [self.title, f"step        {_ms(self.seconds)}"]
+        lines.append(f"compute     {_ms(self.compute_seconds)}")
+        lines += [f"{name:<12}{_ms(busy)}" for name, busy in self.message_seconds.items()]
+        lines.append(f"exposed     {_ms(self.exposed_seconds)}{self._worst()}")
+        kinds = ", ".join(f"{kind} {format_bytes(n)}" for kind, n in self.memory.items() if n)
+        lines.append(f"memory      {format_bytes(self.peak_bytes)} at most: {kinds}")
+        return "\n".join(lines)
+
+    def _worst(self) -> str:
+        sums: Counter[tuple[str, str, str]] = Counter()
+        for each in self.exposed:
+            sums[each.unit, each.phase, each.lane] += each.seconds  # type: ignore[assignment]
+        worst = sums.most_common(3)
+        return "".join(
+            f"\n  {unit}, {phase}, {lane}: {_ms(seconds).strip()}"
+            for (unit, phase, lane), seconds in worst
+        )
+
+    def _busy(self, lane: str) -> float:
+        return sum(span.end - span.start for span in self.spans if span.lane == lane)
+
+    def _event(self, row: int, name: str, start: float, end: float) -> dict[str, Any]:
+        micro = 1e6
+        return {
+            "ph": "X",
+            "pid": 0,
+            "tid": row,
+            "name": name,
+            "ts": (start - self.start) * micro,
+            "dur": (end - start) * micro,
+        }
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:10.3f} ms"
