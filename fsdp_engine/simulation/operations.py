@@ -8,7 +8,7 @@ ranks each rank sends (n - 1) / n of N in n - 1 hops, of an all-reduce twice tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fsdp_engine.simulation.clock import Clock
-from fsdp_engine.simulation.machine import Link, Machine
+from fsdp_engine.simulation.machine import Link
 from fsdp_engine.simulation.memory_watch import MemoryWatch
 
 _aten = torch.ops.aten

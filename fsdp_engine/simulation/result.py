@@ -62,7 +62,10 @@ class Simulation:
             {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": self.title}}
         ]
         for row, name in enumerate(rows):
-            for key, value in (("thread_name", {"name": name}), ("sort_index", {"sort_index": row})):
+            for key, value in (
+                ("thread_name", {"name": name}),
+                ("sort_index", {"sort_index": row}),
+            ):
                 name_of = key if key == "thread_name" else "thread_sort_index"
                 events.append({"ph": "M", "pid": 0, "tid": row, "name": name_of, "args": value})
         for span in self.spans:

@@ -103,7 +103,7 @@ def simulate(
             step.run(clock, memory)
         seconds = clock.finish() - start
     title = f"{engine.strategy} on {' x '.join(map(str, sizes))} ranks, {machine.name}"
-    result = Simulation(
+    return Simulation(
         title,
         seconds,
         start,
@@ -112,10 +112,6 @@ def simulate(
         dict(memory.peak),
         engine.budget,
     )
-    # An engine that nobody can use any more must not be told of other optimizers' steps.
-    del engine, model, trained, step
-    gc.collect()
-    return result
 
 
 class _Step:

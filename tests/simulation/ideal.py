@@ -112,14 +112,15 @@ class Ideal:
     def _begin_use(self, uses: list[int], place: int) -> None:
         self._ask_for(uses[place])
         ahead = 0
-        window: list[int] = []
-        for unit in uses[place + 1 :]:
-            if ahead >= self._budget or not self._depths[Role.PARAM]:
-                break
-            if unit not in window and unit != uses[place]:
-                window.append(unit)
-                ahead += self._units[unit].numel
-                self._ask_for(unit)
+        before = {uses[place]}
+        for last, unit in zip(uses[place:], uses[place + 1 :], strict=False):
+            if unit == last:
+                continue  # it stays
+            if ahead >= self._budget or not self._depths[Role.PARAM] or unit in before:
+                break  # what has to go first cannot be asked for, and nothing overtakes it
+            before.add(unit)
+            ahead += self._units[unit].numel
+            self._ask_for(unit)
         self._wait_until(self._there[uses[place]])
 
     def _ask_for(self, unit: int) -> None:
