@@ -56,12 +56,14 @@ class Exposed:
         phase: "forward", "backward" or "step".
         lane: which that was on.
         seconds: how long.
+        start: since when, as of spans.
     """
 
     unit: str
     phase: str
     lane: str
     seconds: float
+    start: float
 
 
 class SimulatedTicket:
@@ -297,7 +299,8 @@ class Clock:
     def _note_exposed(self, ticket: SimulatedTicket, ready: float, phase: str) -> None:
         if ticket.time > ready and ticket.lane != COMPUTE:
             name = unit_of(ticket.label)
-            self.exposed.append(Exposed(name, phase, ticket.lane, ticket.time - ready))
+            exposed = Exposed(name, phase, ticket.lane, ticket.time - ready, ready)
+            self.exposed.append(exposed)
 
     @contextmanager
     def _at_work(self, lane: SimulatedLane) -> Iterator[None]:

@@ -102,7 +102,8 @@ class Operations(TorchDispatchMode):
         self._memory.made(results)
 
     def _seconds(self, packet: Any, args: Any, kwargs: Any, out: Any, num_bytes: int) -> float:
-        flops, formula = 0, flop_counter.flop_registry.get(packet)
+        flops = 0
+        formula: Any = flop_counter.flop_registry.get(packet)
         if packet in _MORE_FLOPS:
             flops = _MORE_FLOPS[packet](*args, **kwargs)
         elif formula is not None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fsdp_engine.simulation.clock import COMPUTE, Exposed, Span
 from fsdp_engine.terminal import format_bytes
+
+_WAITS = "compute waits for"
 
 
 @dataclass(frozen=True)
@@ -57,20 +58,21 @@ class Simulation:
 
     def trace(self) -> dict[str, Any]:
         """The timeline in Chrome's trace event format: a row for each lane, and one for waiting."""
-        rows = [COMPUTE, "waits", *self.message_seconds]
+        rows = [COMPUTE, _WAITS, *self.message_seconds]
         events: list[dict[str, Any]] = [
             {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": self.title}}
         ]
         for row, name in enumerate(rows):
-            for key, value in (
-                ("thread_name", {"name": name}),
-                ("sort_index", {"sort_index": row}),
-            ):
-                name_of = key if key == "thread_name" else "thread_sort_index"
-                events.append({"ph": "M", "pid": 0, "tid": row, "name": name_of, "args": value})
+            place: dict[str, Any] = {"ph": "M", "pid": 0, "tid": row}
+            events.append({**place, "name": "thread_name", "args": {"name": name}})
+            events.append({**place, "name": "thread_sort_index", "args": {"sort_index": row}})
         for span in self.spans:
-            events.append(self._event(rows.index(span.lane), span.label, span.start, span.end))
-            events[-1]["args"] = {"phase": span.phase}
+            event = self._event(rows.index(span.lane), span.label, span.start, span.end)
+            events.append({**event, "args": {"phase": span.phase}})
+        for each in self.exposed:
+            name = f"{each.lane} of {each.unit}"
+            event = self._event(rows.index(_WAITS), name, each.start, each.start + each.seconds)
+            events.append({**event, "args": {"phase": each.phase}})
         return {"traceEvents": events, "displayTimeUnit": "ms"}
 
     def save_trace(self, path: str | Path) -> None:
@@ -87,10 +89,11 @@ class Simulation:
         return "\n".join(lines)
 
     def _worst(self) -> str:
-        sums: Counter[tuple[str, str, str]] = Counter()
+        sums: dict[tuple[str, str, str], float] = {}
         for each in self.exposed:
-            sums[each.unit, each.phase, each.lane] += each.seconds  # type: ignore[assignment]
-        worst = sums.most_common(3)
+            key = (each.unit, each.phase, each.lane)
+            sums[key] = sums.get(key, 0.0) + each.seconds
+        worst = sorted(sums.items(), key=lambda item: -item[1])[:3]
         return "".join(
             f"\n  {unit}, {phase}, {lane}: {_ms(seconds).strip()}"
             for (unit, phase, lane), seconds in worst
