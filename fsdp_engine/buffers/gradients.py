@@ -28,7 +28,7 @@ from fsdp_engine.buffers.sharded_buffer import Ladder, ShardedBuffer
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.devices.collectives import Steps
 from fsdp_engine.devices.lanes import Chain, Lanes, Operation, Ticket
-from fsdp_engine.devices.memory import Memory, TransientStorage, alias
+from fsdp_engine.devices.memory import Memory, TransientStorage, alias, begin_together
 from fsdp_engine.layout import Layout
 from fsdp_engine.precision import ParamDtypes
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis
@@ -381,7 +381,7 @@ class GradTower:
                 )
             elif accumulate:
                 out.add_(source, alpha=1.0 / divisor)
-            elif out.data_ptr() != source.data_ptr():
+            elif not begin_together(out, source):
                 scaled_copy(source, out, 1.0 / divisor)
 
         return steps

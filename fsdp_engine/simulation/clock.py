@@ -38,7 +38,7 @@ _LABEL = re.compile(r"^[\w-]+ (?:of )?(.+?)(?: \(buffer \d+\))?(?: over the \w+ 
 
 @dataclass(frozen=True)
 class Span:
-    """One operation on one lane; seconds since the simulation began."""
+    """One operation on one lane, from when to when."""
 
     lane: str
     label: str
@@ -66,19 +66,41 @@ class Exposed:
     start: float
 
 
+@dataclass(frozen=True)
+class Moment:
+    """When an operation is done, and what that is due to: the longest of it and of those right
+    before it that it had to come after, since waiting for a cast of what was sent is waiting for
+    the message.
+
+    Attributes:
+        time: seconds since the simulation began.
+        label, lane: of the longest.
+        seconds: how long that took.
+    """
+
+    time: float
+    label: str
+    lane: str
+    seconds: float = 0.0
+
+
 class SimulatedTicket:
     """A moment of a lane's work; where the host computes, known once the work has begun."""
 
-    __slots__ = ("_clock", "_start", "label", "lane", "time")
+    __slots__ = ("_clock", "_lane", "_start", "moment")
 
     def __init__(
-        self, clock: Clock, label: str, lane: str, time: float, start: Callable[[], float] | None
+        self, lane: SimulatedLane, clock: Clock, moment: Moment, start: Callable[[], Moment] | None
     ) -> None:
+        self._lane = lane
         self._clock = clock
         self._start = start
-        self.label = label
-        self.lane = lane
-        self.time = time
+        self.moment = moment
+
+    @property
+    def time(self) -> float:
+        """When it is reached."""
+        return self.moment.time
 
     @property
     def done(self) -> bool:
@@ -90,7 +112,11 @@ class SimulatedTicket:
         """Begin what has waited at its lane."""
         if self._start is not None:
             start, self._start = self._start, None
-            self.time = start()
+            self.moment = start()
+
+    def begin_in_turn(self) -> None:
+        """Begin everything on its lane up to it."""
+        self._lane.begin_through(self)
 
 
 class SimulatedLane:
@@ -120,17 +146,16 @@ class SimulatedLane:
         clock = self._clock
         clock.call()
         if clock.machine.host_runs_ahead:
-            time = clock.run(self, label, operation, after)
-            return SimulatedTicket(clock, label, self.name, time, None)
+            return SimulatedTicket(self, clock, clock.run(self, label, operation, after), None)
         while self._waiting:
             self._waiting.popleft().begin()
 
-        def start() -> float:
+        def start() -> Moment:
             for ticket in after:
                 clock.block(ticket)
             return clock.run(self, label, operation, after)
 
-        ticket = SimulatedTicket(clock, label, self.name, 0.0, start)
+        ticket = SimulatedTicket(self, clock, Moment(0.0, label, self.name), start)
         if all(each.done for each in after):
             ticket.begin()
         else:
@@ -144,7 +169,8 @@ class SimulatedLane:
 
     def record(self) -> SimulatedTicket:
         """See :class:`~fsdp_engine.devices.lanes.Lane`."""
-        return SimulatedTicket(self._clock, self.name, self.name, self._clock.reached(self), None)
+        moment = Moment(self._clock.reached(self), self.name, self.name)
+        return SimulatedTicket(self, self._clock, moment, None)
 
     def wait(self, ticket: Any) -> None:
         """See :class:`~fsdp_engine.devices.lanes.Lane`."""
@@ -242,7 +268,7 @@ class Clock:
 
     def run(
         self, lane: SimulatedLane, label: str, operation: Operation, after: Sequence[Any]
-    ) -> float:
+    ) -> Moment:
         """Carry out an operation on ``lane``; returns when it is done."""
         start = max(self.host, lane.free, *(ticket.time for ticket in after))
         with self._at_work(lane):
@@ -258,11 +284,14 @@ class Clock:
         lane.free = max(start + seconds, self.host) if seconds else start
         if seconds:
             self.spans.append(Span(lane.name, label, self.phase, start, lane.free))
-        return lane.free
+        last = max((ticket.moment for ticket in after), key=lambda each: each.time, default=None)
+        if last is not None and last.time >= start and last.seconds > seconds:
+            return Moment(lane.free, last.label, last.lane, last.seconds)
+        return Moment(lane.free, label, lane.name, seconds)
 
     def wait(self, lane: SimulatedLane, ticket: SimulatedTicket) -> None:
         """What ``lane`` does later comes after ``ticket``."""
-        self.lanes[ticket.lane].begin_through(ticket)
+        ticket.begin_in_turn()
         if not self.machine.host_runs_ahead:
             self.block(ticket)
         elif lane is not self._compute:
@@ -272,7 +301,7 @@ class Clock:
 
     def block(self, ticket: SimulatedTicket) -> None:
         """Where the host computes: it waits for ``ticket``."""
-        self.lanes[ticket.lane].begin_through(ticket)
+        ticket.begin_in_turn()
         self._note_exposed(ticket, self.host, self.phase)
         self.host = self._compute.free = max(self.host, ticket.time)
 
@@ -297,10 +326,10 @@ class Clock:
         return max(ready, ticket.time)
 
     def _note_exposed(self, ticket: SimulatedTicket, ready: float, phase: str) -> None:
-        if ticket.time > ready and ticket.lane != COMPUTE:
-            name = unit_of(ticket.label)
-            exposed = Exposed(name, phase, ticket.lane, ticket.time - ready, ready)
-            self.exposed.append(exposed)
+        due = ticket.moment
+        if due.time > ready and due.lane != COMPUTE:
+            name = unit_of(due.label)
+            self.exposed.append(Exposed(name, phase, due.lane, due.time - ready, ready))
 
     @contextmanager
     def _at_work(self, lane: SimulatedLane) -> Iterator[None]:

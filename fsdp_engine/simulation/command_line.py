@@ -6,7 +6,8 @@
     fsdp-engine checkpoint inspect PATH
 
 ``plan`` tells what a rank would hold and send. Nothing is trained or allocated: a model is built on
-the meta device. ``calibrate`` measures this machine for simulations. ``checkpoint`` looks into checkpoints (``checkpoint/command_line.py``).
+the meta device. ``calibrate`` measures this machine for ``fe.simulate``. ``checkpoint`` looks into
+checkpoints (``checkpoint/command_line.py``).
 """
 
 from __future__ import annotations

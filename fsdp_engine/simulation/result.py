@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_engine.simulation.clock import COMPUTE, Exposed, Span
+from fsdp_engine.simulation.machine import Machine
 from fsdp_engine.terminal import format_bytes
 
 _WAITS = "compute waits for"
@@ -15,12 +16,13 @@ _WAITS = "compute waits for"
 
 @dataclass(frozen=True)
 class Simulation:
-    """One step of training, the last that was simulated; times in seconds, memory in bytes.
+    """One step of training, the last that was simulated; times in seconds since it began, memory
+    in bytes.
 
     Attributes:
-        title: what was simulated, and on what machine.
+        title: what was simulated.
+        machine: on what.
         seconds: from the end of the step before to the end of this one.
-        start: when it began, since the simulation did.
         spans: what each lane did in it.
         exposed: where compute waited for communication.
         memory: by kind, at the moment when most was held.
@@ -28,8 +30,8 @@ class Simulation:
     """
 
     title: str
+    machine: Machine
     seconds: float
-    start: float
     spans: tuple[Span, ...]
     exposed: tuple[Exposed, ...]
     memory: dict[str, int]
@@ -80,12 +82,13 @@ class Simulation:
         Path(path).write_text(json.dumps(self.trace()))
 
     def __str__(self) -> str:
-        lines = [self.title, f"step        {_ms(self.seconds)}"]
+        lines = [f"{self.title}, {self.machine.name}", f"step        {_ms(self.seconds)}"]
         lines.append(f"compute     {_ms(self.compute_seconds)}")
         lines += [f"{name:<12}{_ms(busy)}" for name, busy in self.message_seconds.items()]
         lines.append(f"exposed     {_ms(self.exposed_seconds)}{self._worst()}")
         kinds = ", ".join(f"{kind} {format_bytes(n)}" for kind, n in self.memory.items() if n)
-        lines.append(f"memory      {format_bytes(self.peak_bytes)} at most: {kinds}")
+        there = format_bytes(self.machine.processor.memory_bytes)
+        lines.append(f"memory      {format_bytes(self.peak_bytes)} of {there} at most: {kinds}")
         return "\n".join(lines)
 
     def _worst(self) -> str:
@@ -109,7 +112,7 @@ class Simulation:
             "pid": 0,
             "tid": row,
             "name": name,
-            "ts": (start - self.start) * micro,
+            "ts": start * micro,
             "dur": (end - start) * micro,
         }
 

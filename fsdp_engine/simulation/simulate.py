@@ -12,6 +12,7 @@ import gc
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -102,16 +103,13 @@ def simulate(
             clock.exposed.clear()
             step.run(clock, memory)
         seconds = clock.finish() - start
-    title = f"{engine.strategy} on {' x '.join(map(str, sizes))} ranks, {machine.name}"
-    return Simulation(
-        title,
-        seconds,
-        start,
-        tuple(clock.spans),
-        tuple(clock.exposed),
-        dict(memory.peak),
-        engine.budget,
+    title = f"{engine.strategy} on {' x '.join(map(str, sizes))} ranks"
+    spans = tuple(
+        replace(each, start=each.start - start, end=each.end - start) for each in clock.spans
     )
+    exposed = tuple(replace(each, start=each.start - start) for each in clock.exposed)
+    peak = dict(memory.peak)
+    return Simulation(title, machine, seconds, spans, exposed, peak, engine.budget)
 
 
 class _Step:
