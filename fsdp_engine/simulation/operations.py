@@ -8,7 +8,7 @@ ranks each rank sends (n - 1) / n of N in n - 1 hops, of an all-reduce twice tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ def _attention_backward(
 
 
 # Attention on fake tensors takes the CPU's kernel, which flop_counter does not list.
-_MORE_FLOPS = {
+_MORE_FLOPS: dict[Any, Callable[..., int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
