@@ -217,9 +217,9 @@ class Clock:
         self._awaited: SimulatedTicket | None = None
         self._awaited_in = ""
         # Of the operation that runs on another lane right now: its lane, and the seconds so far of
-        # its messages and of what it computes.
+        # its messages, of what it computes, and of what it takes from compute.
         self._within: SimulatedLane | None = None
-        self._sent = self._computed = 0.0
+        self._sent = self._computed = self._stolen = 0.0
 
     def make_lanes(self, device: torch.device) -> Lanes:
         """The lanes of an engine."""
@@ -250,21 +250,17 @@ class Clock:
         if seconds:
             self.spans.append(Span(COMPUTE, label, self.phase, start, self._compute.free))
 
-    def send(self, seconds: float) -> None:
+    def send(self, seconds: float, of_compute: float = 0.0) -> None:
         """A message of ``seconds`` on the lane that is at work. Outside lanes messages are small,
-        go beside everything else, and nobody waits for them."""
+        go beside everything else, and nobody waits for them.
+
+        Args:
+            of_compute: what it takes from compute, where one processor does both.
+        """
         self.call()
         if self._within is not None:
             self._sent += seconds
-
-    def steal(self, seconds: float) -> None:
-        """A message takes so long from compute, because one processor does both."""
-        if self._within is not None and seconds:
-            start = max(self.host, self._compute.free)
-            self._compute.free = start + seconds
-            if not self.machine.host_runs_ahead:
-                self.host = self._compute.free
-            self.spans.append(Span(COMPUTE, "moving bytes", self.phase, start, start + seconds))
+            self._stolen += of_compute
 
     def run(
         self, lane: SimulatedLane, label: str, operation: Operation, after: Sequence[Any]
@@ -275,7 +271,8 @@ class Clock:
             for works in operation():
                 for work in works:
                     work.wait()
-            seconds, computed = self._sent + self._computed, self._computed
+            computed, stolen = self._computed, self._stolen
+            seconds = self._sent + computed
         if not self.machine.host_runs_ahead:
             # The host computes its part itself; only messages go on by themselves.
             self.host += computed
@@ -284,6 +281,8 @@ class Clock:
         lane.free = max(start + seconds, self.host) if seconds else start
         if seconds:
             self.spans.append(Span(lane.name, label, self.phase, start, lane.free))
+        if stolen:
+            self._take_from_compute(stolen)
         last = max((ticket.moment for ticket in after), key=lambda each: each.time, default=None)
         if last is not None and last.time >= start and last.seconds > seconds:
             return Moment(lane.free, last.label, last.lane, last.seconds)
@@ -325,6 +324,13 @@ class Clock:
         self._note_exposed(ticket, ready, self._awaited_in)
         return max(ready, ticket.time)
 
+    def _take_from_compute(self, seconds: float) -> None:
+        start = max(self.host, self._compute.free)
+        self._compute.free = start + seconds
+        if not self.machine.host_runs_ahead:
+            self.host = self._compute.free
+        self.spans.append(Span(COMPUTE, "moving bytes", self.phase, start, start + seconds))
+
     def _note_exposed(self, ticket: SimulatedTicket, ready: float, phase: str) -> None:
         due = ticket.moment
         if due.time > ready and due.lane != COMPUTE:
@@ -333,12 +339,12 @@ class Clock:
 
     @contextmanager
     def _at_work(self, lane: SimulatedLane) -> Iterator[None]:
-        outside = (self._within, self._sent, self._computed)
-        self._within, self._sent, self._computed = lane, 0.0, 0.0
+        outside = (self._within, self._sent, self._computed, self._stolen)
+        self._within, self._sent, self._computed, self._stolen = lane, 0.0, 0.0, 0.0
         try:
             yield
         finally:
-            self._within, self._sent, self._computed = outside
+            self._within, self._sent, self._computed, self._stolen = outside
 
 
 def unit_of(label: str) -> str:

@@ -28,12 +28,12 @@ class MemoryWatch:
         self._held: Callable[[], Mapping[str, int]] = dict
         self._sizes: dict[int, int] = {}
         self._made = 0
-        self._at_start = 0  # what was made and booked before it was watched
+        self._booked_before = 0
         self._buffers = 0
         self._optimizer = 0
 
     def watch(self, held: Callable[[], Mapping[str, int]], others: int) -> None:
-        """An engine is there.
+        """An engine is there; what is made from now on counts.
 
         Args:
             held: its bytes by role.
@@ -41,7 +41,9 @@ class MemoryWatch:
         """
         self._held = held
         self._buffers = others
-        self._at_start = self._made - self._booked_for_good(self._by_kind())
+        self._sizes = dict.fromkeys(self._sizes, 0)
+        self._made = 0
+        self._booked_before = self._booked_for_good(self._by_kind())
         self.restart()
 
     def made(self, tensors: Sequence[Tensor]) -> None:
@@ -77,7 +79,7 @@ class MemoryWatch:
 
     def _bytes(self) -> dict[str, int]:
         now = self._by_kind()
-        others = self._made - self._at_start - self._booked_for_good(now)
+        others = self._made - (self._booked_for_good(now) - self._booked_before)
         now["optimizer"] = min(self._optimizer, max(others, 0))
         now["activations"] = max(others - now["optimizer"], 0)
         now["weights"] += self._buffers

@@ -119,8 +119,7 @@ class Operations(TorchDispatchMode):
         group = next(each for each in map(_as_group, args) if each is not None)
         link = self._link(group.size())
         seconds = message_seconds(link, num_bytes, group.size(), ring)
-        self._clock.send(seconds)
-        self._clock.steal(seconds * link.processor_share)
+        self._clock.send(seconds, seconds * link.processor_share)
 
     def _link(self, num_ranks: int) -> Link:
         lane = self._clock.lane_at_work

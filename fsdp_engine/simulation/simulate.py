@@ -8,7 +8,6 @@ engine itself runs, what is found cannot drift from what it does.
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
@@ -92,7 +91,6 @@ def simulate(
         trained = (optimizer or _adamw)(model.parameters())
         shard_optimizer(trained)
         inputs = _on_no_device(batch() if callable(batch) else batch, fake)
-        gc.collect()  # of the model as it was
         buffers = sum(buffer.nbytes for buffer in model.buffers())
         memory.watch(engine.memory_bytes, buffers)
         step = _Step(engine, trained, inputs, loss, microbatches)

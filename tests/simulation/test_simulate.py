@@ -87,6 +87,21 @@ def test_where_the_host_computes_it_blocks() -> None:
     assert second.done
 
 
+def test_a_message_takes_its_share_from_compute_while_it_goes_on() -> None:
+    clock = Clock(a_machine(host_runs_ahead=False))
+    lanes = clock.make_lanes(torch.device("cpu"))
+
+    def steps() -> Any:
+        clock.send(3.0, 1.5)
+        yield ()
+
+    ticket = lanes.inner_gather.submit("all-gather of a", steps)
+    clock.compute("f", 1.0)
+    assert clock.host == 2.5
+    lanes.compute.wait(ticket)
+    assert clock.host == 3.0
+
+
 def test_units_are_read_off_labels() -> None:
     labels = ("reduce-scatter of blocks.1 over the inner axis", "encode blocks.1 (buffer 0)")
     assert {unit_of(label) for label in labels} == {"blocks.1"}
