@@ -252,7 +252,15 @@ def run_llama() -> dict[str, Any]:
                 f"{took:.0f}",
             ]
         )
-    columns = ["pair", "step ms", "compute", "exposed", "most of it", "peak GiB", "took s of a core"]
+    columns = [
+        "pair",
+        "step ms",
+        "compute",
+        "exposed",
+        "most of it",
+        "peak GiB",
+        "took s of a core",
+    ]
     harness.print_table("8B Llama, 64 x H100, 4,096 tokens a rank, bf16", columns, rows)
     return record
 

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from fsdp_engine.devices.lanes import lanes_made_by
+from fsdp_engine.devices.memory import empty_like
 from fsdp_engine.devices.mesh import pretended_ranks
 from fsdp_engine.engine import Engine
 from fsdp_engine.optimizer import shard_optimizer
@@ -69,13 +70,20 @@ def simulate(
 
     Raises:
         RuntimeError: torch.distributed is initialised in this process.
-        ValueError: ``mesh`` has not ``world_size`` ranks, or there is no microbatch.
+        ValueError: ``mesh`` has not ``world_size`` ranks, or there is no microbatch, or the config
+            has values of gradients looked at.
     """
     sizes = (world_size,) if mesh is None else tuple(mesh)
     if math.prod(sizes) != world_size or len(sizes) not in (1, 2):
         raise ValueError(f"mesh: expected one or two sizes of {world_size} ranks; found {sizes}")
     if microbatches < 1:
         raise ValueError(f"microbatches: expected at least 1; found {microbatches}")
+    config = options.get("config")
+    if config is not None and (config.check_for_nan_in_grad or config.check_for_large_grads):
+        raise ValueError(
+            "config: expected no check of gradients, whose values are fake; found "
+            "check_for_nan_in_grad or check_for_large_grads"
+        )
     clock, memory = Clock(machine), MemoryWatch()
     clock.memory_changed = memory.sample
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -149,10 +157,23 @@ class _Step:
 
 
 def _built(build: Callable[[], nn.Module]) -> nn.Module:
+    """The model; what it has on the meta device gets off it, where nothing needs values."""
     model = build()
-    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        model.to_empty(device="cpu")
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and tensor.is_meta:
+                    tensors[name] = made.setdefault(id(tensor), _off_meta(tensor))
     return model
+
+
+def _off_meta(tensor: Tensor) -> Tensor:
+    twin = empty_like(tensor.detach(), torch.device("cpu"))
+    if isinstance(tensor, nn.Parameter):
+        twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
+    twin.__dict__.update({key: value for key, value in vars(tensor).items() if key[0] != "_"})
+    return twin
 
 
 def _on_no_device(batch: Any, fake: FakeTensorMode) -> Any:

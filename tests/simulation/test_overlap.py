@@ -76,7 +76,7 @@ def test_nothing_more_where_messages_take_twice_the_time_of_compute(pair: tuple[
 def test_only_the_first_gather_and_the_last_reduction_of_equal_units() -> None:
     found = simulated(("optim_grads_params", "no_shard"), NETWORK)
     seen = {(each.unit, each.phase, each.lane) for each in found.exposed}
-    first, last = ("blocks.0", "forward", "inner gather"), ("blocks.0", "backward", "outer reduce")
+    first, last = ("blocks.0", "forward", "inner gather"), ("blocks.0", "backward", "inner reduce")
     assert seen == {first, last}
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
 from fsdp_engine.devices.lanes import Operation
@@ -257,6 +258,7 @@ def test_many_ranks_cost_no_more_than_few() -> None:
         ({"mesh": (3, 4)}, "mesh: expected one or two sizes of 8 ranks"),
         ({"microbatches": 0}, "microbatches: expected at least 1"),
         ({"strategy": "zero"}, "strategy: expected one of"),
+        ({"config": fe.DistributedDataParallelConfig(check_for_nan_in_grad=True)}, "no check of"),
     ],
 )
 def test_arguments_that_cannot_be(options: dict[str, Any], message: str) -> None:
@@ -275,6 +277,45 @@ class TwoOutputs(nn.Module):
     def forward(self, tokens: Tensor) -> list[Tensor]:
         found = self.embedding(tokens)
         return [found, found]
+
+
+class Checkpointed(nn.Module):
+    """Linears, two of one bias, run again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+        self.blocks[2].bias = self.blocks[1].bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x.sum()
+
+
+def on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return Checkpointed()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"config": fe.DistributedDataParallelConfig(fsdp_double_buffer=True)},
+        {"config": fe.DistributedDataParallelConfig(average_in_collective=True)},
+        {"codec_rules": [fe.Float8()]},
+        {"mp_policy": fe.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.bfloat16)},
+    ],
+    ids=["plain", "double buffer", "average", "fp8", "bf16"],
+)
+def test_what_the_engine_can_do_a_simulation_can(options: dict[str, Any]) -> None:
+    run = {"batch": torch.zeros(4, 64), "mesh": (2, 4), "strategy": "optim_grads_params"}
+    found = fe.simulate(Checkpointed, 8, **run, **options)
+    assert found.seconds > 0
+    assert found.memory["transient"] > 0
+    # Where the model was built makes no difference.
+    assert fe.simulate(on_meta, 8, **run, **options).seconds == pytest.approx(found.seconds)
 
 
 def test_a_model_without_a_loss_says_so() -> None:
