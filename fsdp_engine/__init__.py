@@ -18,11 +18,17 @@ from fsdp_engine.optimizer import shard_optimizer
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.hooks import register_forward_method
 from fsdp_engine.sharding import shard
+from fsdp_engine.simulation.machine import B200, H100, H200, Machine
 from fsdp_engine.simulation.planner import Estimate, estimate
+from fsdp_engine.simulation.result import Simulation
+from fsdp_engine.simulation.simulate import simulate
 
 __version__ = "0.1.0"  # the package's metadata read it here
 
 __all__ = [
+    "B200",
+    "H100",
+    "H200",
     "Checkpointer",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
@@ -30,8 +36,10 @@ __all__ = [
     "Estimate",
     "FlatDTensor",
     "Float8",
+    "Machine",
     "MixedPrecisionPolicy",
     "ModelParallelGroups",
+    "Simulation",
     "estimate",
     "export_safetensors",
     "finalize_model_grads",
@@ -41,4 +49,5 @@ __all__ = [
     "save_checkpoint",
     "shard",
     "shard_optimizer",
+    "simulate",
 ]

@@ -27,7 +27,7 @@ from fsdp_engine.buffers.gradient_scale import scaled_copy
 from fsdp_engine.buffers.sharded_buffer import ShardedBuffer
 from fsdp_engine.devices.collectives import Communicator, Steps
 from fsdp_engine.devices.lanes import Chain, Lane, Lanes, Operation
-from fsdp_engine.devices.memory import Memory
+from fsdp_engine.devices.memory import Memory, begin_together
 from fsdp_engine.devices.mesh import DataMesh
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis
 
@@ -302,6 +302,6 @@ def _keep(source: Tensor, out: Tensor, how: Reduction) -> Steps:
     """This rank's own is the sum."""
     if how.accumulate:
         out.add_(source, alpha=1.0 / how.boost)
-    elif out.data_ptr() != source.data_ptr():
+    elif not begin_together(out, source):
         scaled_copy(source, out, 1.0 / how.boost)
     yield from ()

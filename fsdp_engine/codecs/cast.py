@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fsdp_engine.codecs.base import ParamCodec
 from fsdp_engine.devices.collectives import Steps
+from fsdp_engine.devices.memory import begin_together
 
 
 class CastCodec(ParamCodec):
@@ -21,6 +22,6 @@ class CastCodec(ParamCodec):
     def encode(self, main: Tensor, wires: Sequence[Tensor]) -> Steps:
         """See :class:`ParamCodec`."""
         (wire,) = wires
-        if wire.data_ptr() != main.data_ptr():
+        if not begin_together(wire, main):
             wire.copy_(main)
         yield from ()

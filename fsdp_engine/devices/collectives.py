@@ -277,6 +277,8 @@ def gather_objects(
     """
     if group is None:
         return [value]
+    if dist.get_backend(group) == "fake":
+        return [value] * group.size()  # all ranks are this one
     gathered: list[object] = [None] * group.size()
     with naming(what, group):
         dist.all_gather_object(gathered, value, group=group)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -35,6 +35,9 @@ _MOST_RECENT = 256
 
 Steps = Iterator[Sequence[Any]]
 Operation = Callable[[], Steps]
+
+# Who makes lanes in place of make_lanes: see lanes_made_by.
+_MAKERS: list[Callable[[torch.device], Any]] = []
 
 
 class Ticket(Protocol):
@@ -144,6 +147,8 @@ def make_lanes(device: torch.device, ranks: Sequence[int] = ()) -> Lanes:
         device: where the work is done.
         ranks: global ranks that take part, for messages; none: all.
     """
+    if _MAKERS:
+        return _MAKERS[-1](device)
     if device.type == "cuda":
         # High priority: a gather that starts late stalls the model, compute that yields does not.
         streams = [torch.cuda.Stream(device, priority=-1) for _ in range(4)]
@@ -151,6 +156,16 @@ def make_lanes(device: torch.device, ranks: Sequence[int] = ()) -> Lanes:
         watch.SLOW.update(lanes)
         return Lanes(DeviceLane(device, None), *lanes)
     return Lanes(*(HostLane(ranks) for _ in range(5)))
+
+
+@contextmanager
+def lanes_made_by(maker: Callable[[torch.device], Lanes]) -> Iterator[None]:
+    """Within it, engines get the lanes that ``maker`` makes: those of a simulation."""
+    _MAKERS.append(maker)
+    try:
+        yield
+    finally:
+        _MAKERS.pop()
 
 
 def finish_compute(device: torch.device) -> None:

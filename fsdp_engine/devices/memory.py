@@ -101,6 +101,18 @@ def zeros(
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
+def empty_storage(device: torch.device | str) -> torch.UntypedStorage:
+    """A storage object without memory; under ``FakeTensorMode`` one that never gets any."""
+    return torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
+
+
+def begin_together(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors begin at one byte of one storage, also where that has no memory."""
+    storages = (first.untyped_storage()._cdata, second.untyped_storage()._cdata)
+    starts = [each.storage_offset() * each.itemsize for each in (first, second)]
+    return storages[0] == storages[1] and starts[0] == starts[1]
+
+
 def alias(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor over the same memory with a version counter of its own."""
     other = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -159,7 +171,8 @@ class Memory:
         self._in_use = 0
         self._most_in_use = 0
         self.ledger = Ledger()
-        self._swaps = _CAN_SWAP and device.type == "cpu"
+        # Not by the device's name: under FakeTensorMode storages are on none.
+        self._swaps = _CAN_SWAP and empty_storage(device).device.type == "cpu"
         self._idle: dict[int, list[torch.UntypedStorage]] = {}
         self._trim = _find_malloc_trim() if device.type == "cpu" else None
         self._backwards = 0
@@ -250,7 +263,7 @@ class Memory:
     def _drain(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
         self._in_use -= num_bytes
         if self._swaps:
-            block = torch.UntypedStorage(0)
+            block = empty_storage(self.device)
             storage._swap_data_ptr_(block)  # type: ignore[attr-defined]
             self._idle.setdefault(num_bytes, []).append(block)
         else:
@@ -287,7 +300,7 @@ class TransientStorage:
         self.num_bytes = numel * dtype.itemsize
         self.filled = False
         # Views can only be made over memory that is there: `view` fills and drains once.
-        self._storage = torch.UntypedStorage(0, device=memory.device)
+        self._storage = empty_storage(memory.device)
         serves = is_kept_idle and self.num_bytes
         self._arena = memory.arenas.get(role) if serves else None
         self._number = self._arena.add(self.num_bytes) if self._arena is not None else -1

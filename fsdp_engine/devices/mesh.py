@@ -6,9 +6,10 @@ everything that is issued on it. An axis of one rank has no groups, and nothing 
 
 from __future__ import annotations
 
+import math
 import os
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fsdp_engine.devices.meeting import meet, telling
 from fsdp_engine.layout import Coordinate
@@ -52,6 +54,7 @@ class DataMesh:
     control_group: dist.ProcessGroup | None
 
     @classmethod
+    @_disable_current_modes()  # ranks are numbers, also in a simulation
     def create(
         cls,
         device_mesh: DeviceMesh | None,
@@ -105,7 +108,7 @@ class DataMesh:
     @property
     def ranks(self) -> list[int]:
         """Global ranks, row by row."""
-        return list(self.device_mesh.mesh.flatten().tolist())
+        return _members(self.device_mesh)
 
     @property
     def coordinate(self) -> Coordinate:
@@ -203,10 +206,38 @@ def ranks_that_meet(device_mesh: object) -> list[int]:
     to say so.
     """
     if isinstance(device_mesh, DeviceMesh):
-        return list(device_mesh.mesh.flatten().tolist())
+        return _members(device_mesh)
     if device_mesh is None:
         init_from_environment()
     return list(range(dist.get_world_size())) if dist.is_initialized() else []
+
+
+@_disable_current_modes()
+def _members(device_mesh: DeviceMesh) -> list[int]:
+    return list(device_mesh.mesh.flatten().tolist())
+
+
+@contextmanager
+def pretended_ranks(sizes: Sequence[int]) -> Iterator[DeviceMesh]:
+    """Within it, this process is rank 0 of a mesh of ``sizes`` whose other ranks do not exist:
+    what it sends goes nowhere, what it receives is whatever was there.
+
+    Raises:
+        RuntimeError: torch.distributed is initialised already.
+    """
+    if dist.is_initialized():
+        raise RuntimeError(
+            "simulate: expected a process without process groups; found torch.distributed "
+            "initialised. Simulate before init_process_group, or in a process of its own"
+        )
+    # Registers the backend "fake", too.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=math.prod(sizes))
+    try:
+        yield init_device_mesh("cpu", tuple(sizes))
+    finally:
+        dist.destroy_process_group()
 
 
 def check_device_mesh(device_mesh: DeviceMesh) -> list[int]:

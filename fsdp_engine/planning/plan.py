@@ -19,6 +19,7 @@ from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -359,7 +360,7 @@ def _check_record(record: ParamRecord, recipe: Recipe) -> None:
             f"over {param.device_mesh} (sharded elsewhere; tensor parallelism has to "
             "keep plain local parameters)"
         )
-    if type(param) not in (Tensor, nn.Parameter) and not is_quantized(param):
+    if type(param) not in (Tensor, nn.Parameter, FakeTensor) and not is_quantized(param):
         raise ValueError(
             f"{record.name}: expected a plain torch.nn.Parameter, all of whose data are its "
             f"elements; found a {type(param).__name__}, of which only those would be kept. Make it "

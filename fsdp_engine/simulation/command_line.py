@@ -2,10 +2,12 @@
 
     fsdp-engine plan --elements 8e9 --world 64 --outer 8 --dtype bf16 --memory 80
     fsdp-engine plan --model my_package.models:build --world 8 --dtype bf16
+    fsdp-engine calibrate machine.json
     fsdp-engine checkpoint inspect PATH
 
 ``plan`` tells what a rank would hold and send. Nothing is trained or allocated: a model is built on
-the meta device. ``checkpoint`` looks into checkpoints (``checkpoint/command_line.py``).
+the meta device. ``calibrate`` measures this machine for ``fe.simulate``. ``checkpoint`` looks into
+checkpoints (``checkpoint/command_line.py``).
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from torch import nn
 
 from fsdp_engine.checkpoint.command_line import app as checkpoint_app
 from fsdp_engine.precision import MixedPrecisionPolicy
+from fsdp_engine.simulation.calibrate import calibrate
 from fsdp_engine.simulation.planner import NOT_INCLUDED, Estimate, compare
 from fsdp_engine.terminal import format_bytes, print_whole
 
@@ -96,6 +99,16 @@ def plan(
     except (ValueError, TypeError) as error:
         raise typer.BadParameter(str(error)) from error
     print_whole(estimates_table(estimates, memory))
+
+
+@app.command("calibrate")
+def measure_machine(
+    path: Annotated[Path, typer.Argument(help="where its figures are written, as JSON")],
+    threads: Annotated[int, typer.Option(help="of each of the two ranks")] = 1,
+) -> None:
+    """Measure this machine with two gloo ranks, in half a minute, for fe.simulate."""
+    calibrate(threads).save(path)
+    print(path.read_text(), end="")
 
 
 def build_on_meta(spec: str) -> nn.Module:

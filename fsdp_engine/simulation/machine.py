@@ -1,0 +1,200 @@
+"""What a simulation knows of a machine: a few figures, with their sources.
+
+Peaks are those of vendors' data sheets, for dense matrices and one direction of a link. What
+programs reach of them is said apart, as a fraction: an assumption, to be replaced by measurements
+where there are some. "This machine" is measured (``calibrate.py``), and its fractions are 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+_DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+}
+
+
+@dataclass(frozen=True)
+class Link:
+    """How bytes get from one rank to the next of a ring.
+
+    Attributes:
+        bandwidth: bytes a second that one rank sends, while it receives as many.
+        latency: seconds of one hop, whatever is sent.
+        achievable: the fraction of ``bandwidth`` that collectives reach.
+        processor_share: the fraction of a message's time that it takes from compute, where one
+            processor does both.
+    """
+
+    bandwidth: float
+    latency: float
+    achievable: float = 1.0
+    processor_share: float = 0.0
+
+    def seconds(self, num_bytes: float, num_hops: int) -> float:
+        """For ``num_bytes`` that a rank sends in ``num_hops`` messages, one after the other."""
+        return num_bytes / (self.bandwidth * self.achievable) + num_hops * self.latency
+
+
+@dataclass(frozen=True)
+class Processor:
+    """What computes, and its memory.
+
+    Attributes:
+        matrix_flops: floating-point operations a second of matrix products, by dtype.
+        memory_bandwidth: bytes a second, read and written together.
+        memory_bytes: how much there is.
+        call_seconds: the least that any operation takes, however small.
+        achievable_flops: the fraction of ``matrix_flops`` that large products reach.
+        achievable_bandwidth: the fraction of ``memory_bandwidth`` that large operations reach.
+    """
+
+    matrix_flops: Mapping[torch.dtype, float]
+    memory_bandwidth: float
+    memory_bytes: float
+    call_seconds: float = 0.0
+    achievable_flops: float = 1.0
+    achievable_bandwidth: float = 1.0
+
+    def seconds(self, flops: float, num_bytes: float, dtype: torch.dtype) -> float:
+        """A roofline: matrix products or memory, whatever takes longer."""
+        peak = self.matrix_flops.get(dtype, self.matrix_flops[torch.float32])
+        computing = flops / (peak * self.achievable_flops)
+        moving = num_bytes / (self.memory_bandwidth * self.achievable_bandwidth)
+        return max(computing, moving, self.call_seconds)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine of many ranks.
+
+    Attributes:
+        name: for people.
+        processor: of one rank.
+        within_node: the link between ranks of one node.
+        between_nodes: the link between ranks of two nodes.
+        ranks_per_node: consecutive ranks that share a node.
+        host_seconds: what a call of one operation costs the host.
+        host_runs_ahead: the host issues work to a device and goes on. False: the host computes
+            itself, and its time is the compute lane's.
+    """
+
+    name: str
+    processor: Processor
+    within_node: Link
+    between_nodes: Link
+    ranks_per_node: int
+    host_seconds: float = 0.0
+    host_runs_ahead: bool = True
+
+    def link(self, num_ranks: int, stride: int) -> Link:
+        """The slowest link of a ring over ``num_ranks`` ranks, each ``stride`` after the other."""
+        return self.within_node if num_ranks * stride <= self.ranks_per_node else self.between_nodes
+
+    def save(self, path: Path) -> None:
+        """Write it as JSON."""
+        content = dataclasses.asdict(self)
+        flops = content["processor"]["matrix_flops"]
+        names = {dtype: name for name, dtype in _DTYPES.items()}
+        content["processor"]["matrix_flops"] = {names[key]: flops[key] for key in flops}
+        path.write_text(json.dumps(content, indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Machine:
+        """Read what :meth:`save`, or ``python -m fsdp_engine calibrate``, wrote.
+
+        Raises:
+            OSError: there is no such file.
+            ValueError: it says something else.
+        """
+        content = json.loads(Path(path).read_text())
+        try:
+            processor = content.pop("processor")
+            flops = {_DTYPES[name]: each for name, each in processor.pop("matrix_flops").items()}
+            return cls(
+                processor=Processor(flops, **processor),
+                within_node=Link(**content.pop("within_node")),
+                between_nodes=Link(**content.pop("between_nodes")),
+                **content,
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{path}: expected a machine as `calibrate` writes it; found {error!r}"
+            ) from error
+
+
+# Fractions that all presets assume. Large bf16 products reach some 70 % of an H100's peak, which it
+# cannot hold within its power; streaming kernels some 90 % of the memory's bandwidth. NCCL's
+# all-gather reports a bus bandwidth of some 360 of NVLink 4's 450 GB/s, and close to a 400 Gb/s
+# link's line rate. None of them was measured by this project.
+_FLOPS, _MEMORY, _NVLINK, _NETWORK = 0.70, 0.90, 0.80, 0.90
+# A small kernel takes about so long from its start to its end; one hop of a ring within a node and
+# over a network; the host, from Python through autograd to a launch.
+_KERNEL, _NVLINK_HOP, _NETWORK_HOP, _HOST = 3e-6, 2e-6, 6e-6, 8e-6
+
+# 400 Gb/s: one ConnectX-7 port for each GPU, as in the DGX H100 and B200 data sheets.
+_PORT = Link(50e9, _NETWORK_HOP, _NETWORK)
+
+# "NVIDIA H100 Tensor Core GPU" data sheet, SXM column; figures with sparsity are halved: 1,979
+# TFLOPS bf16, 3,958 fp8; fp32 without tensor cores, torch's default, 67. 80 GB, 3.35 TB/s. NVLink
+# 900 GB/s, both directions.
+_HOPPER = {
+    torch.bfloat16: 989.5e12,
+    torch.float16: 989.5e12,
+    torch.float8_e4m3fn: 1979e12,
+    torch.float32: 67e12,
+    torch.float64: 67e12,
+}
+H100 = Machine(
+    "8 x H100 SXM a node, 400 Gb/s a GPU",
+    Processor(_HOPPER, 3.35e12, 80e9, _KERNEL, _FLOPS, _MEMORY),
+    Link(450e9, _NVLINK_HOP, _NVLINK),
+    _PORT,
+    ranks_per_node=8,
+    host_seconds=_HOST,
+)
+
+# "NVIDIA H200 Tensor Core GPU" data sheet, SXM column: the same chip with 141 GB at 4.8 TB/s.
+H200 = Machine(
+    "8 x H200 SXM a node, 400 Gb/s a GPU",
+    Processor(_HOPPER, 4.8e12, 141e9, _KERNEL, _FLOPS, _MEMORY),
+    Link(450e9, _NVLINK_HOP, _NVLINK),
+    _PORT,
+    ranks_per_node=8,
+    host_seconds=_HOST,
+)
+
+# "NVIDIA DGX B200" data sheet and "NVIDIA Blackwell architecture" brief, for one of eight GPUs,
+# without sparsity: 4.5 PFLOPS fp8, half of it bf16; fp32 80 TFLOPS. 180 GB, 8 TB/s. NVLink 5, 1.8
+# TB/s in both directions.
+B200 = Machine(
+    "8 x B200 a node, 400 Gb/s a GPU",
+    Processor(
+        {
+            torch.bfloat16: 2250e12,
+            torch.float16: 2250e12,
+            torch.float8_e4m3fn: 4500e12,
+            torch.float32: 80e12,
+            torch.float64: 40e12,
+        },
+        8e12,
+        180e9,
+        _KERNEL,
+        _FLOPS,
+        _MEMORY,
+    ),
+    Link(900e9, _NVLINK_HOP, _NVLINK),
+    _PORT,
+    ranks_per_node=8,
+    host_seconds=_HOST,
+)

@@ -1,0 +1,150 @@
+"""What operations cost: flops and bytes of the model's, bytes, ranks and links of messages.
+
+Matrix products and attention take their flops from ``torch.utils.flop_counter``; anything else none
+and the time of the bytes that it reads and writes. Causal attention counts in full, as it does
+there. Messages take the time of a ring: of an all-gather and a reduce-scatter of N bytes over n
+ranks each rank sends (n - 1) / n of N in n - 1 hops, of an all-reduce twice that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import flop_counter
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fsdp_engine.simulation.clock import Clock
+from fsdp_engine.simulation.machine import Link
+from fsdp_engine.simulation.memory_watch import MemoryWatch
+
+_aten = torch.ops.aten
+
+# They read the rows that they return, not all there are.
+_LOOKUPS = {"embedding", "index", "index_select", "gather"}
+# They make or name memory, and move nothing.
+_NOTHING = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+_NOTHING |= {"set_", "resize_", "detach", "detach_", "alias", "lift_fresh", "_unsafe_view"}
+# By how many (n - 1) / n of a message's bytes each rank sends, in how many times n - 1 hops.
+_RINGS = {
+    "_allgather_base_": 1,
+    "_reduce_scatter_base_": 1,
+    "allreduce_": 2,
+    "alltoall_base_": 1,
+    "broadcast_": 1,
+}
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    return flop_counter.sdpa_flop_count(query.shape, key.shape, value.shape)
+
+
+def _attention_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
+) -> int:
+    return flop_counter.sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
+
+
+# Attention on fake tensors takes the CPU's kernel, which flop_counter does not list.
+_MORE_FLOPS: dict[Any, Callable[..., int]] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+
+
+class Operations(TorchDispatchMode):
+    """Within it, every operation takes its time on the clock.
+
+    Args:
+        clock: whose lanes advance.
+        memory: sees what operations allocate.
+        inner_size: ranks on the inner axis, which are neighbours; those of the outer one lie so
+            many apart.
+    """
+
+    def __init__(self, clock: Clock, memory: MemoryWatch, inner_size: int) -> None:
+        super().__init__()
+        self._clock = clock
+        self._memory = memory
+        self._inner_size = inner_size
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """An operation of the model, of autograd, the optimizer or the engine."""
+        if any(each not in (Tensor, FakeTensor, torch.nn.Parameter) for each in types):
+            return NotImplemented  # what the subclass makes of it comes here again
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func.namespace == "c10d":
+            self._message(func, args)
+        elif func.namespace != "prim":
+            self._operation(func, args, kwargs, out)
+        return out
+
+    def _operation(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        packet = func._overloadpacket
+        name = packet.__name__
+        results = _tensors(out)
+        if func.is_view or name in _NOTHING:
+            self._clock.call()
+        else:
+            operands = [] if name in _LOOKUPS else _tensors((args, kwargs))
+            num_bytes = sum(_num_bytes(each) for each in (*operands, *results))
+            if name in _LOOKUPS:
+                num_bytes *= 2
+            self._clock.compute(name, self._seconds(packet, args, kwargs, out, num_bytes))
+        self._memory.made(results)
+
+    def _seconds(self, packet: Any, args: Any, kwargs: Any, out: Any, num_bytes: int) -> float:
+        flops = 0
+        formula: Any = flop_counter.flop_registry.get(packet)
+        if packet in _MORE_FLOPS:
+            flops = _MORE_FLOPS[packet](*args, **kwargs)
+        elif formula is not None:
+            flops = formula(*args, **kwargs, out_val=out)
+        dtype = next((t.dtype for t in _tensors(args) if t.is_floating_point()), torch.float32)
+        return self._clock.machine.processor.seconds(flops, num_bytes, dtype)
+
+    def _message(self, func: Any, args: Any) -> None:
+        ring = _RINGS.get(func._overloadpacket.__name__)
+        if ring is None:
+            return  # no message: a barrier, a wait
+        num_bytes = max(_num_bytes(each) for each in _tensors(args))
+        group = next(each for each in map(_as_group, args) if each is not None)
+        link = self._link(group.size())
+        seconds = message_seconds(link, num_bytes, group.size(), ring)
+        self._clock.send(seconds, seconds * link.processor_share)
+
+    def _link(self, num_ranks: int) -> Link:
+        lane = self._clock.lane_at_work
+        is_outer = lane is not None and lane.startswith("outer")
+        return self._clock.machine.link(num_ranks, self._inner_size if is_outer else 1)
+
+
+def message_seconds(link: Link, num_bytes: int, num_ranks: int, ring: int = 1) -> float:
+    """Of a collective of ``num_bytes`` over ``num_ranks``: ``ring`` times around a ring."""
+    sent = ring * num_bytes * (num_ranks - 1) / num_ranks
+    return link.seconds(sent, ring * (num_ranks - 1))
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.itemsize
+
+
+def _as_group(value: Any) -> dist.ProcessGroup | None:
+    if not isinstance(value, torch.ScriptObject):
+        return None
+    try:
+        return dist.ProcessGroup.unbox(value)
+    except RuntimeError:
+        return None  # a reduction's operator

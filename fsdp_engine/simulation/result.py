@@ -1,0 +1,121 @@
+"""What a simulation found: times, what was exposed, memory, and a timeline."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdp_engine.simulation.clock import COMPUTE, Exposed, Span
+from fsdp_engine.simulation.machine import Machine
+from fsdp_engine.terminal import format_bytes
+
+_WAITS = "compute waits for"
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """One step of training, the last that was simulated; times in seconds since it began, memory
+    in bytes.
+
+    Attributes:
+        title: what was simulated.
+        machine: on what.
+        seconds: from the end of the step before to the end of this one.
+        spans: what each lane did in it.
+        exposed: where compute waited for communication.
+        memory: by kind, at the moment when most was held.
+        budget: elements that the engine gathers ahead, and has in reductions at a time.
+    """
+
+    title: str
+    machine: Machine
+    seconds: float
+    spans: tuple[Span, ...]
+    exposed: tuple[Exposed, ...]
+    memory: dict[str, int]
+    budget: int
+
+    @property
+    def compute_seconds(self) -> float:
+        """What the compute lane was busy for."""
+        return self._busy(COMPUTE)
+
+    @property
+    def message_seconds(self) -> dict[str, float]:
+        """What each of the other lanes was busy for."""
+        names = sorted({span.lane for span in self.spans} - {COMPUTE})
+        return {name: self._busy(name) for name in names}
+
+    @property
+    def exposed_seconds(self) -> float:
+        """What compute waited for communication, in all."""
+        return sum(each.seconds for each in self.exposed)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most that was held at one moment."""
+        return sum(self.memory.values())
+
+    def trace(self) -> dict[str, Any]:
+        """The timeline in Chrome's trace event format: a row for each lane, and one for waiting."""
+        rows = [COMPUTE, _WAITS, *self.message_seconds]
+        events: list[dict[str, Any]] = [
+            {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": self.title}}
+        ]
+        for row, name in enumerate(rows):
+            place: dict[str, Any] = {"ph": "M", "pid": 0, "tid": row}
+            events.append({**place, "name": "thread_name", "args": {"name": name}})
+            events.append({**place, "name": "thread_sort_index", "args": {"sort_index": row}})
+        for span in self.spans:
+            event = self._event(rows.index(span.lane), span.label, span.start, span.end)
+            events.append({**event, "args": {"phase": span.phase}})
+        for each in self.exposed:
+            name = f"{each.lane} of {each.unit}"
+            event = self._event(rows.index(_WAITS), name, each.start, each.start + each.seconds)
+            events.append({**event, "args": {"phase": each.phase}})
+        return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+    def save_trace(self, path: str | Path) -> None:
+        """Write :meth:`trace` as JSON, which Perfetto (ui.perfetto.dev) opens."""
+        Path(path).write_text(json.dumps(self.trace()))
+
+    def __str__(self) -> str:
+        lines = [f"{self.title}, {self.machine.name}", f"step        {_ms(self.seconds)}"]
+        lines.append(f"compute     {_ms(self.compute_seconds)}")
+        lines += [f"{name:<12}{_ms(busy)}" for name, busy in self.message_seconds.items()]
+        lines.append(f"exposed     {_ms(self.exposed_seconds)}{self._worst()}")
+        kinds = ", ".join(f"{kind} {format_bytes(n)}" for kind, n in self.memory.items() if n)
+        there = format_bytes(self.machine.processor.memory_bytes)
+        lines.append(f"memory      {format_bytes(self.peak_bytes)} of {there} at most: {kinds}")
+        return "\n".join(lines)
+
+    def _worst(self) -> str:
+        sums: dict[tuple[str, str, str], float] = {}
+        for each in self.exposed:
+            key = (each.unit, each.phase, each.lane)
+            sums[key] = sums.get(key, 0.0) + each.seconds
+        worst = sorted(sums.items(), key=lambda item: -item[1])[:3]
+        return "".join(
+            f"\n  {unit}, {phase}, {lane}: {_ms(seconds).strip()}"
+            for (unit, phase, lane), seconds in worst
+        )
+
+    def _busy(self, lane: str) -> float:
+        return sum(span.end - span.start for span in self.spans if span.lane == lane)
+
+    def _event(self, row: int, name: str, start: float, end: float) -> dict[str, Any]:
+        micro = 1e6
+        return {
+            "ph": "X",
+            "pid": 0,
+            "tid": row,
+            "name": name,
+            "ts": start * micro,
+            "dur": (end - start) * micro,
+        }
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:10.3f} ms"

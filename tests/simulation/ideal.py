@@ -1,0 +1,176 @@
+"""What a schedule cannot avoid to expose: computed from the order of uses alone.
+
+Nothing of the engine is used here but the table of levels. A model is a row of units, a microbatch
+the row of their uses: forward in order, backward in reverse. What is known of the schedule:
+
+- Compute does one use after the other, as soon as what it needs is there.
+- Each axis has a lane for gathers and one for reductions, and each lane is a FIFO.
+- At the beginning of a use its own weights are asked for, then those of the uses that follow, while
+  the elements asked for ahead are below the budget. Weights that are cut go after a use, unless the
+  next use is of the same unit; then memory is free for what follows. What is whole but was changed
+  by the optimizer is gathered once a step: at its beginning or, where nothing may be gathered ahead
+  (budget 0), when it is used.
+- A unit's gradients leave when its backward is over. Where they are cut, no more of them may be on
+  their way than the budget, the unit itself not counted if it is larger: its first gradient waits.
+- The optimizer waits for everything.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from fsdp_engine.strategies import Role, Strategy
+
+INNER, OUTER = 0, 1
+
+
+@dataclass(frozen=True)
+class IdealUnit:
+    """A unit of a model.
+
+    Attributes:
+        numel: its elements.
+        forward: seconds of its forward.
+        until_first: seconds of its backward until its first gradient is there.
+        backward: seconds of its backward in all.
+    """
+
+    numel: int
+    forward: float
+    until_first: float
+    backward: float
+
+
+@dataclass(frozen=True)
+class Network:
+    """Ranks on each axis, (inner, outer), and bytes a second of the links along it."""
+
+    sizes: tuple[int, int]
+    bandwidth: tuple[float, float]
+
+    def ring(self, numel: float, axis: int, times: int = 1) -> float:
+        """Seconds of so many fp32 elements ``times`` around a ring."""
+        n = self.sizes[axis]
+        return times * 4 * numel * (n - 1) / n / self.bandwidth[axis]
+
+
+class Ideal:
+    """A step as it must be, at the least.
+
+    Args:
+        units: in the order of forward.
+        strategy: the levels.
+        network: ranks and links.
+        budget: elements.
+        microbatches: of the step.
+
+    Attributes:
+        exposed: seconds in which compute waits.
+        seconds: of the step.
+    """
+
+    def __init__(
+        self,
+        units: list[IdealUnit],
+        strategy: Strategy,
+        network: Network,
+        budget: int,
+        microbatches: int,
+    ) -> None:
+        self._units = units
+        self._depths = {role: strategy.depth(role) for role in Role}
+        self._network = network
+        self._budget = budget
+        self.seconds = self.exposed = 0.0
+        self._free = {(kind, axis): 0.0 for kind in "gr" for axis in (INNER, OUTER)}
+        # When a unit's weights will be there; what is cut is asked for anew for each use.
+        self._there: dict[int, float] = {}
+        self._stale = set(range(len(units)))
+        self._last: dict[int, float] = {}
+        self._in_flight: deque[tuple[int, float]] = deque()
+        self._run(microbatches)
+
+    def _run(self, microbatches: int) -> None:
+        count = len(self._units)
+        uses = [*range(count), *reversed(range(count))]
+        if self._depths[Role.PARAM] == 0 and self._budget > 0:
+            for unit in range(count):
+                self._ask_for(unit)
+        for number in range(microbatches):
+            self._there = {} if self._depths[Role.PARAM] else self._there
+            for place, unit in enumerate(uses):
+                self._begin_use(uses, place)
+                self._compute(unit, place >= count, number == microbatches - 1)
+                if self._depths[Role.PARAM] and uses[place + 1 : place + 2] != [unit]:
+                    del self._there[unit]
+        for _, done in self._in_flight:
+            self._wait_until(done)
+        for done in self._last.values():
+            self._wait_until(done)
+
+    def _begin_use(self, uses: list[int], place: int) -> None:
+        self._ask_for(uses[place])
+        ahead = 0
+        before = {uses[place]}
+        for last, unit in zip(uses[place:], uses[place + 1 :], strict=False):
+            if unit == last:
+                continue  # it stays
+            if ahead >= self._budget or not self._depths[Role.PARAM] or unit in before:
+                break  # what has to go first cannot be asked for, and nothing overtakes it
+            before.add(unit)
+            ahead += self._units[unit].numel
+            self._ask_for(unit)
+        self._wait_until(self._there[uses[place]])
+
+    def _ask_for(self, unit: int) -> None:
+        if unit in self._there:
+            return
+        start = self.seconds
+        highest = self._depths[Role.OPTIM] if unit in self._stale else self._depths[Role.PARAM]
+        self._stale.discard(unit)
+        for axis in reversed(range(highest)):
+            start = self._send("g", axis, start, self._ring(unit, axis, axis))
+        self._there[unit] = start
+
+    def _compute(self, unit: int, is_backward: bool, is_last: bool) -> None:
+        each = self._units[unit]
+        if not is_backward:
+            self.seconds += each.forward
+            return
+        self.seconds += each.until_first
+        grad = self._depths[Role.GRAD]
+        if grad:
+            limit = max(self._budget, each.numel)
+            while self._in_flight and each.numel + sum(n for n, _ in self._in_flight) > limit:
+                self._wait_until(self._in_flight.popleft()[1])
+        self.seconds += each.backward - each.until_first
+        done = self.seconds
+        for axis in range(grad):
+            done = self._send("r", axis, done, self._ring(unit, axis, axis))
+        depth = grad
+        for axis in range(grad, 2) if is_last else ():
+            scatters = self._depths[Role.OPTIM] > axis
+            done = self._send("r", axis, done, self._ring(unit, axis, depth, 2 - scatters))
+            depth += scatters
+        if grad:
+            self._in_flight.append((each.numel, done))
+        elif is_last:
+            self._last[unit] = done
+
+    def _ring(self, unit: int, axis: int, depth: int, times: int = 1) -> float:
+        """Of the part of ``unit`` at ``depth``, along ``axis``."""
+        numel: float = self._units[unit].numel
+        for cut in range(depth):
+            numel /= self._network.sizes[cut]
+        return self._network.ring(numel, axis, times)
+
+    def _send(self, kind: str, axis: int, start: float, seconds: float) -> float:
+        lane = (kind, axis)
+        self._free[lane] = max(start, self._free[lane]) + seconds
+        return self._free[lane]
+
+    def _wait_until(self, moment: float) -> None:
+        if moment > self.seconds:
+            self.exposed += moment - self.seconds
+            self.seconds = moment

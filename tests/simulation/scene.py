@@ -1,0 +1,115 @@
+"""A model whose times are known, simulated and computed by hand."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_engine import DistributedDataParallelConfig
+from fsdp_engine.simulation.machine import Link, Machine, Processor
+from fsdp_engine.simulation.result import Simulation
+from fsdp_engine.simulation.simulate import simulate
+from fsdp_engine.strategies import Strategy
+from tests.simulation.ideal import Ideal, IdealUnit, Network
+
+WIDTH, LINEARS, BLOCKS, ROWS = 64, 4, 4, 32
+VOCABULARY = 2048
+SIZES = (2, 4)  # outer, inner
+BLOCK_NUMEL = LINEARS * WIDTH * WIDTH
+FLOPS = 1e9
+
+_PRODUCT = 2 * ROWS * WIDTH * WIDTH / FLOPS
+BACKWARD = 2 * LINEARS * _PRODUCT
+
+
+class LinearBlock(nn.Sequential):
+    """Linears one after another, so that a unit's first gradient comes long before its last."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LINEARS)))
+
+
+class Tower(nn.Module):
+    """Blocks, after an embedding or not."""
+
+    def __init__(self, has_embedding: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH) if has_embedding else None
+        self.blocks = nn.ModuleList(LinearBlock() for _ in range(BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.embedding is not None:
+            x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return x.sum()
+
+
+def network(ratio: float) -> Network:
+    """Links along which all that a unit can send in a backward takes ``ratio`` of its compute
+    there, an axis: an all-reduce of all of it along the inner one, of a part along the outer."""
+    inner, outer = SIZES[1], SIZES[0]
+    longest = ratio * BACKWARD
+    sent = [2 * 4 * BLOCK_NUMEL * (n - 1) / n for n in (inner, outer)]
+    return Network((inner, outer), (sent[0] / longest, sent[1] / longest))
+
+
+def machine(net: Network, host_seconds: float = 0.0) -> Machine:
+    """Matrix products take time, everything else none."""
+    return Machine(
+        "a machine without surprises",
+        Processor({torch.float32: FLOPS}, math.inf, 1e12),
+        Link(net.bandwidth[0], 0.0),
+        Link(net.bandwidth[1], 0.0),
+        ranks_per_node=SIZES[1],
+        host_seconds=host_seconds,
+    )
+
+
+def simulated(
+    pair: tuple[str, str],
+    net: Network,
+    *,
+    budget: int | None = None,
+    has_embedding: bool = False,
+    microbatches: int = 1,
+    **options: Any,
+) -> Simulation:
+    """A step of the engine."""
+    inputs = torch.zeros(ROWS, dtype=torch.long) if has_embedding else torch.zeros(ROWS, WIDTH)
+    return simulate(
+        lambda: Tower(has_embedding),
+        math.prod(SIZES),
+        batch=inputs,
+        mesh=SIZES,
+        machine=machine(net),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        microbatches=microbatches,
+        strategy=pair[0],
+        outer_strategy=pair[1],
+        units=[LinearBlock, nn.Embedding] if has_embedding else [LinearBlock],
+        config=DistributedDataParallelConfig(suggested_communication_unit_size=budget),
+        **options,
+    )
+
+
+def ideal(
+    pair: tuple[str, str],
+    net: Network,
+    *,
+    budget: int,
+    has_embedding: bool = False,
+    microbatches: int = 1,
+) -> Ideal:
+    """The same step as it has to be."""
+    block = IdealUnit(BLOCK_NUMEL, LINEARS * _PRODUCT, 2 * _PRODUCT, BACKWARD)
+    units = [block] * BLOCKS
+    if has_embedding:
+        units = [IdealUnit(VOCABULARY * WIDTH, 0.0, 0.0, 0.0), *units]
+    else:
+        # Nobody wants the gradient of the model's input.
+        units[0] = IdealUnit(BLOCK_NUMEL, LINEARS * _PRODUCT, 2 * _PRODUCT, BACKWARD - _PRODUCT)
+    return Ideal(units, Strategy.from_names(*pair), net, budget, microbatches)

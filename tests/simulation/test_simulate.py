@@ -1,0 +1,335 @@
+"""The clock, the machine's figures, and what a simulation tells."""
+
+from __future__ import annotations
+
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import fsdp_engine as fe
+from fsdp_engine.devices.lanes import Operation
+from fsdp_engine.simulation.calibrate import calibrate
+from fsdp_engine.simulation.clock import Clock, unit_of
+from fsdp_engine.simulation.machine import Link, Machine, Processor
+from fsdp_engine.simulation.operations import message_seconds
+from tests.models import VOCABULARY, Transformer, token_batch
+from tests.simulation.scene import machine, network, simulated
+
+PRESETS = [fe.H100, fe.H200, fe.B200]
+LEVEL_3 = ("optim_grads_params", "no_shard")
+
+
+def a_machine(host_seconds: float = 0.0, host_runs_ahead: bool = True) -> Machine:
+    link = Link(1e9, 0.0)
+    processor = Processor({torch.float32: 1e9}, math.inf, 1e9)
+    return Machine("a machine", processor, link, link, 2, host_seconds, host_runs_ahead)
+
+
+def sending(clock: Clock, seconds: float) -> Operation:
+    def steps() -> Any:
+        clock.send(seconds)
+        yield ()
+
+    return steps
+
+
+def test_lanes_run_beside_each_other_and_tickets_order_them() -> None:
+    clock = Clock(a_machine())
+    lanes = clock.make_lanes(torch.device("cpu"))
+    first = lanes.inner_gather.submit("all-gather of a", sending(clock, 3.0))
+    lanes.inner_gather.submit("all-gather of b", sending(clock, 3.0))
+    reduced = lanes.inner_reduce.submit("reduce a", sending(clock, 1.0), after=[first])
+    clock.compute("f", 2.0)
+    assert clock.finish() == 2.0
+    lanes.compute.wait(first)
+    lanes.compute.wait(reduced)
+    clock.compute("g", 1.0)
+    assert clock.finish() == 5.0
+    ends = {span.label: (span.start, span.end) for span in clock.spans}
+    assert ends["all-gather of b"] == (3.0, 6.0)
+    assert ends["g"] == (4.0, 5.0)
+    # It was the gather that took long, not what came after it.
+    assert [(e.unit, e.lane, e.seconds) for e in clock.exposed] == [("a", "inner gather", 2.0)]
+
+
+def test_a_host_that_runs_ahead_hides_waiting_behind_itself() -> None:
+    clock = Clock(a_machine(host_seconds=1.0))
+    lanes = clock.make_lanes(torch.device("cpu"))
+    ticket = lanes.inner_gather.submit("all-gather of a", sending(clock, 0.5))
+    for _ in range(5):
+        clock.compute("f", 0.1)
+    lanes.compute.wait(ticket)
+    assert clock.exposed == []
+    # One submission, the call in it, five operations: the device waits for the host.
+    assert clock.finish() == pytest.approx(7.1)
+
+
+def test_where_the_host_computes_it_blocks() -> None:
+    clock = Clock(a_machine(host_runs_ahead=False))
+    lanes = clock.make_lanes(torch.device("cpu"))
+    first = lanes.inner_gather.submit("all-gather of a", sending(clock, 3.0))
+    # Nobody begins it before something happens on its lane, or somebody waits.
+    second = lanes.outer_gather.submit("all-gather of b", sending(clock, 1.0), after=[first])
+    clock.compute("f", 2.0)
+    lanes.compute.wait(second)
+    assert clock.host == 4.0
+    # For the first, so that the second can begin; then for the second.
+    assert [each.seconds for each in clock.exposed] == [1.0, 1.0]
+    assert first.done
+    assert second.done
+
+
+def test_a_message_takes_its_share_from_compute_while_it_goes_on() -> None:
+    clock = Clock(a_machine(host_runs_ahead=False))
+    lanes = clock.make_lanes(torch.device("cpu"))
+
+    def steps() -> Any:
+        clock.send(3.0, 1.5)
+        yield ()
+
+    ticket = lanes.inner_gather.submit("all-gather of a", steps)
+    clock.compute("f", 1.0)
+    assert clock.host == 2.5
+    lanes.compute.wait(ticket)
+    assert clock.host == 3.0
+
+
+def test_units_are_read_off_labels() -> None:
+    labels = ("reduce-scatter of blocks.1 over the inner axis", "encode blocks.1 (buffer 0)")
+    assert {unit_of(label) for label in labels} == {"blocks.1"}
+
+
+def test_rings() -> None:
+    link = Link(bandwidth=100.0, latency=1.0, achievable=0.5)
+    # Three quarters of 400 bytes at 50 bytes a second, in three hops.
+    assert message_seconds(link, 400, 4) == pytest.approx(300 / 50 + 3)
+    assert message_seconds(link, 400, 4, ring=2) == pytest.approx(2 * (300 / 50 + 3))
+    assert message_seconds(link, 400, 1) == 0.0
+
+
+def test_a_roofline() -> None:
+    processor = Processor({torch.float32: 100.0}, 10.0, 1e9, call_seconds=0.5, achievable_flops=0.5)
+    assert processor.seconds(1000, 20, torch.float32) == 20.0
+    assert processor.seconds(10, 200, torch.float32) == 20.0
+    assert processor.seconds(1, 1, torch.float32) == 0.5
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda each: each.name)
+def test_presets_are_machines_that_can_be_saved(preset: Machine, tmp_path: Path) -> None:
+    preset.save(tmp_path / "machine.json")
+    assert Machine.load(tmp_path / "machine.json") == preset
+    peak = preset.processor.matrix_flops
+    assert peak[torch.bfloat16] > peak[torch.float32]
+    assert preset.link(8, 1) == preset.within_node
+    assert preset.link(8, 8) == preset.link(9, 1) == preset.between_nodes
+
+
+def test_a_file_that_is_no_machine(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    path.write_text('{"name": "x"}')
+    with pytest.raises(ValueError, match="expected a machine as `calibrate` writes it"):
+        Machine.load(path)
+
+
+def small(**options: Any) -> fe.Simulation:
+    return fe.simulate(
+        lambda: Transformer(2), 8, batch=lambda: token_batch(4, 0), mesh=(2, 4), **options
+    )
+
+
+def test_what_a_simulation_tells() -> None:
+    result = small(strategy="optim_grads_params", microbatches=2)
+    assert result.seconds > 0
+    assert set(result.message_seconds) == {"inner gather", "inner reduce", "outer reduce"}
+    lines = str(result).splitlines()
+    assert [line.split()[0] for line in lines[1:3]] == ["step", "compute"]
+    assert any(line.startswith("exposed") for line in lines)
+    assert "GiB at most" in lines[-1]
+
+
+def test_a_trace_has_a_row_for_each_lane(tmp_path: Path) -> None:
+    result = simulated(LEVEL_3, network(0.5))
+    result.save_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    rows = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert {"compute", "compute waits for", "inner gather", "inner reduce"} <= set(rows.values())
+    spans = [event for event in events if event["ph"] == "X"]
+    assert all(0 <= each["ts"] <= result.seconds * 1e6 for each in spans)
+    busy = sum(each["dur"] for each in spans if rows[each["tid"]] == "compute")
+    assert busy == pytest.approx(result.compute_seconds * 1e6)
+    # Work on one lane is one after the other.
+    for row in rows:
+        mine = sorted((e["ts"], e["ts"] + e["dur"]) for e in spans if e["tid"] == row)
+        assert all(end <= start + 1e-6 for (_, end), (start, _) in pairwise(mine))
+
+
+class OneProduct(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(256, 256, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.linear(x)).sum()
+
+
+def test_flops_and_memory_of_one_product_by_hand() -> None:
+    rows, one = 64, 256 * 256 * 4
+    result = fe.simulate(
+        OneProduct,
+        4,
+        batch=torch.zeros(rows, 256),
+        machine=machine(network(0.5)),
+        strategy="optim",
+    )
+    # Forward, and the weight's gradient: nobody wants the input's.
+    assert result.compute_seconds == pytest.approx(2 * 2 * rows * 256 * 256 / 1e9)
+    memory = result.memory
+    assert memory["weights"] == one
+    assert memory["gradients"] == one
+    assert memory["optimizer"] == pytest.approx(2 * one / 4, abs=64)  # AdamW, and a count of steps
+    # Backward holds at least what relu keeps and the gradient of the weight, and not ten times it.
+    assert rows * 256 * 4 + one <= memory["activations"] < 10 * (rows * 256 * 4 + one)
+
+
+def test_attention_has_flops() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x * self.scale
+            return F.scaled_dot_product_attention(x, x, x, is_causal=True).sum()
+
+    batch, heads, length, size = 2, 3, 16, 8
+    result = fe.simulate(
+        Attention,
+        2,
+        batch=torch.zeros(batch, heads, length, size),
+        machine=machine(network(0.5)),
+        strategy="no_shard",
+    )
+    product = 2 * batch * heads * length * length * size
+    # Two products in forward; backward recomputes one and has four of its own.
+    assert result.compute_seconds == pytest.approx((2 + 5) * product / 1e9)
+
+
+def test_host_bound_steps_take_the_host_s_time() -> None:
+    slow = Machine(**{**vars(machine(network(0.5))), "host_seconds": 1e-3, "name": "a slow host"})
+    result = small(machine=slow, strategy="optim_grads_params")
+    assert result.seconds > 100 * 1e-3
+    assert result.exposed_seconds < 1e-3
+
+
+def test_no_process_group_is_left_and_none_is_taken() -> None:
+    small(strategy="no_shard")
+    assert not dist.is_initialized()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(RuntimeError, match="expected a process without process groups"):
+            small(strategy="no_shard")
+        # And an engine of flesh is none the worse for those that were simulated.
+        model = Transformer(2)
+        fe.shard(model)
+        model(*token_batch(2, 0)).backward()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_many_ranks_cost_no_more_than_few() -> None:
+    result = fe.simulate(
+        lambda: Transformer(2), 1024, batch=token_batch(4, 0), mesh=(128, 8), strategy="optim"
+    )
+    assert result.memory["weights"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mesh": (3, 4)}, "mesh: expected one or two sizes of 8 ranks"),
+        ({"microbatches": 0}, "microbatches: expected at least 1"),
+        ({"strategy": "zero"}, "strategy: expected one of"),
+        ({"config": fe.DistributedDataParallelConfig(check_for_nan_in_grad=True)}, "no check of"),
+    ],
+)
+def test_arguments_that_cannot_be(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fe.simulate(
+            lambda: Transformer(2), 8, batch=token_batch(4, 0), **{"mesh": (2, 4), **options}
+        )
+    assert not dist.is_initialized()
+
+
+class TwoOutputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 4)
+
+    def forward(self, tokens: Tensor) -> list[Tensor]:
+        found = self.embedding(tokens)
+        return [found, found]
+
+
+class Checkpointed(nn.Module):
+    """Linears, two of one bias, run again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+        self.blocks[2].bias = self.blocks[1].bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x.sum()
+
+
+def on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return Checkpointed()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"config": fe.DistributedDataParallelConfig(fsdp_double_buffer=True)},
+        {"config": fe.DistributedDataParallelConfig(average_in_collective=True)},
+        {"codec_rules": [fe.Float8()]},
+        {"mp_policy": fe.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.bfloat16)},
+    ],
+    ids=["plain", "double buffer", "average", "fp8", "bf16"],
+)
+def test_what_the_engine_can_do_a_simulation_can(options: dict[str, Any]) -> None:
+    run = {"batch": torch.zeros(4, 64), "mesh": (2, 4), "strategy": "optim_grads_params"}
+    found = fe.simulate(Checkpointed, 8, **run, **options)
+    assert found.seconds > 0
+    assert found.memory["transient"] > 0
+    # Where the model was built makes no difference.
+    assert fe.simulate(on_meta, 8, **run, **options).seconds == pytest.approx(found.seconds)
+
+
+def test_a_model_without_a_loss_says_so() -> None:
+    tokens, _ = token_batch(4, 0)
+    with pytest.raises(ValueError, match="loss: expected a function that makes the loss"):
+        fe.simulate(TwoOutputs, 2, batch=tokens)
+    result = fe.simulate(TwoOutputs, 2, batch=tokens, loss=lambda found: found[1].sum())
+    assert result.seconds > 0
+
+
+def test_calibration_measures_something() -> None:
+    found = calibrate(seconds=0.01)
+    assert found.processor.matrix_flops[torch.float32] > 1e8
+    assert found.within_node.bandwidth > 1e6
+    assert found.host_seconds > 0
+    assert not found.host_runs_ahead
+    assert small(machine=found, strategy="optim_grads_params").seconds > 0
