@@ -34,12 +34,14 @@ class IdealUnit:
         forward: seconds of its forward.
         until_first: seconds of its backward until its first gradient is there.
         backward: seconds of its backward in all.
+        reads_in_backward: its backward needs its weights.
     """
 
     numel: int
     forward: float
     until_first: float
     backward: float
+    reads_in_backward: bool = True
 
 
 @dataclass(frozen=True)
@@ -93,27 +95,34 @@ class Ideal:
 
     def _run(self, microbatches: int) -> None:
         count = len(self._units)
-        uses = [*range(count), *reversed(range(count))]
+        order = [*range(count), *reversed(range(count))]
         if self._depths[Role.PARAM] == 0 and self._budget > 0:
             for unit in range(count):
                 self._ask_for(unit)
         for number in range(microbatches):
             self._there = {} if self._depths[Role.PARAM] else self._there
-            for place, unit in enumerate(uses):
-                self._begin_use(uses, place)
+            for place, unit in enumerate(order):
+                reads = place < count or self._units[unit].reads_in_backward
+                later = [
+                    each
+                    for other, each in enumerate(order[place + 1 :], place + 1)
+                    if other < count or self._units[each].reads_in_backward
+                ]
+                if reads:
+                    self._begin_use([unit, *later])
                 self._compute(unit, place >= count, number == microbatches - 1)
-                if self._depths[Role.PARAM] and uses[place + 1 : place + 2] != [unit]:
+                if reads and self._depths[Role.PARAM] and later[:1] != [unit]:
                     del self._there[unit]
         for _, done in self._in_flight:
             self._wait_until(done)
         for done in self._last.values():
             self._wait_until(done)
 
-    def _begin_use(self, uses: list[int], place: int) -> None:
-        self._ask_for(uses[place])
+    def _begin_use(self, uses: list[int]) -> None:
+        self._ask_for(uses[0])
         ahead = 0
-        before = {uses[place]}
-        for last, unit in zip(uses[place:], uses[place + 1 :], strict=False):
+        before = {uses[0]}
+        for last, unit in zip(uses, uses[1:], strict=False):
             if unit == last:
                 continue  # it stays
             if ahead >= self._budget or not self._depths[Role.PARAM] or unit in before:
@@ -121,7 +130,7 @@ class Ideal:
             before.add(unit)
             ahead += self._units[unit].numel
             self._ask_for(unit)
-        self._wait_until(self._there[uses[place]])
+        self._wait_until(self._there[uses[0]])
 
     def _ask_for(self, unit: int) -> None:
         if unit in self._there:

@@ -108,7 +108,7 @@ def ideal(
     block = IdealUnit(BLOCK_NUMEL, LINEARS * _PRODUCT, 2 * _PRODUCT, BACKWARD)
     units = [block] * BLOCKS
     if has_embedding:
-        units = [IdealUnit(VOCABULARY * WIDTH, 0.0, 0.0, 0.0), *units]
+        units = [IdealUnit(VOCABULARY * WIDTH, 0.0, 0.0, 0.0, reads_in_backward=False), *units]
     else:
         # Nobody wants the gradient of the model's input.
         units[0] = IdealUnit(BLOCK_NUMEL, LINEARS * _PRODUCT, 2 * _PRODUCT, BACKWARD - _PRODUCT)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_engine.runtime import order
+from fsdp_engine.runtime import record
 from fsdp_engine.runtime.reductions import Reductions
 from tests.pairs import FEW_PAIRS, PAIRS
 from tests.simulation.scene import BACKWARD, BLOCK_NUMEL, BLOCKS, ideal, network, simulated
@@ -87,8 +87,8 @@ def test_reductions_that_wait_for_each_other_are_caught(
     right = Reductions.open_unit
 
     def open_unit(self: Reductions, unit: Any) -> None:
-        while not unit.has_open_grads and self._in_flight:
-            self._retire_oldest()
+        if not self.has_open_gradients(unit):
+            self._in_flight.finish()
         right(self, unit)
 
     monkeypatch.setattr(Reductions, "open_unit", open_unit)
@@ -101,12 +101,12 @@ def test_reductions_that_wait_for_each_other_are_caught(
 
 
 def test_gathers_one_unit_late_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = order.prefetch_windows
+    right = record.prefetch_windows
 
-    def late(*args: Any) -> list[tuple[int, ...]]:
+    def late(*args: Any) -> list[tuple[record.Use, ...]]:
         return [(), *right(*args)[:-1]]
 
-    monkeypatch.setattr(order, "prefetch_windows", late)
+    monkeypatch.setattr(record, "prefetch_windows", late)
     pair = ("optim_grads_params", "no_shard")
     found = simulated(pair, NETWORK, budget=BLOCK_NUMEL)
     must = ideal(pair, NETWORK, budget=BLOCK_NUMEL)
