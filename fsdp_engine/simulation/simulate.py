@@ -161,7 +161,8 @@ def _built(build: Callable[[], nn.Module]) -> nn.Module:
     model = build()
     made: dict[int, Tensor] = {}
     for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
+        both: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for tensors in both:
             for name, tensor in tensors.items():
                 if tensor is not None and tensor.is_meta:
                     tensors[name] = made.setdefault(id(tensor), _off_meta(tensor))
