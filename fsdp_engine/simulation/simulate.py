@@ -161,8 +161,8 @@ def _built(build: Callable[[], nn.Module]) -> nn.Module:
     model = build()
     made: dict[int, Tensor] = {}
     for module in model.modules():
-        places: list[dict[str, Any]] = [module._parameters, module._buffers]
-        for tensors in places:
+        both: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for tensors in both:
             for name, tensor in tensors.items():
                 if tensor is not None and tensor.is_meta:
                     tensors[name] = made.setdefault(id(tensor), _off_meta(tensor))
