@@ -30,15 +30,14 @@ class GradientViews:
     Args:
         gradients: where gradients are.
         params: what users see: sharded parameters, or plain ones where nothing is cut.
-        optim_depth: the part of gradients that users see.
 
     Attributes:
         tensors: one for each parameter.
     """
 
-    def __init__(self, gradients: Gradients, params: Sequence[Tensor], optim_depth: int) -> None:
+    def __init__(self, gradients: Gradients, params: Sequence[Tensor]) -> None:
         self._gradients = gradients
-        self._locals = _slices(gradients.for_optimizer(), params, optim_depth)
+        self._locals = _slices(gradients.for_optimizer(), params, gradients.optim_depth)
         self.tensors = [
             FlatDTensor.from_flat_local(local, param.flat_placement)
             if isinstance(param, FlatDTensor)

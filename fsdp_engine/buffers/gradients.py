@@ -100,6 +100,11 @@ class Gradients:
         accum = self._memory.accum
         return None if accum is None else accum.narrow(self._spec.optim_depth)
 
+    @property
+    def optim_depth(self) -> int:
+        """The depth of what the optimizer gets."""
+        return self._spec.optim_depth
+
     def for_optimizer(self) -> ShardedBuffer:
         """The buffer whose part at the depth of OPTIM the optimizer gets."""
         main = self.main_grads()

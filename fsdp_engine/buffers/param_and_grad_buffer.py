@@ -113,7 +113,7 @@ class ParamAndGradBuffer:
         self._shown: ShownGradients | None = None
         if self.grads is not None:
             self._shown = ShownGradients(
-                self.sharded_params, names, self.grads, spec.optim_depth, is_plain=self.is_plain
+                self.sharded_params, names, self.grads, is_plain=self.is_plain
             )
         dtypes = spec.kind.dtypes
         for param, full, sharded in zip(params, self.full_params, self.sharded_params, strict=True):

@@ -42,7 +42,6 @@ class ShownGradients:
         params: what users see.
         names: of them.
         gradients: where they are.
-        optim_depth: the part of them that users see.
         is_plain: users see the full parameters, plain tensors.
 
     Attributes:
@@ -55,14 +54,12 @@ class ShownGradients:
         params: Sequence[Tensor],
         names: Sequence[str],
         gradients: Gradients,
-        optim_depth: int,
         *,
         is_plain: bool,
     ) -> None:
         self._params = params
         self._names = names
         self._gradients = gradients
-        self._optim_depth = optim_depth
         self._is_plain = is_plain
         self.used = bytearray(len(params))
         self.are_hidden = False
@@ -105,7 +102,7 @@ class ShownGradients:
         if reduced:
             self.used[:] = b"\1" * len(self.used)
         self._look_at_others(others, found)
-        cleared = views.zeroed(found)
+        cleared = set(views.zeroed(found))
         for index in cleared:
             self._gradients.clear(index)
             self._apart.pop(index, None)
@@ -122,7 +119,7 @@ class ShownGradients:
         if self._taken:
             clear_gradients([self._params[index] for index in self._taken])
         if reduced and len(others) + len(cleared) < len(found):
-            self._keep_reduced(views, {*others, *cleared})
+            self._keep_reduced(views, cleared.union(others))
 
     def make_way(self, index: int) -> None:
         """Autograd is about to accumulate into a sharded parameter itself."""
@@ -292,7 +289,7 @@ class ShownGradients:
     def _views(self) -> GradientViews:
         """What ``.grad`` is: this rank's part of the reduced gradients, by parameter."""
         if self._made_views is None:
-            self._made_views = GradientViews(self._gradients, self._params, self._optim_depth)
+            self._made_views = GradientViews(self._gradients, self._params)
         return self._made_views
 
 

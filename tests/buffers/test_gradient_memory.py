@@ -229,3 +229,51 @@ def test_optimizers_and_clipping_work_on_memory_that_comes_and_goes(
         found.append(full_weights(model))
     for name, value in found[0].items():
         torch.testing.assert_close(value, found[1][name], rtol=1e-4, atol=1e-5)
+
+
+SETS: dict[str, Callable[[Tensor, Tensor], None]] = {
+    "attribute": lambda param, grad: setattr(param, "grad", grad),
+    "descriptor": lambda param, grad: Tensor.grad.__set__(param, grad),  # type: ignore[attr-defined]
+}
+
+
+@on_ranks(world_size=2)
+@pytest.mark.parametrize("way", list(SETS))
+@pytest.mark.parametrize("strategy", LEVELS)
+def test_a_gradient_that_is_set_after_clearing_is_added_to(strategy: str, way: str) -> None:
+    model, _, optimizer = make(strategy)
+    backward(model)
+    optimizer.zero_grad()
+    backward(model)
+    expected = [local(param.grad).clone() + 1 for param in model.parameters()]
+    ones = [torch.ones_like(param.grad) for param in model.parameters()]
+    optimizer.zero_grad()
+    for param, one in zip(model.parameters(), ones, strict=True):
+        SETS[way](param, one)
+    backward(model)
+    for param, value in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(local(param.grad), value)
+
+
+FREEZES: dict[str, Callable[[nn.Module, bool], None]] = {
+    "module": lambda block, wanted: block.requires_grad_(wanted),
+    "attribute": lambda block, wanted: [
+        setattr(param, "requires_grad", wanted) for param in block.parameters()
+    ],
+    "function": lambda block, wanted: [
+        Tensor.requires_grad_(param, wanted) for param in block.parameters()
+    ],
+}
+
+
+@on_ranks(world_size=2)
+@pytest.mark.parametrize("way", list(FREEZES))
+@pytest.mark.parametrize("strategy", CUT)
+def test_parameters_may_be_frozen_and_thawed_between_steps(strategy: str, way: str) -> None:
+    model, _, optimizer = make(strategy)
+    block = model.blocks[0]
+    for number, wanted in enumerate((True, False, True, False)):
+        FREEZES[way](block, wanted)
+        backward(model, number)
+        assert all((param.grad is not None) == wanted for param in block.parameters())
+        optimizer.zero_grad()
