@@ -53,7 +53,7 @@ def members(numbers: int) -> Iterator[int]:
 
 
 @dataclass
-class Record:
+class Overlaps:
     """Which storages were filled while which others were.
 
     Attributes:
@@ -67,7 +67,7 @@ class Record:
     load: int = 0
 
     @classmethod
-    def of_moments(cls, moments: Sequence[Sequence[int]], sizes: Sequence[int]) -> Record:
+    def of_moments(cls, moments: Sequence[Sequence[int]], sizes: Sequence[int]) -> Overlaps:
         """The record of a step that is known beforehand, by what is filled at its moments."""
         record = cls([0] * len(sizes))
         for moment in moments:
@@ -86,13 +86,13 @@ class Record:
                 full[other] |= 1 << number
         return [others & ~(1 << number) for number, others in enumerate(full)]
 
-    def joined(self, other: Record) -> Record:
+    def joined(self, other: Overlaps) -> Overlaps:
         """What holds for either."""
         pairs = itertools.zip_longest(self.together, other.together, fillvalue=0)
         together = [mine | theirs for mine, theirs in pairs]
-        return Record(together, {**self.order, **other.order}, max(self.load, other.load))
+        return Overlaps(together, {**self.order, **other.order}, max(self.load, other.load))
 
-    def is_within(self, other: Record) -> bool:
+    def is_within(self, other: Overlaps) -> bool:
         """Whether it says nothing that ``other`` does not say."""
         known = other.both_ways()
         return self.order.keys() <= other.order.keys() and not any(
@@ -111,7 +111,7 @@ class Recorder:
         self.sizes: list[int] = []
         self._filled = 0
         self._load = 0
-        self._record = Record()
+        self._record = Overlaps()
 
     def add(self, num_bytes: int) -> int:
         """One more storage; returns its number."""
@@ -134,9 +134,9 @@ class Recorder:
         self._filled &= ~(1 << number)
         self._load -= self.sizes[number]
 
-    def take(self) -> Record:
+    def take(self) -> Overlaps:
         """The record so far; another one begins."""
-        record, self._record = self._record, Record([0] * len(self.sizes))
+        record, self._record = self._record, Overlaps([0] * len(self.sizes))
         return record
 
 
@@ -157,7 +157,7 @@ class AddressPlan:
     is_complete: bool
 
 
-def plan_addresses(sizes: Sequence[int], record: Record, limit: int | None = None) -> AddressPlan:
+def plan_addresses(sizes: Sequence[int], record: Overlaps, limit: int | None = None) -> AddressPlan:
     """Addresses for all storages of a record.
 
     Storages are placed one after the other, each at the lowest address that is free of those it

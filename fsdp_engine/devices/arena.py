@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from fsdp_engine.devices.address_plan import AddressPlan, Record, Recorder, plan_addresses
+from fsdp_engine.devices.address_plan import AddressPlan, Overlaps, Recorder, plan_addresses
 
 # Steps in a row that left the plan, each of which makes another one.
 FIRST_PLANS = 4
@@ -59,8 +59,8 @@ class Arena:
         self._is_fixed = False
         self._served = 0  # the set of those that have memory from here
         self._recorder = Recorder()
-        self._planned_from = Record()
-        self._due: Record | None = None
+        self._planned_from = Overlaps()
+        self._due: Overlaps | None = None
         self._num_declined = 0  # fills since the last backward
         self._num_left = 0  # steps in a row that left the plan
 
@@ -84,7 +84,7 @@ class Arena:
             moments: units whose storages are filled together, numbered as they were begun.
         """
         storages = [[n for unit in moment for n in self._units[unit]] for moment in moments]
-        self._make_plan(Record.of_moments(storages, self._recorder.sizes))
+        self._make_plan(Overlaps.of_moments(storages, self._recorder.sizes))
         self._is_fixed = True
         # What was filled so far, for views to be made, is no step.
         self._recorder.take()
@@ -129,7 +129,7 @@ class Arena:
         if self._num_left <= FIRST_PLANS or self._num_left & (self._num_left - 1) == 0:
             self._due = record
 
-    def _make_plan(self, record: Record) -> None:
+    def _make_plan(self, record: Overlaps) -> None:
         self._due = None
         sizes = self._recorder.sizes
         limit = self.plan.num_bytes if self._is_fixed else None

@@ -12,19 +12,19 @@ from fsdp_engine.devices.address_plan import (
     ALIGNMENT,
     SLACK,
     AddressPlan,
-    Record,
+    Overlaps,
     Recorder,
     aligned,
     members,
     plan_addresses,
 )
-from fsdp_engine.runtime.order import prefetch_windows
+from fsdp_engine.runtime.record import FORWARD, Use, prefetch_windows
 
 # (storage, whether it is filled); what does not change anything is passed over.
 Events = list[tuple[int, bool]]
 
 
-def recorded(sizes: list[int], events: Events) -> tuple[Record, list[set[int]]]:
+def recorded(sizes: list[int], events: Events) -> tuple[Overlaps, list[set[int]]]:
     """What a recorder says of events, and which storages were filled after each of them."""
     recorder, filled, moments = Recorder(), set[int](), []
     for number, size in enumerate(sizes):
@@ -116,9 +116,10 @@ def walk(order: list[int], elements: list[int], budget: int) -> Events:
     """A step: forward along ``order``, then backward, gathering ahead."""
     events: Events = []
     for direction in (order, order[::-1]):
-        windows = prefetch_windows(direction, elements, budget, +1)
+        uses = [Use(unit, FORWARD) for unit in direction]
+        windows = prefetch_windows(uses, elements, budget)
         for unit, window in zip(direction, windows, strict=True):
-            events += [(number, True) for number in (unit, *window)]
+            events += [(number, True) for number in (unit, *(use.unit for use in window))]
             events.append((unit, False))
     return events
 
@@ -161,7 +162,7 @@ def test_a_step_that_is_known_beforehand_has_the_record_that_it_would_leave() ->
     elements = [3, 1, 4, 1, 5, 9, 2, 6]
     sizes = [number * ALIGNMENT for number in elements]
     record, moments = recorded(sizes, walk(list(range(8)), elements, 5))
-    known = Record.of_moments([sorted(moment) for moment in moments], sizes)
+    known = Overlaps.of_moments([sorted(moment) for moment in moments], sizes)
     assert known.both_ways() == record.both_ways()
     assert known.load == record.load
     assert known.order.keys() == record.order.keys()

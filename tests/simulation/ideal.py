@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from itertools import pairwise
 
 from fsdp_engine.strategies import Role, Strategy
 
@@ -122,7 +123,7 @@ class Ideal:
         self._ask_for(uses[0])
         ahead = 0
         before = {uses[0]}
-        for last, unit in zip(uses, uses[1:], strict=False):
+        for last, unit in pairwise(uses):
             if unit == last:
                 continue  # it stays
             if ahead >= self._budget or not self._depths[Role.PARAM] or unit in before:
