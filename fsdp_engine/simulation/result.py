@@ -9,7 +9,6 @@ from typing import Any
 
 from fsdp_engine.simulation.clock import COMPUTE, Exposed, Span
 from fsdp_engine.simulation.machine import Machine
-from fsdp_engine.terminal import format_bytes
 
 _WAITS = "compute waits for"
 
@@ -86,9 +85,9 @@ class Simulation:
         lines.append(f"compute     {_ms(self.compute_seconds)}")
         lines += [f"{name:<12}{_ms(busy)}" for name, busy in self.message_seconds.items()]
         lines.append(f"exposed     {_ms(self.exposed_seconds)}{self._worst()}")
-        kinds = ", ".join(f"{kind} {format_bytes(n)}" for kind, n in self.memory.items() if n)
-        there = format_bytes(self.machine.processor.memory_bytes)
-        lines.append(f"memory      {format_bytes(self.peak_bytes)} of {there} at most: {kinds}")
+        kinds = ", ".join(f"{kind} {_gib(n)}" for kind, n in self.memory.items() if n)
+        there = _gib(self.machine.processor.memory_bytes)
+        lines.append(f"memory      {_gib(self.peak_bytes)} of {there} at most: {kinds}")
         return "\n".join(lines)
 
     def _worst(self) -> str:
@@ -115,6 +114,10 @@ class Simulation:
             "ts": start * micro,
             "dur": (end - start) * micro,
         }
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.3f} GiB"
 
 
 def _ms(seconds: float) -> str:
