@@ -11,6 +11,9 @@ no model: tensors, and whatever allocators and libraries keep beside them.
   zero_grad (the kernel's high-water mark, reset before each step);
 - *between steps*: what is resident after ``zero_grad``.
 
+Holes in glibc's heap are handed back before either is looked at (``malloc_trim``): they are as
+large as what autograd or the building of the model happened to free, and differ from run to run.
+
 The first two steps do not count. Figures are those of rank 0: the median over the steps of a
 round; engines take turns in rounds, in processes that are new each time, and ratios are taken round
 by round. In bf16 both compute and reduce in bf16 and keep fp32 main weights. Only on Linux.
@@ -19,6 +22,7 @@ by round. In bf16 both compute and reduce in bf16 and keep fp32 main weights. On
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import statistics
 from pathlib import Path
@@ -53,8 +57,15 @@ def resident(field: str) -> int:
     raise RuntimeError(f"/proc/self/status: expected {field}; found none")
 
 
+def trim() -> None:
+    """Hand holes in the heap back."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+
+
 def reset_peak() -> None:
     """The high-water mark becomes what is resident now."""
+    trim()
     Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -78,7 +89,7 @@ def measure(
     """One round of one engine: bytes above the start."""
     config, num_sequences = SIZES[size]
     dist.barrier()  # connections are there
-    gc.collect()
+    trim()
     start = resident("VmRSS")
     torch.manual_seed(0)
     model = build(engine, GPT(config), LOW[dtype], budget)
@@ -95,6 +106,7 @@ def measure(
         optimizer.zero_grad()
         if number >= NUM_WARMUP:
             found["peak"].append(resident("VmHWM") - start)
+            trim()
             found["between steps"].append(resident("VmRSS") - start)
     return {what: statistics.median(values) for what, values in found.items()}
 

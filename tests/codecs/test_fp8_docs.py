@@ -111,6 +111,7 @@ def held(row: str, level: str) -> dict[str, int]:
         engine.peak_memory_bytes(reset=True)
         model(x.clone().requires_grad_()).float().square().mean().backward()
         optimizer.step()
+        rest = sum(engine.memory_bytes().values())  # gradients are there
         optimizer.zero_grad()
     peak = engine.peak_memory_bytes()
     state = sum(
@@ -120,7 +121,7 @@ def held(row: str, level: str) -> dict[str, int]:
         if value.ndim
     )
     return {
-        "rest": sum(engine.memory_bytes().values()) + state,
+        "rest": rest + state,
         "full": peak.get("full", 0),
         "transposes": transposed(weights),
         "transposes in use": max(transposes, default=0),

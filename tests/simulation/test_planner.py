@@ -84,7 +84,7 @@ def train_and_measure(
     held, peak = engine.memory_bytes(), engine.peak_memory_bytes()
     found = {
         "weight_bytes": held.get("main", 0) + held.get("model", 0),
-        "grad_bytes": held.get("grad", 0),
+        "grad_bytes": peak.get("grad", 0),  # until they are cleared
         "full_bytes": peak.get("full", 0),
         "staging_bytes": peak.get("staging", 0),
     }
