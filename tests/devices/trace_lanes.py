@@ -195,7 +195,8 @@ class Tracer(TorchDispatchMode):
             if span.key not in self.orders[0].memories:
                 doing.born.add(span.key)
                 for order, thread in zip(self.orders, doing.threads, strict=True):
-                    order.allocate(thread, span, label)
+                    if span.stop > span.start:  # a storage without memory is none
+                        order.allocate(thread, span, label)
         return result
 
     def _touch(self, span: Span, write: bool, label: str) -> None:
