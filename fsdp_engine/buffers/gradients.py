@@ -71,7 +71,7 @@ class Gradients:
         self._views: Sequence[Tensor] = ()
         self._chains: ReductionChains | None = None
         # See [Note: When gradients are held].
-        self._is_given_out = memory.has_pool
+        self._is_given_out = memory.has_pool or config.fsdp_double_buffer
         if memory.has_pool:
             self.main_grads()
 

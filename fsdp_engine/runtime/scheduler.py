@@ -215,8 +215,7 @@ class Scheduler:
                 unit.uninstall()
             else:
                 unit.release()
-        if not unit.awaits_backward:
-            self.reductions.unit_is_ready(unit)
+        self._check_ready(unit)
 
     def gradient_came(self, unit: Unit) -> None:
         """The last gradient of a buffer of ``unit`` came."""
@@ -226,7 +225,11 @@ class Scheduler:
             return  # the end of that call's backward will be seen
         for call in tuple(unit.open_calls):
             self.leave_backward(call)
-        if not unit.awaits_backward:
+        self._check_ready(unit)
+
+    def _check_ready(self, unit: Unit) -> None:
+        """All of the unit's gradients may have come."""
+        if not unit.awaits_backward and unit.index not in self._backward.run_again:
             self.reductions.unit_is_ready(unit)
 
     def begin_gradient(self, unit: Unit) -> None:
@@ -337,6 +340,8 @@ class _Backward:
         creates_graph: it runs its functions with gradients enabled (``create_graph``).
         touched: units that may be full when it ends.
         open_units: those in whose backward it is.
+        run_again: units of several calls whose graph was kept and runs once more: nobody counts
+            calls that will come again.
     """
 
     def __init__(self) -> None:
@@ -344,6 +349,7 @@ class _Backward:
         self.creates_graph = False
         self.touched: dict[int, Unit] = {}
         self.open_units: set[int] = set()
+        self.run_again: set[int] = set()
         self._calls: list[Call] = []
         # Units that backwards with create_graph went through since the last one without.
         self._recorded: set[int] = set()
@@ -356,6 +362,8 @@ class _Backward:
             # What is recorded now will read the weights once more.
             unit.stay_for_recorded()
             self._recorded.add(unit.index)
+        if call.follows_another and not call.is_counted:
+            self.run_again.add(unit.index)
         call.opened = True
         self._calls.append(call)
         unit.open_calls.append(call)
@@ -385,6 +393,7 @@ class _Backward:
             call.opened = call.closed = False
         self._calls.clear()
         self.open_units.clear()
+        self.run_again.clear()
         if not self.creates_graph:
             for index in self._recorded:
                 units[index].is_recorded = False

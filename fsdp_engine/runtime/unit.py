@@ -71,12 +71,15 @@ class Call:
             an input was changed in place; then the call is over when all of backward is.
         opened: its backward has begun.
         closed: its backward is over.
+        is_counted: its backward is to come, or under way.
+        follows_another: when it was made, the backward of another call of the unit was to come.
     """
 
     __slots__ = (
-        "_counts",
         "closed",
+        "follows_another",
         "has_boundary",
+        "is_counted",
         "num_awaited",
         "opened",
         "reads_weights",
@@ -90,17 +93,19 @@ class Call:
         self.num_awaited = 1
         self.opened = False
         self.closed = False
-        self._counts = False
+        self.is_counted = False
+        self.follows_another = False
 
     def count(self) -> None:
         """Its backward is to come."""
-        self._counts = True
+        self.is_counted = True
+        self.follows_another = self.unit.num_calls > 0
         self.unit.num_calls += 1
 
     def uncount(self) -> None:
         """Its backward is over, or will never be."""
-        if self._counts:
-            self._counts = False
+        if self.is_counted:
+            self.is_counted = False
             self.unit.num_calls -= 1
 
     def __del__(self) -> None:

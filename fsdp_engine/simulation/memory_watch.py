@@ -11,7 +11,8 @@ KINDS = ("weights", "gradients", "optimizer", "transient", "activations")
 
 # Roles of the engine's ledger that are no weights.
 _ROLES = {"grad": "gradients", "full": "transient", "staging": "transient"}
-_PERSISTENT = ("weights", "gradients")
+# Allocated by operations; all else is memory behind storages that come and go.
+_PERSISTENT = ("weights",)
 
 
 class MemoryWatch:

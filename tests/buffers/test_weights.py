@@ -352,9 +352,10 @@ def test_no_more_units_are_full_than_the_one_in_use_and_those_gathered_ahead(
 def test_at_rest_nothing_is_full_at_the_last_level() -> None:
     model = Transformer(num_blocks=3)
     engine = fe.shard(model)
-    assert all(unit.residence is Residence.SHARDED for unit in engine.units)
+    units = [unit for unit in engine.units if unit.buffers]
+    assert all(unit.residence is Residence.SHARDED for unit in units)
     model(*token_batch(2, 1)).backward()
-    assert all(unit.residence is Residence.SHARDED for unit in engine.units)
+    assert all(unit.residence is Residence.SHARDED for unit in units)
     with torch.no_grad():
         model(*token_batch(2, 1))
-    assert all(unit.residence is Residence.SHARDED for unit in engine.units)
+    assert all(unit.residence is Residence.SHARDED for unit in units)

@@ -198,6 +198,7 @@ def peak_of_pair(strategy: str, outer: str) -> list[tuple[str, Any, Any]]:
                 mesh_of(2, 2),
                 strategy,
                 outer,
+                units="blocks.*",
                 mp_policy=POLICIES[name][0],
                 config=fe.DistributedDataParallelConfig(suggested_communication_unit_size=budget),
             )
@@ -251,7 +252,7 @@ def test_frozen_weights_have_no_gradients_and_no_second_copy() -> None:
     model = Even()
     model.blocks.requires_grad_(False)
     policy = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    engine = fe.shard(model.bfloat16(), mp_policy=policy)
+    engine = fe.shard(model.bfloat16(), units="blocks.*", mp_policy=policy)
     optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
     step(model, engine, optimizer)
     root, *blocks = (row.num_elements + row.padding for row in engine.describe().rows)
