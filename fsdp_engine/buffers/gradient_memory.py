@@ -16,8 +16,9 @@ Whoever still holds a gradient, or anything over its memory, when it is cleared 
 then memory and tensors are left to him, and new ones are made (``gradient_views.py``).
 
 It stays for good where nothing is cut, since ``main_grad`` is a buffer that lasts in Megatron-Core,
-and users of ``no_shard`` have memory for it; where ``main_grad`` is given out; and in memory that
-is registered with NCCL, which all ranks would have to do at one moment.
+and users of ``no_shard`` have memory for it; where ``main_grad`` is given out; with
+``fsdp_double_buffer``, since steady steps allocate nothing then; and in memory that is registered
+with NCCL, which all ranks would have to do at one moment.
 """
 
 from __future__ import annotations

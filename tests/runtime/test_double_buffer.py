@@ -423,7 +423,10 @@ def settle_pair(strategy: str, outer: str) -> None:
                 assert peak.get(role, 0) <= load <= 2 * peak.get(role, 0), (name, role)
                 assert held.pop(role, 0) == arena.plan.num_bytes, (name, role)
                 assert load <= arena.plan.num_bytes <= (1 if make is Even else SLACK) * load
+            # Gradients stay, too: else they would be allocated in each step.
+            assert held.pop("grad") == peak["grad"]
             rest = plain.memory_bytes()
+            rest.pop("grad", None)
             assert held == rest
             assert ("full" in peak) == (strategy == LEVEL_3)
 
