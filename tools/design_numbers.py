@@ -2,8 +2,8 @@
 
 - Files of ``fsdp_engine`` that one unit's forward gather passes, from the hook of its module to the
   collective, and that one unit's last gradient passes, from its hook to the collective: every file
-  of which a function runs in between, in a real forward and backward at level 3 (two ranks, of which
-  the other does not exist).
+  of which a function runs in between, in a real forward and backward at level 3 (two ranks, of
+  which the other does not exist).
 - Attributes that classes set in ``__init__``, and arguments of constructors.
 - Lines of code without docstrings, comments and blank lines.
 """
@@ -27,8 +27,11 @@ from fsdp_engine.devices.mesh import pretended_ranks
 
 PACKAGE = Path(fe.__file__).parent
 COUNTED = ("planning", "runtime", "buffers", "strategies", "codecs/base.py", "codecs/cast.py")
-CLASSES = (("runtime/unit.py", "Unit"), ("buffers/gradients.py", "Gradients"))
-CLASSES += (("runtime/reductions.py", "Reductions"),)
+CLASSES = {
+    "runtime/unit.py": "Unit",
+    "buffers/gradients.py": "Gradients",
+    "runtime/reductions.py": "Reductions",
+}
 WORDS = ("plane", "slot", "bucket")
 
 
@@ -149,7 +152,7 @@ def main() -> None:
     print(f"| files that a unit's forward gather passes | {len(gather)} | {', '.join(gather)} |")
     print(f"| files that a gradient passes | {len(gradient)} | {', '.join(gradient)} |")
     by_path = dict(trees())
-    for path, name in CLASSES:
+    for path, name in CLASSES.items():
         print(f"| attributes of {name} | {attributes(by_path[path], name)} | {path} |")
     count, where = most_arguments()
     print(f"| arguments of a constructor, at most | {count} | {where} |")
