@@ -114,10 +114,6 @@ class _Entered:
         """Those whose backward is to come."""
         return [call for _, call in self.units if call is not None]
 
-    def let_go(self, unit: Unit) -> None:
-        """Its backward does not matter to ``unit``."""
-        self.units = [(each, None if each is unit else call) for each, call in self.units]
-
 
 class ModelForward(Protocol):
     """What the model's own hooks tell of its forwards."""
@@ -130,8 +126,8 @@ class ModelForward(Protocol):
         """Units to be entered with it, this time."""
         ...
 
-    def ends(self) -> Iterable[Unit]:
-        """One is over; returns units that were entered with it in vain."""
+    def ends(self) -> None:
+        """One is over."""
         ...
 
 
@@ -266,7 +262,9 @@ class ModuleHooks:
             self._scheduler.enter_forward(unit, aside=aside)
             if aside:
                 entered.aside.append(unit)
-        call = Call(unit, reads_weights=self._reads_weights) if wants_call else None
+        call = None
+        if wants_call:
+            call = Call(unit, reads_weights=self._reads_weights, aside=aside)
         entered.units.append((unit, call))
 
     @not_compiled
@@ -281,8 +279,7 @@ class ModuleHooks:
         if not entered.units:
             return None
         if self.model is not None and not entered.recomputes:
-            for unit in self.model.ends():
-                entered.let_go(unit)
+            self.model.ends()
         calls = entered.calls
         has_backward = bool(calls) and self._listen_for_backward(entered, calls, output)
         try:

@@ -49,11 +49,12 @@ class LooseUnits:
         """Units to be entered with the model's forward, this time."""
         return self._unseen if self._is_first else []
 
-    def ends(self) -> list[Unit]:
-        """The model's forward is over; returns units that were entered for it, and whose modules
-        were all called: from now on their own calls enter them."""
+    def ends(self) -> None:
+        """The model's forward is over: units whose modules were all called are entered by their own
+        calls from now on. (They may have been read, too: so this time backward brings them back.)
+        """
         if not self._unseen:
-            return []
+            return
         freed = [
             unit for unit in self._unseen if all(each.was_called for each in self._hooks_of[unit])
         ]
@@ -61,7 +62,6 @@ class LooseUnits:
         beside = [unit for unit in self._root.units if unit not in freed]
         self._root.units = [*beside, *(unit for unit in self._unseen if unit not in beside)]
         self._is_first = False
-        return freed
 
     def read(self, unit: Unit) -> bool:
         """A function meets a sharded parameter of ``unit``: make it full, if the model's forward

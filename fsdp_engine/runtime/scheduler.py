@@ -200,7 +200,11 @@ class Scheduler:
         self.begin_backward()
         self._backward.enters(call)
         if call.reads_weights:
-            self._use(call.unit, BACKWARD)
+            if call.aside:
+                self._fill(call.unit, BACKWARD)
+                self._show(call.unit)
+            else:
+                self._use(call.unit, BACKWARD)
             call.unit.enter()
 
     def leave_backward(self, call: Call) -> None:

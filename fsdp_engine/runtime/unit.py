@@ -66,6 +66,7 @@ class Call:
 
     Attributes:
         reads_weights: its backward needs the unit's full parameters.
+        aside: this use may not come again: it is not recorded, nor is its backward.
         has_boundary: an input needs a gradient, so the end of this call's backward will be seen.
         num_awaited: inputs whose gradients are yet to come in this backward. -1: not known, since
             an input was changed in place; then the call is over when all of backward is.
@@ -76,6 +77,7 @@ class Call:
     """
 
     __slots__ = (
+        "aside",
         "closed",
         "follows_another",
         "has_boundary",
@@ -86,8 +88,9 @@ class Call:
         "unit",
     )
 
-    def __init__(self, unit: Unit, *, reads_weights: bool) -> None:
+    def __init__(self, unit: Unit, *, reads_weights: bool, aside: bool = False) -> None:
         self.unit = unit
+        self.aside = aside
         self.reads_weights = reads_weights
         self.has_boundary = False
         self.num_awaited = 1

@@ -125,7 +125,9 @@ class Footprint:
         codec = self.buffer.codec
         # What is gathered once a step is gathered in all planes, what is for each use in one.
         params = traffic.params_per_step * codec.num_planes if self.buffer.trainable else 0.0
-        params += num_microbatches * traffic.params_per_microbatch * num_gathers / 2
+        # A unit that stays full for its backward still needs what only backward reads.
+        times = max(num_gathers, codec.num_planes)
+        params += num_microbatches * traffic.params_per_microbatch * times / 2
         sent = params * codec.wire_dtype.itemsize
         if self.buffer.trainable:
             grads = traffic.grads_per_step + num_microbatches * traffic.grads_per_microbatch

@@ -174,7 +174,11 @@ def test_the_planner_sends_what_the_table_says(row: str) -> None:
                 model, world_size=n, strategy=level, codec_rules=rules, num_microbatches=k
             )
             names = {"P": NUM_ELEMENTS, "f": (n - 1) / n, "k": k}
-            wanted = value_of(formula, **names) + 4 * value_of(gradients, **names)
+            gathers = value_of(formula, **names)
+            if level == LEVELS[-1] and row != "TE, MXFP8":
+                # The last block stays full between forward and backward.
+                gathers *= 1 - 1 / (2 * BLOCKS)
+            wanted = gathers + 4 * value_of(gradients, **names)
             assert found.inner_traffic_bytes == wanted, level
 
 
@@ -189,7 +193,10 @@ def test_the_columns_on_fp8_of_all_levels_are_what_estimates_say() -> None:
     for level in LEVELS:
         found = estimate(model, world_size=n, strategy=level, num_microbatches=k)
         assert found.rest_bytes == value_of(rest[level][2], **names), level
-        assert found.inner_traffic_bytes == value_of(sent[level][5], **names), level
+        wanted = value_of(sent[level][5], **names)
+        if level == LEVELS[-1]:
+            wanted -= k * UNIT * names["f"]  # the last block stays full for its backward
+        assert found.inner_traffic_bytes == wanted, level
     pairs = {
         "HSDP: `optim_grads_params`, outer `no_shard": "no_shard",
         "HFSDP: `optim_grads_params`, outer `optim": "optim",
