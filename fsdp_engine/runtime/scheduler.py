@@ -69,7 +69,7 @@ class Scheduler:
             [unit.num_elements if unit.reshards else 0 for unit in units],
             budget,
         )
-        # Forwards under way, outermost first; a unit may stand here more than once.
+        # Forwards under way, outermost first, without those aside; a unit may stand here twice.
         self._open: list[int] = []
         # Full, or on their way, for a use that is to come: of these, those that wait for backward.
         self._ahead: set[int] = set()
@@ -89,11 +89,11 @@ class Scheduler:
         """
         if not self._open:
             self._begin_forward()
-        self._open.append(unit.index)
         if aside:
             self._fill(unit, FORWARD)
             self._show(unit)
         else:
+            self._open.append(unit.index)
             self._use(unit, FORWARD)
         unit.enter()
 
@@ -105,9 +105,10 @@ class Scheduler:
             reads_again: backward will come to it, and read its weights.
             aside: as it was entered.
         """
-        self._open.remove(unit.index)
-        if unit.buffers and reads_again and not aside:
-            self._record.leave(unit.index)
+        if not aside:
+            self._open.remove(unit.index)
+            if unit.buffers and reads_again:
+                self._record.leave(unit.index)
         unit.leave()
         if unit.uses == 0:
             unit.uninstall()

@@ -47,6 +47,7 @@ class Residence(enum.Enum):
 TRANSITIONS = {
     (Residence.SHARDED, Residence.GATHERING),
     (Residence.GATHERING, Residence.IDLE),
+    (Residence.GATHERING, Residence.IN_USE),
     (Residence.GATHERING, Residence.SHARDED),
     (Residence.IDLE, Residence.GATHERING),
     (Residence.IDLE, Residence.IN_USE),

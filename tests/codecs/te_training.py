@@ -222,6 +222,7 @@ class Watch:
         self.layers = quantised_layers(model)
         self.recipe = recipe_of(model)
         self.looks: Counter[str] = Counter()
+        self._used: dict[str, Any] = {}
         self.expected: dict[str, Quantised] = {}
         for name, layer in self.layers.items():
             layer.register_forward_pre_hook(self._before(name))
@@ -258,12 +259,17 @@ class Watch:
         }
 
     def _before(self, name: str) -> Any:
-        return lambda layer, args: self._look(name, layer.weight, "rows")
+        def before(layer: Any, args: Any) -> None:
+            # What autograd saves, whatever the module holds in backward.
+            self._used[name] = layer.weight
+            self._look(name, layer.weight, "rows")
+
+        return before
 
     def _after(self, name: str) -> Any:
         def after(layer: Any, args: Any, y: Tensor) -> None:
             if y.requires_grad:
-                y.register_hook(lambda grad: self._look(name, layer.weight, "columns"))
+                y.register_hook(lambda grad: self._look(name, self._used[name], "columns"))
 
         return after
 

@@ -165,7 +165,7 @@ def transposes_of_pair(inner: str, outer: str) -> None:
         once_each = 3 * len(watch.layers)
         if cuts and not keeps:
             # In each microbatch, for backward.
-            assert count == [2 * once_each], recipe
+            assert count == [2 * once_each], (recipe, count, once_each)
         else:
             assert count == [once_each], recipe
         for weight in watch.weights.values():
