@@ -226,9 +226,10 @@ class Scheduler:
         """The last gradient of a buffer of ``unit`` came."""
         if unit.num_missing_grads or unit.built.contains_units:
             return  # what lies before the units inside may still read its weights
-        if any(call.has_boundary for call in unit.open_calls):
+        calls = [call for call in unit.open_calls if not call.aside]
+        if any(call.has_boundary for call in calls):
             return  # the end of that call's backward will be seen
-        for call in tuple(unit.open_calls):
+        for call in calls:
             self.leave_backward(call)
         self._check_ready(unit)
 

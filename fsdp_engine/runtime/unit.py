@@ -103,14 +103,20 @@ class Call:
     def count(self) -> None:
         """Its backward is to come."""
         self.is_counted = True
-        self.follows_another = self.unit.num_calls > 0
-        self.unit.num_calls += 1
+        if self.aside:
+            self.unit.num_aside += 1
+        else:
+            self.follows_another = self.unit.num_calls > 0
+            self.unit.num_calls += 1
 
     def uncount(self) -> None:
         """Its backward is over, or will never be."""
         if self.is_counted:
             self.is_counted = False
-            self.unit.num_calls -= 1
+            if self.aside:
+                self.unit.num_aside -= 1
+            else:
+                self.unit.num_calls -= 1
 
     def __del__(self) -> None:
         self.uncount()
@@ -126,6 +132,7 @@ class Unit:
         residence: where its full parameters are.
         uses: how many forwards and backwards of it are under way.
         num_calls: forwards whose backward is to come and whose graph still lives.
+        num_aside: likewise, of uses aside.
         open_calls: those whose backward has begun.
         num_late: weight gradients that this backward's modules have put off.
         is_recorded: a backward with ``create_graph`` has recorded functions of its weights, which
@@ -140,6 +147,7 @@ class Unit:
         self.residence = Residence.SHARDED if built.reshards else Residence.IDLE
         self.uses = 0
         self.num_calls = 0
+        self.num_aside = 0
         self.open_calls: list[Call] = []
         self.num_late = 0
         self.is_recorded = False
@@ -351,6 +359,8 @@ class Unit:
     def awaits_backward(self) -> bool:
         """Whether more gradients may come: of forwards, reads outside them, what is recorded."""
         calls = self.num_calls > 0 or self.is_recorded
+        if self.num_aside and self.num_missing_grads:
+            return True  # the model's forward may have read what its modules' calls have not
         return calls or any(buffer.reads.num_open for buffer in self.trainable)
 
     @property
@@ -364,7 +374,7 @@ class Unit:
 
     def reset(self) -> None:
         """As after ``shard``, from any state; communication must be over."""
-        self.uses = self.num_calls = self.num_late = 0
+        self.uses = self.num_calls = self.num_aside = self.num_late = 0
         self.is_recorded = self.hides_output = False
         self._tickets.clear()
         self.open_calls.clear()
