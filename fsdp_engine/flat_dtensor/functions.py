@@ -32,11 +32,11 @@ from fsdp_engine.flat_dtensor.slices import (
     Function,
     Handler,
     Kwargs,
-    Refusal,
     check_inplace,
     refusal,
     refuse,
     refuse_random,
+    refuses,
     unwrap,
     with_full_parameters,
 )
@@ -113,8 +113,8 @@ def call(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     """
     try:
         return handler_of(func)(cls, func, args, kwargs)
-    except Refusal:
-        whole = with_full_parameters(cls, func, args, kwargs)
+    except ValueError as error:
+        whole = with_full_parameters(cls, func, args, kwargs) if refuses(error) else None
         if whole is None:
             raise
     return func(*whole[0], **whole[1])

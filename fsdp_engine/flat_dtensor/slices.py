@@ -26,6 +26,7 @@ from fsdp_engine.flat_dtensor.placement import FlatPlacement
 Function = Callable[..., Any]
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
+_MARK = "_refuses_slices"
 # (tensor class, torch function, its arguments) -> its result
 Handler = Callable[[Any, Function, Args, Kwargs], Any]
 
@@ -93,12 +94,12 @@ def name_of(func: Function) -> str:
     return func.__self__.__name__ if name in {"__get__", "__set__"} else name  # type: ignore[attr-defined]
 
 
-class Refusal(ValueError):
-    """A function would be wrong on slices; nothing was changed."""
-
-
-def refusal(cls: Any, func: Function, found: Any, why: str = "not defined for a slice") -> Refusal:
+def refusal(
+    cls: Any, func: Function, found: Any, why: str = "not defined for a slice"
+) -> ValueError:
     """The error for a function that would be wrong on slices; ``found`` holds its arguments.
+
+    It is marked as such: nothing was changed, and full parameters may do (:func:`refuses`).
 
     No TypeError: operators turn that into "unsupported operand", without a word of why.
     """
@@ -115,11 +116,18 @@ def refusal(cls: Any, func: Function, found: Any, why: str = "not defined for a 
                 "engine.unsharded(module). engine.full_state_dict() and fe.export_safetensors() "
                 "save whole weights. Change shapes before shard()"
             )
-    return Refusal(
+    error = ValueError(
         f"{name_of(func)}: {why}; expected an elementwise function of FlatDTensors of one slice "
         f"and of scalars, or a full reduction; found {whose}. Call .full_tensor() for "
         f"the whole tensor, .to_local() for the slice{within}"
     )
+    setattr(error, _MARK, True)
+    return error
+
+
+def refuses(error: ValueError) -> bool:
+    """Whether :func:`refusal` made it."""
+    return hasattr(error, _MARK)
 
 
 def refuse(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
