@@ -261,7 +261,13 @@ def reads_weights_in_backward(module: nn.Module) -> bool:
     """Whether backward through a call of ``module`` needs its weights. An embedding's gradient is
     made of indices and of what comes from behind."""
     holders = [each for each in module.modules() if any(True for _ in each.parameters(False))]
-    return not holders or not all(type(each) is nn.Embedding for each in holders)
+    return not holders or not all(_only_looks_up(each) for each in holders)
+
+
+def _only_looks_up(module: nn.Module) -> bool:
+    """An embedding with torch's own forward, whatever its class."""
+    is_own = type(module).forward is not nn.Embedding.forward or "forward" in vars(module)
+    return isinstance(module, nn.Embedding) and not is_own
 
 
 def _select(model: nn.Module, selector: Any) -> dict[str, nn.Module]:

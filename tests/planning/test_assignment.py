@@ -161,4 +161,17 @@ def test_only_embeddings_do_without_their_weights_in_backward() -> None:
     assert not reads_weights_in_backward(nn.ModuleList([nn.Embedding(2, 2), nn.Embedding(3, 2)]))
     assert reads_weights_in_backward(nn.ModuleList([nn.Embedding(2, 2), nn.LayerNorm(2)]))
     assert reads_weights_in_backward(nn.EmbeddingBag(2, 2))
+
+    class Initialised(nn.Embedding):
+        """Another beginning, the same forward."""
+
+    class Scaled(nn.Embedding):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * self.weight.mean()
+
+    assert not reads_weights_in_backward(Initialised(2, 2))
+    assert reads_weights_in_backward(Scaled(2, 2))
+    patched = nn.Embedding(2, 2)
+    patched.forward = lambda x: x @ patched.weight  # type: ignore[method-assign]
+    assert reads_weights_in_backward(patched)
     assert reads_weights_in_backward(nn.Tanh())
