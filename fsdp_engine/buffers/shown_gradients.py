@@ -129,13 +129,25 @@ class ShownGradients:
             self._is_clear = self._stand = False
 
     def end_backward(self) -> None:
-        """Backward is over: what autograd has accumulated by itself is apart."""
+        """Backward is over: what autograd has accumulated by itself is apart.
+
+        Raises:
+            RuntimeError: it is no gradient of this rank's slice; names the parameter.
+        """
         if not self._own:
             return
         views = self._views()
         for index in self._own:
             param = self._params[index]
             if (grad := param.grad) is not None:
+                if _local(grad).shape != _local(views.tensors[index]).shape:
+                    raise RuntimeError(
+                        f"backward: expected a gradient of this rank's slice of "
+                        f"{self._names[index]}; found one of shape {tuple(grad.shape)}: a function "
+                        "of your own (autograd.Function) was given the sharded parameter. Give it "
+                        "to the function in the first forward, too, or leave its module to the "
+                        "root (units= names the blocks alone)"
+                    )
                 known = self._apart.get(index)
                 self._apart[index] = grad if known is None else _local(known) + _local(grad)
                 self.used[index] = 1

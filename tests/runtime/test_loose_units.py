@@ -90,6 +90,18 @@ class ReadsLater(Language):
         return self.head(x) if self.num_calls == 1 else F.linear(x, self.head.weight)
 
 
+class FusedLater(FusedHead):
+    """Calls its head in the first forward, and gives it to a function of its own from then on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+
+    def logits(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        return self.head(x) if self.num_calls == 1 else super().logits(x)
+
+
 MODELS: list[Callable[[], Language]] = [
     Language,
     ReadsEmbedding,
@@ -106,6 +118,16 @@ def test_weights_that_are_read_without_a_call_train_as_in_one_process(
     strategy: str, make: Callable[[], Language]
 ) -> None:
     reference.assert_trains_alike(make(), token_batch, strategy, num_steps=3)
+
+
+@pytest.mark.parametrize("strategy", LEVEL_NAMES[1:])
+@on_ranks(2)
+def test_a_function_of_ones_own_that_gets_a_slice_is_told_so(strategy: str) -> None:
+    model = FusedLater()
+    fe.shard(model, strategy=strategy)
+    model(*token_batch(2, 0)).backward()
+    with pytest.raises(RuntimeError, match=r"slice of head\.weight.*autograd\.Function"):
+        model(*token_batch(2, 1)).backward()
 
 
 @on_ranks(2)
