@@ -73,12 +73,12 @@ FSDP2 = Path(fully_shard_module.__file__).parent
 # Whose memory it is, by the innermost of these on the stack ("file:function"). What the engine's
 # memory.py allocates is its caller's.
 ORIGINS = {
-    f"{HERE / 'memory.py'}:": None,
-    f"{HERE / 'collectives.py'}:": SCRATCH,
-    f"{HERE / 'hooks.py'}:": OTHER,  # casts of inputs and outputs
-    f"{HERE / 'trees.py'}:": OTHER,
-    f"{HERE / 'reductions.py'}:": OTHER,  # the message with a byte for each parameter
-    f"{HERE / 'mesh.py'}:": OTHER,
+    f"{HERE / 'devices' / 'memory.py'}:": None,
+    f"{HERE / 'devices' / 'collectives.py'}:": SCRATCH,
+    f"{HERE / 'runtime' / 'hooks.py'}:": OTHER,  # casts of inputs and outputs
+    f"{HERE / 'runtime' / 'trees.py'}:": OTHER,
+    f"{HERE / 'runtime' / 'reductions.py'}:": OTHER,  # the message with a byte for each parameter
+    f"{HERE / 'devices' / 'mesh.py'}:": OTHER,
     f"{HERE}{os.sep}": ENGINE,
     f"{FSDP2 / '_fsdp_common.py'}:_cast_fp_tensor": OTHER,
     f"{FSDP2}{os.sep}": ENGINE,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -166,6 +167,15 @@ class DistributedDataParallelConfig:
         if self.bucket_size is not None:
             return self.bucket_size
         return max(_LEAST_BUCKET_ELEMENTS, _BUCKET_ELEMENTS_PER_RANK * num_ranks)
+
+    def gather_budget(self, blocks: Sequence[int], others: Sequence[int]) -> int:
+        """The elements that are gathered ahead, and staged, at most: what
+        ``suggested_communication_unit_size`` says, else twice the mean of ``blocks`` (elements of
+        each; where there are none, of ``others``)."""
+        if self.suggested_communication_unit_size is not None:
+            return self.suggested_communication_unit_size
+        sizes = blocks or others
+        return 2 * sum(sizes) // len(sizes)
 
     def applied_to(self, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
         """``policy`` with what the fields say about dtypes.

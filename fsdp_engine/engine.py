@@ -80,7 +80,9 @@ class Engine:
         self._lanes = lanes_module.make_lanes(mesh.device, mesh.ranks)
         built = build_units(plan, sites, self._lanes, self._memory, config, start)
         self.units = [Unit(each, self._lanes) for each in built]
-        self.budget = _budget(self.units, config)
+        blocks = [unit.num_elements for unit in self.units[1:] if not unit.built.is_loose]
+        others = [unit.num_elements for unit in self.units if unit.buffers]
+        self.budget = config.gather_budget(blocks, others)
         expected = expect(model, [each.modules for each in built])
         if pool is not None:
             self._memory.expect(moments_of(self.units, expected, self.budget))
@@ -380,14 +382,6 @@ class Engine:
         if depth == 0:
             return None
         return self.mesh.inner.reduce_group if depth == 1 else self.mesh.control_group
-
-
-def _budget(units: list[Unit], config: DistributedDataParallelConfig) -> int:
-    if config.suggested_communication_unit_size is not None:
-        return config.suggested_communication_unit_size
-    blocks = [unit for unit in units[1:] if not unit.built.is_loose]
-    sizes = [unit.num_elements for unit in blocks or units if unit.buffers]
-    return 2 * sum(sizes) // len(sizes)
 
 
 def _engine_of(module: nn.Module) -> Engine | None:

@@ -76,8 +76,6 @@ class GradientMemory:
         self._gaps: list[Tensor] = []
         # What comes and goes with steps: accum and handed; none where they stay for good.
         self._lasting: list[TransientStorage] = []
-        # What was staged, while another unit has the slot.
-        self._aside: TransientStorage | None = None
 
     @property
     def rest_bytes(self) -> int:
@@ -172,11 +170,7 @@ class GradientMemory:
             return
         compute, label = self._machinery.lanes.compute, self._spec.label
         compute.manage(f"allocate staging of {label}", self.staging.fill, self.staging)
-        if self._aside is not None:
-            _copy_all(self._aside, self.staging)  # gaps, too
-            compute.manage(f"free copy of staging of {label}", self._aside.drain, self._aside)
-            self._aside = None
-        elif self._zeroes_line and self.line is not None:
+        if self._zeroes_line and self.line is not None:
             self.line.tensor.zero_()
 
     def fill_wire(self) -> bool:
@@ -192,24 +186,12 @@ class GradientMemory:
         if self._gaps and not self._zeroes_line:
             torch._foreach_zero_(self._gaps)
 
-    def set_aside(self) -> None:
-        """Keep what is staged elsewhere, until :meth:`fill_staging` brings it back."""
-        staging, compute, label = self.staging, self._machinery.lanes.compute, self._spec.label
-        if staging is None or not staging.filled:
-            return
-        memory = self._machinery.memory
-        aside = self._aside = memory.transient(staging.numel, staging.dtype, "staging")
-        compute.manage(f"allocate copy of staging of {label}", aside.fill, aside)
-        _copy_all(staging, aside)
-        compute.manage(f"free staging of {label}", staging.drain, staging)
-
     def drain(self) -> None:
         """Hand transient memory back; compute is done with it."""
         compute, label = self._machinery.lanes.compute, self._spec.label
-        for storage in (self.staging, self.wire, self._aside):
+        for storage in (self.staging, self.wire):
             if storage is not None and storage.filled:
                 compute.manage(f"free staging of {label}", storage.drain, storage)
-        self._aside = None
 
     def _over(self, storage: TransientStorage, depth: int) -> ShardedBuffer:
         return self._buffer(depth, storage.view(0, (storage.numel,)))
@@ -229,7 +211,3 @@ class GradientMemory:
     def _numel(self, depth: int) -> int:
         start, stop = self._spec.layout.range(depth, self._machinery.ladder.mesh.coordinate)
         return stop - start
-
-
-def _copy_all(source: TransientStorage, target: TransientStorage) -> None:
-    target.view(0, (source.numel,)).copy_(source.view(0, (source.numel,)))

@@ -250,7 +250,7 @@ def expect(model: nn.Module, units: Sequence[Sequence[nn.Module]]) -> Expected:
             around_of[index].update(around)
         for child in module.children():
             visit(child, (*around, *own))
-        if reads_weights_in_backward(module):
+        if own and reads_weights_in_backward(module):
             backward.extend(reversed(own))
 
     visit(model, ())

@@ -86,8 +86,8 @@ class _Half:
         self.uses = list(uses)
         self._windows = prefetch_windows(self.uses, sizes, budget)
         self._places: dict[tuple[int, bool], list[int]] = {}
-        for place, (unit, phase) in enumerate(self.uses):
-            self._places.setdefault((unit, phase >= BACKWARD), []).append(place)
+        for place, use in enumerate(self.uses):
+            self._places.setdefault(_kind(use), []).append(place)
         self.next = 0
 
     def advance(self, unit: int, phase: int) -> Step:

@@ -98,8 +98,7 @@ class Reductions:
         self._buffers = [buffer for unit in units for buffer in unit.trainable]
         self._message = StepMessage(self._buffers, mesh.control_group, mesh.device, checks)
         self._queue = self._make_queue()
-        staged = [[b.grads.num_staged_elements for b in u.trainable if b.grads] for u in units]
-        self._in_flight = InFlight(lanes, budget, [sum(each) for each in staged])
+        self._in_flight = InFlight(lanes, budget, [unit.num_staged for unit in units])
         self._turns = Turns(len(units))
         self._phase = Phase.CLEARED
         self._hooks_are_due = False

@@ -26,13 +26,12 @@ def moments_of(
         budget: elements that may be gathered ahead, and that may be staged.
     """
     elements = [unit.num_elements if unit.reshards else 0 for unit in units]
-    staged = [[b.grads.num_staged_elements for b in u.trainable if b.grads] for u in units]
     # In the first forward, loose units are full throughout.
     loose = [unit.index for unit in units if unit.built.is_loose]
     full = [sorted({*moment, *loose}) for moment in full_moments(expected, elements, budget)]
     return {
         "full": full,
-        "staging": list(staged_moments(expected, [sum(each) for each in staged], budget)),
+        "staging": list(staged_moments(expected, [unit.num_staged for unit in units], budget)),
     }
 
 

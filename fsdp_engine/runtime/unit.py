@@ -178,6 +178,11 @@ class Unit:
         return self.built.num_elements
 
     @property
+    def num_staged(self) -> int:
+        """Elements of transient memory that writing its gradients takes."""
+        return sum(b.grads.num_staged_elements for b in self.trainable if b.grads is not None)
+
+    @property
     def reshards(self) -> bool:
         """Whether its full parameters come and go."""
         return self.built.reshards
@@ -205,8 +210,8 @@ class Unit:
         """
         if self.residence is Residence.SHARDED:
             return True
-        planes = _PLANES[phase]
-        if not all(tower.holds(planes) for tower in self.built.split_weights):
+        split = self.built.split_weights
+        if split and not all(weights.holds(_PLANES[phase]) for weights in split):
             return True
         if self.residence is Residence.GATHERING:
             return False

@@ -11,14 +11,13 @@ KINDS = ("weights", "gradients", "optimizer", "transient", "activations")
 
 # Roles of the engine's ledger that are no weights.
 _ROLES = {"grad": "gradients", "full": "transient", "staging": "transient"}
-# Allocated by operations; all else is memory behind storages that come and go.
-_PERSISTENT = ("weights",)
 
 
 class MemoryWatch:
     """Bytes by kind, and those of the moment when most were held.
 
-    Operations allocate what the engine books, too, where it lasts: that much is taken off.
+    Operations allocate the engine's weights, too, which it books: that much is taken off. All else
+    that it books is memory behind storages that come and go.
 
     Attributes:
         peak: by kind, at the moment of the largest sum since :meth:`restart`.
@@ -44,7 +43,7 @@ class MemoryWatch:
         self._buffers = others
         self._sizes = dict.fromkeys(self._sizes, 0)
         self._made = 0
-        self._booked_before = self._booked_for_good(self._by_kind())
+        self._booked_before = self._by_kind()["weights"]
         self.restart()
 
     def made(self, tensors: Sequence[Tensor]) -> None:
@@ -80,7 +79,7 @@ class MemoryWatch:
 
     def _bytes(self) -> dict[str, int]:
         now = self._by_kind()
-        others = self._made - (self._booked_for_good(now) - self._booked_before)
+        others = self._made - (now["weights"] - self._booked_before)
         now["optimizer"] = min(self._optimizer, max(others, 0))
         now["activations"] = max(others - now["optimizer"], 0)
         now["weights"] += self._buffers
@@ -91,9 +90,6 @@ class MemoryWatch:
         for role, count in self._held().items():
             now[_ROLES.get(role, "weights")] += count
         return now
-
-    def _booked_for_good(self, by_kind: Mapping[str, int]) -> int:
-        return sum(by_kind[kind] for kind in _PERSISTENT)
 
     def _gone(self, key: int) -> None:
         self._made -= self._sizes.pop(key)

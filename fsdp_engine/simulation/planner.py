@@ -158,7 +158,8 @@ def estimate(
         )
         for unit in planned
     ]
-    budget = _budget(footprints, options)
+    blocks = [unit.numel for unit in footprints[1:] if not unit.is_loose]
+    budget = options.gather_budget(blocks, [unit.numel for unit in footprints if unit.buffers])
     every = [each for unit in footprints for each in unit.buffers]
     state = sum(each.held(Role.OPTIM) for each in every if each.buffer.trainable)
 
@@ -267,12 +268,3 @@ def _equal_units(
             )
             units.append(_Unit([BufferPlan(layout, dtypes, True, codec)]))
     return units
-
-
-def _budget(units: Sequence[UnitFootprint], config: DistributedDataParallelConfig) -> int:
-    """As the engine's: what the user says, else twice the mean block."""
-    if config.suggested_communication_unit_size is not None:
-        return config.suggested_communication_unit_size
-    blocks = [unit for unit in units[1:] if not unit.is_loose]
-    sizes = [unit.numel for unit in blocks or units if unit.buffers]
-    return 2 * sum(sizes) // len(sizes)
