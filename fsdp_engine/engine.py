@@ -21,7 +21,7 @@ from fsdp_engine.devices.nccl_pool import NcclPool
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.optimizer.clip import clip_, total_norm
 from fsdp_engine.planning.assignment import expect
-from fsdp_engine.planning.build import Sites, build_units, same_on_replicas
+from fsdp_engine.planning.build import Ladders, build_units, same_on_replicas
 from fsdp_engine.planning.initial_values import Start
 from fsdp_engine.planning.installing import holders, install_into
 from fsdp_engine.planning.plan import Plan
@@ -61,16 +61,16 @@ class Engine:
         self,
         model: nn.Module,
         plan: Plan,
-        sites: Sites,
+        ladders: Ladders,
         policy: MixedPrecisionPolicy,
         config: DistributedDataParallelConfig,
         timing: Timing,
         start: Start,
     ) -> None:
-        mesh = sites.data.mesh
+        mesh = ladders.data.mesh
         self.model = model
         self.mesh = mesh
-        self.strategy = sites.grounds.data.strategy
+        self.strategy = ladders.axis_plans.data.strategy
         self.config = config
         self.policy = policy
         self._timing = timing
@@ -78,7 +78,7 @@ class Engine:
         pool = NcclPool(mesh, symmetric=symmetric) if config.nccl_ub else None
         self._memory = Memory(mesh.device, pool, plans_addresses=config.fsdp_double_buffer)
         self._lanes = lanes_module.make_lanes(mesh.device, mesh.ranks)
-        built = build_units(plan, sites, self._lanes, self._memory, config, start)
+        built = build_units(plan, ladders, self._lanes, self._memory, config, start)
         self.units = [Unit(each, self._lanes) for each in built]
         blocks = [unit.num_elements for unit in self.units[1:] if not unit.built.is_loose]
         others = [unit.num_elements for unit in self.units if unit.buffers]

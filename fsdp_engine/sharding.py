@@ -15,9 +15,9 @@ from fsdp_engine.devices.mesh import DataMesh, check_device_mesh, ranks_that_mee
 from fsdp_engine.devices.nccl_pool import check_nccl
 from fsdp_engine.engine import Engine, engine_within
 from fsdp_engine.planning.assignment import UnitSelector
-from fsdp_engine.planning.build import Sites, agree_on_plan
+from fsdp_engine.planning.build import Ladders, agree_on_plan
 from fsdp_engine.planning.initial_values import CHOICES, SAME, Holdings
-from fsdp_engine.planning.plan import Granule, Ground, Grounds, Plan, Recipe, make_plan
+from fsdp_engine.planning.plan import AxisPlan, AxisPlans, Granule, Plan, PlanSettings, make_plan
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.strategies import Axis, Strategy
 
@@ -139,8 +139,8 @@ def make_engine(
     signature: list[str] = []
     error: Exception | None = None
     try:
-        grounds = Grounds(
-            _ground(data, levels), _ground(experts, levels) if experts is not None else None
+        axis_plans = AxisPlans(
+            _axis_plan(data, levels), _axis_plan(experts, levels) if experts is not None else None
         )
         if (name := engine_within(model)) is not None:
             raise ValueError(
@@ -152,7 +152,9 @@ def make_engine(
         policy = config.applied_to(policy)
         if initial_values not in CHOICES:
             raise ValueError(f"initial_values: expected one of {CHOICES}; found {initial_values!r}")
-        plan = make_plan(model, units, Recipe(policy, config, grounds, granule, codec_rules))
+        plan = make_plan(
+            model, units, PlanSettings(policy, config, axis_plans, granule, codec_rules)
+        )
         compare = data.size > 1 and initial_values == SAME and not broadcast
         holdings = Holdings(plan, experts, compare=compare)
         options = f"{levels}, {policy}, {config}, {initial_values}"
@@ -163,13 +165,13 @@ def make_engine(
     if broadcast:
         start = start._replace(from_first=True)
     assert plan is not None
-    sites = Sites(grounds, Ladder(data), Ladder(experts) if experts is not None else None)
-    return Engine(model, plan, sites, policy, config, timing, start)
+    ladders = Ladders(axis_plans, Ladder(data), Ladder(experts) if experts is not None else None)
+    return Engine(model, plan, ladders, policy, config, timing, start)
 
 
-def _ground(mesh: DataMesh, levels: Strategy) -> Ground:
+def _axis_plan(mesh: DataMesh, levels: Strategy) -> AxisPlan:
     sizes = {axis: mesh.axis(axis).size for axis in Axis}
-    return Ground(sizes, levels.on(mesh.outer.size))
+    return AxisPlan(sizes, levels.on(mesh.outer.size))
 
 
 def check_types(model: object, policy: object, config: object) -> None:

@@ -51,13 +51,13 @@ class ParamRecord:
     Attributes:
         name: its first fully qualified name.
         param: the user's parameter.
-        sites: (module, attribute) pairs; several for a tied parameter.
+        owners: (module, attribute) pairs; several for a tied parameter.
         aliases: all its names, the first included.
     """
 
     name: str
     param: nn.Parameter
-    sites: list[tuple[nn.Module, str]] = field(default_factory=list)
+    owners: list[tuple[nn.Module, str]] = field(default_factory=list)
     aliases: list[str] = field(default_factory=list)
 
 

@@ -33,7 +33,7 @@ class _Record:
     """A parameter under the name that it has in the checkpoint."""
 
     name: str
-    sites: list[tuple[nn.Module, str]]
+    owners: list[tuple[nn.Module, str]]
     aliases: list[str]
 
 
@@ -85,7 +85,7 @@ class _Together:
 
 def _named(record: NamedRecord, engine: str) -> _Record:
     aliases = [f"{engine}.{alias}" for alias in record.aliases]
-    return _Record(f"{engine}.{record.name}", record.sites, aliases)
+    return _Record(f"{engine}.{record.name}", record.owners, aliases)
 
 
 def as_one(engine: Engines) -> ShardedModel:

@@ -31,7 +31,7 @@ class NamedRecord(Protocol):
     """What a checkpoint needs to know of a parameter; attributes as in ``ParamRecord``."""
 
     name: str
-    sites: list[tuple[nn.Module, str]]
+    owners: list[tuple[nn.Module, str]]
     aliases: list[str]
 
 
@@ -148,7 +148,7 @@ def check_at_rest(engine: ShardedModel) -> None:
                 "Save state_dict_for_save_checkpoint() under names of your own"
             )
         for record, param in zip(buffer.records, buffer.sharded_params, strict=True):
-            if any(module._parameters.get(name) is not param for module, name in record.sites):
+            if any(module._parameters.get(name) is not param for module, name in record.owners):
                 raise RuntimeError(
                     f"checkpoint: expected {record.name} to hold its sharded parameter; found "
                     "another (within a forward, a backward or engine.unsharded(); after an "

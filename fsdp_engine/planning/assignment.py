@@ -41,7 +41,7 @@ _WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.Parameter
 def collect_records(model: nn.Module) -> list[ParamRecord]:
     """Every parameter of ``model`` once, with all its names and places, in registration order."""
     records: dict[int, ParamRecord] = {}
-    seen_sites: set[tuple[int, str]] = set()
+    seen: set[tuple[int, str]] = set()
     for module_name, module in model.named_modules(remove_duplicate=False):
         for attribute, param in module._parameters.items():
             if param is None:
@@ -49,9 +49,9 @@ def collect_records(model: nn.Module) -> list[ParamRecord]:
             name = f"{module_name}.{attribute}" if module_name else attribute
             record = records.setdefault(id(param), ParamRecord(name, param))
             record.aliases.append(name)
-            if (id(module), attribute) not in seen_sites:
-                seen_sites.add((id(module), attribute))
-                record.sites.append((module, attribute))
+            if (id(module), attribute) not in seen:
+                seen.add((id(module), attribute))
+                record.owners.append((module, attribute))
     return list(records.values())
 
 
@@ -158,7 +158,7 @@ def find_units(
         selectors = [selectors]
     places = {name: place for place, (name, _) in enumerate(model.named_modules())}
     sets: dict[tuple[str, ...], dict[str, nn.Module]] = {}
-    owner: dict[str, tuple[str, ...]] = {}
+    set_of: dict[str, tuple[str, ...]] = {}
     for selector in selectors:
         if isinstance(selector, tuple):
             matched = {n: m for each in selector for n, m in _select(model, each).items()}
@@ -169,10 +169,10 @@ def find_units(
         for modules in found:
             names = tuple(modules)
             for name in names:
-                if owner.setdefault(name, names) != names:
+                if set_of.setdefault(name, names) != names:
                     raise ValueError(
                         f"units: expected each module in one unit; found {name} in "
-                        f"({', '.join(owner[name])}) and in ({', '.join(names)})"
+                        f"({', '.join(set_of[name])}) and in ({', '.join(names)})"
                     )
                 inner = [each for each in names if each.startswith(f"{name}.")]
                 if inner:
@@ -196,7 +196,7 @@ def assign(
             containing.setdefault(id(each), []).append((len(inside), unit.name))
     owned: dict[str, list[ParamRecord]] = {"": [], **{unit.name: [] for unit in units}}
     for record in records:
-        candidates = set.intersection(*(set(containing[id(m)]) for m, _ in record.sites))
+        candidates = set.intersection(*(set(containing[id(m)]) for m, _ in record.owners))
         owned[min(candidates)[1]].append(record)
     return owned
 
@@ -345,7 +345,7 @@ def _tied_together(
     }
     first = list(range(len(runs)))  # of the runs that each one is tied to, directly or not
     for record in records:
-        tied = {run_of.get(id(module), -1) for module, _ in record.sites}
+        tied = {run_of.get(id(module), -1) for module, _ in record.owners}
         if -1 not in tied:
             known = {first[each] for each in tied}
             first = [min(known) if each in known else each for each in first]

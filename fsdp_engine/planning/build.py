@@ -31,23 +31,23 @@ from fsdp_engine.devices.memory import Memory
 from fsdp_engine.devices.mesh import DataMesh
 from fsdp_engine.planning.initial_values import Holdings, Start, broadcast_buffers, decide
 from fsdp_engine.planning.materialize import ModuleTree, materialize, materialize_buffers
-from fsdp_engine.planning.plan import Ground, Grounds, Plan, PlannedUnit
+from fsdp_engine.planning.plan import AxisPlan, AxisPlans, Plan, PlannedUnit
 from fsdp_engine.strategies import Axis, Role
 
 
 @dataclass(frozen=True)
-class Sites:
-    """Where buffers are built: the levels of all data-parallel ranks and of experts' ranks, and the
-    communicators of each."""
+class Ladders:
+    """Where buffers are built: the axis plan and the communicators of all data-parallel ranks, and
+    those of experts' ranks."""
 
-    grounds: Grounds
+    axis_plans: AxisPlans
     data: Ladder
     expert: Ladder | None = None
 
-    def of(self, kind: BufferKind) -> tuple[Ground, Ladder]:
+    def of(self, kind: BufferKind) -> tuple[AxisPlan, Ladder]:
         """Those of parameters of ``kind``."""
         ladder = self.expert if kind.is_expert and self.expert is not None else self.data
-        return self.grounds.of(kind), ladder
+        return self.axis_plans.of(kind), ladder
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def agree_on_plan(
 
 def build_units(
     plan: Plan,
-    sites: Sites,
+    ladders: Ladders,
     lanes: Lanes,
     memory: Memory,
     config: DistributedDataParallelConfig,
@@ -153,7 +153,7 @@ def build_units(
             model is of no use any more.
     """
     error: Exception | None = None
-    device = sites.data.mesh.device
+    device = ladders.data.mesh.device
     tag = FIRST_TAG
     units = []
     tree = ModuleTree(plan.root) if plan.on_meta else None
@@ -164,7 +164,7 @@ def build_units(
                 record
                 for part in planned.buffers
                 # The others' values come from there, so they need none.
-                if not start.whole or sites.of(part.kind)[1].mesh.is_first
+                if not start.whole or ladders.of(part.kind)[1].mesh.is_first
                 for record in part.records
             ]
             try:
@@ -176,9 +176,9 @@ def build_units(
             label = planned.name or "the root module"
             if len(planned.buffers) > 1:
                 label += f" (buffer {number})"
-            ground, ladder = sites.of(part.kind)
+            axes, ladder = ladders.of(part.kind)
             buffer = ParamAndGradBuffer(
-                BufferSpec(label, part.layout, part.kind, ground.strategy, tag),
+                BufferSpec(label, part.layout, part.kind, axes.strategy, tag),
                 Machinery(ladder, lanes, memory),
                 part.records,
                 part.make_codec(),
@@ -197,7 +197,7 @@ def build_units(
                 # The user's own tensor goes now, so that one unit at a time is held twice.
                 del record.param
     root = plan.root
-    has_values = not start.whole or sites.data.mesh.is_first
+    has_values = not start.whole or ladders.data.mesh.is_first
     try:
         materialize_buffers(root, device, start.seed + len(units), values=has_values)
     except Exception as caught:
@@ -205,13 +205,13 @@ def build_units(
     if plan.on_meta or start.whole:
         what = "giving values to modules on the meta device"
         try:
-            agree(what, error, sites.data.mesh.control_group)
+            agree(what, error, ladders.data.mesh.control_group)
         except Exception as raised:
             raised.add_note("The model is half built: make a new one before the next shard()")
             raise
     if start.whole:
-        experts = sites.expert.mesh if sites.expert is not None else None
-        broadcast_buffers(root, sites.data.mesh, experts)
+        experts = ladders.expert.mesh if ladders.expert is not None else None
+        broadcast_buffers(root, ladders.data.mesh, experts)
     return units
 
 

@@ -255,14 +255,14 @@ def broadcast_buffers(model: nn.Module, mesh: DataMesh, experts: DataMesh | None
                 buffer = module._buffers[attribute] = buffer.contiguous()
             found[experts is not None and _has_experts(module)].append(buffer.detach())
     for of_experts, buffers in found.items():
-        place = experts if of_experts and experts is not None else mesh
-        if place.control_group is None:
+        ranks = experts if of_experts and experts is not None else mesh
+        if ranks.control_group is None:
             continue
         while buffers:
             together, num_bytes = [buffers.pop(0)], 0
             while buffers and (num_bytes := num_bytes + together[-1].nbytes) < _MESSAGE_BYTES:
                 together.append(buffers.pop(0))
-            _broadcast_together(together, place)
+            _broadcast_together(together, ranks)
 
 
 def _broadcast_together(buffers: Sequence[Tensor], mesh: DataMesh) -> None:

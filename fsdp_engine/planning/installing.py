@@ -13,8 +13,8 @@ from fsdp_engine.planning.recurrent import list_flat_weights
 
 def holders(buffers: Sequence[ParamAndGradBuffer]) -> list[nn.Module]:
     """Modules that hold parameters of ``buffers``, each once."""
-    sites = (site for b in buffers for record in b.records for site in record.sites)
-    return list({id(module): module for module, _ in sites}.values())
+    owners = (owner for b in buffers for record in b.records for owner in record.owners)
+    return list({id(module): module for module, _ in owners}.values())
 
 
 def install_into(
@@ -23,7 +23,7 @@ def install_into(
     """Put ``tensors``, a row for each buffer, into the modules in place of the parameters."""
     for buffer, row in zip(buffers, tensors, strict=True):
         for record, tensor in zip(buffer.records, row, strict=True):
-            for module, attribute in record.sites:
+            for module, attribute in record.owners:
                 module._parameters[attribute] = tensor  # type: ignore[assignment]
     for module in _modules_with_flat_weights(buffers):
         list_flat_weights(module)
@@ -95,7 +95,7 @@ def _install_table(
             buffer.records, buffer.full_params, buffer.sharded_params, strict=True
         ):
             full_of[id(sharded)] = full
-            for module, attribute in record.sites:
+            for module, attribute in record.owners:
                 entries.append((module._parameters, attribute, full, sharded))
     for module in _modules_with_flat_weights(buffers):
         # Weight by weight, since others of the module's may be in another bucket.

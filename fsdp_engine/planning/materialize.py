@@ -85,12 +85,12 @@ class ModuleTree:
     def ready(self, records: Sequence[ParamRecord]) -> list[nn.Module]:
         """Modules that own one of these parameters, or have no others; children first."""
         hits: Counter[int] = Counter()
-        owners: set[int] = set()
+        found: set[int] = set()
         for record in records:
-            owners.update(id(module) for module, _ in record.sites)
-            hits.update({id(each) for module, _ in record.sites for each in self._upwards(module)})
+            found.update(id(module) for module, _ in record.owners)
+            hits.update({id(each) for module, _ in record.owners for each in self._upwards(module)})
         whole = {key for key, count in hits.items() if count == self._num_beneath[key]}
-        return [self._modules[key] for key in sorted(owners | whole, key=self._place.__getitem__)]
+        return [self._modules[key] for key in sorted(found | whole, key=self._place.__getitem__)]
 
 
 def materialize(
@@ -117,7 +117,7 @@ def materialize(
         )
         real.__dict__.update(record.param.__dict__)
         record.param = real
-        for module, attribute in record.sites:
+        for module, attribute in record.owners:
             module._parameters[attribute] = real
     for module in modules:
         _real_buffers(module, device)

@@ -57,7 +57,7 @@ _STAGE_MARKS = ("shared_embedding", "position_embedding", "pipeline_parallel")
 
 
 @dataclass(frozen=True)
-class Ground:
+class AxisPlan:
     """The ranks that share parameters, as sizes of their axes, and the levels along those."""
 
     sizes: dict[Axis, int]
@@ -74,24 +74,24 @@ class Ground:
 
 
 @dataclass(frozen=True)
-class Grounds:
+class AxisPlans:
     """Where parameters are shared: all data-parallel ranks; ``expert``, if given, for experts."""
 
-    data: Ground
-    expert: Ground | None = None
+    data: AxisPlan
+    expert: AxisPlan | None = None
 
-    def of(self, kind: BufferKind) -> Ground:
+    def of(self, kind: BufferKind) -> AxisPlan:
         """That of parameters of ``kind``."""
         return self.expert if kind.is_expert and self.expert is not None else self.data
 
 
 @dataclass(frozen=True)
-class Recipe:
+class PlanSettings:
     """What a plan follows, beside the model."""
 
     policy: MixedPrecisionPolicy
     config: DistributedDataParallelConfig
-    grounds: Grounds
+    axis_plans: AxisPlans
     granule: Granule | None = None
     codec_rules: Sequence[CodecRule] = ()
 
@@ -172,7 +172,7 @@ class Plan:
 
 
 def make_plan(
-    model: nn.Module, units: UnitSelector | Iterable[UnitSelector] | None, recipe: Recipe
+    model: nn.Module, units: UnitSelector | Iterable[UnitSelector] | None, settings: PlanSettings
 ) -> Plan:
     """Decide which parameter lies where. Changes nothing, sends nothing.
 
@@ -187,12 +187,12 @@ def make_plan(
     if not records:
         raise ValueError(f"model: expected parameters; found none in {type(model).__name__}")
     for record in records:
-        _check_record(record, recipe)
+        _check_record(record, settings)
     check_memory(model, records)
     _check_no_optimizer(records)
     on_meta, lacks = check_meta(model)
-    planned = plan_units(model, records, units, recipe)
-    _check_fp8_fields(planned, recipe)
+    planned = plan_units(model, records, units, settings)
+    _check_fp8_fields(planned, settings)
     return Plan(planned, records, on_meta, lacks)
 
 
@@ -200,15 +200,15 @@ def plan_units(
     model: nn.Module,
     records: Sequence[ParamRecord],
     selectors: UnitSelector | Iterable[UnitSelector] | None,
-    recipe: Recipe,
+    settings: PlanSettings,
 ) -> list[PlannedUnit]:
     """Units with their buffers, the root first; see the module docstring."""
     sets = find_units(model, selectors, records)
     owned = assign(model, sets, records)
-    root, *buckets = _plan_root(model, owned[""], recipe)
+    root, *buckets = _plan_root(model, owned[""], settings)
     planned = list(buckets)
     for each in sets:
-        buffers = plan_buffers(owned[each.name], recipe)
+        buffers = plan_buffers(owned[each.name], settings)
         if buffers:
             planned.append(PlannedUnit(each.name, each.modules, buffers, each.is_loose))
     # Where their first parameter was registered: the first guess of the order of execution.
@@ -220,29 +220,29 @@ def plan_units(
 
 
 def plan_buffers(
-    records: Sequence[ParamRecord], recipe: Recipe, *, in_buckets: bool = False
+    records: Sequence[ParamRecord], settings: PlanSettings, *, in_buckets: bool = False
 ) -> list[PlannedBuffer]:
     """Buffers for the parameters of one unit; for those of none, ``in_buckets``."""
     groups: dict[BufferKind, list[ParamRecord]] = {}
     makers: dict[BufferKind, Callable[[], ParamCodec]] = {}
     for record in records:
-        kind, maker = _kind_of(record, recipe)
+        kind, maker = _kind_of(record, settings)
         groups.setdefault(kind, []).append(record)
         makers.setdefault(kind, maker)
     planned: list[PlannedBuffer] = []
     for kind, members in groups.items():
-        parts = _split(members, kind, recipe) if in_buckets else [members]
+        parts = _split(members, kind, settings) if in_buckets else [members]
         for part in parts:
-            planned += _lay_out(part, kind, makers[kind], recipe, in_buckets)
+            planned += _lay_out(part, kind, makers[kind], settings, in_buckets)
     return planned
 
 
 def _plan_root(
-    model: nn.Module, records: Sequence[ParamRecord], recipe: Recipe
+    model: nn.Module, records: Sequence[ParamRecord], settings: PlanSettings
 ) -> list[PlannedUnit]:
     """The root's unit, and units for its buckets; see the module docstring."""
-    buffers = plan_buffers(records, recipe, in_buckets=True)
-    is_cut = recipe.grounds.data.strategy.depth(Role.PARAM) > 0
+    buffers = plan_buffers(records, settings, in_buckets=True)
+    is_cut = settings.axis_plans.data.strategy.depth(Role.PARAM) > 0
     if is_cut or len({buffer.kind for buffer in buffers}) == len(buffers):
         return [PlannedUnit("", [model], buffers)]
     buckets = (
@@ -254,21 +254,21 @@ def _plan_root(
 
 def _holders(records: Sequence[ParamRecord]) -> list[nn.Module]:
     """Modules that hold the parameters, each once."""
-    modules = (module for record in records for module, _ in record.sites)
+    modules = (module for record in records for module, _ in record.owners)
     return list({id(module): module for module in modules}.values())
 
 
 def _split(
-    records: Sequence[ParamRecord], kind: BufferKind, recipe: Recipe
+    records: Sequence[ParamRecord], kind: BufferKind, settings: PlanSettings
 ) -> list[list[ParamRecord]]:
     """Parameters of one kind, in reverse registration order, in buckets."""
     backwards = list(reversed(records))
     sizes = [record.param.numel() for record in backwards]
-    config = recipe.config
+    config = settings.config
     if config.num_buckets is not None:
         buckets = split_by_count(sizes, config.num_buckets)
     else:
-        num_ranks = recipe.grounds.of(kind).num_ranks
+        num_ranks = settings.axis_plans.of(kind).num_ranks
         buckets = split_by_size(sizes, config.closing_size(num_ranks))
     return [[backwards[place] for place in bucket] for bucket in buckets]
 
@@ -277,7 +277,7 @@ def _lay_out(
     records: Sequence[ParamRecord],
     kind: BufferKind,
     make_codec: Callable[[], ParamCodec],
-    recipe: Recipe,
+    settings: PlanSettings,
     is_bucket: bool,
 ) -> list[PlannedBuffer]:
     by_name = {record.name: record for record in records}
@@ -285,15 +285,15 @@ def _lay_out(
     requests = []
     for record in records:
         shape = tuple(record.param.shape)
-        wanted = recipe.granule(record.name, record.param) if recipe.granule is not None else 1
+        wanted = settings.granule(record.name, record.param) if settings.granule is not None else 1
         checked = TensorRequest(record.name, shape, wanted).granule
         together = math.lcm(checked, codec.granule(shape))
         requests.append(TensorRequest(record.name, shape, together))
-    ground, multiple = recipe.grounds.of(kind), ALIGNMENT
-    inner_size, outer_size = ground.cut(Axis.INNER), ground.cut(Axis.OUTER)
-    padded = recipe.config.pad_buckets_for_high_nccl_busbw
+    axes, multiple = settings.axis_plans.of(kind), ALIGNMENT
+    inner_size, outer_size = axes.cut(Axis.INNER), axes.cut(Axis.OUTER)
+    padded = settings.config.pad_buckets_for_high_nccl_busbw
     if is_bucket or padded:
-        whole = bucket_multiple(ground.num_ranks, padded=padded)
+        whole = bucket_multiple(axes.num_ranks, padded=padded)
         multiple = whole // math.gcd(whole, inner_size * outer_size)
     layouts = plan_layouts(
         requests, inner_size=inner_size, outer_size=outer_size, shard_multiple=multiple
@@ -304,21 +304,23 @@ def _lay_out(
     ]
 
 
-def _kind_of(record: ParamRecord, recipe: Recipe) -> tuple[BufferKind, Callable[[], ParamCodec]]:
+def _kind_of(
+    record: ParamRecord, settings: PlanSettings
+) -> tuple[BufferKind, Callable[[], ParamCodec]]:
     param = record.param
-    policy = recipe.policy
-    if any(_keeps_statistics(module) for module, _ in record.sites):
+    policy = settings.policy
+    if any(_keeps_statistics(module) for module, _ in record.owners):
         # Batch norm wants weights in the dtype of its running statistics, which no policy casts.
         policy = dataclasses.replace(policy, param_dtype=None)
-    dtypes = policy.resolve(param, recipe.config.reduce_scatter_with_fp32_accumulation)
+    dtypes = policy.resolve(param, settings.config.reduce_scatter_with_fp32_accumulation)
     of_experts = is_expert(param)
     divisor = float(getattr(param, "gradient_divisor", 1.0))
-    if of_experts and recipe.grounds.expert is not None:
+    if of_experts and settings.axis_plans.expert is not None:
         # An expert's gradient comes from the tokens of all ranks, not of those alone that share it.
-        divisor *= recipe.grounds.data.num_ranks / recipe.grounds.expert.num_ranks
+        divisor *= settings.axis_plans.data.num_ranks / settings.axis_plans.expert.num_ranks
     apart = record.name if any(getattr(param, mark, False) for mark in _STAGE_MARKS) else ""
     codec_name, maker = "cast", partial(CastCodec, dtypes.main, dtypes.compute)
-    for rule in recipe.rules:
+    for rule in settings.rules:
         found = rule(record.name, param, dtypes)
         if found is not None:
             codec_name, maker = found  # type: ignore[assignment]
@@ -340,7 +342,7 @@ def _known_as(record: ParamRecord) -> str:
     return "an expert's parameter" if is_expert(record.param) else record.name
 
 
-def _check_record(record: ParamRecord, recipe: Recipe) -> None:
+def _check_record(record: ParamRecord, settings: PlanSettings) -> None:
     param = record.param
     if isinstance(param, nn.parameter.UninitializedParameter):
         raise ValueError(
@@ -348,7 +350,7 @@ def _check_record(record: ParamRecord, recipe: Recipe) -> None:
             "forward has initialised"
         )
     if param.is_meta and any(
-        getattr(module, "primary_weights_in_fp8", False) for module, _ in record.sites
+        getattr(module, "primary_weights_in_fp8", False) for module, _ in record.owners
     ):
         raise ValueError(
             f"{record.name}: expected a module with quantised weights (quantized_model_init) to be "
@@ -367,22 +369,22 @@ def _check_record(record: ParamRecord, recipe: Recipe) -> None:
             "a plain parameter (dequantise it, say) before shard(), or leave it out of the "
             "model's parameters, as a buffer"
         )
-    if is_expert(param) and recipe.grounds.expert is None:
+    if is_expert(param) and settings.axis_plans.expert is None:
         raise ValueError(
             f"{record.name}: expected expert_mesh, the ranks that share this expert, since it has "
             "allreduce=False; found None"
         )
     puts_off = param.requires_grad and getattr(param, "skip_backward_post_hook", False)
-    if puts_off and not recipe.config.delay_wgrad_compute:
+    if puts_off and not settings.config.delay_wgrad_compute:
         raise ValueError(
             f"{record.name}: expected delay_wgrad_compute=True, since its module puts off weight "
             "gradients (skip_backward_post_hook); found False, so that they would be lost"
         )
 
 
-def _check_fp8_fields(units: Sequence[PlannedUnit], recipe: Recipe) -> None:
+def _check_fp8_fields(units: Sequence[PlannedUnit], settings: PlanSettings) -> None:
     """Fields about what weights of Transformer Engine have, if the model has such weights."""
-    config = recipe.config
+    config = settings.config
     if not (config.keep_fp8_transpose_cache or config.reuse_grad_buf_for_mxfp8_param_ag):
         return
     codecs = [buffer.make_codec() for unit in units for buffer in unit.buffers]
@@ -399,7 +401,7 @@ def _check_fp8_fields(units: Sequence[PlannedUnit], recipe: Recipe) -> None:
             "reuse_grad_buf_for_mxfp8_param_ag: expected weights that Transformer Engine has "
             "quantised by the MXFP8 recipe; found none"
         )
-    strategy = recipe.grounds.data.strategy
+    strategy = settings.axis_plans.data.strategy
     if strategy.depth(Role.GRAD) > 0:
         raise ValueError(
             "reuse_grad_buf_for_mxfp8_param_ag: expected whole gradients, through whose memory "

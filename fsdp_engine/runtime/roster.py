@@ -34,7 +34,7 @@ _ROSTERS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Roster]] = weakref.We
 
 
 @dataclass(frozen=True)
-class _Site:
+class _Owner:
     """One place of one parameter: its name, who else is tied to it, and what stands for it."""
 
     name: str
@@ -62,22 +62,22 @@ class Roster:
         self._units = tuple(units)
         self._storages: set[int] | None = None
         self._orphans: list[tuple[str, weakref.ref[Tensor]]] = []
-        sites = [
-            _Site(record.aliases[0], tuple(record.aliases[1:]), module, attribute, full, sharded)
+        owners = [
+            _Owner(record.aliases[0], tuple(record.aliases[1:]), module, attribute, full, sharded)
             for unit in units
             for buffer in unit.buffers
             for record, full, sharded in zip(
                 buffer.records, buffer.full_params, buffer.sharded_params, strict=True
             )
-            for module, attribute in record.sites
+            for module, attribute in record.owners
         ]
-        self._sites = {(id(site.module), site.attribute): site for site in sites}
-        self._names = {id(site.sharded): site.name for site in sites}
-        self._listed = sites
+        self._owners = {(id(owner.module), owner.attribute): owner for owner in owners}
+        self._names = {id(owner.sharded): owner.name for owner in owners}
+        self._listed = owners
         # Columns of a table that one pass of C compares, however many parameters there are.
-        self._holders = [site.module._parameters for site in sites]
-        self._keys = [site.attribute for site in sites]
-        self._expected = [site.sharded for site in sites]
+        self._holders = [owner.module._parameters for owner in owners]
+        self._keys = [owner.attribute for owner in owners]
+        self._expected = [owner.sharded for owner in owners]
         for module in model.modules():
             _ROSTERS[module] = weakref.ref(self)
         _watch_modules()
@@ -132,20 +132,20 @@ class Roster:
             ValueError: no value for a parameter that the model had when it was sharded.
             RuntimeError: a forward of the module is under way.
         """
-        site = self._sites.get((id(module), attribute))
-        if site is None:
+        owner = self._owners.get((id(module), attribute))
+        if owner is None:
             raise _unknown(f"{self._name_of(module)}{attribute}")
         present = module._parameters.get(attribute)
         if isinstance(module, nn.RNNBase) and present is not None:
             list_flat_weights(module)  # it has put the value into a list of its own already
         if value is present:
             return value
-        if present is site.full and site.full is not site.sharded:
+        if present is owner.full and owner.full is not owner.sharded:
             raise RuntimeError(
-                f"{site.name}: expected an assignment outside of forward and backward; found one "
+                f"{owner.name}: expected an assignment outside of forward and backward; found one "
                 "within"
             )
-        return self._taken(site, value, present if self.paused else site.sharded)
+        return self._taken(owner, value, present if self.paused else owner.sharded)
 
     def module_assigned(self, module: nn.Module, attribute: str, value: nn.Module | None) -> None:
         """``value`` is about to become a child of ``module``.
@@ -172,11 +172,11 @@ class Roster:
         return f"({type(module).__name__})."
 
     def _is_full(self, param: Tensor) -> bool:
-        return any(param is site.full for site in self._listed)
+        return any(param is owner.full for owner in self._listed)
 
     def _is_of_another(self, value: Tensor, sharded: Tensor) -> bool:
         if self._storages is None:
-            self._storages = {_address(site.sharded)[0] for site in self._listed}
+            self._storages = {_address(owner.sharded)[0] for owner in self._listed}
         storage, first = _address(value)
         return storage > 0 < first and storage in self._storages and first != _address(sharded)[1]
 
@@ -185,41 +185,42 @@ class Roster:
             for unit in self._units:
                 unit.check_not_swapped()
             return  # nobody cuts these parameters: it computes with those that it is given
-        for site in self._listed:
-            present = site.module._parameters.get(site.attribute)
-            if present is site.sharded or present is site.full:
+        for owner in self._listed:
+            present = owner.module._parameters.get(owner.attribute)
+            if present is owner.sharded or present is owner.full:
                 continue  # full: its weight gradient is yet to come (delay_wgrad_compute)
             if present is None:
                 raise ValueError(
-                    f"{site.name}: expected the parameter that the model had when it was sharded; "
+                    f"{owner.name}: expected the parameter that the model had when it was sharded; "
                     "found none. Remove parameters before shard()"
                 )
-            site.module._parameters[site.attribute] = self._taken(  # type: ignore[assignment]
-                site, present, site.sharded
+            owner.module._parameters[owner.attribute] = self._taken(  # type: ignore[assignment]
+                owner, present, owner.sharded
             )
 
-    def _taken(self, site: _Site, value: Tensor, target: Tensor | None) -> Tensor:
+    def _taken(self, owner: _Owner, value: Tensor, target: Tensor | None) -> Tensor:
         """``target``, with the values of ``value``."""
         assert target is not None
-        self._check_value(site, value)
+        self._check_value(owner, value)
         with torch.no_grad():
             target.copy_(value.detach())
         if target.requires_grad is not value.requires_grad:
             target.requires_grad_(value.requires_grad)
         target.grad = None
         if isinstance(value, nn.Parameter):
-            self._orphans.append((site.name, weakref.ref(value)))
+            self._orphans.append((owner.name, weakref.ref(value)))
         return target
 
-    def _check_value(self, site: _Site, value: Tensor) -> None:
-        sharded = site.sharded
+    def _check_value(self, owner: _Owner, value: Tensor) -> None:
+        sharded = owner.sharded
         tied = self._names.get(id(value))
         problem = ""
         if tied is not None:
             problem = f"{tied}, which would tie them. Tie parameters before shard()"
-        elif site.others:
+        elif owner.others:
+            others = ", ".join(owner.others)
             problem = (
-                f"an assignment to one name of a parameter that is tied ({', '.join(site.others)})."
+                f"an assignment to one name of a parameter that is tied ({others})."
                 " Copy values into it, under torch.no_grad(), or untie before shard()"
             )
         elif self._is_of_another(value, sharded):
@@ -239,7 +240,7 @@ class Roster:
             problem = f"{value.dtype}. Cast it, to round on purpose"
         if problem:
             raise ValueError(
-                f"{site.name}: expected values of shape {tuple(sharded.shape)}, {sharded.dtype}, "
+                f"{owner.name}: expected values of shape {tuple(sharded.shape)}, {sharded.dtype}, "
                 f"for a parameter of a sharded model; found {problem}"
             )
 

@@ -32,7 +32,7 @@ from fsdp_engine.codecs import CastCodec, CodecRule
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.layout.placement import TensorRequest, plan_layouts
 from fsdp_engine.planning.assignment import Expected, UnitSelector, collect_records, expect
-from fsdp_engine.planning.plan import Granule, Ground, Grounds, Recipe, plan_units
+from fsdp_engine.planning.plan import AxisPlan, AxisPlans, Granule, PlanSettings, plan_units
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.simulation.footprint import (
     AxisSizes,
@@ -139,14 +139,16 @@ def estimate(
     _check_at_least("optimizer_bytes_per_element", optimizer_bytes_per_element, 0)
     _check_at_least("num_microbatches", num_microbatches, 1)
     policy, options = mp_policy or MixedPrecisionPolicy(), config or DistributedDataParallelConfig()
-    ground = Ground(sizes, levels)
-    recipe = Recipe(options.applied_to(policy), options, Grounds(ground), granule, codec_rules)
+    axes = AxisPlan(sizes, levels)
+    settings = PlanSettings(
+        options.applied_to(policy), options, AxisPlans(axes), granule, codec_rules
+    )
     if isinstance(model, nn.Module):
-        planned, expected = _units_of(model, units, recipe)
+        planned, expected = _units_of(model, units, settings)
     elif isinstance(model, int | float) and not isinstance(model, bool):
         _check_at_least("num_units", num_units, 1)
         _check_at_least("model", model, 1)
-        planned = _equal_units(round(model), num_units, dtype, recipe)
+        planned = _equal_units(round(model), num_units, dtype, settings)
         order = list(range(1, len(planned)))
         expected = Expected(order, order[::-1], [set() for _ in planned])
     else:
@@ -227,13 +229,15 @@ def _check_at_least(name: str, value: float, least: int) -> None:
 
 
 def _units_of(
-    model: nn.Module, selectors: UnitSelector | Iterable[UnitSelector] | None, recipe: Recipe
+    model: nn.Module,
+    selectors: UnitSelector | Iterable[UnitSelector] | None,
+    settings: PlanSettings,
 ) -> tuple[list[_Unit], Expected]:
     """As ``plan.make_plan``, whose other checks (of values, of optimizers) do not matter here."""
     records = collect_records(model)
     if not records:
         raise ValueError(f"model: expected parameters; found none in {type(model).__name__}")
-    made = plan_units(model, records, selectors, recipe)
+    made = plan_units(model, records, selectors, settings)
     units = [
         _Unit(
             [
@@ -250,13 +254,13 @@ def _units_of(
 
 
 def _equal_units(
-    num_elements: int, num_units: int, dtype: torch.dtype, recipe: Recipe
+    num_elements: int, num_units: int, dtype: torch.dtype, settings: PlanSettings
 ) -> list[_Unit]:
     """A root without parameters and equal units, of one tensor each."""
     param = torch.empty(0, dtype=dtype, device="meta").requires_grad_()
-    narrow = recipe.config.reduce_scatter_with_fp32_accumulation
-    dtypes = recipe.policy.resolve(param, narrow)
-    ground = recipe.grounds.data
+    narrow = settings.config.reduce_scatter_with_fp32_accumulation
+    dtypes = settings.policy.resolve(param, narrow)
+    axes = settings.axis_plans.data
     codec = CastCodec(dtypes.main, dtypes.compute)
     units = [_Unit([])]
     for index in range(num_units):
@@ -264,7 +268,7 @@ def _equal_units(
         if count:
             requests = [TensorRequest(f"unit {index}", (count,))]
             (layout,) = plan_layouts(
-                requests, inner_size=ground.cut(Axis.INNER), outer_size=ground.cut(Axis.OUTER)
+                requests, inner_size=axes.cut(Axis.INNER), outer_size=axes.cut(Axis.OUTER)
             )
             units.append(_Unit([BufferPlan(layout, dtypes, True, codec)]))
     return units

@@ -145,7 +145,7 @@ class Order:
 
     # Memory.
 
-    def touch(self, thread: str, span: Span, write: bool, label: str) -> None:
+    def note_access(self, thread: str, span: Span, write: bool, label: str) -> None:
         """A read or a write."""
         memory = self.memory(span, COMPUTE)
         access = self._access("write" if write else "read", thread, span, label)

@@ -25,63 +25,63 @@ def span(start: int = 0, stop: int = 8) -> Span:
 
 def test_accesses_of_one_thread_are_ordered() -> None:
     for order in orders():
-        order.touch(COMPUTE, span(), True, "first")
-        order.touch(COMPUTE, span(), False, "second")
+        order.note_access(COMPUTE, span(), True, "first")
+        order.note_access(COMPUTE, span(), False, "second")
         assert order.num_checks == 1
 
 
 def test_two_threads_may_read_and_may_write_apart() -> None:
     for order in orders():
         thread = order.begin("inner_gather", [])
-        order.touch(COMPUTE, span(0, 8), False, "reads")
-        order.touch(thread, span(0, 8), False, "reads")
-        order.touch(COMPUTE, span(8, 12), True, "writes")
-        order.touch(thread, span(12, 16), True, "writes")
+        order.note_access(COMPUTE, span(0, 8), False, "reads")
+        order.note_access(thread, span(0, 8), False, "reads")
+        order.note_access(COMPUTE, span(8, 12), True, "writes")
+        order.note_access(thread, span(12, 16), True, "writes")
 
 
 @pytest.mark.parametrize("writes", [(True, True), (True, False), (False, True)])
 def test_two_threads_may_not_touch_what_one_of_them_writes(writes: tuple[bool, bool]) -> None:
     for order in orders():
         thread = order.begin("inner_gather", [])
-        order.touch(COMPUTE, span(0, 8), writes[0], "one")
+        order.note_access(COMPUTE, span(0, 8), writes[0], "one")
         with pytest.raises(RaceError, match=r"(?s)bytes 0\.\.8 on compute.*bytes 4\.\.12 on inner"):
-            order.touch(thread, span(4, 12), writes[1], "two")
+            order.note_access(thread, span(4, 12), writes[1], "two")
 
 
 def test_a_ticket_orders_what_came_before_it_and_nothing_after() -> None:
     for order in orders():
-        order.touch(COMPUTE, span(0, 8), True, "before")
+        order.note_access(COMPUTE, span(0, 8), True, "before")
         ticket = order.record(COMPUTE)
-        order.touch(COMPUTE, span(8, 16), True, "after")
+        order.note_access(COMPUTE, span(8, 16), True, "after")
         thread = order.begin("inner_gather", [ticket])
-        order.touch(thread, span(0, 8), True, "gather")
+        order.note_access(thread, span(0, 8), True, "gather")
         if order.streams:
             with pytest.raises(RaceError):
-                order.touch(thread, span(8, 16), True, "gather")
+                order.note_access(thread, span(8, 16), True, "gather")
         else:
-            order.touch(thread, span(8, 16), True, "gather")  # the host had done it by then
+            order.note_access(thread, span(8, 16), True, "gather")  # the host had done it by then
 
 
 def test_order_passes_from_ticket_to_ticket() -> None:
     for order in orders():
         first = order.begin("outer_gather", [])
-        order.touch(first, span(), True, "outer")
+        order.note_access(first, span(), True, "outer")
         second = order.begin("inner_gather", [order.end(first)])
         order.wait(COMPUTE, order.end(second))
-        order.touch(COMPUTE, span(), False, "use")
+        order.note_access(COMPUTE, span(), False, "use")
 
 
 def test_a_lane_orders_its_operations_on_streams_only() -> None:
     for order in orders():
         first = order.begin("inner_gather", [])
-        order.touch(first, span(), True, "one")
+        order.note_access(first, span(), True, "one")
         order.end(first)
         second = order.begin("inner_gather", [])
         if order.streams:
-            order.touch(second, span(), True, "two")
+            order.note_access(second, span(), True, "two")
         else:
             with pytest.raises(RaceError, match=r"operation 1(?s:.)*operation 2"):
-                order.touch(second, span(), True, "two")
+                order.note_access(second, span(), True, "two")
 
 
 def test_memory_may_not_be_used_or_freed_after_it_was_freed() -> None:
@@ -89,7 +89,7 @@ def test_memory_may_not_be_used_or_freed_after_it_was_freed() -> None:
         order.allocate(COMPUTE, span(), "allocate")
         order.free(COMPUTE, span(), "free")
         with pytest.raises(RaceError, match="used after it was freed"):
-            order.touch(COMPUTE, span(), False, "use")
+            order.note_access(COMPUTE, span(), False, "use")
         with pytest.raises(RaceError, match="freed twice"):
             order.free(COMPUTE, span(), "free")
         order.allocate(COMPUTE, span(), "allocate")

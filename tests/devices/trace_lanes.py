@@ -73,7 +73,7 @@ class TraceLane:
             for place, order in enumerate(tracer.orders)
         )
         with tracer.doing(_Doing(label, threads, named=_named(reads, writes))):
-            tracer.touch(reads, writes)
+            tracer.note_access(reads, writes)
             for works in operation():
                 for work in works:
                     work.wait()
@@ -94,7 +94,7 @@ class TraceLane:
 
     def access(self, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
         with self._tracer.doing(_Doing("what the engine announces", self._threads)):
-            self._tracer.touch(reads, writes)
+            self._tracer.note_access(reads, writes)
 
     def manage(self, label: str, action: Callable[[], None], storage: Any) -> None:
         self._tracer.sweep()
@@ -173,23 +173,23 @@ class Tracer(TorchDispatchMode):
         for order in self.orders:
             order.sweep()
 
-    def touch(self, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+    def note_access(self, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
         """What is being done reads and writes these."""
         for tensors, write in ((reads, False), (writes, True)):
             for span in _spans(tensors):
-                self._touch(span, write, self._stack[-1].label)
+                self._note_access(span, write, self._stack[-1].label)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         doing = self._stack[-1]
         label = f"{doing.label}: {func}" if len(self._stack) == 1 else doing.label
-        for value, kind in _touched(func, args, kwargs):
+        for value, kind in _accessed(func, args, kwargs):
             for span in _spans(tree_leaves(value)):
                 if kind == "view":
                     self._check_there(span, label)
                 else:
                     self._check_named(doing, span, kind == "write")
-                    self._touch(span, kind == "write", label)
+                    self._note_access(span, kind == "write", label)
         result = func(*args, **kwargs)
         for span in _spans(tree_leaves(result), empty_too=True):
             if span.key not in self.orders[0].memories:
@@ -199,9 +199,9 @@ class Tracer(TorchDispatchMode):
                         order.allocate(thread, span, label)
         return result
 
-    def _touch(self, span: Span, write: bool, label: str) -> None:
+    def _note_access(self, span: Span, write: bool, label: str) -> None:
         for order, thread in zip(self.orders, self._stack[-1].threads, strict=True):
-            order.touch(thread, span, write, label)
+            order.note_access(thread, span, write, label)
 
     def _check_there(self, span: Span, label: str) -> None:
         for order, thread in zip(self.orders, self._stack[-1].threads, strict=True):
@@ -225,7 +225,7 @@ class Tracer(TorchDispatchMode):
         for order, thread in zip(self.orders, doing.threads, strict=True):
             order.allocate(thread, Span(storage, 0, transient.num_bytes), doing.label)
             for span in _planned(transient):
-                order.touch(thread, span, True, doing.label)
+                order.note_access(thread, span, True, doing.label)
         if transient._role == "full":
             self._full.add(id(transient))
             self.max_full = max(self.max_full, len(self._full))
@@ -235,7 +235,7 @@ class Tracer(TorchDispatchMode):
         for order, thread in zip(self.orders, doing.threads, strict=True):
             order.free(thread, Span(storage, 0, transient.num_bytes), doing.label)
             for span in _planned(transient):
-                order.touch(thread, span, True, doing.label)
+                order.note_access(thread, span, True, doing.label)
         self._full.discard(id(transient))
 
     def _managing(self, transient: TransientStorage) -> _Doing:
@@ -334,9 +334,9 @@ def _spans(values: Sequence[Any], empty_too: bool = False) -> Iterator[Span]:
             yield Span(storage, 0, 0)
 
 
-def _touched(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[Any, str]]:
+def _accessed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[Any, str]]:
     """(argument, "read", "write" or "view") for all whose elements ``func`` needs."""
-    for place, name, kind in _touched_arguments(func):
+    for place, name, kind in _accessed_arguments(func):
         if place < len(args):
             yield args[place], kind
         elif name in kwargs:
@@ -348,7 +348,7 @@ _SHAPE_ONLY = re.compile(r"aten::(new_.*|.*_like|set_|detach|alias)$")
 
 
 @functools.cache
-def _touched_arguments(func: Any) -> tuple[tuple[int, str, str], ...]:
+def _accessed_arguments(func: Any) -> tuple[tuple[int, str, str], ...]:
     """(position, name, kind)."""
     schema = func._schema
     if _SHAPE_ONLY.match(schema.name):

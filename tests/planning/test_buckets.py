@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
 from fsdp_engine.planning.buckets import bucket_multiple, split_by_count, split_by_size
-from fsdp_engine.planning.plan import Ground, Grounds, PlannedBuffer, Recipe, make_plan
+from fsdp_engine.planning.plan import AxisPlan, AxisPlans, PlannedBuffer, PlanSettings, make_plan
 from fsdp_engine.strategies import Axis, Strategy
 from tests import reference
 from tests.devices.timeline import Timeline, timed_step
@@ -92,8 +92,8 @@ def buckets_of(buffers: Sequence[Any]) -> list[Bucket]:
 
 
 def planned(model: nn.Module, config: Config, level: str, dp: int) -> list[PlannedBuffer]:
-    ground = Ground({Axis.INNER: dp, Axis.OUTER: 1}, Strategy.from_names(level))
-    plan = make_plan(model, (), Recipe(fe.MixedPrecisionPolicy(), config, Grounds(ground)))
+    axes = AxisPlan({Axis.INNER: dp, Axis.OUTER: 1}, Strategy.from_names(level))
+    plan = make_plan(model, (), PlanSettings(fe.MixedPrecisionPolicy(), config, AxisPlans(axes)))
     return [buffer for unit in plan.units for buffer in unit.buffers]
 
 

@@ -19,7 +19,7 @@ import fsdp_engine as fe
 from fsdp_engine.devices import mesh as mesh_module
 from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement
 from fsdp_engine.layout import ALIGNMENT, Coordinate
-from fsdp_engine.planning.plan import Ground, Grounds, Plan, Recipe, make_plan
+from fsdp_engine.planning.plan import AxisPlan, AxisPlans, Plan, PlanSettings, make_plan
 from fsdp_engine.strategies import Axis, Role, Strategy
 from tests.models import Transformer, token_batch
 
@@ -106,20 +106,20 @@ def test_groups_do_not_multiply_with_ranks_or_engines(
     assert sorted(made) == expected[shape]
 
 
-def recipe(
+def settings(
     outer: int, inner: int, outer_level: str, granule: Any = None, **dtypes: torch.dtype
-) -> Recipe:
+) -> PlanSettings:
     levels = Strategy.from_names("optim_grads_params", outer_level)
-    grounds = Grounds(Ground({Axis.OUTER: outer, Axis.INNER: inner}, levels))
+    axis_plans = AxisPlans(AxisPlan({Axis.OUTER: outer, Axis.INNER: inner}, levels))
     options = fe.DistributedDataParallelConfig()
-    return Recipe(fe.MixedPrecisionPolicy(**dtypes), options, grounds, granule)  # type: ignore[arg-type]
+    return PlanSettings(fe.MixedPrecisionPolicy(**dtypes), options, axis_plans, granule)  # type: ignore[arg-type]
 
 
 def plan_of(model: nn.Module, num_ranks: int, granule: Any = None) -> Plan:
     return make_plan(
         model,
         None,
-        recipe(num_ranks // 32, 32, "optim", granule, param_dtype=torch.bfloat16),
+        settings(num_ranks // 32, 32, "optim", granule, param_dtype=torch.bfloat16),
     )
 
 
@@ -201,7 +201,7 @@ def test_the_parts_of_all_ranks_are_the_whole_once(outer: int, inner: int) -> No
     plan = make_plan(
         meta_model(40, 1),
         None,
-        recipe(outer, inner, "optim_grads_params"),
+        settings(outer, inner, "optim_grads_params"),
     )
     places = [Coordinate(o, i) for i in range(inner) for o in range(outer)]
     for buffer in (buffer for unit in plan.units for buffer in unit.buffers):
