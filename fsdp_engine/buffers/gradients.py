@@ -150,7 +150,8 @@ class Gradients:
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
         view, scale = self._views[index], self._scale
-        if self.touched[index] or self._keeps(index):
+        is_second = self.touched[index]
+        if is_second or self._keeps(index):
             if isinstance(scale.factor, float):
                 view.add_(grad, alpha=scale.factor)
             else:
@@ -159,7 +160,7 @@ class Gradients:
             torch.mul(grad, scale.factor, out=view)
         else:
             torch.mul(grad.reshape(-1), scale.factor, out=view.view(-1))
-        if not self.touched[index]:
+        if not is_second:
             self.touched[index] = 1
             self.num_touched += 1
 

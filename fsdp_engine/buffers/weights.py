@@ -53,6 +53,7 @@ class Plane:
         storage: the memory of its full parameters, if that comes and goes.
         target: its full parameters.
         params: the same, one tensor for each.
+        memory: what has to have memory while ``target`` is filled.
         unshard: brings ``target`` up to date; None where nothing is cut.
         holds: ``target`` has, or will have when its gather is done, the weights as they are;
             always, where nothing is cut.
@@ -69,6 +70,7 @@ class Plane:
         self.storage = storage
         self.target = target
         self.params = params
+        self.memory: list[TransientStorage] = [] if storage is None else [storage]
         self.unshard: Chain | None = None
         self.holds = storage is None
 
@@ -138,6 +140,8 @@ class Weights:
         for plane in self._planes:
             if self.reshards:
                 plane.unshard = self._make_unshard(plane)
+                if self._full_wire is not None:
+                    plane.memory.append(self._full_wire.storage)
         for storage in (self._decoded_storage, *(plane.storage for plane in self._planes)):
             if storage is not None:
                 storage.drain()
@@ -197,30 +201,34 @@ class Weights:
             planes: which the next use reads.
         """
         tickets: list[Ticket] = []
-        version = self.main.tensor._version
-        if version != self._seen_version:
-            for plane in self._planes:
-                plane.holds = not self.reshards
-            if self._through_scratch is not None:
-                tickets.append(self._through_scratch.refresh(after))
-            elif self._refresh is not None:
-                if not self.reshards:
-                    after = (*after, *self._fill(self._spec.optim_depth, self._decoded_storage))
-                elif self.codec.needs_whole_line:
-                    storages = [plane.storage for plane in self._planes]
-                    after = (*after, *self._fill(self._spec.optim_depth, *storages))
-                tickets.append(self._refresh.run(after))
-                after = (*after, *tickets)
-            self._seen_version = version
-        for number in planes if self.num_planes > 1 else (0,):
+        if self.main.tensor._version != self._seen_version:
+            tickets = self._bring_up_to_date(after)
+            after = (*after, *tickets)
+        for number in planes if len(self._planes) > 1 else (0,):
             plane = self._planes[number]
             if not plane.holds:
                 assert plane.unshard is not None
-                storages = [plane.storage, self._decoded_storage]
-                filled = self._fill(self._spec.param_depth, *storages)
+                filled = self._fill(self._spec.param_depth, plane.memory)
                 tickets.append(plane.unshard.run((*after, *filled)))
                 plane.holds = True
         return tickets
+
+    def _bring_up_to_date(self, after: Sequence[Ticket]) -> list[Ticket]:
+        """What persists of the compute weights follows the main weights."""
+        self._seen_version = self.main.tensor._version
+        for plane in self._planes:
+            plane.holds = not self.reshards
+        if self._through_scratch is not None:
+            return [self._through_scratch.refresh(after)]
+        if self._refresh is None:
+            return []
+        storages: list[TransientStorage | None] = []
+        if not self.reshards:
+            storages = [self._decoded_storage]
+        elif self.codec.needs_whole_line:
+            storages = [plane.storage for plane in self._planes]
+        present = [storage for storage in storages if storage is not None]
+        return [self._refresh.run((*after, *self._fill(self._spec.optim_depth, present)))]
 
     def gathered(self, *, for_backward: bool) -> None:
         """Compute has waited for the gather.
@@ -228,7 +236,8 @@ class Weights:
         Args:
             for_backward: of what backward reads.
         """
-        self._drain_full_wire()
+        if self._full_wire is not None:
+            self._drain_full_wire()
         if self._through_scratch is not None:
             self._through_scratch.finish()
         if self.codec.needs_whole_line:
@@ -254,25 +263,24 @@ class Weights:
                         self.codec.before_release()
                     self._machinery.lanes.inner_gather.wait(self._machinery.lanes.compute.record())
                 self._drain(storage)
-        if planes is None:
+        if planes is None and self._full_wire is not None:
             self._drain_full_wire()
 
     def note_access(self) -> None:
         """Tell the compute lane that the model reads the full parameters from here on."""
         reads = self._first_target
-        if self.num_planes > 1:
+        if len(self._planes) > 1:
             reads = [plane.target.tensor for plane in self._planes if plane.holds]
         self._machinery.lanes.compute.access(reads=reads)
 
-    def _fill(self, from_depth: int, *storages: TransientStorage | None) -> tuple[Ticket, ...]:
+    def _fill(self, from_depth: int, storages: Sequence[TransientStorage]) -> tuple[Ticket, ...]:
         """Memory for a gather from ``from_depth``; returns what it has to come after."""
         lane = self._machinery.lanes.inner_gather
-        present = [storage for storage in storages if storage is not None]
-        for storage in present:
+        for storage in storages:
             if not storage.filled:
                 lane.manage(f"allocate {self._spec.label}", storage.fill, storage)
         # From depth 2 the gather starts on another lane than the one that the memory comes on.
-        return (lane.record(),) if present and from_depth == 2 else ()
+        return (lane.record(),) if storages and from_depth == 2 else ()
 
     def _drain(self, storage: TransientStorage) -> None:
         lane = self._machinery.lanes.inner_gather

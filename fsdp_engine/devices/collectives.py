@@ -18,12 +18,13 @@ disagree about which unit comes next, both time out with the unit's name, and no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from fsdp_engine.devices import memory, watch
 from fsdp_engine.devices.mesh import backend_of
@@ -32,9 +33,11 @@ from fsdp_engine.devices.watch import naming
 Work = dist.Work
 Steps = Iterator[Sequence[Work | watch.HostWork]]
 
-# torch 2.13 renamed these and warns of the old names; 2.11 has only the old ones.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# Methods of groups, and not the functions of torch.distributed around them, which look at arguments
+# that are known here, for as long as the rest of issuing takes. torch 2.11 has the old names alone.
+_group: Any = dist.ProcessGroup
+_all_gather = getattr(_group, "all_gather_single", None) or _group._allgather_base
+_reduce_scatter = getattr(_group, "reduce_scatter_single", None) or _group._reduce_scatter_base
 
 
 class Communicator:
@@ -51,6 +54,8 @@ class Communicator:
         self.rank = group.rank()
         self._gloo = _is_gloo(group, device)
         self._staged = self._gloo and device.type != "cpu"
+        self._stays_on_stream = _stays_on_stream(group, device)
+        self._options = _Options(is_async=not self._stays_on_stream)
 
     def part(self, full: Tensor, rank: int | None = None) -> Tensor:
         """The part of ``full`` that belongs to ``rank`` (None: this rank)."""
@@ -66,8 +71,8 @@ class Communicator:
             source: this rank's part; None: it lies in ``full`` already.
             tag: tells this message from others in flight.
         """
-        full = _as_bytes(full)
-        source = self.part(full) if source is None else _as_bytes(source)
+        full = _as_sent(full)
+        source = self.part(full) if source is None else _as_sent(source)
         if self._staged:
             host = full.cpu()
             self.part(host).copy_(source)
@@ -83,7 +88,7 @@ class Communicator:
             else:
                 yield from self._exchange_into(full, own, tag)
         else:
-            yield _issue(_all_gather_single, self.group, full, source)
+            yield self._to_wait_for(_all_gather(self.group, full, source, self._options.gather))
 
     def reduce_scatter(
         self,
@@ -123,16 +128,21 @@ class Communicator:
                 out.copy_(target)
         elif wide is not None:
             received = memory.empty(full.numel(), full.dtype, full.device)
-            yield _issue(dist.all_to_all_single, self.group, received, full)
+            yield self._to_wait_for(
+                dist.all_to_all_single(
+                    received, full, group=self.group, async_op=not self._stays_on_stream
+                )
+            )
             total = received.view(self.size, -1).sum(0, dtype=wide)
             if average:
                 total.div_(self.size)
             _store(out, total, accumulate, divisor)
         else:
-            op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
             direct = out.dtype == full.dtype and not accumulate
             target = out if direct else self.part(full)
-            yield _issue(_reduce_scatter_single, self.group, target, full, op=op)
+            options = self._options.reduce_scatter[average]
+            work = _reduce_scatter(self.group, _as_reals(target), _as_reals(full), options)
+            yield self._to_wait_for(work)
             if not direct:
                 _store(out, target, accumulate, divisor)
             elif divisor != 1.0:
@@ -145,9 +155,11 @@ class Communicator:
         average: bool = False,
     ) -> Steps:
         """Sum (or average) ``tensor`` over the ranks, in place, by the backend's own all-reduce."""
-        op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
-        works = _issue(dist.all_reduce, self.group, tensor, op=op)
-        yield [watch.HostWork(work) for work in works] if self._gloo else works
+        work = self.group.allreduce([_as_reals(tensor)], self._options.all_reduce[average])
+        yield [watch.HostWork(work)] if self._gloo else self._to_wait_for(work)
+
+    def _to_wait_for(self, work: Work | None) -> Sequence[Work]:
+        return () if self._stays_on_stream else (_require(work),)
 
     def _bounds(self, numel: int, place: int) -> int:
         # Equal parts wherever numel allows, which collectives with a fixed part size rely on.
@@ -239,7 +251,9 @@ def start_all_reduce_max(tensor: Tensor, group: dist.ProcessGroup) -> Work:
 def max_steps(tensor: Tensor, group: dist.ProcessGroup) -> Steps:
     """The elementwise maximum of a small tensor over the group, in place, as part of an operation
     on a lane."""
-    yield _issue(dist.all_reduce, group, tensor, op=dist.ReduceOp.MAX)
+    stays = _stays_on_stream(group, tensor.device)
+    work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group, async_op=not stays)
+    yield () if stays else (_require(work),)
 
 
 class MaxGroup(dist.ProcessGroup):
@@ -264,7 +278,7 @@ def broadcast_(tensor: Tensor, group: dist.ProcessGroup | None, source: int = 0)
     """Give every rank of the group the values of its rank ``source``. None: one rank."""
     if group is not None and tensor.numel():
         with naming("values of the first rank", group):
-            dist.broadcast(_as_bytes(tensor), group=group, group_src=source)
+            dist.broadcast(_as_sent(tensor), group=group, group_src=source)
     return tensor
 
 
@@ -294,28 +308,41 @@ def _store(out: Tensor, value: Tensor, accumulate: bool, divisor: float = 1.0) -
         out.div_(divisor)
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """A view that any backend takes: gloo refuses float8, and a gather only moves bytes."""
+class _Options:
+    """Options of collectives, which never change; those of reductions by whether they average."""
+
+    def __init__(self, *, is_async: bool) -> None:
+        self.gather = distributed_c10d.AllgatherOptions()
+        self.gather.asyncOp = is_async
+        self.reduce_scatter = [distributed_c10d.ReduceScatterOptions() for _ in range(2)]
+        self.all_reduce = [distributed_c10d.AllreduceOptions() for _ in range(2)]
+        ops: Any = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+        made: Any
+        for made in (self.reduce_scatter, self.all_reduce):
+            for options, op in zip(made, ops, strict=True):
+                options.reduceOp, options.asyncOp = op, is_async
+
+
+def _as_sent(tensor: Tensor) -> Tensor:
+    """A view that any backend takes, where bytes only move: gloo refuses float8."""
     if tensor.dtype.itemsize == 1 and tensor.dtype != torch.uint8:
         return tensor.view(torch.uint8)
-    return tensor
+    return _as_reals(tensor)
+
+
+def _as_reals(tensor: Tensor) -> Tensor:
+    """A view that any backend takes, where bytes are summed: of a complex number two real ones."""
+    return torch.view_as_real(tensor) if tensor.dtype.is_complex else tensor
 
 
 def _is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
     return getattr(backend_of(group, device), "name", lambda: "")() == "gloo"
 
 
-def _issue(
-    collective: Callable[..., Work | None],
-    group: dist.ProcessGroup,
-    first: Tensor,
-    *tensors: Tensor,
-    **options: Any,
-) -> Sequence[Work]:
-    """A collective of the backend's own; returns what is to be waited for."""
-    on_stream = first.is_cuda and not _is_gloo(group, first.device)
-    work = collective(first, *tensors, group=group, async_op=not on_stream, **options)
-    return () if on_stream else (_require(work),)
+def _stays_on_stream(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether collectives are issued synchronously: see the module docstring. On gloo the host
+    would wait."""
+    return device.type == "cuda" and not _is_gloo(group, device)
 
 
 def _require(work: Work | None) -> Work:

@@ -174,9 +174,12 @@ def finish_compute(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
+_is_profiled: Any = torch.autograd._profiler_enabled
+
+
 def _labelled(label: str) -> Any:
     """A profiler range while a profiler runs; nothing otherwise, because a range costs time."""
-    if torch.autograd._profiler_enabled():
+    if _is_profiled():
         return torch.profiler.record_function(f"fsdp_engine: {label}")
     return nullcontext()
 
@@ -186,13 +189,15 @@ class HostTicket:
 
     __slots__ = ("_after", "_failure", "_label", "_lane", "_operation", "_steps", "_works", "done")
 
+    done: bool
+
     def __init__(
         self, lane: HostLane, label: str, operation: Operation, after: Sequence[Ticket]
     ) -> None:
         self._lane = lane
         self._label = label
         self._operation: Operation | None = operation
-        self._after = [ticket for ticket in after if not ticket.done]
+        self._after = after
         self._steps: Steps | None = None
         self._works: Sequence[Any] = ()
         self._failure: str | None = None
@@ -208,11 +213,6 @@ class HostTicket:
         """Global ranks that it is about; none: all."""
         return self._lane.ranks
 
-    @property
-    def ready(self) -> bool:
-        """Whether everything it comes after is done."""
-        return all(ticket.done for ticket in self._after)
-
     def start(self) -> None:
         """Issue its communication, once everything it comes after is done."""
         if self._operation is None:
@@ -221,7 +221,7 @@ class HostTicket:
             assert isinstance(ticket, HostTicket)
             ticket.finish()
         operation, self._operation = self._operation, None
-        self._after = []
+        self._after = ()
         self._steps = operation()
         self._advance()
 
@@ -231,9 +231,8 @@ class HostTicket:
         Raises:
             RuntimeError: its communication failed, now or before; names the operation.
         """
-        if self.done:
-            return
-        self._lane.start_through(self)
+        if self._operation is not None:
+            self._lane.start_through(self)
         while not self.done:
             self._advance()
 
@@ -244,11 +243,12 @@ class HostTicket:
             raise RuntimeError(self._failure)
         assert self._steps is not None
         try:
-            NOW.waits = self
-            for work in self._works:
-                work.wait()
-            NOW.waits = None
-            if torch.autograd._profiler_enabled():
+            if self._works:
+                NOW.waits = self
+                for work in self._works:
+                    work.wait()
+                NOW.waits = None
+            if _is_profiled():
                 with torch.profiler.record_function(f"fsdp_engine: {self._label}"):
                     works = next(self._steps, None)
             else:  # a range that nobody looks at costs time, too
@@ -300,15 +300,17 @@ class HostLane:
         # later, keeps the lane moving without a thread that polls.
         while self._waiting:
             self._waiting.popleft().start()
-        while self._unfinished and self._unfinished[0].done:
-            self._unfinished.popleft()
+        unfinished = self._unfinished
+        while unfinished and unfinished[0].done:
+            unfinished.popleft()
         NOW.last = label
-        ticket = HostTicket(self, label, operation, after)
-        self._unfinished.append(ticket)
-        if ticket.ready:
-            ticket.start()
-        else:
+        held_up_by = [each for each in after if not each.done]
+        ticket = HostTicket(self, label, operation, held_up_by)
+        unfinished.append(ticket)
+        if held_up_by:
             self._waiting.append(ticket)
+        else:
+            ticket.start()
         return ticket
 
     def start_through(self, ticket: HostTicket) -> None:

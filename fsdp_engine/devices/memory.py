@@ -65,11 +65,13 @@ class Ledger:
 
     def add(self, role: str, num_bytes: int) -> None:
         """Book ``num_bytes`` (negative when given back) on ``role``."""
-        self.held[role] += num_bytes
+        held = self.held[role] = self.held[role] + num_bytes
         self.total += num_bytes
-        if num_bytes > 0:
-            self.peak[role] = max(self.peak[role], self.held[role])
-            self.peak_total = max(self.peak_total, self.total)
+        # Comparisons: they cost less than max(), and this is counted some times for each unit.
+        if held > self.peak[role]:
+            self.peak[role] = held
+        if self.total > self.peak_total:
+            self.peak_total = self.total
 
     def reset_peak(self) -> None:
         """Start a new peak from what is held now."""
@@ -174,6 +176,8 @@ class Memory:
         # Not by the device's name: under FakeTensorMode storages are on none.
         self._swaps = _CAN_SWAP and empty_storage(device).device.type == "cpu"
         self._idle: dict[int, list[torch.UntypedStorage]] = {}
+        # Storage objects that have given their memory away, to take some again.
+        self._hollow: list[torch.UntypedStorage] = []
         self._trim = _find_malloc_trim() if device.type == "cpu" else None
         self._backwards = 0
         self.arenas: dict[str, Arena] = {}
@@ -247,10 +251,13 @@ class Memory:
 
     def _fill(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
         self._in_use += num_bytes
-        self._most_in_use = max(self._most_in_use, self._in_use)
+        if self._in_use > self._most_in_use:
+            self._most_in_use = self._in_use
         blocks = self._idle.get(num_bytes)
         if blocks:
-            storage._swap_data_ptr_(blocks.pop())  # type: ignore[attr-defined]
+            block = blocks.pop()
+            storage._swap_data_ptr_(block)  # type: ignore[attr-defined]
+            self._hollow.append(block)
             return
         idle = self.idle_bytes
         while idle and self._in_use + idle > self._most_in_use:
@@ -263,9 +270,12 @@ class Memory:
     def _drain(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
         self._in_use -= num_bytes
         if self._swaps:
-            block = empty_storage(self.device)
+            block = self._hollow.pop() if self._hollow else empty_storage(self.device)
             storage._swap_data_ptr_(block)  # type: ignore[attr-defined]
-            self._idle.setdefault(num_bytes, []).append(block)
+            blocks = self._idle.get(num_bytes)
+            if blocks is None:
+                blocks = self._idle[num_bytes] = []
+            blocks.append(block)
         else:
             storage.resize_(0)
 

@@ -90,8 +90,8 @@ class _Entered:
     """One call of a module that is under way.
 
     Attributes:
-        units: that were entered for it, and have to be left, each with its call. No call: no
-            backward is to come, or it is seen by an earlier forward's call.
+        units: that were entered for it, and have to be left.
+        calls: of these, of those whose backward is to come and is not seen by an earlier forward's.
         aside: of these, those whose use is not recorded.
         recomputes: it runs within backward.
         wants_calls: a backward is to come.
@@ -99,20 +99,16 @@ class _Entered:
         inputs: all of them, if they are more than that.
     """
 
-    __slots__ = ("alone", "aside", "inputs", "recomputes", "units", "wants_calls")
+    __slots__ = ("alone", "aside", "calls", "inputs", "recomputes", "units", "wants_calls")
 
     def __init__(self, *, recomputes: bool, wants_calls: bool) -> None:
-        self.units: list[tuple[Unit, Call | None]] = []
+        self.units: list[Unit] = []
+        self.calls: list[Call] = []
         self.aside: list[Unit] = []
         self.recomputes = recomputes
         self.wants_calls = wants_calls
         self.alone: tuple[Tensor, int] | None = None
         self.inputs: Inputs | None = None
-
-    @property
-    def calls(self) -> list[Call]:
-        """Those whose backward is to come."""
-        return [call for _, call in self.units if call is not None]
 
 
 class ModelForward(Protocol):
@@ -262,10 +258,9 @@ class ModuleHooks:
             self._scheduler.enter_forward(unit, aside=aside)
             if aside:
                 entered.aside.append(unit)
-        call = None
+        entered.units.append(unit)
         if wants_call:
-            call = Call(unit, reads_weights=self._reads_weights, aside=aside)
-        entered.units.append((unit, call))
+            entered.calls.append(Call(unit, reads_weights=self._reads_weights, aside=aside))
 
     @not_compiled
     def after(self, output: Any) -> Any:
@@ -288,7 +283,7 @@ class ModuleHooks:
         finally:
             if not entered.recomputes:
                 reads_again = has_backward and self._reads_weights
-                for unit, _ in reversed(entered.units):
+                for unit in reversed(entered.units):
                     aside = unit in entered.aside
                     self._scheduler.leave_forward(unit, reads_again, aside=aside)
         if self._output_dtype is not None:
@@ -381,14 +376,13 @@ def _gradient_writer(scheduler: Scheduler, unit: Unit, buffer: ParamAndGradBuffe
     grads = buffer.grads
     assert grads is not None
     count = len(buffer.records)
-    has_open_gradients = scheduler.reductions.has_open_gradients
 
     @not_compiled
     def on_grad(index: int, param: Tensor) -> None:
         grad = param.grad
         if grad is None:
             return  # a function that has none for it, or computes it later
-        if not has_open_gradients(unit):
+        if not grads.num_touched:
             scheduler.begin_gradient(unit)
         param.grad = None
         grads.write(index, grad)

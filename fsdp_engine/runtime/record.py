@@ -84,25 +84,34 @@ class _Half:
 
     def __init__(self, uses: Sequence[Use], sizes: Sequence[int], budget: int) -> None:
         self.uses = list(uses)
-        self._windows = prefetch_windows(self.uses, sizes, budget)
+        windows = prefetch_windows(self.uses, sizes, budget)
+        self._steps = [
+            Step(use.phase, window, True) for use, window in zip(self.uses, windows, strict=True)
+        ]
+        self._kinds = [_kind(use) for use in self.uses]
         self._places: dict[tuple[int, bool], list[int]] = {}
-        for place, use in enumerate(self.uses):
-            self._places.setdefault(_kind(use), []).append(place)
+        for place, kind in enumerate(self._kinds):
+            self._places.setdefault(kind, []).append(place)
         self.next = 0
+
+    def window(self, place: int) -> tuple[Use, ...]:
+        """What to gather ahead at a place."""
+        return self._steps[place].window
 
     def advance(self, unit: int, phase: int) -> Step:
         """Go to the use that begins. One out of turn is looked for further on, then from the
         start; one that is not there has no window, and the place stays."""
         kind = (unit, phase >= BACKWARD)
         place = self.next
-        expected = place < len(self.uses) and kind == _kind(self.uses[place])
-        if not expected:
-            places = self._places.get(kind)
-            if not places:
-                return Step(phase, (), False)
-            place = next((each for each in places if each >= place), places[0])
+        if place < len(self._kinds) and kind == self._kinds[place]:
+            self.next = place + 1
+            return self._steps[place]
+        places = self._places.get(kind)
+        if not places:
+            return Step(phase, (), False)
+        place = next((each for each in places if each >= place), places[0])
         self.next = place + 1
-        return Step(self.uses[place].phase, self._windows[place], expected)
+        return self._steps[place]._replace(expected=False)
 
 
 def _kind(use: Use) -> tuple[int, bool]:
@@ -139,7 +148,7 @@ class Record:
     def first(self) -> tuple[Use, ...]:
         """What forward begins with: its first use, and the window there."""
         uses = self._forward.uses
-        return (uses[0], *self._forward._windows[0]) if uses else ()
+        return (uses[0], *self._forward.window(0)) if uses else ()
 
     def begin_forward(self) -> None:
         """A forward begins."""

@@ -281,9 +281,8 @@ class Reductions:
     def _reduce(self, unit: Unit) -> None:
         """Issue what this backward has to reduce of ``unit``."""
         last = self._turns.is_last
-        always = any(b.grads.writes_to_staging for b in unit.trainable if b.grads is not None)
         if not self.has_open_gradients(unit):
-            if not last and not always:
+            if not last and not unit.num_staged:
                 return  # nothing came, nothing travels: what was accumulated stays
             self.open_unit(unit)
         tickets = []

@@ -111,13 +111,13 @@ class Scheduler:
                 self._record.leave(unit.index)
         unit.leave()
         if unit.uses == 0:
-            unit.uninstall()
             phase = self._record.next_phase(unit.index, self._open, reads_again)
             if phase >= BACKWARD:
                 self._kept.add(unit.index)
             elif phase:
                 self._ahead.add(unit.index)
             if phase or unit.hides_output:
+                unit.uninstall()
                 unit.turn_to(phase or BACKWARD)
             else:
                 unit.release()
@@ -239,7 +239,9 @@ class Scheduler:
             self.reductions.unit_is_ready(unit)
 
     def begin_gradient(self, unit: Unit) -> None:
-        """A parameter of ``unit`` is about to get the first gradient of this backward."""
+        """A buffer of ``unit`` is about to get its first gradient of this backward."""
+        if self.reductions.has_open_gradients(unit):
+            return
         self.begin_backward()
         self._backward.creates_graph = torch.is_grad_enabled()
         self.reductions.open_unit(unit)

@@ -195,7 +195,7 @@ class Unit:
     @property
     def is_current(self) -> bool:
         """Whether full parameters, if they are there, equal the main weights."""
-        return all(buffer.weights.is_current for buffer in self.buffers)
+        return all(buffer.weights.is_current for buffer in self.built.buffers)
 
     @property
     def is_whole(self) -> bool:
@@ -208,14 +208,15 @@ class Unit:
         Args:
             phase: of the use: see ``record.py``.
         """
-        if self.residence is Residence.SHARDED:
+        residence, built = self.residence, self.built
+        if residence is Residence.SHARDED:
             return True
-        split = self.built.split_weights
+        split = built.split_weights
         if split and not all(weights.holds(_PLANES[phase]) for weights in split):
             return True
-        if self.residence is Residence.GATHERING:
+        if residence is Residence.GATHERING:
             return False
-        return (self.reshards or self.needs_refresh) and not self.is_current
+        return (built.reshards or built.needs_refresh) and not self.is_current
 
     def gather(self, phase: int) -> None:
         """Issue what brings the full parameters up to date."""
@@ -230,7 +231,7 @@ class Unit:
         self._phase = phase
         self._move_to(Residence.GATHERING)
         after = (self._lanes.compute.record(),)
-        for buffer in self.buffers:
+        for buffer in self.built.buffers:
             self._tickets += buffer.weights.gather(after, planes)
 
     def turn_to(self, phase: int) -> None:
@@ -249,7 +250,7 @@ class Unit:
                 self._lanes.compute.wait(ticket)
             self._tickets.clear()
             for_backward = self._phase >= BACKWARD
-            for buffer in self.buffers:
+            for buffer in self.built.buffers:
                 buffer.weights.gathered(for_backward=for_backward)
             self._move_to(Residence.IN_USE if self.uses else Residence.IDLE)
 
@@ -312,12 +313,12 @@ class Unit:
     def release(self) -> None:
         """Hand back the full parameters' memory, unless they are never cut."""
         self.uninstall()
-        stays = not self.reshards or self.is_recorded or self.hides_output
+        stays = not self.built.reshards or self.is_recorded or self.hides_output
         if stays or self.residence is Residence.SHARDED:
             return
         self.wait()
         self._move_to(Residence.SHARDED)
-        for buffer in self.buffers:
+        for buffer in self.built.buffers:
             buffer.weights.release()
 
     def follow_requires_grad(self) -> None:
@@ -357,25 +358,26 @@ class Unit:
 
     def note_access(self) -> None:
         """Tell the compute lane that the model reads the full parameters from here on."""
-        for buffer in self.buffers:
+        for buffer in self.built.buffers:
             buffer.weights.note_access()
 
     @property
     def awaits_backward(self) -> bool:
         """Whether more gradients may come: of forwards, reads outside them, what is recorded."""
-        calls = self.num_calls > 0 or self.is_recorded
+        if self.num_calls > 0 or self.is_recorded:
+            return True
         if self.num_aside and self.num_missing_grads:
             return True  # the model's forward may have read what its modules' calls have not
-        return calls or any(buffer.reads.num_open for buffer in self.trainable)
+        return any(buffer.reads.num_open for buffer in self.trainable)
 
     @property
     def num_missing_grads(self) -> int:
         """Trainable parameters whose gradient has not come in this backward."""
-        return sum(
-            len(buffer.records) - buffer.grads.num_touched
-            for buffer in self.trainable
-            if buffer.grads is not None
-        )
+        missing = 0
+        for buffer in self.trainable:
+            assert buffer.grads is not None
+            missing += len(buffer.records) - buffer.grads.num_touched
+        return missing
 
     def reset(self) -> None:
         """As after ``shard``, from any state; communication must be over."""

@@ -220,13 +220,6 @@ def test_a_profiler_shows_operations_by_name() -> None:
     assert "fsdp_engine: all-gather of blocks.3" in names
 
 
-class OnDevice:
-    """A tensor on CUDA, as far as issuing a collective goes."""
-
-    is_cuda = True
-    device = torch.device("cuda")
-
-
 class Group:
     """A process group whose backend for CUDA is called ``name``."""
 
@@ -236,25 +229,37 @@ class Group:
     def _get_backend(self, device: torch.device) -> Any:
         return SimpleNamespace(name=lambda: self._name)
 
+    def size(self) -> int:
+        return 2
+
+    def rank(self) -> int:
+        return 0
+
 
 @pytest.mark.parametrize(
-    ("backend", "tensor", "is_async"),
+    ("backend", "device", "is_async"),
     [
-        ("nccl", OnDevice(), False),
-        ("gloo", OnDevice(), True),  # would make the host wait
-        ("gloo", torch.zeros(1), True),
-        ("mpi", torch.zeros(1), True),
+        ("nccl", "cuda", False),
+        ("gloo", "cuda", True),  # would make the host wait
+        ("mpi", "cpu", True),
     ],
 )
 def test_collectives_stay_on_the_stream_of_their_lane(
-    backend: str, tensor: Any, is_async: bool
+    backend: str, device: str, is_async: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = []
+    comm = collectives.Communicator(Group(backend), torch.device(device))  # type: ignore[arg-type]
+    assert comm._stays_on_stream is not is_async
+    if backend == "gloo":
+        return  # goes pairwise
+    issued = []
 
-    def collective(*tensors: Any, group: Any, async_op: bool, op: str) -> Any:
-        calls.append((tensors, async_op, op))
-        return "work" if async_op else None
+    def collective(group: Any, out: Any, source: Any, options: Any) -> Any:
+        issued.append((group, options.asyncOp))
+        return "work" if options.asyncOp else None
 
-    works = collectives._issue(collective, Group(backend), tensor, tensor, op="sum")
-    assert works == (("work",) if is_async else ())
-    assert calls == [((tensor, tensor), is_async, "sum")]
+    monkeypatch.setattr(collectives, "_all_gather", collective)
+    monkeypatch.setattr(collectives, "_reduce_scatter", collective)
+    full, part = torch.zeros(4), torch.zeros(2)
+    for operation in (comm.all_gather(full), comm.reduce_scatter(full, part, average=True)):
+        assert list(operation) == [("work",) if is_async else ()]
+    assert issued == [(comm.group, is_async)] * 2
