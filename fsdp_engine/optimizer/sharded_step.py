@@ -15,6 +15,8 @@ and LR schedulers find FlatDTensors before, during and after. What the two hold 
 
 What the step stores, a hyperparameter or new state, is stored in the real groups and the real state
 at once. State that others replace (loading) is noticed before the next step, by comparing objects.
+Slices have gradients within the step only: who holds a gradient keeps its memory
+([Note: When gradients are held] in ``buffers/gradient_memory.py``).
 """
 
 from __future__ import annotations
@@ -30,14 +32,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsdp_engine.flat_dtensor import FlatDTensor
+from fsdp_engine.flat_dtensor import FlatDTensor, clear_gradients, gradients_of, set_gradients
 
 _KNOWN = "Adam, AdamW, SGD, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop"
 _ELEMENTWISE = tuple(getattr(torch.optim, name) for name in _KNOWN.split(", "))
-
-_NoTorchFunction = torch._C.DisableTorchFunctionSubclass  # type: ignore[attr-defined]
-_tensor_class: Any = Tensor
-_get_grad = _tensor_class.grad.__get__
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
@@ -170,20 +168,6 @@ class _Slot:
         self.param = param
         # Of its own, to have a .grad of its own; memory and version counter are the parameter's.
         self.local = param.local.detach()
-        self.grad: Tensor | None = None
-        self.casts = False
-
-    def take_grad(self) -> Tensor | None:
-        """Gives the slice the parameter's gradient; what was found, to be compared with later."""
-        self.grad = self.param.grad
-        if self.grad is None:
-            self.casts, self.local.grad = False, None
-        else:
-            assert isinstance(self.grad, FlatDTensor)
-            local = self.grad.local
-            self.casts = local.dtype != self.local.dtype
-            self.local.grad = local.to(self.local.dtype) if self.casts else local
-        return self.grad
 
     def show(self, value: Any) -> Any:
         """State of the slice, as the parameter's."""
@@ -301,7 +285,6 @@ class _LocalStep:
         self._flat_params: list[FlatDTensor] = []
         self._locals: list[Tensor] = []
         self._local_of: dict[int, Tensor] = {}  # by id of the FlatDTensor
-        self._grads: list[Tensor | None] = []
         self._local_states = _LocalStates(self._owner)
         # What the optimizer's state looked like when the shadow's was last in step with it.
         self._state: Any = None
@@ -317,7 +300,7 @@ class _LocalStep:
         self._refresh_params(optimizer.param_groups)
         if self._owner.changed or not self._state_is_known(optimizer.state):
             self._take_state(optimizer.state)
-        self._refresh_grads()
+        self._take_grads()
         shadow: Any = object.__new__(self._shadow_class)
         shadow.__dict__ = optimizer.__dict__
         shadow.local_of, shadow.local_states = self._local_of, self._local_states
@@ -329,6 +312,7 @@ class _LocalStep:
         """The step post-hook: all that changed in the state was shown by the step itself."""
         if isinstance(optimizer, _Shadow):
             return
+        clear_gradients(self._locals)
         if self._owner.changed:
             self._note_state(optimizer.state)
         # Fused steps count no version for what they change (torch 2.11 to 2.13).
@@ -336,8 +320,9 @@ class _LocalStep:
 
     def _closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def with_new_gradients() -> Any:
+            clear_gradients(self._locals)
             result = closure()
-            self._refresh_grads()
+            self._take_grads()
             return result
 
         return with_new_gradients
@@ -352,23 +337,21 @@ class _LocalStep:
         self._slots = [known.get(id(p)) or _Slot(p) for p in params if isinstance(p, FlatDTensor)]
         self._flat_params = [slot.param for slot in self._slots]
         self._locals = [slot.local for slot in self._slots]
-        self._grads = [slot.grad for slot in self._slots]
         self._local_of = {id(slot.param): slot.local for slot in self._slots}
         self._owner.slot_of = {id(slot.local): slot for slot in self._slots}
         self._owner.changed = True
 
     @torch.no_grad()
-    def _refresh_grads(self) -> None:
-        """Gives each slice its parameter's gradient, where that is another object than before."""
-        with _NoTorchFunction():
-            grads = list(map(_get_grad, self._flat_params))
-        if not all(map(operator.is_, grads, self._grads)):
-            for index, (grad, known) in enumerate(zip(grads, self._grads, strict=True)):
-                if grad is not known:
-                    self._grads[index] = self._slots[index].take_grad()
-        for slot in self._slots:
-            if slot.casts:
-                slot.take_grad()
+    def _take_grads(self) -> None:
+        """Gives each slice its parameter's gradient, in its own dtype."""
+        grads: list[Any] = gradients_of(self._flat_params)
+        set_gradients(
+            self._locals,
+            [
+                None if grad is None else grad._local_tensor.to(local.dtype)
+                for grad, local in zip(grads, self._locals, strict=True)
+            ],
+        )
 
     def _state_is_known(self, state: Any) -> bool:
         values = chain.from_iterable(map(dict.values, self._shown_dicts))

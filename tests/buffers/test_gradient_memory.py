@@ -177,8 +177,15 @@ def test_a_graph_that_saved_gradients_has_them_when_they_are_cleared() -> None:
 
 
 @on_ranks(world_size=2)
-def test_nothing_is_made_anew_while_nobody_keeps_anything() -> None:
-    model, engine, optimizer = make("optim_grads_params")
+@pytest.mark.parametrize("grads", [None, torch.bfloat16])
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_nothing_is_made_anew_while_nobody_keeps_anything(
+    is_sharded: bool, grads: torch.dtype | None
+) -> None:
+    policy = fe.MixedPrecisionPolicy(main_grads_dtype=grads)
+    model, engine, optimizer = make("optim_grads_params", mp_policy=policy)
+    if is_sharded:
+        fe.shard_optimizer(optimizer)
     seen = set()
     for number in range(3):
         backward(model, number)
