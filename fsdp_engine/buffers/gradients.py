@@ -68,7 +68,6 @@ class Gradients:
         self.rounds_again = has_wire or dtypes.optim_grad != dtypes.main_grad
         self._kept_factor = kept_factor(ladder, self._last_axes, spec, self._scale)
         self._memory = GradientMemory(spec, machinery, has_wire=has_wire)
-        self._views: Sequence[Tensor] = ()
         self._chains: ReductionChains | None = None
         # See [Note: When gradients are held].
         self._is_given_out = memory.has_pool or config.fsdp_double_buffer
@@ -149,7 +148,7 @@ class Gradients:
         """Put the gradient of parameter ``index`` into its place: scaled and cast in one pass."""
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
-        view, scale = self._views[index], self._scale
+        view, scale = self._memory.views[index], self._scale
         is_second = self.touched[index]
         if is_second or self._keeps(index):
             if isinstance(scale.factor, float):
@@ -169,7 +168,7 @@ class Gradients:
         if self.num_touched < len(self.touched):
             missing = [index for index in zeros_in(self.touched) if not self._keeps(index)]
             if missing:
-                torch._foreach_zero_([self._views[index] for index in missing])
+                torch._foreach_zero_([self._memory.views[index] for index in missing])
         if self.writes_to_staging:
             self._memory.zero_gaps()
         else:
@@ -177,7 +176,7 @@ class Gradients:
 
     def written(self) -> Sequence[Tensor]:
         """Where gradients lie that have not travelled yet, one tensor for each parameter."""
-        return self._views
+        return self._memory.views
 
     @property
     def written_flat(self) -> Tensor:
@@ -291,7 +290,6 @@ class Gradients:
                 self._chains = make_chains(
                     self._spec, self._machinery, self._scale, self._last_axes, self._memory, accum
                 )
-            self._views = self._memory.views
             return accum
         return self._memory.accum
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
+from operator import setitem
 from typing import Any
 
 from torch import Tensor, nn
@@ -43,22 +45,28 @@ class Installation:
     def __init__(self, buffers: Sequence[ParamAndGradBuffer], label: str) -> None:
         self.is_full = False
         self._label = label
-        # (container, key, full, sharded)
-        self._table = _install_table(buffers)
+        entries = _install_table(buffers)
+        # In columns: units may have thousands of places, and each is written four times a step.
+        self._containers = [container for container, _, _, _ in entries]
+        self._keys = [key for _, key, _, _ in entries]
+        self._full = [full for _, _, full, _ in entries]
+        self._sharded = [sharded for _, _, _, sharded in entries]
 
     def install(self) -> None:
         """Put the full parameters into the modules."""
         if not self.is_full:
             self.is_full = True
-            for parameters, name, full, _ in self._table:
-                parameters[name] = full
+            self._put(self._full)
 
     def uninstall(self) -> None:
         """Put the sharded parameters back."""
         if self.is_full:
             self.is_full = False
-            for parameters, name, _, sharded in self._table:
-                parameters[name] = sharded
+            self._put(self._sharded)
+
+    def _put(self, tensors: Iterable[Tensor]) -> None:
+        """``tensors`` into all places, in one pass in C."""
+        deque(map(setitem, self._containers, self._keys, tensors), maxlen=0)
 
     def check_not_swapped(self) -> None:
         """A forward within ``torch.func.functional_call`` is about to put full parameters where the
@@ -67,7 +75,8 @@ class Installation:
         Raises:
             RuntimeError: it has put others there.
         """
-        for parameters, name, full, sharded in self._table:
+        places = zip(self._containers, self._keys, self._full, self._sharded, strict=True)
+        for parameters, name, full, sharded in places:
             found = parameters[name]
             if found is not sharded and found is not full:
                 raise RuntimeError(

@@ -116,7 +116,7 @@ class Scheduler:
                 self._kept.add(unit.index)
             elif phase:
                 self._ahead.add(unit.index)
-            if phase or unit.hides_output:
+            if phase or unit.stays:
                 unit.uninstall()
                 unit.turn_to(phase or BACKWARD)
             else:
@@ -404,7 +404,7 @@ class _Backward:
         self.run_again.clear()
         if not self.creates_graph:
             for index in self._recorded:
-                units[index].is_recorded = False
+                units[index].forget_recorded()
                 self.touched[index] = units[index]
             self._recorded.clear()
         touched = list(self.touched.values())

@@ -44,6 +44,13 @@ class Residence(enum.Enum):
     next: tuple[Residence, ...]  # see TRANSITIONS
 
 
+class Stays(enum.Enum):
+    """Why a unit's full parameters are not released, whoever leaves it."""
+
+    RECORDED = "a backward with create_graph has recorded functions of them, which will read them"
+    UNSEEN = "where its backward begins was not seen once"
+
+
 TRANSITIONS = {
     (Residence.SHARDED, Residence.GATHERING),
     (Residence.GATHERING, Residence.IDLE),
@@ -135,9 +142,7 @@ class Unit:
         num_aside: likewise, of uses aside.
         open_calls: those whose backward has begun.
         num_late: weight gradients that this backward's modules have put off.
-        is_recorded: a backward with ``create_graph`` has recorded functions of its weights, which
-            will read them: it is not released.
-        hides_output: where its backward begins was not seen once: it is not released.
+        stays: why it is not released, if it is not.
     """
 
     def __init__(self, built: BuiltUnit, lanes: Lanes) -> None:
@@ -150,8 +155,7 @@ class Unit:
         self.num_aside = 0
         self.open_calls: list[Call] = []
         self.num_late = 0
-        self.is_recorded = False
-        self.hides_output = False
+        self.stays: set[Stays] = set()
         self._lanes = lanes
         self._tickets: list[Ticket] = []
         self._phase = FORWARD  # what it was gathered for
@@ -275,7 +279,7 @@ class Unit:
 
     def stay_for_recorded(self) -> None:
         """A backward with ``create_graph`` goes through it: it is not released, whoever leaves it,
-        until ``is_recorded`` is taken back.
+        until :meth:`forget_recorded`.
 
         Raises:
             RuntimeError: its weights cannot stay.
@@ -286,7 +290,11 @@ class Unit:
                 "are one for forward and backward, to be kept until the second backward; found "
                 "weights of two encodings. Use level optim_grads"
             )
-        self.is_recorded = True
+        self.stays.add(Stays.RECORDED)
+
+    def forget_recorded(self) -> None:
+        """Nothing that was recorded of it will run any more."""
+        self.stays.discard(Stays.RECORDED)
 
     def hide_output(self, found: object) -> None:
         """Nobody will see its backward begin, since its output lies in ``found``: it stays full.
@@ -294,7 +302,7 @@ class Unit:
         Raises:
             RuntimeError: its weights cannot stay.
         """
-        if not self.reshards or self.hides_output or not self.num_elements:
+        if not self.reshards or Stays.UNSEEN in self.stays or not self.num_elements:
             return
         message = (
             f"forward of unit {self.label}: expected tensors to be returned by themselves or in "
@@ -308,13 +316,12 @@ class Unit:
             "more. Return a dataclass, and they will be",
             stacklevel=2,
         )
-        self.hides_output = True
+        self.stays.add(Stays.UNSEEN)
 
     def release(self) -> None:
         """Hand back the full parameters' memory, unless they are never cut."""
         self.uninstall()
-        stays = not self.built.reshards or self.is_recorded or self.hides_output
-        if stays or self.residence is Residence.SHARDED:
+        if self.stays or self.residence is Residence.SHARDED or not self.built.reshards:
             return
         self.wait()
         self._move_to(Residence.SHARDED)
@@ -364,7 +371,7 @@ class Unit:
     @property
     def awaits_backward(self) -> bool:
         """Whether more gradients may come: of forwards, reads outside them, what is recorded."""
-        if self.num_calls > 0 or self.is_recorded:
+        if self.num_calls > 0 or (self.stays and Stays.RECORDED in self.stays):
             return True
         if self.num_aside and self.num_missing_grads:
             return True  # the model's forward may have read what its modules' calls have not
@@ -382,7 +389,7 @@ class Unit:
     def reset(self) -> None:
         """As after ``shard``, from any state; communication must be over."""
         self.uses = self.num_calls = self.num_aside = self.num_late = 0
-        self.is_recorded = self.hides_output = False
+        self.stays.clear()
         self._tickets.clear()
         self.open_calls.clear()
         self.uninstall()
