@@ -22,7 +22,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, MutableMapping
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any, TypeVar
 
 import torch
@@ -30,14 +30,19 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsdp_engine.flat_dtensor import FlatDTensor
+from fsdp_engine.flat_dtensor import (
+    FlatDTensor,
+    clear_gradients,
+    gradients_of,
+    set_gradients,
+)
+from fsdp_engine.flat_dtensor.outside_reads import GradientReads
 
 _KNOWN = "Adam, AdamW, SGD, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop"
 _ELEMENTWISE = tuple(getattr(torch.optim, name) for name in _KNOWN.split(", "))
 
-_NoTorchFunction = torch._C.DisableTorchFunctionSubclass  # type: ignore[attr-defined]
-_tensor_class: Any = Tensor
-_get_grad = _tensor_class.grad.__get__
+_slice_of: Callable[[Any], Tensor] = operator.attrgetter("_local_tensor")
+_dtype_of: Callable[[Any], torch.dtype] = operator.attrgetter("dtype")
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
@@ -170,20 +175,6 @@ class _Slot:
         self.param = param
         # Of its own, to have a .grad of its own; memory and version counter are the parameter's.
         self.local = param.local.detach()
-        self.grad: Tensor | None = None
-        self.casts = False
-
-    def take_grad(self) -> Tensor | None:
-        """Gives the slice the parameter's gradient; what was found, to be compared with later."""
-        self.grad = self.param.grad
-        if self.grad is None:
-            self.casts, self.local.grad = False, None
-        else:
-            assert isinstance(self.grad, FlatDTensor)
-            local = self.grad.local
-            self.casts = local.dtype != self.local.dtype
-            self.local.grad = local.to(self.local.dtype) if self.casts else local
-        return self.grad
 
     def show(self, value: Any) -> Any:
         """State of the slice, as the parameter's."""
@@ -299,9 +290,10 @@ class _LocalStep:
         self._params: list[Tensor] = []
         self._slots: list[_Slot] = []
         self._flat_params: list[FlatDTensor] = []
+        self._reads: list[GradientReads] = []
         self._locals: list[Tensor] = []
         self._local_of: dict[int, Tensor] = {}  # by id of the FlatDTensor
-        self._grads: list[Tensor | None] = []
+        self._dtypes: list[torch.dtype] = []
         self._local_states = _LocalStates(self._owner)
         # What the optimizer's state looked like when the shadow's was last in step with it.
         self._state: Any = None
@@ -333,6 +325,8 @@ class _LocalStep:
             self._note_state(optimizer.state)
         # Fused steps count no version for what they change (torch 2.11 to 2.13).
         torch.autograd.graph.increment_version(self._locals)
+        # Nobody holds gradients that users clear.
+        clear_gradients(self._locals)
 
     def _closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def with_new_gradients() -> Any:
@@ -351,24 +345,30 @@ class _LocalStep:
         self._params = params
         self._slots = [known.get(id(p)) or _Slot(p) for p in params if isinstance(p, FlatDTensor)]
         self._flat_params = [slot.param for slot in self._slots]
+        homes = [param._home for param in self._flat_params if param._home is not None]
+        self._reads = list({id(home.gradients): home.gradients for home in homes}.values())
         self._locals = [slot.local for slot in self._slots]
-        self._grads = [slot.grad for slot in self._slots]
+        self._dtypes = [local.dtype for local in self._locals]
         self._local_of = {id(slot.param): slot.local for slot in self._slots}
         self._owner.slot_of = {id(slot.local): slot for slot in self._slots}
         self._owner.changed = True
 
     @torch.no_grad()
     def _refresh_grads(self) -> None:
-        """Gives each slice its parameter's gradient, where that is another object than before."""
-        with _NoTorchFunction():
-            grads = list(map(_get_grad, self._flat_params))
-        if not all(map(operator.is_, grads, self._grads)):
-            for index, (grad, known) in enumerate(zip(grads, self._grads, strict=True)):
-                if grad is not known:
-                    self._grads[index] = self._slots[index].take_grad()
-        for slot in self._slots:
-            if slot.casts:
-                slot.take_grad()
+        """Gives each slice its parameter's gradient. Passes in C: parameters may be many."""
+        for reads in self._reads:
+            reads.wait()
+        grads = gradients_of(self._flat_params)
+        slices: list[Tensor | None]
+        if any(map(operator.is_, grads, repeat(None))):
+            slices = [None if grad is None else _slice_of(grad) for grad in grads]
+        else:
+            slices = list(map(_slice_of, grads))
+            if all(map(operator.is_, map(_dtype_of, slices), self._dtypes)):
+                set_gradients(self._locals, slices)
+                return
+        casts = zip(slices, self._dtypes, strict=True)
+        set_gradients(self._locals, [None if s is None else s.to(dtype) for s, dtype in casts])
 
     def _state_is_known(self, state: Any) -> bool:
         values = chain.from_iterable(map(dict.values, self._shown_dicts))

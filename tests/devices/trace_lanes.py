@@ -51,6 +51,8 @@ class TraceTicket:
 class TraceLane:
     """One lane of a :class:`Tracer`; see ``fsdp_engine.devices.lanes.Lane``."""
 
+    runs_ahead = True  # as on CUDA
+
     def __init__(self, tracer: Tracer, name: str) -> None:
         self._tracer = tracer
         self._name = name
@@ -102,6 +104,9 @@ class TraceLane:
             action()
 
     def drain(self) -> list[RuntimeError]:
+        self._tracer.sweep()
+        for order in self._tracer.orders:  # the host has waited for all of it
+            order.wait(COMPUTE, order.record(self._name))
         return []
 
     @property
