@@ -188,6 +188,7 @@ class Engine:
             RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
             ValueError: ``norm_type`` is not positive.
         """
+        self._reductions.wait()
         present = [
             (buffer, shard)
             for buffer in self.buffers

@@ -110,11 +110,6 @@ class ParamAndGradBuffer:
             self.full_params if self.is_plain else [self._sharded(i) for i in range(len(params))]
         )
         names = [record.name for record in self.records]
-        self._shown: ShownGradients | None = None
-        if self.grads is not None:
-            self._shown = ShownGradients(
-                self.sharded_params, names, self.grads, is_plain=self.is_plain
-            )
         dtypes = spec.kind.dtypes
         for param, full, sharded in zip(params, self.full_params, self.sharded_params, strict=True):
             if self.grads is not None and dtypes.optim_grad != dtypes.main:
@@ -125,6 +120,10 @@ class ParamAndGradBuffer:
             sharded.__dict__.update(marks)
         self.hooks = ParamHooks(names, params)
         self.reads = OutsideReads(self.full_params, names, self.hooks)
+        self._shown: ShownGradients | None = None
+        if self.grads is not None:
+            reads = None if self.is_plain else self.reads.gradients
+            self._shown = ShownGradients(self.sharded_params, names, self.grads, reads)
         for index, sharded in enumerate(self.sharded_params):
             if isinstance(sharded, FlatDTensor):
                 sharded._home = self.reads.home(index)

@@ -30,6 +30,7 @@ from torch import Tensor
 from fsdp_engine.buffers.gradient_views import GradientViews
 from fsdp_engine.buffers.gradients import Gradients, zeros_in
 from fsdp_engine.flat_dtensor import FlatDTensor, clear_gradients, gradients_of, set_gradients
+from fsdp_engine.flat_dtensor.outside_reads import GradientReads
 
 
 class ShownGradients:
@@ -42,7 +43,7 @@ class ShownGradients:
         params: what users see.
         names: of them.
         gradients: where they are.
-        is_plain: users see the full parameters, plain tensors.
+        reads: what users look at; None: they see the full parameters, plain tensors.
 
     Attributes:
         used: per parameter, 1: a gradient came on this rank since gradients were last cleared.
@@ -54,13 +55,12 @@ class ShownGradients:
         params: Sequence[Tensor],
         names: Sequence[str],
         gradients: Gradients,
-        *,
-        is_plain: bool,
+        reads: GradientReads | None,
     ) -> None:
         self._params = params
         self._names = names
         self._gradients = gradients
-        self._is_plain = is_plain
+        self._reads = reads
         self.used = bytearray(len(params))
         self.are_hidden = False
         self._made_views: GradientViews | None = None
@@ -139,7 +139,7 @@ class ShownGradients:
         views = self._views()
         for index in self._own:
             param = self._params[index]
-            if (grad := param.grad) is not None:
+            if (grad := gradients_of([param])[0]) is not None:
                 if _local(grad).shape != _local(views.tensors[index]).shape:
                     raise RuntimeError(
                         f"backward: expected a gradient of this rank's slice of "
@@ -175,11 +175,12 @@ class ShownGradients:
         views = self._views()
         wanted: list[Tensor | None] = [*views.tensors]
         self._num_shown = len(wanted)
-        for index in zeros_in(bytes(used)):
-            # One from an earlier microbatch goes, what users have put there stays.
-            found = self._params[index].grad
-            wanted[index] = None if found is wanted[index] else found
-            self._num_shown -= wanted[index] is None
+        if not all(used):
+            found = gradients_of(self._params)
+            for index in zeros_in(bytes(used)):
+                # One from an earlier microbatch goes, what users have put there stays.
+                wanted[index] = None if found[index] is wanted[index] else found[index]
+                self._num_shown -= wanted[index] is None
         if not self._stand or not all(used):
             set_gradients(self._params, wanted)
         if reduced and self._apart:
@@ -203,6 +204,8 @@ class ShownGradients:
         For a gradient that came about outside backward; the next backward adds to it.
         """
         self._gradients.main_grads()
+        if self._reads is not None:
+            self._reads.wait()
         view = self._views().tensors[index]
         self._params[index].grad = view
         self.used[index] = 1
@@ -244,6 +247,10 @@ class ShownGradients:
         self._forget(keeps_memory=keeps_memory)
 
     @property
+    def _is_plain(self) -> bool:
+        return self._reads is None
+
+    @property
     def are_cleared(self) -> bool:
         """Nothing is accumulated, or ``.grad`` of all is None or was zeroed since."""
         if self.are_hidden or self._apart:
@@ -260,12 +267,19 @@ class ShownGradients:
         self._is_clear = not self._is_plain
         self._apart.clear()
         self._versions = []
-        if keeps_memory or not self._gradients.may_go:
+        goes = self._gradients.may_go and not keeps_memory
+        were_asked = self._reads is not None and self._reads.were_asked
+        if not (goes or were_asked):
             return
         are_held = self._made_views is not None and self._made_views.are_held()
-        self._gradients.let_go(are_held=are_held)
-        if are_held:
-            self._made_views = None
+        if goes:
+            if self._reads is not None:
+                self._reads.wait()
+            self._gradients.let_go(are_held=are_held)
+            if are_held:
+                self._made_views = None
+        if self._reads is not None:
+            self._reads.were_asked = are_held and not goes
 
     def _look_at_others(self, others: Sequence[int], found: Sequence[Tensor | None]) -> None:
         """Of ``others`` ``.grad`` is not what was shown."""

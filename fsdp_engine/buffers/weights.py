@@ -39,7 +39,7 @@ from fsdp_engine.buffers.scratch import Scratch, ThroughScratch
 from fsdp_engine.buffers.sharded_buffer import ShardedBuffer
 from fsdp_engine.buffers.spec import BufferSpec
 from fsdp_engine.codecs import ParamCodec, Piece
-from fsdp_engine.devices.lanes import Chain, Ticket
+from fsdp_engine.devices.lanes import Chain, Lane, Ticket
 from fsdp_engine.devices.memory import TransientStorage, alias
 from fsdp_engine.layout import Coordinate
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH
@@ -114,6 +114,10 @@ class Weights:
         self.codec = codec
         memory, optim_depth = machinery.memory, spec.optim_depth
         self.reshards = spec.param_depth > 0
+        # Where transient memory comes and goes: the lane on which its gathers begin, so that they
+        # wait for nothing that is under way along another axis.
+        first = max(spec.param_depth or optim_depth, 1) - 1
+        self._memory_lane: Lane = machinery.lanes.gather(AXIS_BELOW_DEPTH[first])
         full_dtype = spec.kind.dtypes.compute if codec.decodes else codec.wire_dtype
         self._planes = [self._make_plane(full_dtype) for _ in range(codec.num_planes)]
         self.params = self._planes[0].params
@@ -208,7 +212,7 @@ class Weights:
             plane = self._planes[number]
             if not plane.holds:
                 assert plane.unshard is not None
-                filled = self._fill(self._spec.param_depth, plane.memory)
+                filled = self._fill(plane.unshard, plane.memory)
                 tickets.append(plane.unshard.run((*after, *filled)))
                 plane.holds = True
         return tickets
@@ -228,7 +232,7 @@ class Weights:
         elif self.codec.needs_whole_line:
             storages = [plane.storage for plane in self._planes]
         present = [storage for storage in storages if storage is not None]
-        return [self._refresh.run((*after, *self._fill(self._spec.optim_depth, present)))]
+        return [self._refresh.run((*after, *self._fill(self._refresh, present)))]
 
     def gathered(self, *, for_backward: bool) -> None:
         """Compute has waited for the gather.
@@ -243,7 +247,7 @@ class Weights:
         if self.codec.needs_whole_line:
             for plane in self._planes:
                 if not plane.holds and plane.storage is not None and plane.storage.filled:
-                    self._drain(plane.storage)  # it was there to be encoded into
+                    self._drain_written(plane.storage)  # it was there to be encoded into
         self.codec.after_gather(for_backward=for_backward or not self.reshards)
 
     def release(self, planes: Sequence[int] | None = None) -> None:
@@ -261,7 +265,7 @@ class Weights:
                     waits = False
                     if planes is None:
                         self.codec.before_release()
-                    self._machinery.lanes.inner_gather.wait(self._machinery.lanes.compute.record())
+                    self._memory_lane.wait(self._machinery.lanes.compute.record())
                 self._drain(storage)
         if planes is None and self._full_wire is not None:
             self._drain_full_wire()
@@ -273,22 +277,28 @@ class Weights:
             reads = [plane.target.tensor for plane in self._planes if plane.holds]
         self._machinery.lanes.compute.access(reads=reads)
 
-    def _fill(self, from_depth: int, storages: Sequence[TransientStorage]) -> tuple[Ticket, ...]:
-        """Memory for a gather from ``from_depth``; returns what it has to come after."""
-        lane = self._machinery.lanes.inner_gather
+    def _fill(self, chain: Chain, storages: Sequence[TransientStorage]) -> tuple[Ticket, ...]:
+        """Memory that ``chain`` writes; returns what that has to come after."""
+        lane = self._memory_lane
         for storage in storages:
             if not storage.filled:
                 lane.manage(f"allocate {self._spec.label}", storage.fill, storage)
-        # From depth 2 the gather starts on another lane than the one that the memory comes on.
-        return (lane.record(),) if storages and from_depth == 2 else ()
+        return (lane.record(),) if storages and chain.first_lane is not lane else ()
 
     def _drain(self, storage: TransientStorage) -> None:
-        lane = self._machinery.lanes.inner_gather
+        lane = self._memory_lane
         lane.manage(f"free {self._spec.label}", storage.drain, storage)
 
     def _drain_full_wire(self) -> None:
         if self._full_wire is not None and self._full_wire.storage.filled:
-            self._drain(self._full_wire.storage)
+            self._drain_written(self._full_wire.storage)
+
+    def _drain_written(self, storage: TransientStorage) -> None:
+        """Compute has waited for what was encoded into it, or decoded from it."""
+        lanes = self._machinery.lanes
+        if self._memory_lane is not lanes.inner_gather:  # on which that was done
+            self._memory_lane.wait(lanes.compute.record())
+        self._drain(storage)
 
     @property
     def _at(self) -> Coordinate:

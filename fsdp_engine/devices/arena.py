@@ -16,10 +16,10 @@ move. Old plans are not forgotten as long as both find room together: steps that
 two orders settle. Where steps never come to agree, a plan is made after each of the first few of
 them (orders of gathers and reductions are learnt one after the other), then after 8, 16, 32, ...
 
-On CUDA all storages of one role are filled and drained on one lane, so what one of them leaves in
-its address is done before another comes, as with blocks of the caching allocator. For the same
-reason an arena serves one role, and is allocated within a fill, so that its memory belongs to that
-lane; or, if a step was rehearsed, before anything runs.
+On CUDA all storages of one role are drained after compute is done with them, and what fills them
+comes after compute, so what one of them leaves in its address is done before another comes, on
+whatever lanes they are filled and drained. An arena serves one role, and is allocated within a
+fill, so that its memory belongs to that lane; or, if a step was rehearsed, before anything runs.
 """
 
 from __future__ import annotations

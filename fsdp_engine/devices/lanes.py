@@ -21,6 +21,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -50,7 +52,9 @@ class Ticket(Protocol):
 
 
 class Lane(Protocol):
-    """An ordered queue of work. See [Note: Lanes]."""
+    """An ordered queue of work; ``runs_ahead``: whatever the host does. See [Note: Lanes]."""
+
+    runs_ahead: bool
 
     def submit(
         self,
@@ -136,6 +140,11 @@ class Chain:
         assert ticket is not None, "an empty chain"
         return ticket
 
+    @property
+    def first_lane(self) -> Lane:
+        """On which it begins."""
+        return self._links[0][0]
+
     def __bool__(self) -> bool:
         return bool(self._links)
 
@@ -188,8 +197,6 @@ class HostTicket:
     """An operation on a :class:`HostLane`, and whether it is done."""
 
     __slots__ = ("_after", "_failure", "_label", "_lane", "_operation", "_steps", "_works", "done")
-
-    done: bool
 
     def __init__(
         self, lane: HostLane, label: str, operation: Operation, after: Sequence[Ticket]
@@ -264,13 +271,7 @@ class HostTicket:
             NOW.done = self._label
 
 
-class _Done:
-    """The ticket of work that the host has already done."""
-
-    done = True
-
-
-_DONE = _Done()
+_DONE = SimpleNamespace(done=True)  # the ticket of work that the host has already done
 
 
 class HostLane:
@@ -279,6 +280,8 @@ class HostLane:
     Args:
         ranks: global ranks that take part, for messages; none: all.
     """
+
+    runs_ahead = False
 
     def __init__(self, ranks: Sequence[int] = ()) -> None:
         self.ranks = ranks
@@ -367,6 +370,8 @@ class DeviceLane:
         ranks: global ranks that take part, for messages; none: all.
     """
 
+    runs_ahead = True
+
     def __init__(
         self,
         device: torch.device,
@@ -398,9 +403,8 @@ class DeviceLane:
         for ticket in after:
             self.wait(ticket)
         with torch.cuda.stream(stream), _labelled(label):
-            for works in operation():
-                for work in works:
-                    work.wait()  # makes the current stream wait, not the host
+            for work in chain.from_iterable(operation()):
+                work.wait()  # makes the current stream wait, not the host
         ticket = self.record()
         NOW.last = label
         self._recent.append((label, ticket.event))

@@ -197,7 +197,8 @@ class Memory:
     def transient(self, numel: int, dtype: torch.dtype, role: str) -> TransientStorage:
         """A storage whose memory comes and goes; it starts without.
 
-        All storages of one ``role`` have to be filled and drained on one lane.
+        It has to be filled and drained on one lane; and all storages of one ``role`` on the same
+        one, or each drained after compute is done with it, and filled by what comes after compute.
         """
         return TransientStorage(self, numel, dtype, role)
 

@@ -134,6 +134,8 @@ def _classify(func: Function) -> Handler:
         owner = func.__self__.__name__  # type: ignore[attr-defined]
         if owner in _RESHAPING_PROPERTIES:
             return refuse
+        if owner == "grad" and name == "__get__":
+            return _gradient
         return _metadata if name == "__get__" else _set_metadata
     if name in _SPECIAL:
         return _SPECIAL[name]
@@ -232,6 +234,11 @@ def _new(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     if tuple(size) != tuple(flat.shape):
         return func(local, tuple(size), *rest, **kwargs)
     return cls._wrap(func(local, (flat.numel,), *rest, **kwargs), flat)
+
+
+def _gradient(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """torch's own property, which would pass by ours."""
+    return args[0].grad
 
 
 def _takes_data(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> bool:

@@ -32,6 +32,7 @@ class OutsideReads:
             whether they are; None: they cannot be.
         on_gradient: called when a user has assigned a gradient: whether there is one now.
         requires_grad_changed: a user has frozen or thawed some parameter, perhaps.
+        gradients: whether users look at gradients.
     """
 
     def __init__(
@@ -44,19 +45,48 @@ class OutsideReads:
         self.on_read: Callable[[], bool] | None = None
         self.on_gradient: Callable[[bool], None] | None = None
         self.requires_grad_changed = True
+        self.gradients = GradientReads()
 
     def home(self, index: int) -> Home:
         """What the sharded parameter ``index`` has to know of this."""
         return Home(self, index)
 
 
-class Home:
-    """Where a sharded parameter belongs. It goes neither into copies nor into pickles of it."""
+class GradientReads:
+    """Whether users look at ``.grad`` of one buffer's sharded parameters.
 
-    __slots__ = ("_hooks", "_index", "_reads")
+    Attributes:
+        were_asked: somebody has got one, and may hold it.
+        in_flight: leads to what waits for those that are still being reduced; None: none are.
+    """
+
+    __slots__ = ("in_flight", "were_asked")
+
+    def __init__(self) -> None:
+        self.were_asked = False
+        self.in_flight: Callable[[], Callable[[], None] | None] | None = None
+
+    def wait(self) -> None:
+        """On return nothing writes them but compute."""
+        if self.in_flight is not None:
+            wait = self.in_flight()
+            self.in_flight = None
+            if wait is not None:
+                wait()
+
+
+class Home:
+    """Where a sharded parameter belongs. It goes neither into copies nor into pickles of it.
+
+    Attributes:
+        gradients: of its buffer.
+    """
+
+    __slots__ = ("_hooks", "_index", "_reads", "gradients")
 
     def __init__(self, reads: OutsideReads, index: int) -> None:
         self._hooks = reads.hooks
+        self.gradients = reads.gradients
         # Weak: who holds on to a parameter does not hold on to the engine's memory.
         self._reads = weakref.ref(reads)
         self._index = index

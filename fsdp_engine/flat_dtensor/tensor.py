@@ -229,8 +229,13 @@ class FlatDTensor(DTensor):
     @property
     def grad(self) -> Tensor | None:
         """The gradient, a FlatDTensor of the same slice, or None."""
+        home = self._home
+        if home is not None and home.gradients.in_flight is not None:
+            home.gradients.wait()
         with _NoTorchFunction():
             grad: Tensor | None = _get_grad(self)
+            if grad is not None and home is not None:
+                home.gradients.were_asked = True
             if type(grad) is DTensor:
                 # The autograd engine has added two gradients.
                 grad = self._wrap(grad._local_tensor, self._flat)

@@ -24,7 +24,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, MutableMapping
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any, TypeVar
 
 import torch
@@ -33,9 +33,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_engine.flat_dtensor import FlatDTensor, clear_gradients, gradients_of, set_gradients
+from fsdp_engine.flat_dtensor.outside_reads import GradientReads
 
 _KNOWN = "Adam, AdamW, SGD, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop"
 _ELEMENTWISE = tuple(getattr(torch.optim, name) for name in _KNOWN.split(", "))
+
+_slice_of: Callable[[Any], Tensor] = operator.attrgetter("_local_tensor")
+_dtype_of: Callable[[Any], torch.dtype] = operator.attrgetter("dtype")
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
@@ -283,8 +287,10 @@ class _LocalStep:
         self._params: list[Tensor] = []
         self._slots: list[_Slot] = []
         self._flat_params: list[FlatDTensor] = []
+        self._reads: list[GradientReads] = []
         self._locals: list[Tensor] = []
         self._local_of: dict[int, Tensor] = {}  # by id of the FlatDTensor
+        self._dtypes: list[torch.dtype] = []
         self._local_states = _LocalStates(self._owner)
         # What the optimizer's state looked like when the shadow's was last in step with it.
         self._state: Any = None
@@ -312,7 +318,7 @@ class _LocalStep:
         """The step post-hook: all that changed in the state was shown by the step itself."""
         if isinstance(optimizer, _Shadow):
             return
-        clear_gradients(self._locals)
+        clear_gradients(self._locals)  # whoever held them would keep their memory
         if self._owner.changed:
             self._note_state(optimizer.state)
         # Fused steps count no version for what they change (torch 2.11 to 2.13).
@@ -336,22 +342,30 @@ class _LocalStep:
         self._params = params
         self._slots = [known.get(id(p)) or _Slot(p) for p in params if isinstance(p, FlatDTensor)]
         self._flat_params = [slot.param for slot in self._slots]
+        homes = [param._home for param in self._flat_params if param._home is not None]
+        self._reads = list({id(home.gradients): home.gradients for home in homes}.values())
         self._locals = [slot.local for slot in self._slots]
+        self._dtypes = [local.dtype for local in self._locals]
         self._local_of = {id(slot.param): slot.local for slot in self._slots}
         self._owner.slot_of = {id(slot.local): slot for slot in self._slots}
         self._owner.changed = True
 
     @torch.no_grad()
     def _take_grads(self) -> None:
-        """Gives each slice its parameter's gradient, in its own dtype."""
-        grads: list[Any] = gradients_of(self._flat_params)
-        set_gradients(
-            self._locals,
-            [
-                None if grad is None else grad._local_tensor.to(local.dtype)
-                for grad, local in zip(grads, self._locals, strict=True)
-            ],
-        )
+        """Gives each slice its parameter's gradient. Passes in C: parameters may be many."""
+        for reads in self._reads:
+            reads.wait()
+        grads = gradients_of(self._flat_params)
+        slices: list[Tensor | None]
+        if any(map(operator.is_, grads, repeat(None))):
+            slices = [None if grad is None else _slice_of(grad) for grad in grads]
+        else:
+            slices = list(map(_slice_of, grads))
+            if all(map(operator.is_, map(_dtype_of, slices), self._dtypes)):
+                set_gradients(self._locals, slices)
+                return
+        casts = zip(slices, self._dtypes, strict=True)
+        set_gradients(self._locals, [None if s is None else s.to(dtype) for s, dtype in casts])
 
     def _state_is_known(self, state: Any) -> bool:
         values = chain.from_iterable(map(dict.values, self._shown_dicts))

@@ -29,6 +29,7 @@ every backward, whatever the timing.
 from __future__ import annotations
 
 import enum
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -99,6 +100,7 @@ class Reductions:
         self._message = StepMessage(self._buffers, mesh.control_group, mesh.device, checks)
         self._queue = self._make_queue()
         self._in_flight = InFlight(lanes, budget, [unit.num_staged for unit in units])
+        self._wait_later = weakref.WeakMethod(self.wait) if lanes.compute.runs_ahead else None
         self._turns = Turns(len(units))
         self._phase = Phase.CLEARED
         self._hooks_are_due = False
@@ -182,6 +184,7 @@ class Reductions:
         """
         if self._turns.is_open or self._phase in (Phase.ISSUED, Phase.FINAL):
             return  # backward issues them, or has
+        self.wait()
         for buffer in self._buffers if self._phase is Phase.CLEARED else ():
             buffer.begin_backward(reduced=False)  # no microbatch at all on this rank: zeros
         for unit in self._queue:
@@ -198,7 +201,13 @@ class Reductions:
             self._in_flight.add(unit, tickets, staged=False)
         self._issued()
         if wait:
-            self._in_flight.finish()
+            self.wait()
+
+    def wait(self) -> None:
+        """Compute waits for everything that is issued."""
+        self._in_flight.finish()
+        for buffer in self._buffers:
+            buffer.reads.gradients.in_flight = None
 
     def finish(self) -> None:
         """On return gradients are final, and shown.
@@ -216,7 +225,7 @@ class Reductions:
         if self._phase is Phase.FINAL:
             return
         self.start()
-        self._in_flight.finish()
+        self.wait()
         self._turns.forget()
         self._publish()
         self._move_to(Phase.FINAL)
@@ -242,7 +251,7 @@ class Reductions:
                 "zero_grad_buffer: expected no backward under way; found one without the gradients "
                 f"of {self._missing()} (after an exception, call engine.reset())"
             )
-        self._in_flight.finish()
+        self.wait()
         self._message.finish()
         self._turns.forget()
         for buffer in self._buffers:
@@ -253,6 +262,7 @@ class Reductions:
 
     def scale(self, factor: float | torch.Tensor) -> None:
         """Multiply all gradients that are there, reduced or accumulated so far."""
+        self.wait()
         for buffer in self._buffers:
             assert buffer.grads is not None
             buffer.grads.scale(factor, self._phase is Phase.FINAL)
@@ -309,10 +319,20 @@ class Reductions:
             if self._timing.finishes_backward:
                 self.finish()
             return
-        self._in_flight.finish()
         if self._timing.finishes_backward:
             self._publish_partial()
         self._turns.forget()
+        self._leave_in_flight()
+
+    def _leave_in_flight(self) -> None:
+        """See [Note: Reductions left in flight]."""
+        reads = [buffer.reads.gradients for buffer in self._buffers]
+        if self._wait_later is None or any(each.were_asked for each in reads):
+            self.wait()
+        elif len(self._in_flight):
+            self._in_flight.end_backward()
+            for each in reads:
+                each.in_flight = self._wait_later
 
     def _issued(self) -> None:
         self._move_to(Phase.ISSUED)

@@ -73,6 +73,9 @@ class Turns:
 class InFlight:
     """Reductions that compute has not waited for, oldest first.
 
+    What one backward leaves here is over before the next one stages anything, so that no more is
+    staged at a time than within one backward.
+
     Args:
         lanes: of the engine.
         budget: elements of staging that may be in flight.
@@ -85,9 +88,19 @@ class InFlight:
         self._num_staged = num_staged
         self._reductions: deque[tuple[Unit, list[Ticket], int]] = deque()
         self._num_elements = 0
+        self._num_left = 0
+
+    def __len__(self) -> int:
+        return len(self._reductions)
+
+    def end_backward(self) -> None:
+        """What there is stays in flight until the next backward."""
+        self._num_left = len(self._reductions)
 
     def make_room(self, unit: Unit) -> None:
         """Staging of ``unit`` is about to be taken: wait for the oldest, as far as is needed."""
+        while self._num_left:
+            self._retire_oldest()
         num_staged = self._num_staged[unit.index]
         limit = max(self._budget, num_staged)
         while self._reductions and self._num_elements + num_staged > limit:
@@ -107,13 +120,14 @@ class InFlight:
     def forget(self) -> None:
         """They are over, whatever became of them."""
         self._reductions.clear()
-        self._num_elements = 0
+        self._num_elements = self._num_left = 0
 
     def _retire_oldest(self) -> None:
         unit, tickets, num_staged = self._reductions.popleft()
         for ticket in tickets:
             self._lanes.compute.wait(ticket)
         self._num_elements -= num_staged
+        self._num_left = max(self._num_left - 1, 0)
         for buffer in unit.trainable:
             assert buffer.grads is not None
             buffer.grads.release()

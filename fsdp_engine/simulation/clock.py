@@ -124,12 +124,14 @@ class SimulatedLane:
 
     Attributes:
         free: when everything submitted so far will be done.
+        runs_ahead: see :class:`~fsdp_engine.devices.lanes.Lane`.
     """
 
     def __init__(self, clock: Clock, name: str) -> None:
         self._clock = clock
         self.name = name
         self.free = 0.0
+        self.runs_ahead = clock.machine.host_runs_ahead
         self._waiting: deque[SimulatedTicket] = deque()
 
     def submit(

@@ -51,9 +51,12 @@ class TraceTicket:
 class TraceLane:
     """One lane of a :class:`Tracer`; see ``fsdp_engine.devices.lanes.Lane``."""
 
+    runs_ahead = True  # as on CUDA
+
     def __init__(self, tracer: Tracer, name: str) -> None:
         self._tracer = tracer
         self._name = name
+        self._submitted: list[TraceTicket] = []
 
     def submit(
         self,
@@ -79,7 +82,9 @@ class TraceLane:
                     work.wait()
         tracer.sweep()
         clocks = (o.end(thread) for o, thread in zip(tracer.orders, threads, strict=True))
-        return TraceTicket(label, tuple(clocks))
+        ticket = TraceTicket(label, tuple(clocks))
+        self._submitted.append(ticket)
+        return ticket
 
     def record(self) -> TraceTicket:
         self._tracer.sweep()
@@ -102,6 +107,11 @@ class TraceLane:
             action()
 
     def drain(self) -> list[RuntimeError]:
+        self._tracer.sweep()
+        for ticket in self._submitted:  # the host has waited for all of it
+            for order, clock in zip(self._tracer.orders, ticket.clocks, strict=True):
+                order.wait(COMPUTE, clock)
+        self._submitted.clear()
         return []
 
     @property

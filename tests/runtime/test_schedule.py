@@ -358,6 +358,12 @@ def free_on_compute(self: Any, storage: Any) -> None:
     self._machinery.lanes.compute.manage("free too early", storage.drain, storage)
 
 
+def fill_on_inner_gather(self: Any, chain: Any, storages: Any) -> tuple[()]:
+    for storage in storages:
+        self._machinery.lanes.inner_gather.manage("allocate", storage.fill, storage)
+    return ()
+
+
 def mark_no_boundary(self: Any, calls: Any, tensor: Tensor) -> Tensor:
     return tensor
 
@@ -428,8 +434,8 @@ BROKEN: dict[str, tuple[dict[str, Any], Forgets, Any, Callable[[], nn.Module]]] 
     ),
     "gather before memory is there": (
         own("optim_grads_params", "optim_grads_params"),
-        lambda waiter, awaited: awaited == "inner_gather",
-        no_sabotage,
+        never,
+        replace(weights.Weights, "_fill", fill_on_inner_gather),
         small,
     ),
     "free on another lane": (
@@ -457,7 +463,7 @@ BROKEN: dict[str, tuple[dict[str, Any], Forgets, Any, Callable[[], nn.Module]]] 
         ("reduce before gradients are written", 2, ["staging", "compute", "[reduce-scatter of"]),
         ("step before gradients are reduced", 2, ["gradients of", "[all-reduce of", "compute"]),
         ("free gradients before they are reduced", 2, ["staging", "[reduce-scatter", "[free"]),
-        ("second axis gathers before the first", 4, ["outer axis", "inner axis"]),
+        ("second axis gathers before the first", 4, ["on outer_gather", "over the inner axis"]),
         (
             "second axis reduces before the first",
             4,

@@ -18,23 +18,6 @@ from tests.simulation.scene import BACKWARD, BLOCK_NUMEL, BLOCKS, ideal, network
 
 NETWORK = network(0.5)
 BUDGETS = {"none": 0, "one unit": BLOCK_NUMEL, "default": None}
-CUT_GRADS = ("optim_grads", "optim_grads_params")
-
-WAITS_BETWEEN = (
-    "a backward that is not the step's last ends with waiting for all reductions of cut gradients"
-)
-TURNS_LATE = (
-    "backward's first gathers are issued when it begins, not while forward's last unit runs"
-)
-
-
-def _known(pair: tuple[str, str], budget: str, has_embedding: bool, microbatches: int) -> str:
-    """Why today's engine exposes more than it must; "": it does not."""
-    if microbatches > 1 and pair[0] in CUT_GRADS:
-        return WAITS_BETWEEN
-    if pair == ("optim_grads_params", "optim_grads_params") and has_embedding and budget != "none":
-        return TURNS_LATE
-    return ""
 
 
 def _cases() -> list[Any]:
@@ -45,8 +28,6 @@ def _cases() -> list[Any]:
                 for microbatches in (1, 3):
                     case = (pair, budget, has_embedding, microbatches)
                     marks = [] if pair in FEW_PAIRS else [pytest.mark.thorough]
-                    if reason := _known(*case):
-                        marks.append(pytest.mark.xfail(strict=True, reason=reason))
                     name = f"{'-'.join(pair)}-{budget}-{'embedding' if has_embedding else 'blocks'}"
                     cases.append(pytest.param(*case, id=f"{name}-{microbatches}", marks=marks))
     return cases

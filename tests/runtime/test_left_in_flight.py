@@ -1,0 +1,184 @@
+"""What a backward that is not the step's last leaves in flight, and who waits for it.
+
+Lanes are a tracer's: they go on without the host, as on CUDA, and every access is checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsdp_engine as fe
+from fsdp_engine.flat_dtensor.outside_reads import GradientReads
+from tests import reference
+from tests.devices.happens_before import RaceError
+from tests.models import vector_batch
+from tests.pool import on_ranks
+from tests.runtime.test_schedule import Small, mesh_of, traced
+
+Look = Callable[[nn.Module, Any, torch.optim.Optimizer], None]
+PAIRS = [
+    ("optim_grads", "no_shard"),
+    ("optim_grads_params", "optim_grads_params"),
+]
+
+
+def microbatch(model: nn.Module, engine: Any, number: int) -> None:
+    with engine.no_sync():
+        model(*vector_batch(2, 10 * number + dist.get_rank())).backward()
+
+
+def first(model: nn.Module) -> Any:
+    return next(model.parameters())
+
+
+def sum_all(model: nn.Module, engine: Any, optimizer: torch.optim.Optimizer) -> None:
+    for param in model.parameters():
+        assert param.grad is not None
+        param.grad.to_local().sum()
+
+
+def read_raw(model: nn.Module, engine: Any, optimizer: torch.optim.Optimizer) -> None:
+    Tensor.grad.__get__(first(model)).to_local().sum()  # type: ignore[attr-defined]
+
+
+def keep(model: nn.Module, engine: Any, optimizer: torch.optim.Optimizer) -> None:
+    held = first(model).grad.to_local()
+    microbatch(model, engine, 5)
+    held.sum()
+
+
+def keep_zeroed(model: nn.Module, engine: Any, optimizer: torch.optim.Optimizer) -> None:
+    held = first(model).grad
+    optimizer.zero_grad(set_to_none=False)
+    microbatch(model, engine, 5)
+    held.to_local().sum()
+
+
+def clear_one(model: nn.Module, engine: Any, optimizer: torch.optim.Optimizer) -> None:
+    first(model).grad = None
+
+
+def clear_unseen(model: nn.Module, engine: Any, optimizer: torch.optim.Optimizer) -> None:
+    for param in model.parameters():
+        Tensor.grad.__set__(param, None)  # type: ignore[attr-defined]
+
+
+def replace(model: nn.Module, engine: Any, optimizer: torch.optim.Optimizer) -> None:
+    param = first(model)
+    param.grad = torch.ones_like(param)
+
+
+LOOKS: dict[str, Look] = {
+    "read": sum_all,
+    "read past the property": read_raw,
+    "kept over the next microbatch": keep,
+    "kept and zeroed": keep_zeroed,
+    "one cleared": clear_one,
+    "all cleared": lambda model, engine, optimizer: optimizer.zero_grad(),
+    "all cleared unseen": clear_unseen,
+    "all zeroed": lambda model, engine, optimizer: optimizer.zero_grad(set_to_none=False),
+    "replaced": replace,
+    "clipped": lambda model, engine, optimizer: engine.clip_grad_norm_(1.0),
+    "scaled": lambda model, engine, optimizer: engine.scale_gradients(0.5),
+    "stepped": lambda model, engine, optimizer: optimizer.step(),
+    "stepped by slices": lambda model, engine, optimizer: optimizer.step(),
+    "buffer zeroed": lambda model, engine, optimizer: engine.zero_grad_buffer(),
+    "finished": lambda model, engine, optimizer: engine.finish_grad_sync(),
+    "started": lambda model, engine, optimizer: (
+        engine.start_grad_sync(),
+        engine.finish_grad_sync(),
+    ),
+    "reset": lambda model, engine, optimizer: engine.reset(),
+}
+
+
+def shape_of(outer: str) -> tuple[int, ...]:
+    return (2, 2) if outer != "no_shard" else (4,)
+
+
+@on_ranks(world_size=4)
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_reductions_are_in_flight_until_the_next_backward_stages_gradients(
+    pair: tuple[str, str],
+) -> None:
+    def body(model: Any, engine: Any) -> None:
+        in_flight, found = engine._reductions._in_flight, []
+        for number in range(2):
+            microbatch(model, engine, number)
+            found.append(len(in_flight))
+            assert first(model)._home.gradients.in_flight is not None
+        model(*vector_batch(2, 20 + dist.get_rank())).backward()
+        assert min(found) > 0
+        assert len(in_flight) == 0
+
+    strategy, outer = pair
+    traced(Small, body, mesh=mesh_of(*shape_of(outer)), strategy=strategy, outer_strategy=outer)
+
+
+@on_ranks(world_size=2)
+def test_where_the_host_drives_lanes_backward_waits() -> None:
+    model = Small()
+    engine = fe.shard(model)
+    microbatch(model, engine, 0)
+    assert len(engine._reductions._in_flight) == 0
+
+
+@on_ranks(world_size=4)
+@pytest.mark.parametrize("look", list(LOOKS))
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_whoever_looks_at_gradients_or_clears_them_waits(pair: tuple[str, str], look: str) -> None:
+    def body(model: Any, engine: Any) -> None:
+        optimizer = reference.adamw(model.parameters())
+        if look == "stepped by slices":
+            fe.shard_optimizer(optimizer)
+        for number in range(2):  # the second time the optimizer has seen gradients
+            microbatch(model, engine, 10 * number)
+            LOOKS[look](model, engine, optimizer)
+            microbatch(model, engine, 10 * number + 1)
+            model(*vector_batch(2, 30 + number + dist.get_rank())).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    strategy, outer = pair
+    traced(Small, body, mesh=mesh_of(*shape_of(outer)), strategy=strategy, outer_strategy=outer)
+
+
+@on_ranks(world_size=2)
+@pytest.mark.parametrize("look", ["read", "read past the property", "stepped", "all cleared"])
+def test_a_look_that_does_not_wait_is_caught(look: str) -> None:
+    def body(model: Any, engine: Any) -> None:
+        optimizer = fe.shard_optimizer(reference.adamw(model.parameters()))
+        microbatch(model, engine, 0)
+        LOOKS[look](model, engine, optimizer)
+
+    before, GradientReads.wait = GradientReads.wait, lambda self: None  # type: ignore[method-assign]
+    try:
+        with pytest.raises((RaceError, AssertionError)):
+            traced(Small, body)
+    finally:
+        GradientReads.wait = before  # type: ignore[method-assign]
+
+
+@on_ranks(world_size=2)
+def test_who_has_looked_is_waited_for_until_gradients_are_cleared() -> None:
+    def body(model: Any, engine: Any) -> None:
+        optimizer = reference.adamw(model.parameters())
+        in_flight = engine._reductions._in_flight
+        microbatch(model, engine, 0)
+        sum_all(model, engine, optimizer)
+        microbatch(model, engine, 1)
+        assert len(in_flight) == 0  # somebody may hold a gradient
+        model(*vector_batch(2, 2)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        microbatch(model, engine, 3)
+        assert len(in_flight) > 0
+        model(*vector_batch(2, 4)).backward()
+
+    traced(Small, body)
