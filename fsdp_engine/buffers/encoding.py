@@ -17,7 +17,7 @@ from fsdp_engine.buffers.sharded_buffer import ShardedBuffer
 from fsdp_engine.buffers.spec import BufferSpec
 from fsdp_engine.codecs import ParamCodec
 from fsdp_engine.devices.collectives import Steps
-from fsdp_engine.devices.lanes import Chain, Lane
+from fsdp_engine.devices.lane import Chain, Lane
 from fsdp_engine.devices.memory import alias
 
 

@@ -28,7 +28,7 @@ from fsdp_engine.buffers.reduction_chains import ReductionChains, make_chains
 from fsdp_engine.buffers.sharded_buffer import ShardedBuffer
 from fsdp_engine.buffers.spec import BufferSpec
 from fsdp_engine.config import DistributedDataParallelConfig
-from fsdp_engine.devices.lanes import Ticket
+from fsdp_engine.devices.lane import Ticket
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH
 
 

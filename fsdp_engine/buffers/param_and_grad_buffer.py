@@ -31,7 +31,7 @@ from fsdp_engine.codecs import ParamCodec
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.devices import memory as mem
 from fsdp_engine.devices.collectives import broadcast_
-from fsdp_engine.devices.lanes import Chain
+from fsdp_engine.devices.lane import Chain
 from fsdp_engine.devices.mesh import DataMesh
 from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement, clear_gradients, requires_grad_of
 from fsdp_engine.flat_dtensor.outside_reads import OutsideReads

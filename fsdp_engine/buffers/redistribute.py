@@ -10,7 +10,7 @@ reduction to a smaller one, one axis at a time, in place, in the ranges where th
                          | outer                          ^ outer
     depth 2              [..]                             [..]
 
-Either becomes links of a chain (``devices/lanes.py``), one for each axis on the lane of that axis,
+Either becomes links of a chain (``devices/lane.py``), one for each axis on the lane of that axis,
 put together once and run often. Along an axis of one rank nothing is sent.
 """
 
@@ -26,7 +26,7 @@ from torch import Tensor
 from fsdp_engine.buffers.gradient_scale import scaled_copy
 from fsdp_engine.buffers.sharded_buffer import ShardedBuffer
 from fsdp_engine.devices.collectives import Communicator, Steps
-from fsdp_engine.devices.lanes import Chain, Lane, Lanes, Operation
+from fsdp_engine.devices.lane import Chain, Lane, Lanes, Operation
 from fsdp_engine.devices.memory import Memory, begin_together
 from fsdp_engine.devices.mesh import DataMesh
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis

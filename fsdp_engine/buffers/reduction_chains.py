@@ -16,7 +16,7 @@ from fsdp_engine.buffers.gradient_scale import GradientScale
 from fsdp_engine.buffers.redistribute import Machinery, Reduction, copy, redistribute
 from fsdp_engine.buffers.sharded_buffer import ShardedBuffer
 from fsdp_engine.buffers.spec import BufferSpec
-from fsdp_engine.devices.lanes import Chain
+from fsdp_engine.devices.lane import Chain
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis
 
 

@@ -24,7 +24,7 @@ from fsdp_engine.buffers.sharded_buffer import ShardedBuffer
 from fsdp_engine.buffers.spec import BufferSpec
 from fsdp_engine.codecs import ParamCodec
 from fsdp_engine.devices.collectives import Steps
-from fsdp_engine.devices.lanes import Chain, Ticket
+from fsdp_engine.devices.lane import Chain, Ticket
 from fsdp_engine.devices.memory import TransientStorage
 
 # A line of whole gradients as one of that dtype; None while gradients need it.

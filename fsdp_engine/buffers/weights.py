@@ -39,7 +39,7 @@ from fsdp_engine.buffers.scratch import Scratch, ThroughScratch
 from fsdp_engine.buffers.sharded_buffer import ShardedBuffer
 from fsdp_engine.buffers.spec import BufferSpec
 from fsdp_engine.codecs import ParamCodec, Piece
-from fsdp_engine.devices.lanes import Chain, Lane, Ticket
+from fsdp_engine.devices.lane import Chain, Lane, Ticket
 from fsdp_engine.devices.memory import TransientStorage, alias
 from fsdp_engine.layout import Coordinate
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH

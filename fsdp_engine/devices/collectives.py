@@ -7,7 +7,7 @@ Other backends use their own collectives (*native*). On gloo with CUDA tensors p
 host memory (*staged*).
 
 An operation is a generator: it issues communication, yields the works, and goes on when they are
-done. A lane (``lanes.py``) decides what "done" means: on CPU the host waits, on CUDA the lane's
+done. A lane (``lane.py``) decides what "done" means: on CPU the host waits, on CUDA the lane's
 stream does and the generator runs through at once. NCCL's collectives are issued synchronously:
 then they run on the current stream, which is the lane's, with its priority. (With ``async_op`` they
 would run on a stream of the process group's own, and each would cost two events more.)

@@ -26,7 +26,7 @@ from fsdp_engine.buffers.weights import Weights
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.devices.agreement import agree
 from fsdp_engine.devices.collectives import broadcast_, gather_objects
-from fsdp_engine.devices.lanes import Lanes
+from fsdp_engine.devices.lane import Lanes
 from fsdp_engine.devices.memory import Memory
 from fsdp_engine.devices.mesh import DataMesh
 from fsdp_engine.planning.initial_values import Holdings, Start, broadcast_buffers, decide

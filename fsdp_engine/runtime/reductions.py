@@ -35,7 +35,7 @@ from collections.abc import Sequence
 import torch
 
 from fsdp_engine.config import Timing
-from fsdp_engine.devices.lanes import Lanes
+from fsdp_engine.devices.lane import Lanes
 from fsdp_engine.devices.mesh import DataMesh
 from fsdp_engine.runtime.gradient_checks import GradientChecks
 from fsdp_engine.runtime.step_message import StepMessage

@@ -6,7 +6,7 @@ import enum
 from collections import deque
 from collections.abc import Sequence
 
-from fsdp_engine.devices.lanes import Lanes, Ticket
+from fsdp_engine.devices.lane import Lanes, Ticket
 from fsdp_engine.runtime.unit import Unit
 
 

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from torch.nn.utils.stateless import _functional_call
 
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
-from fsdp_engine.devices.lanes import Lanes, Ticket
+from fsdp_engine.devices.lane import Lanes, Ticket
 from fsdp_engine.flat_dtensor import any_requires_grad
 from fsdp_engine.planning.build import BuiltUnit
 from fsdp_engine.planning.installing import Installation

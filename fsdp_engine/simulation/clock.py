@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_engine.devices.lanes import Lanes, Operation
+from fsdp_engine.devices.lane import Lanes, Operation
 from fsdp_engine.simulation.machine import Machine
 
 COMPUTE = "compute"

@@ -12,7 +12,8 @@ import torch
 
 from fsdp_engine.devices import collectives
 from fsdp_engine.devices.collectives import Steps
-from fsdp_engine.devices.lanes import Chain, HostLane, Lanes, make_lanes
+from fsdp_engine.devices.lane import Chain, Lanes
+from fsdp_engine.devices.lanes import HostLane, make_lanes
 from fsdp_engine.strategies import Axis
 
 

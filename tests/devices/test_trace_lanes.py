@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fsdp_engine.devices.collectives import Steps
-from fsdp_engine.devices.lanes import Lanes
+from fsdp_engine.devices.lane import Lanes
 from tests.devices.happens_before import COMPUTE, LANES, Order, RaceError, Span
 from tests.devices.trace_lanes import AnnotationError, Tracer
 

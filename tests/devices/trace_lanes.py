@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fsdp_engine.devices import lanes as lanes_module
-from fsdp_engine.devices.lanes import Lanes, Operation
+from fsdp_engine.devices.lane import Lanes, Operation
 from fsdp_engine.devices.memory import TransientStorage
 from tests.devices.happens_before import COMPUTE, LANES, Clock, Order, Span
 

@@ -1,0 +1,136 @@
+"""What a lane is: an ordered queue of work, and what is submitted to it.
+
+[Note: Lanes]
+There are five: compute (what the user's model does), a gather and a reduce lane for the inner
+axis, and a pair for the outer axis. Work on one lane runs in the order in which it was submitted;
+between lanes only tickets order it. On CUDA a lane is a stream and a ticket an event; the host
+never waits. On CPU compute is the host itself, a lane is a FIFO of asynchronous works, and waiting
+for a ticket drives its operation to the end.
+
+An operation is a generator (``collectives.py``) that yields the works it needs done before it goes
+on. On CUDA it runs through at submission, because its stream does the waiting. On CPU it starts at
+submission if what it comes after is done, else with the next submission or wait on its lane.
+
+Submissions name the tensors they read and write. These lanes ignore that; the lanes that tests put
+in their place record it and prove that every two conflicting accesses are ordered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from fsdp_engine.strategies import Axis
+
+Steps = Iterator[Sequence[Any]]
+Operation = Callable[[], Steps]
+
+
+class Ticket(Protocol):
+    """A point in a lane's work that other lanes can wait for."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the host knows it to be reached."""
+        ...
+
+
+class Lane(Protocol):
+    """An ordered queue of work; ``runs_ahead``: whatever the host does. See [Note: Lanes]."""
+
+    runs_ahead: bool
+
+    def submit(
+        self,
+        label: str,
+        operation: Operation,
+        *,
+        after: Sequence[Ticket] = (),
+        reads: Sequence[Tensor] = (),
+        writes: Sequence[Tensor] = (),
+    ) -> Ticket:
+        """Queue ``operation`` behind this lane's work and behind the tickets in ``after``."""
+        ...
+
+    def record(self) -> Ticket:
+        """A ticket for everything submitted so far."""
+        ...
+
+    def wait(self, ticket: Ticket) -> None:
+        """Whatever this lane does later comes after ``ticket``."""
+        ...
+
+    def access(self, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
+        """Work outside the engine's view (the model's) touches these from here on."""
+        ...
+
+    def manage(self, label: str, action: Callable[[], None], storage: Any) -> None:
+        """Allocate or free ``storage``'s memory at this point of the lane."""
+        ...
+
+    def drain(self) -> list[RuntimeError]:
+        """End everything submitted; what failed is returned, not raised."""
+        ...
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """The five lanes of an engine."""
+
+    compute: Lane
+    inner_gather: Lane
+    inner_reduce: Lane
+    outer_gather: Lane
+    outer_reduce: Lane
+
+    def drain(self) -> list[RuntimeError]:
+        """End everything on every lane; what failed is returned, not raised."""
+        lanes = (self.inner_gather, self.inner_reduce, self.outer_gather, self.outer_reduce)
+        return [error for lane in (*lanes, self.compute) for error in lane.drain()]
+
+    def gather(self, axis: Axis) -> Lane:
+        """The lane for gathers along ``axis``."""
+        return self.inner_gather if axis is Axis.INNER else self.outer_gather
+
+    def reduce(self, axis: Axis) -> Lane:
+        """The lane for reductions along ``axis``."""
+        return self.inner_reduce if axis is Axis.INNER else self.outer_reduce
+
+
+class Chain:
+    """Submissions in a row, each after the one before: put together once, run often."""
+
+    def __init__(self) -> None:
+        self._links: list[tuple[Lane, str, Operation, Sequence[Tensor], Sequence[Tensor]]] = []
+
+    def add(
+        self,
+        lane: Lane,
+        label: str,
+        operation: Operation,
+        *,
+        reads: Sequence[Tensor] = (),
+        writes: Sequence[Tensor] = (),
+    ) -> None:
+        """A further link; see :meth:`Lane.submit`."""
+        self._links.append((lane, label, operation, reads, writes))
+
+    def run(self, after: Sequence[Ticket]) -> Ticket:
+        """Submit all links, the first behind ``after``; returns the last one's ticket."""
+        ticket: Ticket | None = None
+        for lane, label, operation, reads, writes in self._links:
+            ticket = lane.submit(label, operation, after=after, reads=reads, writes=writes)
+            after = (ticket,)
+        assert ticket is not None, "an empty chain"
+        return ticket
+
+    @property
+    def first_lane(self) -> Lane:
+        """On which it begins."""
+        return self._links[0][0]
+
+    def __bool__(self) -> bool:
+        return bool(self._links)
