@@ -56,6 +56,7 @@ class TraceLane:
     def __init__(self, tracer: Tracer, name: str) -> None:
         self._tracer = tracer
         self._name = name
+        self._submitted: list[TraceTicket] = []
 
     def submit(
         self,
@@ -81,7 +82,9 @@ class TraceLane:
                     work.wait()
         tracer.sweep()
         clocks = (o.end(thread) for o, thread in zip(tracer.orders, threads, strict=True))
-        return TraceTicket(label, tuple(clocks))
+        ticket = TraceTicket(label, tuple(clocks))
+        self._submitted.append(ticket)
+        return ticket
 
     def record(self) -> TraceTicket:
         self._tracer.sweep()
@@ -105,8 +108,10 @@ class TraceLane:
 
     def drain(self) -> list[RuntimeError]:
         self._tracer.sweep()
-        for order in self._tracer.orders:  # the host has waited for all of it
-            order.wait(COMPUTE, order.record(self._name))
+        for ticket in self._submitted:  # the host has waited for all of it
+            for order, clock in zip(self._tracer.orders, ticket.clocks, strict=True):
+                order.wait(COMPUTE, clock)
+        self._submitted.clear()
         return []
 
     @property
