@@ -3,6 +3,7 @@
     python benchmarks/simulated.py                  # both
     python benchmarks/simulated.py --only measured
     python benchmarks/simulated.py --only llama
+    python benchmarks/simulated.py --only budgets
 
 ``measured``: two gloo ranks of one thread, a GPT of some 6M parameters, fp32, the ten pairs and
 three budgets (nothing ahead, one block, the default). The machine is calibrated first, then steps
@@ -11,6 +12,11 @@ axis, the others on the inner one.
 
 ``llama``: the shape of an 8B Llama on 64 H100 in 8 nodes, 4,096 tokens a rank, bf16 weights and
 gradients on the wire, fp32 main weights, AdamW, no recomputation; the ten pairs on (8, 8) ranks.
+
+``budgets``: the same, a smaller model with a large embedding that is tied to its head, and a GPT of
+85M parameters on one node: what a step takes and exposes, and what it holds for a moment, with
+nothing, one, two and four mean blocks as ``suggested_communication_unit_size``, and unset. Pairs
+that cut gradients; the others stage nothing, and gather all that changed at once.
 """
 
 from __future__ import annotations
@@ -18,6 +24,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import harness
@@ -190,20 +197,44 @@ class LlamaBlock(nn.Module):
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
 
-class Llama(nn.Module):
+@dataclass(frozen=True)
+class LlamaShape:
     """The shape of Llama 3 8B: 32 blocks, width 4,096, 8 groups of keys and values, 128,256 words
     ("The Llama 3 Herd of Models", table 3)."""
 
-    def __init__(self) -> None:
+    num_blocks: int = 32
+    width: int = 4096
+    heads: int = 32
+    groups: int = 8
+    hidden: int = 14_336
+    words: int = 128_256
+    tied: bool = False
+
+
+# That of Gemma 2B ("Gemma: Open Models Based on Gemini Research and Technology", table 1), but for
+# the size of heads.
+LARGE_EMBEDDING = LlamaShape(18, 2048, 8, 1, 16_384, 256_128, tied=True)
+
+
+class Llama(nn.Module):
+    """A model of one shape."""
+
+    def __init__(self, shape: LlamaShape = LlamaShape()) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(128_256, 4096)
-        self.blocks = nn.ModuleList(LlamaBlock(4096, 32, 8, 14_336) for _ in range(32))
-        self.norm = nn.RMSNorm(4096)
-        self.head = nn.Linear(4096, 128_256, bias=False)
+        self.size = shape.width // shape.heads
+        self.embedding = nn.Embedding(shape.words, shape.width)
+        self.blocks = nn.ModuleList(
+            LlamaBlock(shape.width, shape.heads, shape.groups, shape.hidden)
+            for _ in range(shape.num_blocks)
+        )
+        self.norm = nn.RMSNorm(shape.width)
+        self.head = nn.Linear(shape.width, shape.words, bias=False)
+        if shape.tied:
+            self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.embedding(tokens)
-        cosine, sine = (torch.ones(tokens.shape[1], 128, dtype=x.dtype) for _ in range(2))
+        cosine, sine = (torch.ones(tokens.shape[1], self.size, dtype=x.dtype) for _ in range(2))
         for block in self.blocks:
             x = block(x, cosine, sine)
         return F.cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), targets.flatten())
@@ -265,16 +296,80 @@ def run_llama() -> dict[str, Any]:
     return record
 
 
+def budget_models() -> dict[str, tuple[Callable[[], nn.Module], tuple[int, int], Any]]:
+    """(how it is made, ranks, batch of one rank)."""
+    tokens = torch.zeros(1, 4096, dtype=torch.long)
+    small = GPTConfig(sequence_length=1024, num_layers=12, width=768, num_heads=12)
+    few = torch.zeros(8, 1024, dtype=torch.long)
+    return {
+        "8B Llama, 8 x 8": (Llama, (8, 8), (tokens, tokens)),
+        "large tied embedding, 8 x 8": (lambda: Llama(LARGE_EMBEDDING), (8, 8), (tokens, tokens)),
+        "GPT of 85M, 1 x 8": (lambda: GPT(small), (1, 8), (few, few)),
+    }
+
+
+def run_budgets() -> dict[str, Any]:
+    """Simulate, print, model by model."""
+    policy = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    record: dict[str, Any] = {}
+    for name, (build, sizes, batch) in budget_models().items():
+        with torch.device("meta"):
+            whole = build()
+        numbers = [sum(p.numel() for p in block.parameters()) for block in whole.blocks]  # type: ignore[union-attr]
+        mean = sum(numbers) // len(numbers)
+        budgets = {"0": 0, "1": mean, "default": None, "2": 2 * mean, "4": 4 * mean}
+        rows = []
+        for pair in PAIRS:
+            if pair[0] not in ("optim_grads", "optim_grads_params"):
+                continue
+            if sizes[0] == 1 and pair[1] != PAIRS[0][1]:
+                continue
+            cells = []
+            for label, budget in budgets.items():
+                options = {
+                    "strategy": pair[0],
+                    "outer_strategy": pair[1],
+                    "mp_policy": policy,
+                    "config": config_for(budget),
+                }
+                world_size = sizes[0] * sizes[1]
+                found = fe.simulate(
+                    build, world_size, mesh=sizes, batch=batch, machine=fe.H100, **options
+                )
+                planned = fe.estimate(
+                    whole,
+                    world_size=world_size,
+                    outer_size=sizes[0],
+                    **options,  # type: ignore[arg-type]
+                )
+                transient = planned.full_bytes + planned.staging_bytes
+                record.setdefault(name, {}).setdefault(" / ".join(pair), {})[label] = {
+                    "seconds": found.seconds,
+                    "exposed": found.exposed_seconds,
+                    "transient bytes": transient,
+                    "peak bytes": found.peak_bytes,
+                }
+                times = f"{found.seconds * 1e3:.1f}, {found.exposed_seconds * 1e3:.1f}"
+                cells.append(f"{times}, {transient / 2**20:.0f}")
+            rows.append([" / ".join(pair), *cells])
+            print(rows[-1], flush=True)
+        title = f"{name}: step ms, exposed ms, transient MiB, by mean blocks of budget"
+        harness.print_table(title, ["pair", *budgets], rows)
+    return record
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", choices=("measured", "llama"))
+    parser.add_argument("--only", choices=("measured", "llama", "budgets"))
     parser.add_argument("--rounds", type=int, default=8)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    if args.only != "llama":
+    if args.only in (None, "measured"):
         harness.write_results("simulated_gloo", run_measured(args.rounds))
-    if args.only != "measured":
+    if args.only in (None, "llama"):
         harness.write_results("simulated_llama", run_llama())
+    if args.only in (None, "budgets"):
+        harness.write_results("simulated_budgets", run_budgets())
 
 
 if __name__ == "__main__":

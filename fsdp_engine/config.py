@@ -71,7 +71,7 @@ class DistributedDataParallelConfig:
         suggested_communication_unit_size: elements that may be gathered ahead of use; at least
             one unit is, unless it is 0. Gradient buffers in use (the one being filled and those
             being reduced) obey the same number: past it, the oldest reduction is waited for.
-            None: twice the mean unit.
+            None: the mean unit for what is gathered ahead, twice that for gradient buffers.
         preserve_fp32_weights: fp32 main weights beside low-precision compute weights. False: the
             compute weights are the main weights.
         keep_fp8_transpose_cache: fp8 transposes are kept between forward and backward.
@@ -169,9 +169,17 @@ class DistributedDataParallelConfig:
         return max(_LEAST_BUCKET_ELEMENTS, _BUCKET_ELEMENTS_PER_RANK * num_ranks)
 
     def gather_budget(self, blocks: Sequence[int], others: Sequence[int]) -> int:
-        """The elements that are gathered ahead, and staged, at most: what
-        ``suggested_communication_unit_size`` says, else twice the mean of ``blocks`` (elements of
-        each; where there are none, of ``others``)."""
+        """The elements that are gathered ahead: what ``suggested_communication_unit_size`` says,
+        else the mean of ``blocks`` (elements of each; where there are none, of ``others``), so that
+        of equal units one is gathered while another computes."""
+        if self.suggested_communication_unit_size is not None:
+            return self.suggested_communication_unit_size
+        sizes = blocks or others
+        return sum(sizes) // len(sizes)
+
+    def staging_budget(self, blocks: Sequence[int], others: Sequence[int]) -> int:
+        """The elements that are staged at most: what ``suggested_communication_unit_size`` says,
+        else twice that mean, so that one unit is reduced while gradients of another come."""
         if self.suggested_communication_unit_size is not None:
             return self.suggested_communication_unit_size
         sizes = blocks or others

@@ -55,6 +55,8 @@ class Engine:
         strategy: the levels of both axes.
         config: the options it was made with.
         units: its units, the root first.
+        budget: elements that are gathered ahead.
+        staging_budget: elements of gradients that are on their way at a time.
     """
 
     def __init__(
@@ -83,15 +85,19 @@ class Engine:
         blocks = [unit.num_elements for unit in self.units[1:] if not unit.built.is_loose]
         others = [unit.num_elements for unit in self.units if unit.buffers]
         self.budget = config.gather_budget(blocks, others)
+        self.staging_budget = config.staging_budget(blocks, others)
         expected = expect(model, [each.modules for each in built])
         if pool is not None:
-            self._memory.expect(moments_of(self.units, expected, self.budget))
+            budgets = (self.budget, self.staging_budget)
+            self._memory.expect(moments_of(self.units, expected, *budgets))
             pool.register()
         checks = None
         if config.check_for_nan_in_grad or config.check_for_large_grads:
             trainable = [buffer for unit in self.units for buffer in unit.trainable]
             checks = GradientChecks(trainable, config, mesh.control_group, mesh.device)
-        self._reductions = Reductions(self.units, self._lanes, mesh, self.budget, timing, checks)
+        self._reductions = Reductions(
+            self.units, self._lanes, mesh, self.staging_budget, timing, checks
+        )
         self._scheduler = Scheduler(
             self.units, self._memory, self.budget, self._reductions, timing, expected
         )

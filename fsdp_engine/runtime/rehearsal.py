@@ -16,14 +16,15 @@ from fsdp_engine.runtime.unit import Unit
 
 
 def moments_of(
-    units: Sequence[Unit], expected: Expected, budget: int
+    units: Sequence[Unit], expected: Expected, budget: int, staging_budget: int
 ) -> dict[str, list[list[int]]]:
     """By role of transient memory ("full", "staging"), all moments of a step.
 
     Args:
         units: by number.
         expected: how they are used.
-        budget: elements that may be gathered ahead, and that may be staged.
+        budget: elements that may be gathered ahead.
+        staging_budget: elements that may be staged.
     """
     elements = [unit.num_elements if unit.reshards else 0 for unit in units]
     # In the first forward, loose units are full throughout.
@@ -31,7 +32,9 @@ def moments_of(
     full = [sorted({*moment, *loose}) for moment in full_moments(expected, elements, budget)]
     return {
         "full": full,
-        "staging": list(staged_moments(expected, [unit.num_staged for unit in units], budget)),
+        "staging": list(
+            staged_moments(expected, [unit.num_staged for unit in units], staging_budget)
+        ),
     }
 
 

@@ -161,7 +161,8 @@ def estimate(
         for unit in planned
     ]
     blocks = [unit.numel for unit in footprints[1:] if not unit.is_loose]
-    budget = options.gather_budget(blocks, [unit.numel for unit in footprints if unit.buffers])
+    others = [unit.numel for unit in footprints if unit.buffers]
+    ahead, staged = options.gather_budget(blocks, others), options.staging_budget(blocks, others)
     every = [each for unit in footprints for each in unit.buffers]
     state = sum(each.held(Role.OPTIM) for each in every if each.buffer.trainable)
 
@@ -183,8 +184,8 @@ def estimate(
         weight_bytes=sum(each.weight_bytes for each in every),
         grad_bytes=sum(each.grad_bytes for each in every),
         optimizer_bytes=math.ceil(optimizer_bytes_per_element * state),
-        full_bytes=peak_full_bytes(footprints, expected, budget),
-        staging_bytes=peak_staging_bytes(footprints, expected, budget),
+        full_bytes=peak_full_bytes(footprints, expected, ahead),
+        staging_bytes=peak_staging_bytes(footprints, expected, staged),
         inner_traffic_bytes=traffic(Axis.INNER),
         outer_traffic_bytes=traffic(Axis.OUTER),
     )

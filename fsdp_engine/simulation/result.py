@@ -25,7 +25,8 @@ class Simulation:
         spans: what each lane did in it.
         exposed: where compute waited for communication.
         memory: by kind, at the moment when most was held.
-        budget: elements that the engine gathers ahead, and has in reductions at a time.
+        budget: elements that the engine gathers ahead.
+        staging_budget: elements of gradients that it has on their way at a time.
     """
 
     title: str
@@ -35,6 +36,7 @@ class Simulation:
     exposed: tuple[Exposed, ...]
     memory: dict[str, int]
     budget: int
+    staging_budget: int
 
     @property
     def compute_seconds(self) -> float:

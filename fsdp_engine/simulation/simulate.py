@@ -115,7 +115,8 @@ def simulate(
     )
     exposed = tuple(replace(each, start=each.start - start) for each in clock.exposed)
     peak = dict(memory.peak)
-    return Simulation(title, machine, seconds, spans, exposed, peak, engine.budget)
+    budgets = (engine.budget, engine.staging_budget)
+    return Simulation(title, machine, seconds, spans, exposed, peak, *budgets)
 
 
 class _Step:

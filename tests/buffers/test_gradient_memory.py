@@ -66,6 +66,24 @@ def test_between_steps_as_much_is_held_as_before_the_first(strategy: str, clear:
 
 
 @on_ranks(world_size=2)
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": False}], ids=str)
+def test_a_sharded_optimizer_holds_no_gradients_that_are_cleared(options: dict[str, bool]) -> None:
+    model, engine, _ = make("optim_grads_params")
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    fe.shard_optimizer(optimizer)
+    for number in range(3):
+        backward(model, number)
+        locals_ = [param.grad.to_local() for param in model.parameters()]
+        storages = [local.untyped_storage() for local in locals_ if local.numel()]
+        del locals_
+        optimizer.step()
+        optimizer.zero_grad()
+        assert storages
+        assert not any(storage.nbytes() for storage in storages), number
+        assert all(buffer.shown._made_views is not None for buffer in engine.buffers)
+
+
+@on_ranks(world_size=2)
 def test_what_is_not_cut_is_held_from_the_first_backward_on() -> None:
     model, engine, optimizer = make("no_shard")
     for number in range(2):

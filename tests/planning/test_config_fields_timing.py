@@ -174,8 +174,8 @@ def test_suggested_communication_unit_size_says_how_much_is_gathered_ahead(level
         timed_step(ddp, optimizer, timeline, batch(1))
         assert timeline.in_phase("forward") == events, budget
     ddp, _, _ = make(config_of(level, **BUCKETED))
-    # Twice the mean unit; the root, which has no parameters, is none.
-    assert ddp.engine.budget == 2 * size
+    # The mean unit, and twice it for gradients; the root, which has no parameters, is none.
+    assert (ddp.engine.budget, ddp.engine.staging_budget) == (size, 2 * size)
 
 
 @on_ranks(world_size=2)

@@ -11,7 +11,9 @@ the row of their uses: forward in order, backward in reverse. What is known of t
   by the optimizer is gathered once a step: at its beginning or, where nothing may be gathered ahead
   (budget 0), when it is used.
 - A unit's gradients leave when its backward is over. Where they are cut, no more of them may be on
-  their way than the budget, the unit itself not counted if it is larger: its first gradient waits.
+  their way than a second budget, the unit itself not counted if it is larger: its first gradient
+  waits.
+- What a microbatch left on its way is over before the next one's first gradient.
 - The optimizer waits for everything.
 """
 
@@ -65,7 +67,7 @@ class Ideal:
         units: in the order of forward.
         strategy: the levels.
         network: ranks and links.
-        budget: elements.
+        budgets: elements gathered ahead, and of gradients on their way.
         microbatches: of the step.
 
     Attributes:
@@ -78,13 +80,13 @@ class Ideal:
         units: list[IdealUnit],
         strategy: Strategy,
         network: Network,
-        budget: int,
+        budgets: tuple[int, int],
         microbatches: int,
     ) -> None:
         self._units = units
         self._depths = {role: strategy.depth(role) for role in Role}
         self._network = network
-        self._budget = budget
+        self._budget, self._staging_budget = budgets
         self.seconds = self.exposed = 0.0
         self._free = {(kind, axis): 0.0 for kind in "gr" for axis in (INNER, OUTER)}
         # When a unit's weights will be there; what is cut is asked for anew for each use.
@@ -92,6 +94,7 @@ class Ideal:
         self._stale = set(range(len(units)))
         self._last: dict[int, float] = {}
         self._in_flight: deque[tuple[int, float]] = deque()
+        self._left = 0
         self._run(microbatches)
 
     def _run(self, microbatches: int) -> None:
@@ -101,6 +104,7 @@ class Ideal:
             for unit in range(count):
                 self._ask_for(unit)
         for number in range(microbatches):
+            self._left = len(self._in_flight)
             self._there = {} if self._depths[Role.PARAM] else self._there
             for place, unit in enumerate(order):
                 reads = place < count or self._units[unit].reads_in_backward
@@ -151,7 +155,10 @@ class Ideal:
         self.seconds += each.until_first
         grad = self._depths[Role.GRAD]
         if grad:
-            limit = max(self._budget, each.numel)
+            for _ in range(self._left):
+                self._wait_until(self._in_flight.popleft()[1])
+            self._left = 0
+            limit = max(self._staging_budget, each.numel)
             while self._in_flight and each.numel + sum(n for n, _ in self._in_flight) > limit:
                 self._wait_until(self._in_flight.popleft()[1])
         self.seconds += each.backward - each.until_first

@@ -96,15 +96,20 @@ def simulated(
     )
 
 
+def budgets_of(found: Simulation) -> tuple[int, int]:
+    """Elements gathered ahead, and of gradients on their way."""
+    return found.budget, found.staging_budget
+
+
 def ideal(
     pair: tuple[str, str],
     net: Network,
     *,
-    budget: int,
+    budgets: tuple[int, int],
     has_embedding: bool = False,
     microbatches: int = 1,
 ) -> Ideal:
-    """The same step as it has to be."""
+    """The same step as it has to be; ``budgets``: gathered ahead, and staged."""
     block = IdealUnit(BLOCK_NUMEL, LINEARS * _PRODUCT, 2 * _PRODUCT, BACKWARD)
     units = [block] * BLOCKS
     if has_embedding:
@@ -112,4 +117,4 @@ def ideal(
     else:
         # Nobody wants the gradient of the model's input.
         units[0] = IdealUnit(BLOCK_NUMEL, LINEARS * _PRODUCT, 2 * _PRODUCT, BACKWARD - _PRODUCT)
-    return Ideal(units, Strategy.from_names(*pair), net, budget, microbatches)
+    return Ideal(units, Strategy.from_names(*pair), net, budgets, microbatches)

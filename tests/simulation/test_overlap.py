@@ -14,7 +14,15 @@ import pytest
 from fsdp_engine.runtime import record
 from fsdp_engine.runtime.reductions import Reductions
 from tests.pairs import FEW_PAIRS, PAIRS
-from tests.simulation.scene import BACKWARD, BLOCK_NUMEL, BLOCKS, ideal, network, simulated
+from tests.simulation.scene import (
+    BACKWARD,
+    BLOCK_NUMEL,
+    BLOCKS,
+    budgets_of,
+    ideal,
+    network,
+    simulated,
+)
 
 NETWORK = network(0.5)
 BUDGETS = {"none": 0, "one unit": BLOCK_NUMEL, "default": None}
@@ -39,7 +47,7 @@ def test_nothing_more_is_exposed_than_must_be(
 ) -> None:
     options = {"has_embedding": has_embedding, "microbatches": microbatches}
     found = simulated(pair, NETWORK, budget=BUDGETS[budget], **options)
-    must = ideal(pair, NETWORK, budget=found.budget, **options)
+    must = ideal(pair, NETWORK, budgets=budgets_of(found), **options)
     assert found.exposed_seconds == pytest.approx(must.exposed, abs=1e-9)
     assert found.seconds == pytest.approx(must.seconds, abs=1e-9)
     assert found.seconds == pytest.approx(found.compute_seconds + found.exposed_seconds, abs=1e-9)
@@ -49,7 +57,7 @@ def test_nothing_more_is_exposed_than_must_be(
 def test_nothing_more_where_messages_take_twice_the_time_of_compute(pair: tuple[str, str]) -> None:
     slow = network(2.0)
     found = simulated(pair, slow)
-    must = ideal(pair, slow, budget=found.budget)
+    must = ideal(pair, slow, budgets=budgets_of(found))
     assert found.exposed_seconds == pytest.approx(must.exposed, abs=1e-9)
     assert found.seconds == pytest.approx(must.seconds, abs=1e-9)
 
@@ -59,6 +67,27 @@ def test_only_the_first_gather_and_the_last_reduction_of_equal_units() -> None:
     seen = {(each.unit, each.phase, each.lane) for each in found.exposed}
     first, last = ("blocks.0", "forward", "inner gather"), ("blocks.0", "backward", "inner reduce")
     assert seen == {first, last}
+
+
+@pytest.mark.parametrize("has_embedding", [False, True], ids=["blocks", "embedding"])
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_the_default_exposes_nothing_that_a_larger_budget_would_hide(
+    pair: tuple[str, str], has_embedding: bool
+) -> None:
+    found = simulated(pair, NETWORK, has_embedding=has_embedding)
+    budget = 4 * found.budget
+    larger = simulated(pair, NETWORK, budget=budget, has_embedding=has_embedding)
+    assert found.exposed_seconds == pytest.approx(larger.exposed_seconds, abs=1e-9)
+    assert sum(found.memory.values()) <= sum(larger.memory.values())
+
+
+@pytest.mark.parametrize("pair", [("optim_grads", "no_shard"), ("optim_grads_params", "no_shard")])
+def test_a_smaller_budget_than_the_default_exposes_more(pair: tuple[str, str]) -> None:
+    found = simulated(pair, NETWORK)
+    one = simulated(pair, NETWORK, budget=found.budget)
+    assert one.exposed_seconds > found.exposed_seconds + 1e-9  # too little is staged at a time
+    none = simulated(pair, NETWORK, budget=0)
+    assert none.exposed_seconds > found.exposed_seconds + 1e-9
 
 
 @pytest.mark.parametrize("pair", [("optim_grads", "no_shard"), ("optim_grads_params", "no_shard")])
@@ -74,7 +103,7 @@ def test_reductions_that_wait_for_each_other_are_caught(
 
     monkeypatch.setattr(Reductions, "open_unit", open_unit)
     found = simulated(pair, NETWORK)
-    must = ideal(pair, NETWORK, budget=found.budget)
+    must = ideal(pair, NETWORK, budgets=budgets_of(found))
     # The predecessor's reduction has had until the first of the unit's gradients, a quarter of its
     # backward, and takes longer.
     assert found.exposed_seconds > must.exposed + 0.1 * (BLOCKS - 2) * BACKWARD
@@ -90,7 +119,7 @@ def test_gathers_one_unit_late_are_caught(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(record, "prefetch_windows", late)
     pair = ("optim_grads_params", "no_shard")
     found = simulated(pair, NETWORK, budget=BLOCK_NUMEL)
-    must = ideal(pair, NETWORK, budget=BLOCK_NUMEL)
+    must = ideal(pair, NETWORK, budgets=(BLOCK_NUMEL, BLOCK_NUMEL))
     gather = NETWORK.ring(BLOCK_NUMEL, 0)
     # All three of forward but the first, at least; in backward compute waits for reductions, too.
     assert found.exposed_seconds > must.exposed + (BLOCKS - 1) * gather
@@ -104,7 +133,7 @@ def test_the_reference_by_hand() -> None:
     reduction = gather + NETWORK.ring(BLOCK_NUMEL / 4, 1, 2)
     until_first = BACKWARD / 4
     pair = ("optim_grads_params", "no_shard")
-    exposed = [ideal(pair, NETWORK, budget=n * BLOCK_NUMEL).exposed for n in (2, 1, 0)]
+    exposed = [ideal(pair, NETWORK, budgets=(n * BLOCK_NUMEL,) * 2).exposed for n in (2, 1, 0)]
     assert exposed[0] == pytest.approx(gather + reduction)
     # Three blocks wait for their predecessor's reduction when their first gradient comes.
     assert exposed[1] == pytest.approx(gather + 3 * (reduction - until_first) + reduction)
