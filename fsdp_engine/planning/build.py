@@ -59,7 +59,7 @@ class BuiltUnit:
         name: fully qualified names of its modules; "" for the root.
         modules: whose forwards need its full parameters.
         buffers: its parameters, by kind.
-        is_loose: see :class:`~fsdp_engine.planning.plan.PlannedUnit`.
+        loose: see :class:`~fsdp_engine.planning.plan.PlannedUnit`.
         contains_units: modules of other units lie within its own.
     """
 
@@ -67,7 +67,7 @@ class BuiltUnit:
     name: str
     modules: Sequence[nn.Module]
     buffers: Sequence[ParamAndGradBuffer]
-    is_loose: bool
+    loose: Sequence[nn.Module]
     contains_units: bool
 
     @property
@@ -191,7 +191,7 @@ def build_units(
             tag += 2  # a reduction may take two messages
         name, modules = planned.name, planned.modules
         contains_units = _contain_another(modules, plan.units)
-        units.append(BuiltUnit(index, name, modules, buffers, planned.is_loose, contains_units))
+        units.append(BuiltUnit(index, name, modules, buffers, planned.loose, contains_units))
         for buffer in buffers:
             for record in buffer.records:
                 # The user's own tensor goes now, so that one unit at a time is held twice.

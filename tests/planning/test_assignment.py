@@ -57,7 +57,7 @@ def test_what_lies_before_and_after_blocks_is_a_unit_each() -> None:
     model = Transformer(num_blocks=2)
     assert names_of(model) == ["embedding", "blocks.0", "blocks.1", "norm + head"]
     assert owned_by(model)[""] == []
-    loose = [unit.name for unit in units_of(model) if unit.is_loose]
+    loose = [unit.name for unit in units_of(model) if unit.loose]
     assert loose == ["embedding", "norm + head"]
 
 
@@ -109,7 +109,7 @@ def test_a_tuple_of_patterns_classes_and_modules_is_one_unit() -> None:
         units_of(model, [Block, ("blocks.0", "blocks.1")])
     named: list[UnitSelector] = [Block, ("embedding", "norm", model.head)]
     assert names_of(model, named) == ["embedding + norm + head", "blocks.0", "blocks.1"]
-    assert not any(unit.is_loose for unit in units_of(model, named))
+    assert not any(unit.loose for unit in units_of(model, named))
     assert len(units_of(model, selectors)[0].modules) == 2 + 1 + 2 * 2
 
 
