@@ -131,12 +131,12 @@ def simulated_step(mesh: tuple[int, ...], level: str, width: int, group: int) ->
     """Simulated seconds of a step with ``group`` blocks in a unit."""
     config = GPTConfig(
         vocab_size=256,
-        sequence_length=1024,
+        sequence_length=2048,
         num_layers=CLOCK_BLOCKS,
         width=width,
         num_heads=max(1, width // 64),
     )
-    tokens = torch.zeros(2, config.sequence_length, dtype=torch.long)
+    tokens = torch.zeros(8, config.sequence_length, dtype=torch.long)
     world = 1
     for size in mesh:
         world *= size
@@ -155,4 +155,9 @@ def simulated_step(mesh: tuple[int, ...], level: str, width: int, group: int) ->
 if __name__ == "__main__":
     t = harness.run_ranks(measure_peers, 2, 60)
     for n in t:
-        print(n, f"{harness.quartiles(t[n])[1]*1e3:.2f}", harness.show_ratio(harness.ratios(t, n, "DDP")), harness.show_ratio(harness.ratios(t, n, "FSDP2")))
+        print(
+            n,
+            f"{harness.quartiles(t[n])[1] * 1e3:.2f}",
+            harness.show_ratio(harness.ratios(t, n, "DDP")),
+            harness.show_ratio(harness.ratios(t, n, "FSDP2")),
+        )

@@ -23,13 +23,7 @@ import torch
 from fsdp_engine.config import Timing
 from fsdp_engine.devices.memory import Memory
 from fsdp_engine.planning.assignment import Expected
-from fsdp_engine.runtime.record import (
-    BACKWARD,
-    BOTH,
-    FORWARD,
-    Record,
-    first_use_order,
-)
+from fsdp_engine.runtime.record import BACKWARD, BOTH, FORWARD, Record, first_use_order
 from fsdp_engine.runtime.reductions import Reductions
 from fsdp_engine.runtime.unit import Call, Residence, Unit, in_functional_call
 
@@ -89,6 +83,8 @@ class Scheduler:
         """
         if not self._open:
             self._begin_forward()
+        if len(unit.built.modules) > 1 and not torch.is_grad_enabled():
+            self._backward.uncounted.add(unit.index)
         if aside:
             self._fill(unit, FORWARD)
             self._show(unit)
@@ -235,7 +231,8 @@ class Scheduler:
 
     def _check_ready(self, unit: Unit) -> None:
         """All of the unit's gradients may have come."""
-        if not unit.awaits_backward and unit.index not in self._backward.run_again:
+        is_counted = unit.index not in self._backward.uncounted or not unit.num_missing_grads
+        if is_counted and not unit.awaits_backward and unit.index not in self._backward.run_again:
             self.reductions.unit_is_ready(unit)
 
     def begin_gradient(self, unit: Unit) -> None:
@@ -348,6 +345,8 @@ class _Backward:
         open_units: those in whose backward it is.
         run_again: units of several calls whose graph was kept and runs once more: nobody counts
             calls that will come again.
+        uncounted: units of several modules, of which some ran without autograd since the last one:
+            re-entrant checkpoints may be about to run them again, and nobody counts those.
     """
 
     def __init__(self) -> None:
@@ -356,6 +355,7 @@ class _Backward:
         self.touched: dict[int, Unit] = {}
         self.open_units: set[int] = set()
         self.run_again: set[int] = set()
+        self.uncounted: set[int] = set()
         self._calls: list[Call] = []
         # Units that backwards with create_graph went through since the last one without.
         self._recorded: set[int] = set()
@@ -400,6 +400,7 @@ class _Backward:
         self._calls.clear()
         self.open_units.clear()
         self.run_again.clear()
+        self.uncounted.clear()
         if not self.creates_graph:
             for index in self._recorded:
                 units[index].is_recorded = False
