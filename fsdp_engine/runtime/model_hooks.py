@@ -36,18 +36,20 @@ class ModelHooks:
         root = units[0]
         loose: dict[Unit, list[ModuleHooks]] = {}
         for unit in units:
+            beside = set(unit.built.loose)
+            casts = policy.cast_forward_inputs and len(beside) < len(unit.built.modules)
+            input_dtype = policy.param_dtype if casts else None
             # The root is always seen, since its forward frames all others.
             is_seen = unit is root or unit.reshards or unit.needs_refresh
-            beside = set(unit.built.loose)
+            if not is_seen and input_dtype is None:
+                continue
+            # All of its modules, or none: a unit's gradients have come when all calls are over.
             for module in unit.built.modules:
-                # What lies beside blocks gets what the model's forward makes of its inputs.
-                casts = policy.cast_forward_inputs and module not in beside
                 dtypes = (
-                    policy.param_dtype if casts else None,
+                    # What lies beside blocks gets what the model's forward makes of its inputs.
+                    None if module in beside else input_dtype,
                     policy.output_dtype if unit is root else None,
                 )
-                if not is_seen and dtypes[0] is None:
-                    continue
                 if module not in self._hooks:
                     self._hooks[module] = ModuleHooks(scheduler, module, dtypes, engine)
                 self._hooks[module].units.append(unit)

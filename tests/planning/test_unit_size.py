@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fsdp_engine as fe
-from examples.gpt import GPT, GPTConfig
 from fsdp_engine.patterns import joined_names
 from fsdp_engine.planning import unit_size
 from fsdp_engine.planning.assignment import (
@@ -199,11 +198,11 @@ def test_numbered_neighbours_are_shown_as_a_run(names: list[str], name: str) -> 
 
 def test_the_default_leaves_the_blocks_of_usual_models_alone_and_joins_small_ones() -> None:
     with torch.device("meta"):
-        usual = GPT(GPTConfig(num_layers=3, width=512, num_heads=8))
-        small = GPT(GPTConfig(num_layers=3, width=64))
-    names = [name for name in names_of(usual, MIN_UNIT_SIZE) if name.startswith("blocks")]
-    assert names[:2] == ["blocks.1", "blocks.2 + norm + head"]
-    assert len(names_of(small, MIN_UNIT_SIZE)) == 1
+        usual = Transformer(num_blocks=3, dim=768)  # as GPT-2's smallest, but for its vocabulary
+        small = Transformer(num_blocks=3, dim=64)
+    names = names_of(usual, MIN_UNIT_SIZE)
+    assert names == ["embedding + blocks.0", "blocks.1", "blocks.2 + norm + head"]
+    assert names_of(small, MIN_UNIT_SIZE) == ["embedding + blocks.0-2 + norm + head"]
 
 
 def test_none_is_the_default_and_zero_joins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

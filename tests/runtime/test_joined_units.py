@@ -59,17 +59,18 @@ def test_every_pair_trains_as_one_process(strategy: str, outer: str, tied: bool)
 @pytest.mark.parametrize("strategy", LEVELS)
 @on_ranks(2)
 def test_bf16_with_adamw_trains_as_one_process(strategy: str) -> None:
-    reference.assert_trains_alike(
-        Transformer(num_blocks=4, tied=True),
-        token_batch,
-        strategy,
-        num_steps=3,
-        make_optimizer=reference.adamw,
-        later=5e-2,
-        compute_dtype=torch.bfloat16,
-        mp_policy=fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16),
-        min_unit_size=2 * BLOCK,
-    )
+    for tied in (False, True):
+        reference.assert_trains_alike(
+            Transformer(num_blocks=4, tied=tied),
+            token_batch,
+            strategy,
+            num_steps=3,
+            make_optimizer=reference.adamw,
+            later=5e-2,
+            compute_dtype=torch.bfloat16,
+            mp_policy=fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+            min_unit_size=2 * BLOCK,
+        )
 
 
 class ReadsInputs(models.Chain):
@@ -222,6 +223,39 @@ def test_a_block_that_one_rank_skips(strategy: str) -> None:
         reference.assert_same_weights(model, alone, rtol=2e-5, atol=1e-6)
 
 
+class Hidden:
+    """What a block returns, in a class of the user's own."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+class Hides(Mlp):
+    """Nobody sees its backward begin."""
+
+    def forward(self, x: Tensor) -> Any:
+        return Hidden(super().forward(x))
+
+
+class HidesFirst(models.Chain):
+    """Its first block hides its output, the second does not."""
+
+    def __init__(self) -> None:
+        super().__init__(Hides(), Mlp())
+
+    def predict(self, x: Tensor) -> Tensor:
+        return self.blocks[1](self.blocks[0](x).tensor)
+
+
+@pytest.mark.filterwarnings("ignore:.*nobody looks for them")
+@pytest.mark.parametrize("strategy", LEVELS)
+@on_ranks(2)
+def test_a_block_that_hides_its_output(strategy: str) -> None:
+    reference.assert_trains_alike(
+        HidesFirst(), vector_batch, strategy, num_steps=3, min_unit_size=10**6
+    )
+
+
 class Shuffled(models.Chain):
     """Blocks in another order in every step."""
 
@@ -249,6 +283,23 @@ def test_blocks_that_run_in_another_order_in_every_step(strategy: str) -> None:
     )
 
 
+class ReadsPositions(Transformer):
+    """Adds weights that it never gives to a call, before the first block."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
+        self.embedding = nn.ModuleDict(  # type: ignore[assignment]
+            {"tokens": self.embedding, "positions": nn.Embedding(models.LENGTH, DIM)}
+        )
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        tables: Any = self.embedding
+        x = tables["tokens"](tokens) + tables["positions"].weight
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
 class ReadsEmbedding(Transformer):
     """Multiplies with the embedding, which is called, too; its blocks are of the same unit."""
 
@@ -259,13 +310,16 @@ class ReadsEmbedding(Transformer):
         return self.norm(x) @ self.embedding.weight.t() + self.head.weight.tanh().sum(1)
 
 
+@pytest.mark.parametrize("make", [ReadsEmbedding, ReadsPositions])
 @pytest.mark.parametrize("strategy", LEVELS)
 @on_ranks(2)
-def test_weights_that_are_read_without_a_call(strategy: str) -> None:
+def test_weights_that_are_read_without_a_call(
+    strategy: str, make: Callable[[int], nn.Module]
+) -> None:
     for least in SIZES:
         torch.manual_seed(1)
         reference.assert_trains_alike(
-            ReadsEmbedding(num_blocks=4), token_batch, strategy, num_steps=3, min_unit_size=least
+            make(4), token_batch, strategy, num_steps=3, min_unit_size=least
         )
 
 
