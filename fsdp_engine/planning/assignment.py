@@ -223,6 +223,11 @@ class Expected:
     backward: list[int]
     around: list[set[int]]
 
+    @property
+    def containing(self) -> set[int]:
+        """Units that contain modules of others."""
+        return set().union(*self.around)
+
     def num_gathers(self, unit: int) -> int:
         """How often a unit whose parameters are cut is gathered for a microbatch: it stays full
         from one use to the next if no unit but its relatives is used between."""
@@ -242,26 +247,30 @@ def expect(model: nn.Module, units: Sequence[Sequence[nn.Module]]) -> Expected:
     for index, modules in enumerate(units):
         for module in modules:
             units_of.setdefault(id(module), []).append(index)
-    around_of: list[set[int]] = [set() for _ in units]
+    around: list[set[int]] = [set() for _ in units]
+    for index, modules in enumerate(units):
+        own = {id(module) for module in modules}
+        inside = {id(each) for module in modules for each in module.modules()} - own
+        for inner in inside & units_of.keys():
+            for each in units_of[inner]:
+                around[each].add(index)
     forward: list[int] = []
     backward: list[int] = []
     seen: set[int] = set()
 
-    def visit(module: nn.Module, around: tuple[int, ...]) -> None:
+    def visit(module: nn.Module) -> None:
         if id(module) in seen:
             return
         seen.add(id(module))
         own = units_of.get(id(module), [])
         forward.extend(own)
-        for index in own:
-            around_of[index].update(around)
         for child in module.children():
-            visit(child, (*around, *own))
+            visit(child)
         if own and reads_weights_in_backward(module):
             backward.extend(reversed(own))
 
-    visit(model, ())
-    return Expected(forward, backward[::-1], around_of)
+    visit(model)
+    return Expected(forward, backward[::-1], around)
 
 
 def reads_weights_in_backward(module: nn.Module) -> bool:

@@ -57,6 +57,7 @@ class Scheduler:
             [unit.num_elements if unit.reshards else 0 for unit in units],
             budget,
         )
+        self._containing = expected.containing
         # Forwards under way, outermost first, without those aside; a unit may stand here twice.
         self._open: list[int] = []
         # Full, or on their way, for a use that is to come: of these, those that wait for backward.
@@ -219,7 +220,7 @@ class Scheduler:
 
     def gradient_came(self, unit: Unit) -> None:
         """The last gradient of a buffer of ``unit`` came."""
-        if unit.num_missing_grads or unit.built.contains_units:
+        if unit.num_missing_grads or unit.index in self._containing:
             return  # what lies before the units inside may still read its weights
         calls = [call for call in unit.open_calls if not call.aside]
         if any(call.has_boundary for call in calls):

@@ -156,6 +156,21 @@ def test_units_around_a_use_do_not_end_it() -> None:
     assert [expected.num_gathers(unit) for unit in range(4)] == [1, 1, 2, 1]
 
 
+def test_a_module_that_two_units_share_lies_in_both() -> None:
+    shared = nn.Linear(2, 2)
+    model = nn.Sequential(nn.Sequential(shared), nn.Sequential(nn.Linear(2, 2), shared))
+    expected = expect(model, [[model], [model[0]], [model[1]], [shared]])
+    assert expected.around == [set(), {0}, {0}, {0, 1, 2}]
+    assert expected.containing == {0, 1, 2}
+    assert expected.forward == [0, 1, 3, 2]
+
+
+def test_a_unit_of_modules_within_each_other_does_not_contain_itself() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
+    # As a bucket's holders may be, of a parameter that ties them.
+    assert expect(model, [[model], [model, model[0][0]]]).around == [set(), {0}]
+
+
 def test_only_embeddings_do_without_their_weights_in_backward() -> None:
     assert not reads_weights_in_backward(nn.Embedding(2, 2))
     assert not reads_weights_in_backward(nn.ModuleList([nn.Embedding(2, 2), nn.Embedding(3, 2)]))
