@@ -23,7 +23,6 @@ from fsdp_engine.devices.mesh import mesh_of_group, ranks_that_meet
 from fsdp_engine.engine import Engine
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.planning.assignment import UnitSelector
-from fsdp_engine.planning.unit_size import least_size
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.sharding import check_types, make_engine
 from fsdp_engine.strategies import Role, Strategy
@@ -56,9 +55,6 @@ class DistributedDataParallel(nn.Module):
         disable_bucketing: one bucket for each kind of parameter.
         units: what is gathered and reduced as one where parameters are cut: see
             :func:`~fsdp_engine.planning.assignment.find_units`.
-        min_unit_size: of default units where parameters are cut: see
-            :func:`~fsdp_engine.sharding.shard`. Elsewhere ``bucket_size`` says how much travels at
-            a time.
         mp_policy: dtypes. None: parameters in their own dtype, with fp32 main weights; gradients
             as ``grad_reduce_in_fp32`` says.
         **older: ``data_parallel_group`` (a group for a mesh of one axis),
@@ -89,7 +85,6 @@ class DistributedDataParallel(nn.Module):
         disable_bucketing: bool = False,
         units: UnitSelector | Iterable[UnitSelector] | None = None,
         mp_policy: MixedPrecisionPolicy | None = None,
-        min_unit_size: int | None = None,
         **older: Any,
     ) -> None:
         super().__init__()
@@ -103,9 +98,8 @@ class DistributedDataParallel(nn.Module):
             if policy is None:
                 policy = MixedPrecisionPolicy(narrow_grads=not config.grad_reduce_in_fp32)
             levels = Strategy.from_names(*config.level_names)
-            least_size(min_unit_size)  # a wrong one is wrong at every level
             if units is None and not levels.depth(Role.PARAM):
-                units, min_unit_size = (), None
+                units = ()
         self.ddp_config = config
         self.module = module
         self.engine = make_engine(
@@ -116,7 +110,6 @@ class DistributedDataParallel(nn.Module):
             config,
             Timing.of(config),
             units=units,
-            min_unit_size=min_unit_size,
             expert_mesh=expert_mesh,
             broadcast=True,
             what=WHAT,

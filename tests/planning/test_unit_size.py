@@ -220,10 +220,6 @@ def test_a_size_that_is_none_is_refused_on_all_ranks(wrong: Any) -> None:
     found = wrong if dist.get_rank() == 0 else 7
     with refused(model, "min_unit_size: expected", repr(wrong), kind=kind):
         fe.shard(model, min_unit_size=found)
-    for fields in ({}, {"use_distributed_optimizer": True}):
-        config = fe.DistributedDataParallelConfig(**fields)
-        with refused(model, "min_unit_size: expected", repr(wrong), kind=kind):
-            fe.DistributedDataParallel(model, config, min_unit_size=found)
     with pytest.raises(kind, match="min_unit_size: expected"):
         fe.estimate(model, world_size=2, min_unit_size=wrong)
     assert_still_trains(model)

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
+from fsdp_engine.planning import unit_size
 from fsdp_engine.strategies import LEVELS
 from tests import models, reference
 from tests.megatron.configs import config_of, train_wrapped
@@ -326,13 +327,17 @@ def test_weights_that_are_read_without_a_call(
 @pytest.mark.parametrize("strategy", LEVELS)
 @on_ranks(2)
 def test_the_wrapper_joins_units_where_parameters_are_cut(strategy: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(unit_size, "MIN_UNIT_SIZE", 2 * BLOCK)  # it has no keyword for it
+        train_and_compare_wrapped(strategy)
+
+
+def train_and_compare_wrapped(strategy: str) -> None:
     torch.manual_seed(1)
     model = Transformer(num_blocks=4)
     data = reference.make_data(token_batch, 3, 2, dist.get_world_size())
     expected = reference.train(copy.deepcopy(model), data)
-    ddp = fe.DistributedDataParallel(
-        model, config_of(strategy, overlap=True), min_unit_size=2 * BLOCK
-    )
+    ddp = fe.DistributedDataParallel(model, config_of(strategy, overlap=True))
     cut = strategy == "optim_grads_params"
     names = ["embedding + blocks.0-1", "blocks.2-3 + norm + head"] if cut else [""]
     assert unit_names(ddp.engine) == names
