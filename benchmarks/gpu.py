@@ -263,7 +263,9 @@ def _sanitized_steps(mesh: DeviceMesh, level: str, ahead: int | None) -> str:
         model = make_model(config)
         policy = fe.MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16)
         options = fe.DistributedDataParallelConfig(suggested_communication_unit_size=ahead)
-        engine = fe.shard(model, mesh=mesh, strategy=level, mp_policy=policy, config=options)
+        engine = fe.shard(
+            model, mesh=mesh, strategy=level, mp_policy=policy, config=options, min_unit_size=0
+        )
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         fe.shard_optimizer(optimizer)
         for _ in range(3):

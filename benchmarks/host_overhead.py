@@ -62,7 +62,7 @@ def make_step(model: nn.Module) -> Callable[[], None]:
 def watch(seconds: float) -> dict[str, float]:
     """Processor time of this rank's watching thread, in a second of the clock, and steps in it."""
     model = make_model(num_units=10)
-    fe.shard(model)
+    fe.shard(model, min_unit_size=0)
     step = make_step(model)
     (thread,) = (each for each in threading.enumerate() if each.name == "fsdp_engine watch")
 
@@ -101,7 +101,7 @@ def main() -> None:
     steps["FSDP2"] = make_step(fsdp2)
     for level in LEVELS:
         model = make_model(args.units)
-        fe.shard(model, strategy=level)
+        fe.shard(model, strategy=level, min_unit_size=0)
         steps[level] = make_step(model)
 
     times = harness.interleave(steps, args.rounds, clock=time.process_time)

@@ -273,7 +273,11 @@ def measure_engine(
     )
     policy = fe.MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     engine, found = track(
-        config, lambda model: fe.shard(model, strategy=level, mp_policy=policy, config=options)
+        config,
+        # A unit for each block, as the other engine has, however small.
+        lambda model: fe.shard(
+            model, strategy=level, mp_policy=policy, config=options, min_unit_size=0
+        ),
     )
     rows = engine.describe().rows
     elements, padding = (sum(getattr(r, f) for r in rows) for f in ("num_elements", "padding"))

@@ -62,6 +62,7 @@ def measure_level(config: GPTConfig, level: str, name: str) -> dict[str, Any]:
             model,
             strategy=level,
             mp_policy=policy,
+            min_unit_size=0,
             config=fe.DistributedDataParallelConfig(
                 fsdp_double_buffer=planned, suggested_communication_unit_size=budget
             ),

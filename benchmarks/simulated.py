@@ -79,6 +79,7 @@ def predict(machine: fe.Machine) -> dict[str, float]:
             strategy=pair[0],
             outer_strategy=pair[1],
             config=config_for(budget),
+            min_unit_size=0,
         )
         found[name] = result.seconds
     return found
@@ -103,7 +104,7 @@ def make_step(pair: tuple[str, str], budget: int | None, mesh: Any) -> Callable[
     """A step of a fresh model."""
     torch.manual_seed(0)
     model = GPT(GPT_CONFIG)
-    fe.shard(model, mesh, *pair, config=config_for(budget))
+    fe.shard(model, mesh, *pair, config=config_for(budget), min_unit_size=0)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     fe.shard_optimizer(optimizer)
     batch = gpt_batch()

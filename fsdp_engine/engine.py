@@ -82,7 +82,7 @@ class Engine:
         self._lanes = lanes_module.make_lanes(mesh.device, mesh.ranks)
         built = build_units(plan, ladders, self._lanes, self._memory, config, start)
         self.units = [Unit(each, self._lanes) for each in built]
-        blocks = [unit.num_elements for unit in self.units[1:] if not unit.built.is_loose]
+        blocks = [unit.num_elements for unit in self.units[1:] if not unit.built.loose]
         others = [unit.num_elements for unit in self.units if unit.buffers]
         self.budget = config.gather_budget(blocks, others)
         self.staging_budget = config.staging_budget(blocks, others)

@@ -37,6 +37,7 @@ def shard(
     expert_mesh: DeviceMesh | None = None,
     codec_rules: Iterable[CodecRule] = (),
     initial_values: str = SAME,
+    min_unit_size: int | None = None,
 ) -> Engine:
     """Shard ``model``'s parameters, gradients and optimizer state; the model is changed in place.
 
@@ -63,6 +64,8 @@ def shard(
             first rank has values and others are on the meta device, they get the first one's.
             "rank0": all get the first rank's, of buffers too, whatever they have. Broadcast unit
             by unit.
+        min_unit_size: default units of fewer elements are joined with their neighbours; 0: none
+            are. None: as measured, see [Note: Size of a unit] in ``planning/unit_size.py``.
 
     Raises:
         ValueError: an argument, or how arguments or initial values of ranks differ; on all ranks,
@@ -97,6 +100,7 @@ def shard(
         expert_mesh=expert_mesh,
         codec_rules=rules,
         initial_values=initial_values,
+        min_unit_size=min_unit_size,
     )
 
 
@@ -113,6 +117,7 @@ def make_engine(
     expert_mesh: DeviceMesh | None = None,
     codec_rules: Sequence[CodecRule] = (),
     initial_values: str = SAME,
+    min_unit_size: int | None = None,
     broadcast: bool = False,
     what: str = WHAT,
 ) -> Engine:
@@ -123,7 +128,7 @@ def make_engine(
         broadcast: parameters start from the first rank's values, which are not compared.
         what: who asks, in messages.
         model, mesh, levels, policy, config, units, granule, expert_mesh, codec_rules,
-            initial_values: see :func:`shard`.
+            initial_values, min_unit_size: see :func:`shard`.
     """
     if expert_mesh is not None:
         with telling(what, ranks_that_meet(mesh)):
@@ -152,12 +157,13 @@ def make_engine(
         policy = config.applied_to(policy)
         if initial_values not in CHOICES:
             raise ValueError(f"initial_values: expected one of {CHOICES}; found {initial_values!r}")
-        plan = make_plan(
-            model, units, PlanSettings(policy, config, axis_plans, granule, codec_rules)
+        settings = PlanSettings(
+            policy, config, axis_plans, granule, codec_rules, min_unit_size=min_unit_size
         )
+        plan = make_plan(model, units, settings)
         compare = data.size > 1 and initial_values == SAME and not broadcast
         holdings = Holdings(plan, experts, compare=compare)
-        options = f"{levels}, {policy}, {config}, {initial_values}"
+        options = f"{levels}, {policy}, {config}, {initial_values}, min_unit_size={min_unit_size}"
         signature = [options, *plan.signature()]
     except Exception as caught:  # units, granule and codec rules are the user's, and raise anything
         error = caught

@@ -79,7 +79,7 @@ def gather_and_gradient() -> tuple[list[str], list[str]]:
     with pretended_ranks((2,)) as mesh:
         model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
         config = fe.DistributedDataParallelConfig(suggested_communication_unit_size=0)
-        engine = fe.shard(model, mesh, config=config, initial_values="rank0")
+        engine = fe.shard(model, mesh, config=config, initial_values="rank0", min_unit_size=0)
 
         def step() -> None:
             model(torch.ones(2, 8)).sum().backward()

@@ -17,6 +17,8 @@ head) are one set.
 
 Modules beside blocks are *loose*: the model's forward may read their weights without calling them
 (a head that multiplies with ``self.embedding.weight``). See ``runtime/loose_units.py``.
+
+Those that are too small are joined with their neighbours afterwards (``unit_size.py``).
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from torch import Tensor, nn
 
 from fsdp_engine.buffers.param_and_grad_buffer import ParamRecord
 from fsdp_engine.devices import memory
-from fsdp_engine.patterns import compile_pattern
+from fsdp_engine.patterns import compile_pattern, joined_names
 
 Selector = type[nn.Module] | nn.Module | str | Callable[[str, nn.Module], bool]
 UnitSelector = Selector | tuple[Selector, ...]
@@ -121,14 +123,19 @@ class ModuleSet:
     """The modules of one unit.
 
     Attributes:
-        name: their fully qualified names.
+        names: their fully qualified names.
         modules: none within another.
-        is_loose: see [Note: Default units].
+        loose: those of them that are; see [Note: Default units].
     """
 
-    name: str
+    names: tuple[str, ...]
     modules: list[nn.Module]
-    is_loose: bool = False
+    loose: tuple[nn.Module, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Their names as one."""
+        return joined_names(self.names)
 
 
 def find_units(
@@ -182,7 +189,7 @@ def find_units(
                     )
             sets[names] = modules
     ordered = sorted(sets.items(), key=lambda item: places[item[0][0]])
-    return [ModuleSet(_joined(names), list(modules.values())) for names, modules in ordered]
+    return [ModuleSet(names, list(modules.values())) for names, modules in ordered]
 
 
 def assign(
@@ -190,7 +197,7 @@ def assign(
 ) -> dict[str, list[ParamRecord]]:
     """The records of each unit by its name; the root, "", takes what no unit contains."""
     containing: dict[int, list[tuple[int, str]]] = {}
-    for unit in (ModuleSet("", [model]), *units):
+    for unit in (ModuleSet(("",), [model]), *units):
         inside = [each for module in unit.modules for each in module.modules()]
         for each in inside:
             containing.setdefault(id(each), []).append((len(inside), unit.name))
@@ -216,6 +223,11 @@ class Expected:
     backward: list[int]
     around: list[set[int]]
 
+    @property
+    def containing(self) -> set[int]:
+        """Units that contain modules of others."""
+        return set().union(*self.around)
+
     def num_gathers(self, unit: int) -> int:
         """How often a unit whose parameters are cut is gathered for a microbatch: it stays full
         from one use to the next if no unit but its relatives is used between."""
@@ -235,26 +247,30 @@ def expect(model: nn.Module, units: Sequence[Sequence[nn.Module]]) -> Expected:
     for index, modules in enumerate(units):
         for module in modules:
             units_of.setdefault(id(module), []).append(index)
-    around_of: list[set[int]] = [set() for _ in units]
+    around: list[set[int]] = [set() for _ in units]
+    for index, modules in enumerate(units):
+        own = {id(module) for module in modules}
+        inside = {id(each) for module in modules for each in module.modules()} - own
+        for inner in inside & units_of.keys():
+            for each in units_of[inner]:
+                around[each].add(index)
     forward: list[int] = []
     backward: list[int] = []
     seen: set[int] = set()
 
-    def visit(module: nn.Module, around: tuple[int, ...]) -> None:
+    def visit(module: nn.Module) -> None:
         if id(module) in seen:
             return
         seen.add(id(module))
         own = units_of.get(id(module), [])
         forward.extend(own)
-        for index in own:
-            around_of[index].update(around)
         for child in module.children():
-            visit(child, (*around, *own))
+            visit(child)
         if own and reads_weights_in_backward(module):
             backward.extend(reversed(own))
 
-    visit(model, ())
-    return Expected(forward, backward[::-1], around_of)
+    visit(model)
+    return Expected(forward, backward[::-1], around)
 
 
 def reads_weights_in_backward(module: nn.Module) -> bool:
@@ -302,9 +318,9 @@ def _default_units(model: nn.Module, records: Sequence[ParamRecord]) -> list[Mod
         elif id(module) not in seen:
             runs[-1][name] = module
             seen.add(id(module))
-    sets = [ModuleSet(name, [module]) for name, module in blocks.items()]
+    sets = [ModuleSet((name,), [module]) for name, module in blocks.items()]
     for run in _tied_together([run for run in runs if run], records):
-        sets.append(ModuleSet(_joined(tuple(run)), list(run.values()), is_loose=True))
+        sets.append(ModuleSet(tuple(run), list(run.values()), loose=tuple(run.values())))
     places = {id(module): place for place, module in enumerate(model.modules())}
     return sorted(sets, key=lambda each: places[id(each.modules[0])])
 
@@ -353,10 +369,6 @@ def _tied_together(
     for number, run in enumerate(runs):
         joined.setdefault(first[number], {}).update(run)
     return list(joined.values())
-
-
-def _joined(names: Sequence[str]) -> str:
-    return " + ".join(names)
 
 
 def _has_parameters(module: nn.Module) -> bool:

@@ -31,7 +31,7 @@ from fsdp_engine.devices.memory import Memory
 from fsdp_engine.devices.mesh import DataMesh
 from fsdp_engine.planning.initial_values import Holdings, Start, broadcast_buffers, decide
 from fsdp_engine.planning.materialize import ModuleTree, materialize, materialize_buffers
-from fsdp_engine.planning.plan import AxisPlan, AxisPlans, Plan, PlannedUnit
+from fsdp_engine.planning.plan import AxisPlan, AxisPlans, Plan
 from fsdp_engine.strategies import Axis, Role
 
 
@@ -59,16 +59,14 @@ class BuiltUnit:
         name: fully qualified names of its modules; "" for the root.
         modules: whose forwards need its full parameters.
         buffers: its parameters, by kind.
-        is_loose: see :class:`~fsdp_engine.planning.plan.PlannedUnit`.
-        contains_units: modules of other units lie within its own.
+        loose: see :class:`~fsdp_engine.planning.plan.PlannedUnit`.
     """
 
     index: int
     name: str
     modules: Sequence[nn.Module]
     buffers: Sequence[ParamAndGradBuffer]
-    is_loose: bool
-    contains_units: bool
+    loose: Sequence[nn.Module]
 
     @property
     def label(self) -> str:
@@ -190,8 +188,7 @@ def build_units(
                 same_on_replicas(buffer)
             tag += 2  # a reduction may take two messages
         name, modules = planned.name, planned.modules
-        contains_units = _contain_another(modules, plan.units)
-        units.append(BuiltUnit(index, name, modules, buffers, planned.is_loose, contains_units))
+        units.append(BuiltUnit(index, name, modules, buffers, planned.loose))
         for buffer in buffers:
             for record in buffer.records:
                 # The user's own tensor goes now, so that one unit at a time is held twice.
@@ -213,13 +210,6 @@ def build_units(
         experts = ladders.expert.mesh if ladders.expert is not None else None
         broadcast_buffers(root, ladders.data.mesh, experts)
     return units
-
-
-def _contain_another(modules: Sequence[nn.Module], units: Sequence[PlannedUnit]) -> bool:
-    """Whether a module of another unit lies within ``modules``."""
-    own = {id(module) for module in modules}
-    inside = {id(each) for module in modules for each in module.modules()} - own
-    return any(id(module) in inside for unit in units for module in unit.modules)
 
 
 def same_on_replicas(buffer: ParamAndGradBuffer) -> None:

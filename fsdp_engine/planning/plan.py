@@ -46,6 +46,7 @@ from fsdp_engine.planning.assignment import (
 )
 from fsdp_engine.planning.buckets import bucket_multiple, split_by_count, split_by_size
 from fsdp_engine.planning.materialize import check_meta
+from fsdp_engine.planning.unit_size import join_small, least_size
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.strategies import Axis, Role, Strategy
 
@@ -94,6 +95,7 @@ class PlanSettings:
     axis_plans: AxisPlans
     granule: Granule | None = None
     codec_rules: Sequence[CodecRule] = ()
+    min_unit_size: int | None = None
 
     @cached_property
     def rules(self) -> Sequence[CodecRule]:
@@ -123,14 +125,14 @@ class PlannedUnit:
         name: fully qualified names of its modules; "" for the root.
         modules: whose calls need its parameters.
         buffers: its parameters, by kind.
-        is_loose: its modules lie beside the model's blocks, so that forwards around them may read
-            their parameters without calling them.
+        loose: those of its modules that lie beside the model's blocks, so that forwards around
+            them may read their parameters without calling them.
     """
 
     name: str
     modules: Sequence[nn.Module]
     buffers: list[PlannedBuffer]
-    is_loose: bool = False
+    loose: Sequence[nn.Module] = ()
 
 
 @dataclass(frozen=True)
@@ -203,14 +205,22 @@ def plan_units(
     settings: PlanSettings,
 ) -> list[PlannedUnit]:
     """Units with their buffers, the root first; see the module docstring."""
+    least = least_size(settings.min_unit_size)
     sets = find_units(model, selectors, records)
+    if selectors is None:
+        sets = join_small(model, sets, records, least)
+    elif settings.min_unit_size:
+        raise ValueError(
+            "min_unit_size: expected None or 0 beside units, which are taken as they are named; "
+            f"found {settings.min_unit_size}"
+        )
     owned = assign(model, sets, records)
     root, *buckets = _plan_root(model, owned[""], settings)
     planned = list(buckets)
     for each in sets:
         buffers = plan_buffers(owned[each.name], settings)
         if buffers:
-            planned.append(PlannedUnit(each.name, each.modules, buffers, each.is_loose))
+            planned.append(PlannedUnit(each.name, each.modules, buffers, each.loose))
     # Where their first parameter was registered: the first guess of the order of execution.
     places = {record.name: place for place, record in enumerate(records)}
     planned.sort(
@@ -245,10 +255,10 @@ def _plan_root(
     is_cut = settings.axis_plans.data.strategy.depth(Role.PARAM) > 0
     if is_cut or len({buffer.kind for buffer in buffers}) == len(buffers):
         return [PlannedUnit("", [model], buffers)]
-    buckets = (
-        PlannedUnit(f"(bucket {number})", _holders(buffer.records), [buffer], is_loose=True)
-        for number, buffer in enumerate(buffers)
-    )
+    buckets = []
+    for number, buffer in enumerate(buffers):
+        holders = _holders(buffer.records)
+        buckets.append(PlannedUnit(f"(bucket {number})", holders, [buffer], loose=holders))
     return [PlannedUnit("", [model], []), *buckets]
 
 

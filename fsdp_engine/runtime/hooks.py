@@ -311,13 +311,13 @@ class ModuleHooks:
                 call.count()
         return begin is not None
 
-    @staticmethod
-    def _note_hidden(calls: list[Call], output: Any) -> None:
+    def _note_hidden(self, calls: list[Call], output: Any) -> None:
         """No output that is seen takes part in autograd; one that is not seen may."""
         concerned = [call.unit for call in calls if call.has_boundary or call.unit.trainable]
         hidden_in = unknown_part(output) if concerned else None
         if hidden_in is not None:
             for unit in concerned:
+                self._scheduler.is_uncounted(unit)
                 unit.hide_output(hidden_in)
 
     def _ways_in(self, entered: _Entered, calls: list[Call], output: Any) -> Iterable[Tensor]:

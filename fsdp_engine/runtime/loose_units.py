@@ -4,8 +4,8 @@ Modules beside blocks are often read by the forward around them: a head that mul
 ``self.embedding.weight``, a scale that lies in a module of its own. Such a unit has to be full
 while that forward, the model's, is under way. Which are, execution shows:
 
-- in the first forward all loose units are entered with the model. Those whose modules were all
-  called are entered by their own calls from then on;
+- in the first forward all loose units are entered with the model. Those whose loose modules were
+  all called (a block is called, or not used) are entered by their own calls from then on;
 - where a function meets a sharded parameter of a loose unit within the model's forward, the unit is
   entered there and then, the function gets the full parameter, and from the next forward on the
   unit is entered with the model.
@@ -24,7 +24,7 @@ class LooseUnits:
 
     Args:
         root: the hooks of the model itself.
-        hooks_of: of each loose unit, the hooks of its modules.
+        hooks_of: of each unit with loose modules, their hooks.
         check: called before each forward of the model.
     """
 
@@ -50,8 +50,9 @@ class LooseUnits:
         return self._unseen if self._is_first else []
 
     def ends(self) -> None:
-        """The model's forward is over: units whose modules were all called are entered by their own
-        calls from now on. (They may have been read, too: so this time backward brings them back.)
+        """The model's forward is over: units whose loose modules were all called are entered by
+        calls alone from now on. (They may have been read, too: so this time backward brings them
+        back.)
         """
         if not self._unseen:
             return

@@ -36,22 +36,25 @@ class ModelHooks:
         root = units[0]
         loose: dict[Unit, list[ModuleHooks]] = {}
         for unit in units:
-            # What lies beside blocks gets what the model's forward makes of its inputs.
-            casts = policy.cast_forward_inputs and not unit.built.is_loose
-            dtypes = (
-                policy.param_dtype if casts else None,
-                policy.output_dtype if unit is root else None,
-            )
+            beside = set(unit.built.loose)
+            casts = policy.cast_forward_inputs and len(beside) < len(unit.built.modules)
+            input_dtype = policy.param_dtype if casts else None
             # The root is always seen, since its forward frames all others.
-            if unit is root or unit.reshards or unit.needs_refresh or dtypes[0] is not None:
-                hooks = []
-                for module in unit.built.modules:
-                    if module not in self._hooks:
-                        self._hooks[module] = ModuleHooks(scheduler, module, dtypes, engine)
-                    hooks.append(self._hooks[module])
-                    hooks[-1].units.append(unit)
-                if unit.built.is_loose:
-                    loose[unit] = hooks
+            is_seen = unit is root or unit.reshards or unit.needs_refresh
+            if not is_seen and input_dtype is None:
+                continue
+            # All of its modules, or none: a unit's gradients have come when all calls are over.
+            for module in unit.built.modules:
+                dtypes = (
+                    # What lies beside blocks gets what the model's forward makes of its inputs.
+                    None if module in beside else input_dtype,
+                    policy.output_dtype if unit is root else None,
+                )
+                if module not in self._hooks:
+                    self._hooks[module] = ModuleHooks(scheduler, module, dtypes, engine)
+                self._hooks[module].units.append(unit)
+                if module in beside:
+                    loose.setdefault(unit, []).append(self._hooks[module])
         self._loose = LooseUnits(self._hooks[root.built.modules[0]], loose, check)
 
     @property

@@ -28,7 +28,7 @@ def moments_of(
     """
     elements = [unit.num_elements if unit.reshards else 0 for unit in units]
     # In the first forward, loose units are full throughout.
-    loose = [unit.index for unit in units if unit.built.is_loose]
+    loose = [unit.index for unit in units if unit.built.loose]
     full = [sorted({*moment, *loose}) for moment in full_moments(expected, elements, budget)]
     return {
         "full": full,

@@ -5,13 +5,6 @@ which everything follows: what to gather ahead, whether a unit that is left stay
 a use reads. Where execution leaves the record, units gathered in vain are dropped, the unit is
 gathered on demand, and what happens is recorded anew. Reductions are the business of
 ``reductions.py``.
-
-[Note: One order on all ranks]
-Collectives of one group must be issued in one order on all ranks. Units whose parameters are cut
-gather when they are entered: all ranks must enter the same units, as everywhere. Units that are
-always full only *refresh* after the weights changed, and there ranks may differ in what they
-enter: so refreshes are always issued in the canonical order of units, whoever asks first, and what
-is left is refreshed when forward ends.
 """
 
 from __future__ import annotations
@@ -23,14 +16,9 @@ import torch
 from fsdp_engine.config import Timing
 from fsdp_engine.devices.memory import Memory
 from fsdp_engine.planning.assignment import Expected
-from fsdp_engine.runtime.record import (
-    BACKWARD,
-    BOTH,
-    FORWARD,
-    Record,
-    first_use_order,
-)
+from fsdp_engine.runtime.record import BACKWARD, BOTH, FORWARD, Record, first_use_order
 from fsdp_engine.runtime.reductions import Reductions
+from fsdp_engine.runtime.refreshes import Refreshes
 from fsdp_engine.runtime.unit import Call, Residence, Unit, in_functional_call
 
 
@@ -69,13 +57,14 @@ class Scheduler:
             [unit.num_elements if unit.reshards else 0 for unit in units],
             budget,
         )
+        self._containing = expected.containing
         # Forwards under way, outermost first, without those aside; a unit may stand here twice.
         self._open: list[int] = []
         # Full, or on their way, for a use that is to come: of these, those that wait for backward.
         self._ahead: set[int] = set()
         self._kept: set[int] = set()
         self._backward = _Backward()
-        self._refreshes = _Refreshes(self.units, ahead=timing.gathers_ahead and budget > 0)
+        self._refreshes = Refreshes(self.units, ahead=timing.gathers_ahead and budget > 0)
         self._gathered_before = False
 
     # Forward.
@@ -89,6 +78,8 @@ class Scheduler:
         """
         if not self._open:
             self._begin_forward()
+        if not torch.is_grad_enabled():
+            self.is_uncounted(unit)
         if aside:
             self._fill(unit, FORWARD)
             self._show(unit)
@@ -96,6 +87,11 @@ class Scheduler:
             self._open.append(unit.index)
             self._use(unit, FORWARD)
         unit.enter()
+
+    def is_uncounted(self, unit: Unit) -> None:
+        """A module of the unit runs, and whether its backward is to come is not known."""
+        if len(unit.built.modules) > 1:
+            self._backward.uncounted.add(unit.index)
 
     def leave_forward(self, unit: Unit, reads_again: bool, *, aside: bool = False) -> None:
         """A module of the unit has returned.
@@ -224,7 +220,7 @@ class Scheduler:
 
     def gradient_came(self, unit: Unit) -> None:
         """The last gradient of a buffer of ``unit`` came."""
-        if unit.num_missing_grads or unit.built.contains_units:
+        if unit.num_missing_grads or unit.index in self._containing:
             return  # what lies before the units inside may still read its weights
         calls = [call for call in unit.open_calls if not call.aside]
         if any(call.has_boundary for call in calls):
@@ -235,7 +231,8 @@ class Scheduler:
 
     def _check_ready(self, unit: Unit) -> None:
         """All of the unit's gradients may have come."""
-        if not unit.awaits_backward and unit.index not in self._backward.run_again:
+        is_counted = unit.index not in self._backward.uncounted or not unit.num_missing_grads
+        if is_counted and not unit.awaits_backward and unit.index not in self._backward.run_again:
             self.reductions.unit_is_ready(unit)
 
     def begin_gradient(self, unit: Unit) -> None:
@@ -350,6 +347,9 @@ class _Backward:
         open_units: those in whose backward it is.
         run_again: units of several calls whose graph was kept and runs once more: nobody counts
             calls that will come again.
+        uncounted: units of several modules, of which some ran without autograd since the last one
+            (re-entrant checkpoints may run them again), or have hidden their outputs. While any of
+            their gradients is missing, it may be yet to come.
     """
 
     def __init__(self) -> None:
@@ -358,6 +358,7 @@ class _Backward:
         self.touched: dict[int, Unit] = {}
         self.open_units: set[int] = set()
         self.run_again: set[int] = set()
+        self.uncounted: set[int] = set()
         self._calls: list[Call] = []
         # Units that backwards with create_graph went through since the last one without.
         self._recorded: set[int] = set()
@@ -402,6 +403,7 @@ class _Backward:
         self._calls.clear()
         self.open_units.clear()
         self.run_again.clear()
+        self.uncounted.clear()
         if not self.creates_graph:
             for index in self._recorded:
                 units[index].forget_recorded()
@@ -411,40 +413,3 @@ class _Backward:
         self.touched.clear()
         self.is_open = False
         return touched
-
-
-class _Refreshes:
-    """Which units that are always full have been brought up to date in this forward.
-
-    Attributes:
-        are_needed: there are such units.
-        ahead: all of them are brought up to date when forward begins.
-    """
-
-    def __init__(self, units: Sequence[Unit], *, ahead: bool) -> None:
-        self._units = units
-        self.are_needed = any(unit.needs_refresh and not unit.reshards for unit in units)
-        self.ahead = ahead and self.are_needed
-        # By their places in the canonical order.
-        self._num_issued = 0
-        self._issued: set[int] = set()
-
-    def begin(self) -> None:
-        """A forward begins."""
-        self._num_issued = 0
-        self._issued.clear()
-
-    def awaits(self, unit: Unit) -> bool:
-        """Whether the turn of ``unit`` is yet to come."""
-        return unit.index not in self._issued
-
-    def issue_through(self, last: Unit | None, order: Sequence[int]) -> None:
-        """Refresh what is stale, in canonical order, up to ``last`` (None: all)."""
-        while self._num_issued < len(order):
-            unit = self._units[order[self._num_issued]]
-            self._num_issued += 1
-            self._issued.add(unit.index)
-            if not unit.reshards and unit.needs_gather(FORWARD):
-                unit.gather(FORWARD)
-            if unit is last:
-                return

@@ -70,6 +70,10 @@ def plan(
         list[str] | None,
         typer.Option(help="with --model: name patterns of units, such as layers.*"),
     ] = None,
+    min_unit_size: Annotated[
+        int | None,
+        typer.Option(help="with --model: elements below which default units are joined; 0: never"),
+    ] = None,
     num_units: Annotated[int, typer.Option(help="with --elements: how many equal units")] = 32,
     memory: Annotated[
         float | None, typer.Option(help="GiB of a rank; shows what is left for activations")
@@ -91,6 +95,7 @@ def plan(
             world_size=world,
             outer_size=outer,
             units=units or None,
+            min_unit_size=min_unit_size,
             mp_policy=policy,
             optimizer_bytes_per_element=optimizer_bytes,
             num_microbatches=microbatches,

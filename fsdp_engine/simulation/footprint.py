@@ -141,7 +141,7 @@ class UnitFootprint:
 
     Attributes:
         buffers: what its buffers take.
-        is_loose: its modules lie beside the model's blocks.
+        is_loose: some of its modules lie beside the model's blocks.
     """
 
     buffers: tuple[Footprint, ...]

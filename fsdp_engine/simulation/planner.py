@@ -109,6 +109,7 @@ def estimate(
     config: DistributedDataParallelConfig | None = None,
     granule: Granule | None = None,
     codec_rules: Sequence[CodecRule] = (),
+    min_unit_size: int | None = None,
     optimizer_bytes_per_element: float = 8,
     num_microbatches: int = 1,
     num_units: int = 32,
@@ -120,8 +121,8 @@ def estimate(
         model: a module, not changed, also on the meta device; or a number of elements.
         world_size: ranks in all.
         outer_size: how many of them are on the outer axis; the others are on the inner one.
-        strategy, outer_strategy, units, mp_policy, config, granule, codec_rules: as for
-            :func:`~fsdp_engine.sharding.shard`.
+        strategy, outer_strategy, units, mp_policy, config, granule, codec_rules, min_unit_size: as
+            for :func:`~fsdp_engine.sharding.shard`.
         optimizer_bytes_per_element: 8 for AdamW in fp32, 4 for SGD with momentum, 0 for plain SGD.
         num_microbatches: microbatches of a step.
         num_units: for a number of elements: equal units that they are in.
@@ -141,7 +142,7 @@ def estimate(
     policy, options = mp_policy or MixedPrecisionPolicy(), config or DistributedDataParallelConfig()
     axes = AxisPlan(sizes, levels)
     settings = PlanSettings(
-        options.applied_to(policy), options, AxisPlans(axes), granule, codec_rules
+        options.applied_to(policy), options, AxisPlans(axes), granule, codec_rules, min_unit_size
     )
     if isinstance(model, nn.Module):
         planned, expected = _units_of(model, units, settings)
@@ -247,7 +248,7 @@ def _units_of(
                 )
                 for each in unit.buffers
             ],
-            unit.is_loose,
+            bool(unit.loose),
         )
         for unit in made
     ]

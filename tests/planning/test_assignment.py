@@ -57,7 +57,7 @@ def test_what_lies_before_and_after_blocks_is_a_unit_each() -> None:
     model = Transformer(num_blocks=2)
     assert names_of(model) == ["embedding", "blocks.0", "blocks.1", "norm + head"]
     assert owned_by(model)[""] == []
-    loose = [unit.name for unit in units_of(model) if unit.is_loose]
+    loose = [unit.name for unit in units_of(model) if unit.loose]
     assert loose == ["embedding", "norm + head"]
 
 
@@ -109,7 +109,7 @@ def test_a_tuple_of_patterns_classes_and_modules_is_one_unit() -> None:
         units_of(model, [Block, ("blocks.0", "blocks.1")])
     named: list[UnitSelector] = [Block, ("embedding", "norm", model.head)]
     assert names_of(model, named) == ["embedding + norm + head", "blocks.0", "blocks.1"]
-    assert not any(unit.is_loose for unit in units_of(model, named))
+    assert not any(unit.loose for unit in units_of(model, named))
     assert len(units_of(model, selectors)[0].modules) == 2 + 1 + 2 * 2
 
 
@@ -154,6 +154,21 @@ def test_units_around_a_use_do_not_end_it() -> None:
     assert expected.forward == [0, 1, 2, 3]
     assert expected.backward == [0, 1, 3, 2]
     assert [expected.num_gathers(unit) for unit in range(4)] == [1, 1, 2, 1]
+
+
+def test_a_module_that_two_units_share_lies_in_both() -> None:
+    shared = nn.Linear(2, 2)
+    model = nn.Sequential(nn.Sequential(shared), nn.Sequential(nn.Linear(2, 2), shared))
+    expected = expect(model, [[model], [model[0]], [model[1]], [shared]])
+    assert expected.around == [set(), {0}, {0}, {0, 1, 2}]
+    assert expected.containing == {0, 1, 2}
+    assert expected.forward == [0, 1, 3, 2]
+
+
+def test_a_unit_of_modules_within_each_other_does_not_contain_itself() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
+    # As a bucket's holders may be, of a parameter that ties them.
+    assert expect(model, [[model], [model, model[0][0]]]).around == [set(), {0}]
 
 
 def test_only_embeddings_do_without_their_weights_in_backward() -> None:

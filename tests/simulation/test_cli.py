@@ -126,6 +126,10 @@ BAD: list[tuple[str, str]] = [
     ("--world 8 --model planned_models:fails", "found KeyError: 'config.json'"),
     ("--world 8 --model planned_models:needs", "without arguments; found TypeError"),
     ("--world 8 --model planned_models:build --units x.*", "units: expected pattern 'x.*'"),
+    (
+        "--world 8 --model planned_models:build --min-unit-size -1",
+        "min_unit_size: expected 0 or more elements",
+    ),
 ]
 
 

@@ -174,6 +174,33 @@ def test_models_with_habits_are_planned_as_they_are_sharded(ranks: Ranks) -> Non
     assert not any(results), "\n".join(results[0][:10])
 
 
+def compare_joined(strategy: str, outer: str) -> list[str]:
+    """Every difference between the planner and an engine whose default units are joined."""
+    lines = []
+    block = sum(parameter.numel() for parameter in models.Block().parameters())
+    for tied, least in itertools.product((False, True), (block, 2 * block, 10**6)):
+        options = {"strategy": strategy, "outer_strategy": outer, "min_unit_size": least}
+        model = Transformer(num_blocks=4, tied=tied)
+        planned = estimate(model, world_size=4, outer_size=2, **options)  # type: ignore[arg-type]
+        engine, found, sent = train_and_measure(model, token_batch(2, 1), (2, 2), options)
+        case = f"tied {tied}, at least {least}"
+        lines += check(case, planned, engine, found)
+        expected = Counter(
+            {Axis.INNER: planned.inner_traffic_bytes, Axis.OUTER: planned.outer_traffic_bytes}
+        )
+        if sent != expected:
+            lines.append(f"{case}: sent {sent}, planned {expected}")
+    return lines
+
+
+@pytest.mark.parametrize(("strategy", "outer"), FEW_PAIRS, ids=FEW_PAIR_NAMES)
+def test_joined_units_are_planned_as_they_are_built(
+    ranks: Ranks, strategy: str, outer: str
+) -> None:
+    results = ranks.run(compare_joined, strategy, outer)
+    assert not any(results), "\n".join(results[0][:10])
+
+
 def compare_adapters() -> list[str]:
     lines = []
     for level, outer in (("optim", "no_shard"), ("optim_grads", "optim_grads")):

@@ -156,6 +156,17 @@ def test_what_a_simulation_tells() -> None:
     assert "GiB at most" in lines[-1]
 
 
+def test_joined_units_are_simulated() -> None:
+    def labels(least: int) -> list[str]:
+        spans = small(strategy="optim_grads_params", min_unit_size=least).spans
+        return [span.label for span in spans if span.lane == "inner reduce"]
+
+    one = labels(10**6)
+    assert len(one) == 1
+    assert "embedding + blocks.0-1 + norm + head" in one[0]
+    assert len(labels(0)) == 4
+
+
 def test_a_trace_has_a_row_for_each_lane(tmp_path: Path) -> None:
     result = simulated(LEVEL_3, network(0.5))
     result.save_trace(tmp_path / "trace.json")
