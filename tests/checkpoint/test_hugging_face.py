@@ -466,7 +466,7 @@ def test_every_byte_is_written_once_and_read_by_those_who_hold_it(
 @on_ranks(2)
 def test_memory_is_bounded_by_the_buffer() -> None:
     folder = shared_folder()
-    model = nn.Sequential(*(nn.Linear(512, 1024) for _ in range(6)))
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
     engine = fe.shard(model)
     fe.save_checkpoint(f"{folder}/checkpoint", engine)
     model.register_buffer("turned", torch.randn(300, 700).t())
@@ -475,12 +475,14 @@ def test_memory_is_bounded_by_the_buffer() -> None:
     with patch.object(hugging_face, "BUFFER_BYTES", bound):
         for dtype in (None, torch.bfloat16):
             for function in (
-                lambda dtype=dtype: export_safetensors(engine, out, dtype, "4MB"),
+                lambda dtype=dtype: export_safetensors(engine, out, dtype, "1.5MB"),
                 lambda: load_safetensors(engine, out),
-                lambda dtype=dtype: export_safetensors(f"{folder}/checkpoint", alone, dtype, "4MB"),
+                lambda dtype=dtype: export_safetensors(
+                    f"{folder}/checkpoint", alone, dtype, "1.5MB"
+                ),
             ):
                 assert 0 < most_allocated(function) <= 1.5 * bound
-    assert most_allocated(engine.full_state_dict) > 100 * bound  # the measure sees tensors
+    assert most_allocated(engine.full_state_dict) > 40 * bound  # the measure sees tensors
 
 
 def most_allocated(function: Callable[[], Any]) -> int:
