@@ -716,7 +716,9 @@ def test_one_arena_for_two_lanes_would_be_a_race() -> None:
 
 
 @on_ranks(world_size=2)
-@pytest.mark.parametrize("strategy", ["optim_grads", LEVEL_3])
+@pytest.mark.parametrize(
+    "strategy", [pytest.param("optim_grads", marks=pytest.mark.thorough), LEVEL_3]
+)
 @pytest.mark.parametrize("name", HABITS)
 def test_models_that_bend_the_order_of_events_make_no_race(name: str, strategy: str) -> None:
     traced(HABITS[name], strategy=strategy, config=PLANNED)

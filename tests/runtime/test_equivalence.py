@@ -110,13 +110,13 @@ def test_a_pair_of_levels_on_two_axes_trains_as_one_process(
     assert not any(results), report(results)
 
 
+@pytest.mark.parametrize("all_ways", [False, pytest.param(True, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("strategy", LEVELS)
 def test_a_level_on_one_axis_trains_as_one_process_with_a_sharded_optimizer(
-    ranks: Ranks, strategy: str
+    ranks: Ranks, strategy: str, all_ways: bool
 ) -> None:
-    results = ranks.run(
-        compare_with_one_process, strategy, "no_shard", (2,), True, world_size=2, timeout=120
-    )
+    arguments = (strategy, "no_shard", (2,), True, all_ways)
+    results = ranks.run(compare_with_one_process, *arguments, world_size=2, timeout=120)
     assert not any(results), report(results)
 
 

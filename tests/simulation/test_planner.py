@@ -140,14 +140,14 @@ def test_an_engine_holds_and_sends_what_was_planned(
     assert not any(results), "\n".join(results[0][:10])
 
 
-def compare_odd_models() -> list[str]:
+def compare_odd_models(levels: list[str]) -> list[str]:
     """At rest: frozen, mixed dtypes, scalars, granules, chosen units, another wire."""
     lines = []
     for make, (name, policy), granule, level in itertools.product(
         (models.lora_model, models.mixed_model, models.NestedUnits),
         list(POLICIES.items())[::2],
         (None, rows),
-        LEVELS,
+        levels,
     ):
         if make is models.mixed_model and policy.param_dtype is not None:
             continue  # its norm wants fp32
@@ -171,8 +171,17 @@ def compare_odd_models() -> list[str]:
     return lines
 
 
-def test_models_with_habits_are_planned_as_they_are_sharded(ranks: Ranks) -> None:
-    results = ranks.run(compare_odd_models)
+@pytest.mark.parametrize(
+    "levels",
+    [
+        pytest.param(["optim", "optim_grads_params"], id="few"),
+        pytest.param(list(LEVELS), id="all", marks=pytest.mark.thorough),
+    ],
+)
+def test_models_with_habits_are_planned_as_they_are_sharded(
+    ranks: Ranks, levels: list[str]
+) -> None:
+    results = ranks.run(compare_odd_models, levels)
     assert not any(results), "\n".join(results[0][:10])
 
 
