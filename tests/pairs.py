@@ -18,6 +18,16 @@ FEW_PAIRS = [
 ]
 FEW_PAIR_NAMES = ["-".join(pair) for pair in FEW_PAIRS]
 
+# Where each pair is tried in many ways: those few with a few of them (False), and all ten with all
+# of them (True) in ``make test-all``.
+PAIRS_AND_WAYS = [
+    *(pytest.param(*pair, False, id=f"{'-'.join(pair)}-few") for pair in FEW_PAIRS),
+    *(
+        pytest.param(*pair, True, id=f"{'-'.join(pair)}-all", marks=pytest.mark.thorough)
+        for pair in PAIRS
+    ),
+]
+
 # All ten as arguments of tests: those few always, the others in ``make test-all``.
 EVERY_PAIR = [
     pytest.param(*pair, id="-".join(pair), marks=() if pair in FEW_PAIRS else pytest.mark.thorough)

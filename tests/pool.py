@@ -3,7 +3,7 @@
 Four processes are started once. A call sends a module-level function to the first ``world_size``
 of them; each joins a fresh process group, runs the function, sends back what it returned, and
 destroys every process group. A call costs some tens of milliseconds, where starting processes
-would cost seconds.
+would cost seconds. What takes longest, that groups go, happens beside the next call.
 
 What may go wrong, and what a test then sees:
 
@@ -48,6 +48,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 NUM_RANKS = 4
 GROUP_TIMEOUT_SECONDS = 60.0
@@ -60,6 +61,8 @@ START_TIMEOUT_SECONDS = 240.0
 # Groups that a call leaves behind (torch's caches hold meshes of DTensors, and a module may hold a
 # graph) have threads that wake a hundred times a second. With more of them a rank is replaced.
 MOST_THREADS = 24
+# After so many calls threads are counted.
+CALLS_PER_COUNT = 8
 # torch._dynamo: the first step of an optimizer imports it, in two seconds.
 PRELOADED = [
     "torch",
@@ -318,7 +321,7 @@ def _serve(rank: int, pipe: Connection, store_port: int, stacks: str) -> None:
     torch.set_num_threads(1)
     threading.Thread(target=_die_with_the_pool, daemon=True).start()
     store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
-    num_modules = 0
+    num_modules = num_calls = 0
     pipe.send_bytes(b"ready")
     while True:
         try:
@@ -334,7 +337,13 @@ def _serve(rank: int, pipe: Connection, store_port: int, stacks: str) -> None:
             num_modules = len(sys.modules)
             # A collection that looks at all of torch takes 0.15 s; now it looks at news only.
             gc.freeze()
-        pipe.send_bytes(b"ready" if _num_threads() < MOST_THREADS else b"tired")
+        num_calls += 1
+        pipe.send_bytes(b"tired" if num_calls % CALLS_PER_COUNT == 0 and _is_tired() else b"ready")
+
+
+def _is_tired() -> bool:
+    wait_for_groups()
+    return _num_threads() >= MOST_THREADS
 
 
 def _num_threads() -> int:
@@ -369,12 +378,33 @@ def _answer(rank: int, call: bytes, store: dist.Store) -> tuple[str, Any]:
         text = traceback.format_exc()
     # Outside the handler no traceback keeps the groups alive any more.
     _leave_group()
+    wait_for_groups()  # peers shall see them go
     return "error", text
 
 
+_going: list[threading.Thread] = []
+
+
+def wait_for_groups() -> None:
+    """Until those of earlier calls are gone, with their connections and threads."""
+    while _going:
+        _going.pop().join()
+
+
+def _let_go(group: dist.ProcessGroup) -> None:
+    """The last reference is this thread's, and goes with it."""
+
+
 def _leave_group() -> None:
+    wait_for_groups()
     gc.collect()  # what still holds a group
     if dist.is_initialized():
+        # Each takes some 20 ms to go, until its threads have seen that it does. All at once, and
+        # beside the next call.
+        groups = list(distributed_c10d._world.pg_map)
         dist.destroy_process_group()
+        while groups:
+            _going.append(threading.Thread(target=_let_go, args=(groups.pop(),), daemon=True))
+            _going[-1].start()
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 import pytest
@@ -400,6 +400,7 @@ RULES: list[Callable[[Source], Iterator[Finding]]] = [
 ]
 
 
+@cache
 def package_sources() -> list[Source]:
     sources = []
     for file in sorted(PACKAGE.rglob("*.py")):

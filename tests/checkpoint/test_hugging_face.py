@@ -125,11 +125,12 @@ def load_each(folder: str, pairs: list[tuple[Config, Config]], expected: Any) ->
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.thorough)])
 def test_any_ranks_and_levels_export_what_libraries_and_any_others_load(
-    ranks: Ranks, tmp_path: Path
+    ranks: Ranks, tmp_path: Path, every: int
 ) -> None:
-    configs = all_configs()
-    assert {(c["strategy"], c["outer"]) for c in configs[4]} == set(PAIRS)
+    configs = {world_size: each[::every] for world_size, each in all_configs().items()}
+    assert every > 1 or {(c["strategy"], c["outer"]) for c in configs[4]} == set(PAIRS)
     expected = {}
     for world_size, each in configs.items():
         found = run_on(ranks, world_size, export_each, str(tmp_path), each)
@@ -466,7 +467,7 @@ def test_every_byte_is_written_once_and_read_by_those_who_hold_it(
 @on_ranks(2)
 def test_memory_is_bounded_by_the_buffer() -> None:
     folder = shared_folder()
-    model = nn.Sequential(*(nn.Linear(512, 1024) for _ in range(6)))
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
     engine = fe.shard(model)
     fe.save_checkpoint(f"{folder}/checkpoint", engine)
     model.register_buffer("turned", torch.randn(300, 700).t())
@@ -475,12 +476,14 @@ def test_memory_is_bounded_by_the_buffer() -> None:
     with patch.object(hugging_face, "BUFFER_BYTES", bound):
         for dtype in (None, torch.bfloat16):
             for function in (
-                lambda dtype=dtype: export_safetensors(engine, out, dtype, "4MB"),
+                lambda dtype=dtype: export_safetensors(engine, out, dtype, "1.5MB"),
                 lambda: load_safetensors(engine, out),
-                lambda dtype=dtype: export_safetensors(f"{folder}/checkpoint", alone, dtype, "4MB"),
+                lambda dtype=dtype: export_safetensors(
+                    f"{folder}/checkpoint", alone, dtype, "1.5MB"
+                ),
             ):
                 assert 0 < most_allocated(function) <= 1.5 * bound
-    assert most_allocated(engine.full_state_dict) > 100 * bound  # the measure sees tensors
+    assert most_allocated(engine.full_state_dict) > 40 * bound  # the measure sees tensors
 
 
 def most_allocated(function: Callable[[], Any]) -> int:

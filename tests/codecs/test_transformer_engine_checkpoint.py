@@ -1,6 +1,4 @@
 """Checkpoints of Transformer Engine's weights hold fp32 main weights, and plain tensors for delayed
-
-pytestmark = pytest.mark.thorough
 scaling: any ranks and levels load them, and quantise to the same bytes and scales."""
 
 from __future__ import annotations
@@ -28,6 +26,7 @@ from tests.codecs.te_training import (
 from tests.pool import RankError, Ranks, on_ranks
 from tests.runtime.test_equivalence import mesh_of
 
+pytestmark = pytest.mark.thorough
 Config = tuple[tuple[int, ...], str, str]  # mesh, inner and outer level
 CUT = "optim_grads_params"
 SAVED: list[Config] = [((2, 2), CUT, "optim"), ((4,), "optim", "no_shard")]

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fsdp_engine.devices import memory as memory_module
 from fsdp_engine.devices.address_plan import ALIGNMENT, SLACK, aligned
 from fsdp_engine.devices.memory import Memory, TransientStorage
+from tests.torch_versions import plans_addresses
 
 CPU = torch.device("cpu")
 
@@ -42,6 +43,7 @@ def arena_bytes(memory: Memory, role: str = "full") -> int:
     return 0 if arena is None else arena.numel()
 
 
+@plans_addresses
 def test_a_step_is_recorded_and_the_next_one_finds_its_addresses() -> None:
     memory, row = make(*[1000] * 5)
     walk(memory, row)
@@ -58,6 +60,7 @@ def test_a_step_is_recorded_and_the_next_one_finds_its_addresses() -> None:
     assert memory.idle_bytes == 0
 
 
+@plans_addresses
 def test_views_stay_valid_while_the_memory_behind_them_moves() -> None:
     memory, (first, second) = make(8, 8)
     with first.while_filled():
@@ -79,6 +82,7 @@ def test_views_stay_valid_while_the_memory_behind_them_moves() -> None:
     assert view._version == version + 3  # its own writes alone
 
 
+@plans_addresses
 def test_who_meets_another_at_its_address_gets_ordinary_memory() -> None:
     memory, row = make(*[1000] * 4)
     walk(memory, row)
@@ -94,6 +98,7 @@ def test_who_meets_another_at_its_address_gets_ordinary_memory() -> None:
     assert memory.ledger.held["full"] == arena_bytes(memory)
 
 
+@plans_addresses
 def test_a_step_that_leaves_the_plan_makes_a_new_one_and_a_known_step_none() -> None:
     memory, row = make(*[1000] * 4)
     arena = memory.arenas["full"]
@@ -116,6 +121,7 @@ def test_a_step_that_leaves_the_plan_makes_a_new_one_and_a_known_step_none() -> 
     assert memory.ledger.peak["full"] == arena_bytes(memory) <= SLACK * 2 * aligned(1000)
 
 
+@plans_addresses
 def test_a_plan_waits_until_nobody_is_at_an_address() -> None:
     memory, row = make(*[1000] * 4)
     stays = memory.transient(1000, torch.uint8, "full")
@@ -132,6 +138,7 @@ def test_a_plan_waits_until_nobody_is_at_an_address() -> None:
     assert memory.arenas["full"].plan is not plan
 
 
+@plans_addresses
 def test_plans_become_rare_where_steps_never_agree() -> None:
     choose = random.Random(3)
     memory, row = make(*[ALIGNMENT] * 12)
@@ -145,6 +152,7 @@ def test_plans_become_rare_where_steps_never_agree() -> None:
     assert len(plans) <= 1 + 4 + 4  # the first few, and after 8, 16, 32, 64
 
 
+@plans_addresses
 def test_storages_with_memory_never_share_a_byte_whatever_happens() -> None:
     choose = random.Random(11)
     sizes = [choose.randint(1, 3000) for _ in range(12)]
@@ -164,6 +172,7 @@ def test_storages_with_memory_never_share_a_byte_whatever_happens() -> None:
     assert memory.ledger.held["full"] == arena_bytes(memory) > 0
 
 
+@plans_addresses
 def test_the_arena_outlives_whoever_is_filled_from_it() -> None:
     memory, (first, second) = make(100_000, 100_000)
     for _ in range(2):
@@ -183,6 +192,7 @@ def test_the_arena_outlives_whoever_is_filled_from_it() -> None:
     assert all(int(each.sum()) == 900_000 for each in taken)
 
 
+@plans_addresses
 def test_roles_have_arenas_of_their_own() -> None:
     """On CUDA they are filled on different lanes."""
     memory = Memory(CPU, plans_addresses=True)
@@ -196,6 +206,7 @@ def test_roles_have_arenas_of_their_own() -> None:
     assert memory.ledger.held == {"full": ALIGNMENT, "staging": ALIGNMENT}
 
 
+@plans_addresses
 def test_a_rehearsed_step_has_its_arena_before_it_runs_and_keeps_it() -> None:
     memory = Memory(CPU, plans_addresses=True)
     row = []
@@ -220,6 +231,7 @@ def test_a_rehearsed_step_has_its_arena_before_it_runs_and_keeps_it() -> None:
     assert memory.arenas["full"].memory is arena
 
 
+@plans_addresses
 def test_storages_of_no_bytes_have_no_address() -> None:
     memory, (nothing, something) = make(0, 5)
     for _ in range(3):

@@ -96,15 +96,15 @@ def test_the_others_say_at_once_which_rank_has_ended(level: str, world_size: int
             process.kill()
 
 
-def do_something_else() -> None:
+def do_something_else(told: str = "told") -> None:
     """Until the other rank has been told."""
     store, deadline = _get_default_store(), time.monotonic() + 120
-    while not store.check(["told"]) and time.monotonic() < deadline:
+    while not store.check([told]) and time.monotonic() < deadline:
         time.sleep(0.1)
 
 
-def is_told() -> None:
-    _get_default_store().set("told", "")
+def is_told(told: str = "told") -> None:
+    _get_default_store().set(told, "")
 
 
 @contextmanager
@@ -134,33 +134,32 @@ def logged(patience_seconds: float) -> Iterator[list[str]]:
         for level in LEVELS
     ],
 )
-@on_ranks(2)
-def test_a_rank_with_fewer_batches_is_named_with_what_it_does_instead(level: str) -> None:
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=8))
+@on_ranks(4)
+def test_a_rank_with_fewer_batches_is_named_as_is_one_that_misses_a_norm(level: str) -> None:
+    # Two pairs of ranks, which wait for their eight seconds at the same time.
+    pairs = [[0, 1], [2, 3]]
+    groups = [dist.new_group(pair, timeout=timedelta(seconds=8)) for pair in pairs]
+    number, place = divmod(dist.get_rank(), 2)
     model = make_model()
-    fe.shard(model, DeviceMesh.from_group(group, "cpu"), level)
+    engine = fe.shard(model, DeviceMesh.from_group(groups[number], "cpu"), level)
     train(model, NUM_STEPS)
-    if dist.get_rank() == 1:
-        do_something_else()
+    if number == 1:
+        model(torch.ones(2, 4)).sum().backward()
+    told = f"told {number}"
+    if place == 1:
+        do_something_else(told)
         return
-    where = r"rank 1 is at .*test_missing_ranks\.py:\d+ in do_something_else; the last it began "
-    with pytest.raises(RuntimeError, match=rf"did not complete.*: {where}"):
-        train(model, 1)
-    is_told()
-
-
-@on_ranks(2)
-def test_norms_and_comparisons_say_what_they_were_and_who_is_missing() -> None:
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=8))
-    model = make_model()
-    engine = fe.shard(model, DeviceMesh.from_group(group, "cpu"))
-    model(torch.ones(2, 4)).sum().backward()
-    if dist.get_rank() == 1:
-        do_something_else()
-        return
-    with pytest.raises(RuntimeError, match=r"the norm of gradients did not complete.*rank 1 is at"):
-        engine.clip_grad_norm_(1.0)
-    is_told()
+    missing = pairs[number][1]
+    where = rf"rank {missing} is at .*test_missing_ranks\.py:\d+ in do_something_else; "
+    if number == 0:
+        with pytest.raises(RuntimeError, match=rf"did not complete.*: {where}the last it began "):
+            train(model, 1)
+    else:
+        with pytest.raises(
+            RuntimeError, match=rf"the norm of gradients did not complete.*: {where}"
+        ):
+            engine.clip_grad_norm_(1.0)
+    is_told(told)
 
 
 @on_ranks(2)

@@ -23,6 +23,7 @@ from tests.models import Chain, Mlp, NestedUnits, lora_model, vector_batch
 from tests.pool import on_ranks
 from tests.runtime.test_double_buffer import Order, counting_fills, uneven_model
 from tests.runtime.test_schedule import train
+from tests.torch_versions import plans_addresses
 
 UB = fe.DistributedDataParallelConfig(nccl_ub=True)
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce")
@@ -138,6 +139,7 @@ def mains_of(engine: Any) -> set[int]:
     }
 
 
+@plans_addresses
 @on_ranks(world_size=2)
 @pytest.mark.parametrize("strategy", LEVELS)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -156,6 +158,7 @@ def test_what_collectives_read_and_write_lies_in_the_pool_and_nothing_else(
         assert sent.ranges == set(pool.ranges)
 
 
+@plans_addresses
 @on_ranks(world_size=2)
 @pytest.mark.parametrize("budget", [0, 1, None, 10**9])
 def test_a_rehearsed_step_is_the_one_that_runs(budget: int | None) -> None:
@@ -177,6 +180,7 @@ def test_a_rehearsed_step_is_the_one_that_runs(budget: int | None) -> None:
                 assert engine.peak_memory_bytes() == {**held, "total": sum(held.values())}
 
 
+@plans_addresses
 @on_ranks(world_size=2)
 def test_steps_that_were_not_rehearsed_are_served_by_ordinary_memory_too() -> None:
     with fake_pool(pytest.MonkeyPatch()):

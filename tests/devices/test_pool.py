@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.pool import RankError, Ranks, on_ranks
+from tests.pool import RankError, Ranks, on_ranks, wait_for_groups
 
 
 def world_and_sum(value: int) -> tuple[int, int, float]:
@@ -41,6 +41,7 @@ def die_on(rank: int) -> None:
 
 
 def groups_and_resources() -> tuple[int, int]:
+    wait_for_groups()
     group = dist.new_group(range(dist.get_world_size()))
     dist.all_reduce(torch.ones(1), group=group)
     return len(list(Path("/proc/self/fd").iterdir())), len(list(Path("/proc/self/task").iterdir()))

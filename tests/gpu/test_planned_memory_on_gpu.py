@@ -27,17 +27,12 @@ from tests.gpu.test_engine_on_gpu import (
     requested_bytes,
     train_sharded,
 )
+from tests.torch_versions import plans_addresses
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; found none"),
 ]
-
-
-needs_swap = pytest.mark.skipif(
-    not hasattr(torch.UntypedStorage, "_swap_data_ptr_"),
-    reason="addresses are planned from torch 2.13 on",
-)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -60,7 +55,7 @@ def test_training_gives_what_it_gives_with_ordinary_memory(
     assert_same(found[1], found[0], tolerance=1e-6)
 
 
-@needs_swap
+@plans_addresses
 def test_communication_buffers_lie_in_segments_of_the_pool() -> None:
     with process_group("nccl", 1) as mesh:
         model = make_model()
@@ -105,7 +100,7 @@ def test_a_pool_is_registered_with_a_group_and_used_by_its_collectives() -> None
         assert torch.equal(tensor.cpu(), torch.arange(2**20, dtype=torch.float32))
 
 
-@needs_swap
+@plans_addresses
 def test_nothing_is_asked_of_the_allocator_for_full_parameters_in_a_step() -> None:
     with process_group("nccl", 1) as mesh:
         model: Any = make_model()
@@ -130,7 +125,7 @@ def test_nothing_is_asked_of_the_allocator_for_full_parameters_in_a_step() -> No
         }
 
 
-@needs_swap
+@plans_addresses
 def test_pieces_of_an_arena_on_the_device_keep_it_alive_and_can_be_swapped() -> None:
     memory = Memory(torch.device("cuda", torch.cuda.current_device()), plans_addresses=True)
     first, second = (memory.transient(1000, torch.float32, "full") for _ in range(2))

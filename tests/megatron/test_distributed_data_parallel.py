@@ -4,6 +4,7 @@ microbatches, on one axis and two. SGD, because Adam hides a gradient that is wr
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 
 import pytest
@@ -18,15 +19,23 @@ from tests.pool import Ranks
 from tests.runtime.test_equivalence import mesh_of, report
 
 
+@functools.cache
+def trained_alone(world: int, num_micro: int) -> tuple[Transformer, list[reference.Step]]:
+    """The model as it starts, and its steps in one process."""
+    torch.manual_seed(1)
+    model = Transformer(num_blocks=2, tied=True)
+    data = reference.make_data(token_batch, 3, num_micro, world)
+    return model, reference.train(copy.deepcopy(model), data)
+
+
 def compare(inner: str, outer: str, shape: tuple[int, ...]) -> list[str]:
     """Differences from one process, as text, over overlap, microbatches and bucket sizes."""
     mesh = mesh_of(*shape)
     found = []
     for overlap, num_micro, bucket_size in itertools.product((False, True), (1, 3), (None, 700)):
-        torch.manual_seed(1)
-        model = Transformer(num_blocks=2, tied=True)
+        start, expected = trained_alone(mesh.size(), num_micro)
+        model = copy.deepcopy(start)
         data = reference.make_data(token_batch, 3, num_micro, mesh.size())
-        expected = reference.train(copy.deepcopy(model), data)
         config = config_of(inner, outer, overlap=overlap, bucket_size=bucket_size)
         ddp = fe.DistributedDataParallel(model, config, mesh)
         steps = train_wrapped(ddp, data, zero_buffer=num_micro == 1)

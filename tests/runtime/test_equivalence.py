@@ -8,6 +8,7 @@ is wrong by a factor, and AdamW. Losses, gradients, their norm and the weights a
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from typing import Any
 
@@ -19,13 +20,16 @@ import fsdp_engine as fe
 from fsdp_engine.strategies import LEVELS
 from tests import reference
 from tests.models import Transformer, odd_model, token_batch, vector_batch
-from tests.pairs import EVERY_PAIR
+from tests.pairs import EVERY_PAIR, PAIRS_AND_WAYS
 from tests.pool import Ranks
 
 NUM_STEPS = 3
 MAX_NORM = 1.0
 OPTIMIZERS = {"sgd": reference.sgd, "adamw": reference.adamw}
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}
+# Microbatches, dtypes, optimizers; and few of them, in which each is with each of the others once.
+ALL_WAYS = list(itertools.product((1, 3), DTYPES, OPTIMIZERS))
+FEW_WAYS = [(1, "fp32", "sgd"), (1, "bf16", "adamw"), (3, "fp32", "adamw"), (3, "bf16", "sgd")]
 
 
 def mesh_of(*shape: int) -> DeviceMesh:
@@ -46,29 +50,41 @@ def tolerances(dtype: torch.dtype | None, optimizer: str) -> tuple[float, float]
     return exact, 1e-2 if optimizer == "sgd" else 5e-2
 
 
+@functools.cache
+def trained_alone(
+    world: int, num_micro: int, dtype: str, optimizer: str
+) -> tuple[Transformer, list[reference.Step]]:
+    """The model as it starts, and its steps in one process: the same for every pair of levels."""
+    torch.manual_seed(1)
+    model = Transformer(num_blocks=2, tied=True)
+    steps = reference.train(
+        copy.deepcopy(model),
+        reference.make_data(token_batch, NUM_STEPS, num_micro, world),
+        OPTIMIZERS[optimizer],
+        compute_dtype=DTYPES[dtype],
+        max_norm=MAX_NORM,
+    )
+    return model, steps
+
+
 def compare_with_one_process(
-    strategy: str, outer: str, mesh_shape: tuple[int, ...], wrap: bool
+    strategy: str, outer: str, mesh_shape: tuple[int, ...], wrap: bool, all_ways: bool = True
 ) -> list[str]:
     """All differences over microbatches, dtypes and optimizers, as text."""
     mesh = mesh_of(*mesh_shape)
     world = mesh.size()
     found = []
-    for num_micro, dtype, optimizer in itertools.product((1, 3), DTYPES, OPTIMIZERS):
-        torch.manual_seed(1)
-        model = Transformer(num_blocks=2, tied=True)
-        alone = copy.deepcopy(model)
+    for num_micro, dtype, optimizer in ALL_WAYS if all_ways else FEW_WAYS:
+        start, expected = trained_alone(world, num_micro, dtype, optimizer)
+        model = copy.deepcopy(start)
         data = reference.make_data(token_batch, NUM_STEPS, num_micro, world)
-        make = OPTIMIZERS[optimizer]
-        expected = reference.train(
-            alone, data, make, compute_dtype=DTYPES[dtype], max_norm=MAX_NORM
-        )
         policy = fe.MixedPrecisionPolicy(param_dtype=DTYPES[dtype])
         engine = fe.shard(model, mesh, strategy, outer, mp_policy=policy)
         steps = reference.train_sharded(
             model,
             engine,
             data,
-            make,
+            OPTIMIZERS[optimizer],
             max_norm=MAX_NORM,
             wrap_optimizer=fe.shard_optimizer if wrap else lambda optimizer: None,
         )
@@ -86,21 +102,21 @@ def report(results: list[list[str]]) -> str:
     )
 
 
-@pytest.mark.parametrize(("strategy", "outer"), EVERY_PAIR)
+@pytest.mark.parametrize(("strategy", "outer", "all_ways"), PAIRS_AND_WAYS)
 def test_a_pair_of_levels_on_two_axes_trains_as_one_process(
-    ranks: Ranks, strategy: str, outer: str
+    ranks: Ranks, strategy: str, outer: str, all_ways: bool
 ) -> None:
-    results = ranks.run(compare_with_one_process, strategy, outer, (2, 2), False)
+    results = ranks.run(compare_with_one_process, strategy, outer, (2, 2), False, all_ways)
     assert not any(results), report(results)
 
 
+@pytest.mark.parametrize("all_ways", [False, pytest.param(True, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("strategy", LEVELS)
 def test_a_level_on_one_axis_trains_as_one_process_with_a_sharded_optimizer(
-    ranks: Ranks, strategy: str
+    ranks: Ranks, strategy: str, all_ways: bool
 ) -> None:
-    results = ranks.run(
-        compare_with_one_process, strategy, "no_shard", (2,), True, world_size=2, timeout=120
-    )
+    arguments = (strategy, "no_shard", (2,), True, all_ways)
+    results = ranks.run(compare_with_one_process, *arguments, world_size=2, timeout=120)
     assert not any(results), report(results)
 
 

@@ -26,7 +26,7 @@ from tests import reference
 from tests.devices.happens_before import COMPUTE, RaceError
 from tests.devices.trace_lanes import AnnotationError, Forgets, Tracer
 from tests.models import DIM, Mlp, Regression, Skipping, lora_model, vector_batch
-from tests.pairs import FEW_PAIR_NAMES, FEW_PAIRS
+from tests.pairs import PAIRS_AND_WAYS
 from tests.pool import Ranks, on_ranks
 from tests.runtime.test_equivalence import mesh_of
 
@@ -155,27 +155,39 @@ def test_gradients_wait_only_for_the_reductions_that_the_budget_has_no_room_for(
 # Every strategy.
 
 
-def trace_pair(strategy: str, outer: str) -> list[tuple[str, str, dict[str, int], int]]:
+# (budget, dtypes): each at least once.
+FEW_WAYS = [("nothing", "fp32"), ("one unit", "bf16 on the wire"), ("everything", "bf16")]
+ALL_WAYS = [
+    (budget, dtypes)
+    for budget in BUDGETS
+    for dtypes in (POLICIES if budget == "one unit" else ("fp32", "bf16"))
+]
+
+
+def trace_pair(
+    strategy: str, outer: str, all_ways: bool
+) -> list[tuple[str, str, dict[str, int], int]]:
     """(budget, dtypes, operations by lane, most full units) for each way of running the pair."""
     found = []
-    for budget in BUDGETS:
-        for dtypes in POLICIES if budget == "one unit" else ("fp32", "bf16"):
-            policy, narrow = POLICIES[dtypes]
-            tracer = traced(
-                Small,
-                mesh=mesh_of(2, 2),
-                strategy=strategy,
-                outer_strategy=outer,
-                mp_policy=policy,
-                config=config_of(BUDGETS[budget], narrow),
-            )
-            found.append((budget, dtypes, dict(tracer.num_operations), tracer.max_full))
+    for budget, dtypes in ALL_WAYS if all_ways else FEW_WAYS:
+        policy, narrow = POLICIES[dtypes]
+        tracer = traced(
+            Small,
+            mesh=mesh_of(2, 2),
+            strategy=strategy,
+            outer_strategy=outer,
+            mp_policy=policy,
+            config=config_of(BUDGETS[budget], narrow),
+        )
+        found.append((budget, dtypes, dict(tracer.num_operations), tracer.max_full))
     return found
 
 
-@pytest.mark.parametrize(("strategy", "outer"), FEW_PAIRS, ids=FEW_PAIR_NAMES)
-def test_a_pair_of_levels_has_no_race(ranks: Ranks, strategy: str, outer: str) -> None:
-    for budget, dtypes, operations, max_full in ranks.run(trace_pair, strategy, outer)[0]:
+@pytest.mark.parametrize(("strategy", "outer", "all_ways"), PAIRS_AND_WAYS)
+def test_a_pair_of_levels_has_no_race(
+    ranks: Ranks, strategy: str, outer: str, all_ways: bool
+) -> None:
+    for budget, dtypes, operations, max_full in ranks.run(trace_pair, strategy, outer, all_ways)[0]:
         expected = {"inner_reduce", "outer_reduce"}  # gradients travel along both axes, always
         expected |= {"inner_gather"} if strategy != "no_shard" or dtypes != "fp32" else set()
         expected |= {"outer_gather"} if outer != "no_shard" else set()

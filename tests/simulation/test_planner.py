@@ -19,7 +19,7 @@ from fsdp_engine.simulation.planner import Estimate, compare, estimate
 from fsdp_engine.strategies import ALL_STRATEGIES, LEVELS, Axis
 from tests import models
 from tests.models import Transformer, token_batch, vector_batch
-from tests.pairs import FEW_PAIR_NAMES, FEW_PAIRS
+from tests.pairs import FEW_PAIR_NAMES, FEW_PAIRS, PAIRS_AND_WAYS
 from tests.pool import Ranks
 
 GIB = 2**30
@@ -36,6 +36,8 @@ CASES: list[tuple[tuple[int, int], str, int | None]] = [
     ((4, 1), "bf16", None),
     ((1, 4), "bf16 wire", None),
 ]
+# Each mesh, policy and kind of budget once.
+FEW_CASES = [CASES[0], CASES[4], CASES[5]]
 
 
 def rows(name: str, parameter: Tensor) -> int:
@@ -92,10 +94,10 @@ def train_and_measure(
     return engine, found, sent
 
 
-def compare_with_engines(strategy: str, outer: str) -> list[str]:
+def compare_with_engines(strategy: str, outer: str, all_ways: bool) -> list[str]:
     """Every difference between the planner and an engine, over meshes, dtypes and budgets."""
     lines = []
-    for shape, name, budget in CASES:
+    for shape, name, budget in CASES if all_ways else FEW_CASES:
         options = {
             "strategy": strategy,
             "outer_strategy": outer,
@@ -130,22 +132,22 @@ def check(case: str, planned: Estimate, engine: fe.Engine, found: dict[str, int]
     return lines
 
 
-@pytest.mark.parametrize(("strategy", "outer"), FEW_PAIRS, ids=FEW_PAIR_NAMES)
+@pytest.mark.parametrize(("strategy", "outer", "all_ways"), PAIRS_AND_WAYS)
 def test_an_engine_holds_and_sends_what_was_planned(
-    ranks: Ranks, strategy: str, outer: str
+    ranks: Ranks, strategy: str, outer: str, all_ways: bool
 ) -> None:
-    results = ranks.run(compare_with_engines, strategy, outer)
+    results = ranks.run(compare_with_engines, strategy, outer, all_ways)
     assert not any(results), "\n".join(results[0][:10])
 
 
-def compare_odd_models() -> list[str]:
+def compare_odd_models(levels: list[str]) -> list[str]:
     """At rest: frozen, mixed dtypes, scalars, granules, chosen units, another wire."""
     lines = []
     for make, (name, policy), granule, level in itertools.product(
         (models.lora_model, models.mixed_model, models.NestedUnits),
         list(POLICIES.items())[::2],
         (None, rows),
-        LEVELS,
+        levels,
     ):
         if make is models.mixed_model and policy.param_dtype is not None:
             continue  # its norm wants fp32
@@ -169,8 +171,17 @@ def compare_odd_models() -> list[str]:
     return lines
 
 
-def test_models_with_habits_are_planned_as_they_are_sharded(ranks: Ranks) -> None:
-    results = ranks.run(compare_odd_models)
+@pytest.mark.parametrize(
+    "levels",
+    [
+        pytest.param(["optim", "optim_grads_params"], id="few"),
+        pytest.param(list(LEVELS), id="all", marks=pytest.mark.thorough),
+    ],
+)
+def test_models_with_habits_are_planned_as_they_are_sharded(
+    ranks: Ranks, levels: list[str]
+) -> None:
+    results = ranks.run(compare_odd_models, levels)
     assert not any(results), "\n".join(results[0][:10])
 
 

@@ -17,11 +17,13 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
 from fsdp_engine.devices.lane import Operation
-from fsdp_engine.simulation.calibrate import calibrate
+from fsdp_engine.devices.mesh import DataMesh
+from fsdp_engine.simulation.calibrate import _Meter, calibrate
 from fsdp_engine.simulation.clock import Clock, unit_of
 from fsdp_engine.simulation.machine import Link, Machine, Processor
 from fsdp_engine.simulation.operations import message_seconds
 from tests.models import VOCABULARY, Transformer, token_batch
+from tests.pool import Ranks
 from tests.simulation.scene import machine, network, simulated
 
 PRESETS = [fe.H100, fe.H200, fe.B200]
@@ -337,8 +339,22 @@ def test_a_model_without_a_loss_says_so() -> None:
     assert result.seconds > 0
 
 
+@pytest.mark.thorough
 def test_calibration_measures_something() -> None:
-    found = calibrate(seconds=0.01)
+    is_of_this_machine(calibrate(seconds=0.01))
+
+
+def test_what_calibration_measures_on_each_of_two_ranks(ranks: Ranks) -> None:
+    found, other = ranks.run(measured, world_size=2)
+    is_of_this_machine(found)
+    assert other == found  # the longer of both ranks' times
+
+
+def measured() -> Machine:
+    return _Meter(DataMesh.create(None, what="calibrate"), 0.01).measure(1)
+
+
+def is_of_this_machine(found: Machine) -> None:
     assert found.processor.matrix_flops[torch.float32] > 1e8
     assert found.within_node.bandwidth > 1e6
     assert found.host_seconds > 0
