@@ -25,8 +25,8 @@ steps, so few of them exist when its transients are largest; this engine keeps t
 is at most the sharded gradients once, and shrinks with the number of ranks, as transients do not.
 
 FSDP2 gathers one unit ahead. Here ``suggested_communication_unit_size`` says how much: one unit is
-the comparison that the targets are about; nothing ahead and the default (two mean units) are
-shown beside it.
+the comparison that the targets are about; nothing ahead and the default (one mean unit ahead, two
+of gradients on their way) are shown beside it.
 """
 
 from __future__ import annotations

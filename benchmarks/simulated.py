@@ -15,7 +15,7 @@ gradients on the wire, fp32 main weights, AdamW, no recomputation; the ten pairs
 
 ``budgets``: the same, a smaller model with a large embedding that is tied to its head, and a GPT of
 85M parameters on one node: what a step takes and exposes, and what it holds for a moment, with
-nothing, one, two and four mean blocks as ``suggested_communication_unit_size``, and unset. Pairs
+nothing, one and two mean blocks as ``suggested_communication_unit_size``, and unset. Pairs
 that cut gradients; the others stage nothing, and gather all that changed at once.
 """
 
@@ -41,6 +41,7 @@ from fsdp_engine.strategies import ALL_STRATEGIES
 PAIRS = [(each.inner.name, each.outer.name) for each in ALL_STRATEGIES]
 GPT_CONFIG = GPTConfig(sequence_length=128, num_layers=6, width=256, num_heads=4)
 SEQUENCES = 4
+CUT_GRADIENTS = ("optim_grads", "optim_grads_params")
 BUDGETS = {"none": 0, "one block": 12 * GPT_CONFIG.width**2, "default": None}
 
 
@@ -318,12 +319,10 @@ def run_budgets() -> dict[str, Any]:
             whole = build()
         numbers = [sum(p.numel() for p in block.parameters()) for block in whole.blocks]  # type: ignore[union-attr]
         mean = sum(numbers) // len(numbers)
-        budgets = {"0": 0, "1": mean, "default": None, "2": 2 * mean, "4": 4 * mean}
+        budgets = {"0": 0, "1": mean, "unset": None, "2": 2 * mean}
         rows = []
         for pair in PAIRS:
-            if pair[0] not in ("optim_grads", "optim_grads_params"):
-                continue
-            if sizes[0] == 1 and pair[1] != PAIRS[0][1]:
+            if pair[0] not in CUT_GRADIENTS or (sizes[0] == 1 and pair[1] != PAIRS[0][1]):
                 continue
             cells = []
             for label, budget in budgets.items():

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -24,6 +26,28 @@ _COUNTS = {  # integers that may be None: the least legal value
     "num_buckets": 1,
     "suggested_communication_unit_size": 0,
 }
+
+
+class StagingBudget(NamedTuple):
+    """Gradients that may be on their way when a unit's first one comes.
+
+    Attributes:
+        elements: at most so many, those of the unit itself counted,
+        least: unless these are so many reductions, or less.
+    """
+
+    elements: int
+    least: int
+
+    def is_exceeded(self, in_flight: Sequence[int] | deque[int], opening: int) -> bool:
+        """Whether the oldest reduction has to be waited for.
+
+        Args:
+            in_flight: elements of each that is on its way.
+            opening: elements of the unit whose first gradient comes.
+        """
+        limit = max(self.elements, opening)
+        return len(in_flight) > self.least and sum(in_flight) + opening > limit
 
 
 @dataclass(frozen=True)
@@ -71,7 +95,8 @@ class DistributedDataParallelConfig:
         suggested_communication_unit_size: elements that may be gathered ahead of use; at least
             one unit is, unless it is 0. Gradient buffers in use (the one being filled and those
             being reduced) obey the same number: past it, the oldest reduction is waited for.
-            None: the mean unit for what is gathered ahead, twice that for gradient buffers.
+            None: the mean unit for what is gathered ahead, twice that for gradient buffers, and
+            the reduction issued last is not waited for.
         preserve_fp32_weights: fp32 main weights beside low-precision compute weights. False: the
             compute weights are the main weights.
         keep_fp8_transpose_cache: fp8 transposes are kept between forward and backward.
@@ -177,13 +202,14 @@ class DistributedDataParallelConfig:
         sizes = blocks or others
         return sum(sizes) // len(sizes)
 
-    def staging_budget(self, blocks: Sequence[int], others: Sequence[int]) -> int:
-        """The elements that are staged at most: what ``suggested_communication_unit_size`` says,
-        else twice that mean, so that one unit is reduced while gradients of another come."""
+    def staging_budget(self, blocks: Sequence[int], others: Sequence[int]) -> StagingBudget:
+        """What may be staged: elements as ``suggested_communication_unit_size`` says, else twice
+        that mean, and one reduction in any case, so that one unit is reduced while gradients of
+        another come, however large either is."""
         if self.suggested_communication_unit_size is not None:
-            return self.suggested_communication_unit_size
+            return StagingBudget(self.suggested_communication_unit_size, 0)
         sizes = blocks or others
-        return 2 * sum(sizes) // len(sizes)
+        return StagingBudget(2 * sum(sizes) // len(sizes), 1)
 
     def applied_to(self, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
         """``policy`` with what the fields say about dtypes.

@@ -56,7 +56,7 @@ class Engine:
         config: the options it was made with.
         units: its units, the root first.
         budget: elements that are gathered ahead.
-        staging_budget: elements of gradients that are on their way at a time.
+        staging_budget: gradients that may be on their way at a time.
     """
 
     def __init__(

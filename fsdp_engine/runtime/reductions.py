@@ -34,7 +34,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fsdp_engine.config import Timing
+from fsdp_engine.config import StagingBudget, Timing
 from fsdp_engine.devices.lane import Lanes
 from fsdp_engine.devices.mesh import DataMesh
 from fsdp_engine.runtime.gradient_checks import GradientChecks
@@ -72,7 +72,7 @@ class Reductions:
         units: all of them, in module order.
         lanes: of the engine.
         mesh: all data-parallel ranks.
-        budget: elements of staging that may be in flight.
+        budget: staging that may be in flight.
         timing: how far a backward goes.
         checks: what looks at gradients before they travel; None: nothing does.
 
@@ -86,7 +86,7 @@ class Reductions:
         units: Sequence[Unit],
         lanes: Lanes,
         mesh: DataMesh,
-        budget: int,
+        budget: StagingBudget,
         timing: Timing,
         checks: GradientChecks | None,
     ) -> None:

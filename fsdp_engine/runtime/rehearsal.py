@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 
+from fsdp_engine.config import StagingBudget
 from fsdp_engine.planning.assignment import Expected
 from fsdp_engine.runtime.record import FORWARD, Use, prefetch_windows
 from fsdp_engine.runtime.unit import Unit
 
 
 def moments_of(
-    units: Sequence[Unit], expected: Expected, budget: int, staging_budget: int
+    units: Sequence[Unit], expected: Expected, budget: int, staging_budget: StagingBudget
 ) -> dict[str, list[list[int]]]:
     """By role of transient memory ("full", "staging"), all moments of a step.
 
@@ -24,7 +25,7 @@ def moments_of(
         units: by number.
         expected: how they are used.
         budget: elements that may be gathered ahead.
-        staging_budget: elements that may be staged.
+        staging_budget: what may be staged.
     """
     elements = [unit.num_elements if unit.reshards else 0 for unit in units]
     # In the first forward, loose units are full throughout.
@@ -53,7 +54,9 @@ def full_moments(expected: Expected, elements: Sequence[int], budget: int) -> It
             yield sorted({use.unit, *expected.around[use.unit], *ahead})
 
 
-def staged_moments(expected: Expected, staged: Sequence[int], budget: int) -> Iterator[list[int]]:
+def staged_moments(
+    expected: Expected, staged: Sequence[int], budget: StagingBudget
+) -> Iterator[list[int]]:
     """Units whose gradients are staged when each of them gets its first one, if no reduction were
     done before somebody waits for it.
 
@@ -61,23 +64,22 @@ def staged_moments(expected: Expected, staged: Sequence[int], budget: int) -> It
         expected: how units are used. One that contains others, or is used again further on in
             backward, gets gradients until then.
         staged: by unit, elements of its staging.
-        budget: elements that may be staged.
+        budget: what may be staged.
     """
     order = expected.forward
     first_place = {unit: place for place, unit in reversed(list(enumerate(order)))}
     in_flight: deque[int] = deque()
-    num_in_flight = 0
+    sizes: deque[int] = deque()
     taken: set[int] = set()
     for place, unit in reversed(list(enumerate(order))):
         for each in (*sorted(expected.around[unit]), unit):
             if each in taken:
                 continue
-            while in_flight and num_in_flight + staged[each] > max(budget, staged[each]):
-                oldest = in_flight.popleft()
-                num_in_flight -= staged[oldest]
-                taken.discard(oldest)
+            while in_flight and budget.is_exceeded(sizes, staged[each]):
+                sizes.popleft()
+                taken.discard(in_flight.popleft())
             taken.add(each)
         yield sorted(taken)
         if place == first_place[unit]:
             in_flight.append(unit)
-            num_in_flight += staged[unit]
+            sizes.append(staged[unit])

@@ -6,6 +6,7 @@ import enum
 from collections import deque
 from collections.abc import Sequence
 
+from fsdp_engine.config import StagingBudget
 from fsdp_engine.devices.lane import Lanes, Ticket
 from fsdp_engine.runtime.unit import Unit
 
@@ -78,16 +79,16 @@ class InFlight:
 
     Args:
         lanes: of the engine.
-        budget: elements of staging that may be in flight.
+        budget: staging that may be in flight.
         num_staged: elements of staging that writing gradients takes, by unit.
     """
 
-    def __init__(self, lanes: Lanes, budget: int, num_staged: Sequence[int]) -> None:
+    def __init__(self, lanes: Lanes, budget: StagingBudget, num_staged: Sequence[int]) -> None:
         self._lanes = lanes
         self._budget = budget
         self._num_staged = num_staged
-        self._reductions: deque[tuple[Unit, list[Ticket], int]] = deque()
-        self._num_elements = 0
+        self._reductions: deque[tuple[Unit, list[Ticket]]] = deque()
+        self._sizes: deque[int] = deque()  # elements of staging of each
         self._num_left = 0
 
     def __len__(self) -> int:
@@ -102,15 +103,13 @@ class InFlight:
         while self._num_left:
             self._retire_oldest()
         num_staged = self._num_staged[unit.index]
-        limit = max(self._budget, num_staged)
-        while self._reductions and self._num_elements + num_staged > limit:
+        while self._reductions and self._budget.is_exceeded(self._sizes, num_staged):
             self._retire_oldest()
 
     def add(self, unit: Unit, tickets: list[Ticket], *, staged: bool) -> None:
         """A reduction of ``unit`` is issued; ``staged``: out of its staging."""
-        num_staged = self._num_staged[unit.index] if staged else 0
-        self._reductions.append((unit, tickets, num_staged))
-        self._num_elements += num_staged
+        self._reductions.append((unit, tickets))
+        self._sizes.append(self._num_staged[unit.index] if staged else 0)
 
     def finish(self) -> None:
         """Compute waits for all."""
@@ -120,13 +119,14 @@ class InFlight:
     def forget(self) -> None:
         """They are over, whatever became of them."""
         self._reductions.clear()
-        self._num_elements = self._num_left = 0
+        self._sizes.clear()
+        self._num_left = 0
 
     def _retire_oldest(self) -> None:
-        unit, tickets, num_staged = self._reductions.popleft()
+        unit, tickets = self._reductions.popleft()
+        self._sizes.popleft()
         for ticket in tickets:
             self._lanes.compute.wait(ticket)
-        self._num_elements -= num_staged
         self._num_left = max(self._num_left - 1, 0)
         for buffer in unit.trainable:
             assert buffer.grads is not None

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fsdp_engine.codecs import ParamCodec
+from fsdp_engine.config import StagingBudget
 from fsdp_engine.layout import Layout
 from fsdp_engine.planning.assignment import Expected
 from fsdp_engine.precision import ParamDtypes
@@ -165,7 +166,9 @@ def peak_full_bytes(units: Sequence[UnitFootprint], expected: Expected, budget: 
     return max((sum(sizes[index] for index in moment) for moment in moments), default=0)
 
 
-def peak_staging_bytes(units: Sequence[UnitFootprint], expected: Expected, budget: int) -> int:
+def peak_staging_bytes(
+    units: Sequence[UnitFootprint], expected: Expected, budget: StagingBudget
+) -> int:
     """Full gradients at most, if no reduction were done before somebody waits for it."""
     staged = [unit.total(lambda each: each.staged_elements) for unit in units]
     sizes = [unit.total(lambda each: each.staging_bytes) for unit in units]

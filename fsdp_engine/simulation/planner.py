@@ -15,7 +15,7 @@ Activations are not included, nor what kernels and allocators take for themselve
 
 Worked example, 8e9 elements in 32 units on 64 ranks, bf16 with fp32 main weights and gradients and
 AdamW: level 3 holds 8e9 x (4 + 4 + 8) / 64 bytes = 1.9 GiB and for a moment the bf16 weights of
-three units, 1.4 GiB; level 0 holds 8e9 x (4 + 2 + 4 + 8) bytes = 134.1 GiB.
+two units, 0.9 GiB; level 0 holds 8e9 x (4 + 2 + 4 + 8) bytes = 134.1 GiB.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fsdp_engine.config import StagingBudget
 from fsdp_engine.simulation.clock import COMPUTE, Exposed, Span
 from fsdp_engine.simulation.machine import Machine
 
@@ -26,7 +27,7 @@ class Simulation:
         exposed: where compute waited for communication.
         memory: by kind, at the moment when most was held.
         budget: elements that the engine gathers ahead.
-        staging_budget: elements of gradients that it has on their way at a time.
+        staging_budget: gradients that it has on their way at a time.
     """
 
     title: str
@@ -36,7 +37,7 @@ class Simulation:
     exposed: tuple[Exposed, ...]
     memory: dict[str, int]
     budget: int
-    staging_budget: int
+    staging_budget: StagingBudget
 
     @property
     def compute_seconds(self) -> float:

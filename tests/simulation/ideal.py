@@ -11,8 +11,8 @@ the row of their uses: forward in order, backward in reverse. What is known of t
   by the optimizer is gathered once a step: at its beginning or, where nothing may be gathered ahead
   (budget 0), when it is used.
 - A unit's gradients leave when its backward is over. Where they are cut, no more of them may be on
-  their way than a second budget, the unit itself not counted if it is larger: its first gradient
-  waits.
+  their way than a second budget, the unit itself not counted if it is larger, unless it is the last
+  so many reductions: its first gradient waits.
 - What a microbatch left on its way is over before the next one's first gradient.
 - The optimizer waits for everything.
 """
@@ -67,7 +67,8 @@ class Ideal:
         units: in the order of forward.
         strategy: the levels.
         network: ranks and links.
-        budgets: elements gathered ahead, and of gradients on their way.
+        budgets: elements gathered ahead; elements of gradients on their way, and how many
+            reductions are not waited for.
         microbatches: of the step.
 
     Attributes:
@@ -80,13 +81,13 @@ class Ideal:
         units: list[IdealUnit],
         strategy: Strategy,
         network: Network,
-        budgets: tuple[int, int],
+        budgets: tuple[int, tuple[int, int]],
         microbatches: int,
     ) -> None:
         self._units = units
         self._depths = {role: strategy.depth(role) for role in Role}
         self._network = network
-        self._budget, self._staging_budget = budgets
+        self._budget, (self._staging_budget, self._least) = budgets
         self.seconds = self.exposed = 0.0
         self._free = {(kind, axis): 0.0 for kind in "gr" for axis in (INNER, OUTER)}
         # When a unit's weights will be there; what is cut is asked for anew for each use.
@@ -159,7 +160,10 @@ class Ideal:
                 self._wait_until(self._in_flight.popleft()[1])
             self._left = 0
             limit = max(self._staging_budget, each.numel)
-            while self._in_flight and each.numel + sum(n for n, _ in self._in_flight) > limit:
+            while (
+                len(self._in_flight) > self._least
+                and each.numel + sum(n for n, _ in self._in_flight) > limit
+            ):
                 self._wait_until(self._in_flight.popleft()[1])
         self.seconds += each.backward - each.until_first
         done = self.seconds

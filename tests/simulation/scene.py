@@ -96,8 +96,8 @@ def simulated(
     )
 
 
-def budgets_of(found: Simulation) -> tuple[int, int]:
-    """Elements gathered ahead, and of gradients on their way."""
+def budgets_of(found: Simulation) -> tuple[int, tuple[int, int]]:
+    """Elements gathered ahead, and gradients on their way."""
     return found.budget, found.staging_budget
 
 
@@ -105,7 +105,7 @@ def ideal(
     pair: tuple[str, str],
     net: Network,
     *,
-    budgets: tuple[int, int],
+    budgets: tuple[int, tuple[int, int]],
     has_embedding: bool = False,
     microbatches: int = 1,
 ) -> Ideal:

@@ -130,7 +130,7 @@ def test_gathers_one_unit_late_are_caught(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(record, "prefetch_windows", late)
     pair = ("optim_grads_params", "no_shard")
     found = simulated(pair, NETWORK, budget=BLOCK_NUMEL)
-    must = ideal(pair, NETWORK, budgets=(BLOCK_NUMEL, BLOCK_NUMEL))
+    must = ideal(pair, NETWORK, budgets=(BLOCK_NUMEL, (BLOCK_NUMEL, 0)))
     gather = NETWORK.ring(BLOCK_NUMEL, 0)
     # All three of forward but the first, at least; in backward compute waits for reductions, too.
     assert found.exposed_seconds > must.exposed + (BLOCKS - 1) * gather
@@ -144,7 +144,8 @@ def test_the_reference_by_hand() -> None:
     reduction = gather + NETWORK.ring(BLOCK_NUMEL / 4, 1, 2)
     until_first = BACKWARD / 4
     pair = ("optim_grads_params", "no_shard")
-    exposed = [ideal(pair, NETWORK, budgets=(n * BLOCK_NUMEL,) * 2).exposed for n in (2, 1, 0)]
+    sizes = [n * BLOCK_NUMEL for n in (2, 1, 0)]
+    exposed = [ideal(pair, NETWORK, budgets=(n, (n, 0))).exposed for n in sizes]
     assert exposed[0] == pytest.approx(gather + reduction)
     # Three blocks wait for their predecessor's reduction when their first gradient comes.
     assert exposed[1] == pytest.approx(gather + 3 * (reduction - until_first) + reduction)
