@@ -4,8 +4,8 @@
 
 "gloo": a step of eight blocks of two linears of various widths, batch 64, on two gloo ranks of one
 thread each, with two, four or all blocks in a unit, over a unit for each; AdamW (fused). All
-settings of a width and level run in one process per rank, one step of each in every round; ratios
-are taken round by round.
+settings of a width run in one process per rank, one step of each in every round; ratios are taken
+round by round.
 
 "peers": four blocks of 128 to 512 and back, 131,000 parameters each, against DDP and FSDP2
 (``fully_shard`` on each block and the root).
@@ -36,7 +36,7 @@ LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 ROWS = 64
 NUM_BLOCKS = 8
 # Width of a block, which has two linears to four times that and back.
-WIDTHS = (32, 64, 128, 256, 512)
+WIDTHS = (64, 128, 256, 512)
 # Joined by twos, by fours, all of them.
 GROUPS = (1, 2, 4, 8)
 
@@ -87,9 +87,13 @@ def engine_step(num_blocks: int, width: int, level: str, group: int) -> Callable
     return make_step(model, sharded=True, width=width)
 
 
-def measure_gloo(width: int, level: str, rounds: int) -> dict[str, list[float]]:
-    """Seconds with so many blocks in a unit."""
-    steps = {f"{level} {group}": engine_step(NUM_BLOCKS, width, level, group) for group in GROUPS}
+def measure_gloo(width: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each level with so many blocks in a unit."""
+    steps = {
+        f"{level} {group}": engine_step(NUM_BLOCKS, width, level, group)
+        for level in LEVELS
+        for group in GROUPS
+    }
     return harness.interleave(steps, rounds, warmup=5)
 
 
@@ -242,9 +246,7 @@ def main() -> None:
     if "gloo" in args.parts:
         widths = []
         for width in WIDTHS:
-            times = {}
-            for level in LEVELS:
-                times |= harness.run_ranks(measure_gloo, 2, width, level, args.rounds)
+            times = harness.run_ranks(measure_gloo, 2, width, args.rounds)
             widths.append(report_gloo(width, times))
             harness.write_results("unit_size_gloo", widths)
     if "clock" in args.parts:
