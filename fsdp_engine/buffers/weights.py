@@ -26,7 +26,7 @@ and what is unsharded is what the next use asks for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +39,7 @@ from fsdp_engine.buffers.scratch import Scratch, ThroughScratch
 from fsdp_engine.buffers.sharded_buffer import ShardedBuffer
 from fsdp_engine.buffers.spec import BufferSpec
 from fsdp_engine.codecs import ParamCodec, Piece
+from fsdp_engine.codecs.phase import PLANES
 from fsdp_engine.devices.lane import Chain, Lane, Ticket
 from fsdp_engine.devices.memory import TransientStorage, alias
 from fsdp_engine.layout import Coordinate
@@ -193,23 +194,22 @@ class Weights:
         """What modules compute with in place of ``param``, the user's parameter ``index``."""
         return self.codec.bind(param, [plane.params[index] for plane in self._planes])
 
-    def holds(self, planes: Sequence[int]) -> bool:
-        """Whether the full parameters of all these planes are there, or on their way."""
-        return all(self._planes[plane].holds for plane in planes)
+    def holds(self, phase: int) -> bool:
+        """Whether the full parameters that a use of ``phase`` reads are there, or on their way."""
+        return all(plane.holds for plane in self._planes_of(phase))
 
-    def gather(self, after: Sequence[Ticket], planes: Sequence[int] = (0,)) -> list[Ticket]:
+    def gather(self, after: Sequence[Ticket], phase: int) -> list[Ticket]:
         """Bring full parameters up to date; returns what to wait for.
 
         Args:
             after: when their memory may be written.
-            planes: which the next use reads.
+            phase: of the next use: see ``codecs/phase.py``.
         """
         tickets: list[Ticket] = []
         if self.main.tensor._version != self._seen_version:
             tickets = self._bring_up_to_date(after)
             after = (*after, *tickets)
-        for number in planes if len(self._planes) > 1 else (0,):
-            plane = self._planes[number]
+        for plane in self._planes_of(phase):
             if not plane.holds:
                 assert plane.unshard is not None
                 filled = self._fill(plane.unshard, plane.memory)
@@ -250,25 +250,35 @@ class Weights:
                     self._drain_written(plane.storage)  # it was there to be encoded into
         self.codec.after_gather(for_backward=for_backward or not self.reshards)
 
-    def release(self, planes: Sequence[int] | None = None) -> None:
-        """Take the full parameters' memory away, once compute is done with it.
+    def release(self) -> None:
+        """Take the full parameters' memory away, once compute is done with it."""
+        self._release(self._planes, self.codec.before_release)
+        if self._full_wire is not None:
+            self._drain_full_wire()
 
-        Args:
-            planes: of these planes; None: all there is.
-        """
+    def keep_only(self, phase: int) -> None:
+        """Of what is there for the other half of a step take the memory away."""
+        kept = self._planes_of(phase)
+        self._release([plane for plane in self._planes if plane not in kept], None)
+
+    def _release(self, planes: Sequence[Plane], before: Callable[[], None] | None) -> None:
+        """``before``: is called before anything goes."""
         waits = True
-        for plane in self._planes if planes is None else [self._planes[n] for n in planes]:
+        for plane in planes:
             storage = plane.storage
             plane.holds = storage is None
             if storage is not None and storage.filled:
                 if waits:
                     waits = False
-                    if planes is None:
-                        self.codec.before_release()
+                    if before is not None:
+                        before()
                     self._memory_lane.wait(self._machinery.lanes.compute.record())
                 self._drain(storage)
-        if planes is None and self._full_wire is not None:
-            self._drain_full_wire()
+
+    def _planes_of(self, phase: int) -> Sequence[Plane]:
+        if len(self._planes) == 1:
+            return self._planes
+        return [self._planes[number] for number in PLANES[phase]]
 
     def note_access(self) -> None:
         """Tell the compute lane that the model reads the full parameters from here on."""

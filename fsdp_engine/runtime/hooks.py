@@ -353,10 +353,10 @@ def hook_gradients(scheduler: Scheduler, unit: Unit) -> None:
 
 
 def hook_recomputation(scheduler: Scheduler, unit: Unit) -> None:
-    """Bring forward's plane back where a part of the unit is computed again within its backward.
+    """Bring back what forward reads where a part of the unit is computed again in its backward.
 
-    Where a codec has two planes ([Note: Planes] in ``codecs/base.py``), a unit in backward holds
-    the second. A checkpoint around one of its modules runs that one's forward again, which its own
+    Where forward and backward read different bytes (``codecs/phase.py``), a unit in backward holds
+    the latter. A checkpoint around one of its modules runs that one's forward again, which its own
     hooks see. One around a part of it does not: so the modules that hold such parameters tell by
     themselves when they are called.
     """

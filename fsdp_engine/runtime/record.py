@@ -22,9 +22,7 @@ import hashlib
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-# What weights are read for. BOTH: a unit whose forward runs again within its own backward.
-FORWARD, BACKWARD = 1, 2
-BOTH = FORWARD | BACKWARD
+from fsdp_engine.codecs.phase import BACKWARD, BOTH, FORWARD
 
 
 class Use(NamedTuple):

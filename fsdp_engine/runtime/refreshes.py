@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsdp_engine.runtime.record import FORWARD
+from fsdp_engine.codecs.phase import FORWARD
 from fsdp_engine.runtime.unit import Unit
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 
+from fsdp_engine.codecs.phase import FORWARD
 from fsdp_engine.config import StagingBudget
 from fsdp_engine.planning.assignment import Expected
-from fsdp_engine.runtime.record import FORWARD, Use, prefetch_windows
+from fsdp_engine.runtime.record import Use, prefetch_windows
 from fsdp_engine.runtime.unit import Unit
 
 

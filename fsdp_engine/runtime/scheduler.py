@@ -13,10 +13,11 @@ from collections.abc import Collection, Sequence
 
 import torch
 
+from fsdp_engine.codecs.phase import BACKWARD, BOTH, FORWARD
 from fsdp_engine.config import Timing
 from fsdp_engine.devices.memory import Memory
 from fsdp_engine.planning.assignment import Expected
-from fsdp_engine.runtime.record import BACKWARD, BOTH, FORWARD, Record, first_use_order
+from fsdp_engine.runtime.record import Record, first_use_order
 from fsdp_engine.runtime.reductions import Reductions
 from fsdp_engine.runtime.refreshes import Refreshes
 from fsdp_engine.runtime.unit import Call, Residence, Unit, in_functional_call
@@ -187,7 +188,7 @@ class Scheduler:
             self._fill(unit, BOTH)
             self._show(unit)
         else:
-            # Where one plane serves both, its backward gathers no more.
+            # Where the same bytes serve both, its backward gathers no more.
             self._use(unit, FORWARD if unit.built.split_weights else BOTH)
 
     def enter_backward(self, call: Call) -> None:

@@ -5,13 +5,12 @@ The life of a unit's full parameters, as data; anything else is a bug and raises
 
     SHARDED --gather--> GATHERING --wait--> IDLE <--enter, leave--> IN_USE
        ^                  |  ^               | |                      |
-       +------drop--------+  +-- gather -----|-+----------------------+   (stale, another plane)
+       +------drop--------+  +-- gather -----|-+----------------------+   (stale, another phase)
        +-------------------------release-----+
 
 It is in use from the moment that one of its modules is called until that call returns, and again
 through that call's backward. A unit whose parameters are never cut starts out IDLE and is never
-released. Where the codec of a buffer has two planes ([Note: Planes] in ``codecs/base.py``), what
-has to be gathered depends on the phase of the use (``record.py``).
+released. What has to be gathered may depend on the phase of the use (``codecs/phase.py``).
 """
 
 from __future__ import annotations
@@ -24,13 +23,11 @@ from collections.abc import Sequence
 from torch.nn.utils.stateless import _functional_call
 
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
+from fsdp_engine.codecs.phase import BACKWARD, FORWARD
 from fsdp_engine.devices.lane import Lanes, Ticket
 from fsdp_engine.flat_dtensor import any_requires_grad
 from fsdp_engine.planning.build import BuiltUnit
 from fsdp_engine.planning.installing import Installation
-from fsdp_engine.runtime.record import BACKWARD, FORWARD
-
-_PLANES: dict[int, tuple[int, ...]] = {1: (0,), 2: (1,), 3: (0, 1)}
 
 
 class Residence(enum.Enum):
@@ -210,13 +207,13 @@ class Unit:
         """Whether something must travel or be cast before the modules can compute.
 
         Args:
-            phase: of the use: see ``record.py``.
+            phase: of the use: see ``codecs/phase.py``.
         """
         residence, built = self.residence, self.built
         if residence is Residence.SHARDED:
             return True
         split = built.split_weights
-        if split and not all(weights.holds(_PLANES[phase]) for weights in split):
+        if split and not all(weights.holds(phase) for weights in split):
             return True
         if residence is Residence.GATHERING:
             return False
@@ -224,19 +221,16 @@ class Unit:
 
     def gather(self, phase: int) -> None:
         """Issue what brings the full parameters up to date."""
-        planes = _PLANES[phase] if self.built.split_weights else (0,)
         if self.built.split_weights:
-            self.wait()  # another plane may be under way
+            self.wait()  # what another phase reads may be under way
             if not self.uses:
-                # What was there for the other half of a step.
-                others = [plane for plane in (0, 1) if plane not in planes]
                 for weights in self.built.split_weights:
-                    weights.release(others)
+                    weights.keep_only(phase)
         self._phase = phase
         self._move_to(Residence.GATHERING)
         after = (self._lanes.compute.record(),)
         for buffer in self.built.buffers:
-            self._tickets += buffer.weights.gather(after, planes)
+            self._tickets += buffer.weights.gather(after, phase)
 
     def turn_to(self, phase: int) -> None:
         """It stays full until its next use: what is there is to be what that reads."""

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
 from fsdp_engine.codecs import Float8, Float8Codec, TransformerEngineCodec
-from fsdp_engine.runtime.record import BACKWARD, BOTH, FORWARD
+from fsdp_engine.codecs.phase import BACKWARD, FORWARD
 from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.strategies import Axis
 from tests.codecs.te_on_cpu import QuantisedBlock, QuantisedStack
@@ -237,9 +237,9 @@ def gathers_of(how: tuple[bool, bool]) -> list[list[tuple[str, tuple[int, ...]]]
 
     def gather(unit: Unit, phase: int) -> None:
         if unit.name:
-            planes = {FORWARD: (0,), BACKWARD: (1,), BOTH: (0, 1)}[phase]
             (weights,) = unit.built.split_weights
-            missing = tuple(plane for plane in planes if not weights.holds((plane,)))
+            planes = enumerate((FORWARD, BACKWARD))
+            missing = tuple(p for p, read in planes if phase & read and not weights.holds(read))
             found[-1].append((unit.name, missing))
         real(unit, phase)
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fsdp_engine.codecs.phase import FORWARD
 from fsdp_engine.devices.address_plan import (
     ALIGNMENT,
     SLACK,
@@ -18,7 +19,7 @@ from fsdp_engine.devices.address_plan import (
     members,
     plan_addresses,
 )
-from fsdp_engine.runtime.record import FORWARD, Use, prefetch_windows
+from fsdp_engine.runtime.record import Use, prefetch_windows
 
 # (storage, whether it is filled); what does not change anything is passed over.
 Events = list[tuple[int, bool]]

@@ -5,10 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fsdp_engine.codecs.phase import BACKWARD, BOTH, FORWARD
 from fsdp_engine.runtime.record import (
-    BACKWARD,
-    BOTH,
-    FORWARD,
     Record,
     Step,
     Use,
