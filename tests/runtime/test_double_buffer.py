@@ -558,11 +558,12 @@ def test_another_order_is_served_by_ordinary_memory_and_then_planned(strategy: s
     engine = fe.shard(model, strategy=strategy, config=PLANNED)
     train(model, engine, (1, 1))
     orders = [(3, 0, 4, 2, 1), (0, 1, 2, 3, 4)]
-    for model.order in orders:
+    for number, model.order in enumerate(orders):
         with counting_fills(engine) as fills:
             train(model, engine, (1, 1, 1, 1))
-        print(model.order, strategy, len(fills))
-        assert 0 < len(fills) < 40, len(fills)
+        # The way back is planned already where both orders have found room together.
+        assert number or len(fills) > 0
+        assert len(fills) < 40
         assert_settled(model, engine, functools.partial(train, model, engine, (1, 2)))
 
 
