@@ -36,7 +36,7 @@ LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 ROWS = 64
 NUM_BLOCKS = 8
 # Width of a block, which has two linears to four times that and back.
-WIDTHS = (64, 128, 256, 512)
+WIDTHS = (64, 128, 256)
 # Joined by twos, by fours, all of them.
 GROUPS = (1, 2, 4, 8)
 
