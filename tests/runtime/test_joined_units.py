@@ -21,7 +21,7 @@ from fsdp_engine.strategies import LEVELS
 from tests import models, reference
 from tests.megatron.configs import config_of, train_wrapped
 from tests.models import DIM, Block, Mlp, Transformer, token_batch, vector_batch
-from tests.pairs import PAIRS
+from tests.pairs import EVERY_PAIR
 from tests.pool import on_ranks
 
 BLOCK = sum(parameter.numel() for parameter in Block().parameters())
@@ -37,7 +37,7 @@ def unit_names(engine: fe.Engine) -> list[str]:
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize(("strategy", "outer"), PAIRS)
+@pytest.mark.parametrize(("strategy", "outer"), EVERY_PAIR)
 @on_ranks(4)
 def test_every_pair_trains_as_one_process(strategy: str, outer: str, tied: bool) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
@@ -175,6 +175,7 @@ MODELS: list[Callable[[], nn.Module]] = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("strategy", LEVELS)
 @pytest.mark.parametrize("make", MODELS)
 @on_ranks(2)
