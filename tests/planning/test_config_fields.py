@@ -48,23 +48,26 @@ def sending() -> Iterator[list[tuple[str, torch.Tensor]]]:
     Small messages about the step are told by their dtype, bytes.
     """
     found: list[tuple[str, torch.Tensor]] = []
-    names = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.AVG: "average"}
-    all_reduce, isend = dist.all_reduce, dist.isend
+    group: Any = dist.ProcessGroup
+    # From the dict: what the attribute gives is not bound to groups any more when it is put back.
+    all_reduce, isend = vars(group)["allreduce"], dist.isend
 
-    def reduced(tensor: torch.Tensor, op: Any, **options: Any) -> Any:
+    def reduced(group: Any, tensors: list[torch.Tensor], options: Any) -> Any:
+        (tensor,) = tensors
         if tensor.dtype != torch.uint8:
-            found.append((names[op], tensor.clone()))
-        return all_reduce(tensor, op=op, **options)
+            is_sum = options.reduceOp == dist.ReduceOp.SUM
+            found.append(("sum" if is_sum else "average", tensor.clone()))
+        return all_reduce.__get__(group)(tensors, options)
 
     def sent(tensor: torch.Tensor, **options: Any) -> Any:
         found.append(("send", tensor.clone()))
         return isend(tensor, **options)
 
-    dist.all_reduce, dist.isend = reduced, sent  # type: ignore[assignment]
+    group.allreduce, dist.isend = reduced, sent  # type: ignore[assignment]
     try:
         yield found
     finally:
-        dist.all_reduce, dist.isend = all_reduce, isend
+        group.allreduce, dist.isend = all_reduce, isend
 
 
 class Passes(TorchDispatchMode):
