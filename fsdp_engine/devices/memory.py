@@ -9,8 +9,10 @@ the memory by a collective is then no in-place change that autograd would compla
 On CUDA memory comes from the caching allocator by ``resize_``. On CPU there is none, and fresh
 pages are costly (the kernel zeroes each): so there memory is passed between storages of one size by
 swapping their data pointers, where torch can do so (``UntypedStorage._swap_data_ptr_``, in 2.13 but
-not in 2.11). Idle memory is kept, as a caching allocator keeps it, but never so much that memory
-in use and idle together exceed what was once in use.
+not in 2.11). Idle memory is kept within a step, as a caching allocator keeps it, but never so much
+that memory in use and idle together exceed what was once in use. With the step's last backward it
+goes back: the optimizer, or another model, can have it. (To get it again costs up to 2 % of a step,
+``docs/benchmarks.md``.)
 
 [Note: Freed pages]
 Small allocations that last (of gloo's threads, of whoever logs) settle between large tensors that
@@ -225,9 +227,15 @@ class Memory:
     def _allocating(self, sent: bool) -> AbstractContextManager[None]:
         return self._pool.allocating() if self._pool is not None and sent else nullcontext()
 
-    def end_backward(self) -> None:
+    def end_backward(self, *, step_is_over: bool = False) -> None:
         """A backward is over: arenas look at their plans, and now and then freed pages go back. See
-        [Note: Freed pages]."""
+        [Note: Freed pages].
+
+        Args:
+            step_is_over: it was the step's last: idle memory goes back, too.
+        """
+        if step_is_over:
+            self.release_idle()
         for arena in self.arenas.values():
             arena.end_step()
         self._backwards += 1

@@ -105,6 +105,11 @@ class Reductions:
         self._phase = Phase.CLEARED
         self._hooks_are_due = False
 
+    @property
+    def are_final(self) -> bool:
+        """Whether the step's gradients are reduced, and shown."""
+        return self._phase is Phase.FINAL
+
     def order_seen(self, order: list[int]) -> None:
         """Forward has recorded an order of all units."""
         self._seen_order = order

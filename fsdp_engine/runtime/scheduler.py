@@ -270,7 +270,7 @@ class Scheduler:
             if unit.uses == 0:
                 unit.end_uses()
                 unit.release()
-        self._memory.end_backward()
+        self._memory.end_backward(step_is_over=self.reductions.are_final)
         self.reductions.run_hooks()
 
     # Both.

@@ -28,6 +28,18 @@ def test_a_dropped_model_takes_its_engine_along() -> None:
 
 
 @on_ranks(2)
+def test_idle_memory_goes_back_with_the_last_backward_of_a_step() -> None:
+    model = Transformer(num_blocks=2)
+    engine = fe.shard(model, strategy="optim_grads_params")
+    for _ in range(2):
+        with engine.no_sync():
+            model(*token_batch(2, dist.get_rank())).backward()
+        assert engine._memory.idle_bytes > 0
+        model(*token_batch(2, dist.get_rank())).backward()
+        assert engine._memory.idle_bytes == 0
+
+
+@on_ranks(2)
 def test_engines_on_one_mesh_share_their_groups() -> None:
     first = fe.shard(Transformer(num_blocks=1))
     second = fe.shard(Transformer(num_blocks=1))
