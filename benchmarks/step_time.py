@@ -48,13 +48,13 @@ WRAPPERS: dict[str, dict[str, Any]] = {
 }
 OPTIONAL = ("FSDP2", "FSDP2 no reshard", "FSDP2 pairwise", *LEVELS, *WRAPPERS)
 TARGETS = (
-    # name, base, at most
-    ("optim_grads_params", "FSDP2", 0.72),
-    ("optim_grads_params", "DDP", 1.05),
-    ("optim_grads_params", "FSDP2 pairwise", 0.92),
-    ("no_shard", "DDP", 1.00),
-    ("optim", "DDP", 1.00),
-    ("wrapper no_shard", "DDP", 1.00),
+    # name, base, at most in fp32, in bf16
+    ("optim_grads_params", "FSDP2", 0.70, 0.60),
+    ("optim_grads_params", "DDP", 1.03, 1.03),
+    ("optim_grads_params", "FSDP2 pairwise", 0.92, 0.92),
+    ("no_shard", "DDP", 1.00, 1.00),
+    ("optim", "DDP", 1.00, 1.00),
+    ("wrapper no_shard", "DDP", 1.00, 1.00),
 )
 
 
@@ -258,7 +258,8 @@ def report(title: str, times: dict[str, list[float]]) -> dict[str, Any]:
     }
     record["floor of level 3"] = floors
     checks = []
-    for name, base, limit in TARGETS:
+    for name, base, *limits in TARGETS:
+        limit = limits[title.endswith("bf16")]
         if name not in times or base not in times:
             continue
         ratio = record[name]["over"][base]["median"]

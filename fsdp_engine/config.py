@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -39,15 +38,15 @@ class StagingBudget(NamedTuple):
     elements: int
     least: int
 
-    def is_exceeded(self, in_flight: Sequence[int] | deque[int], opening: int) -> bool:
+    def is_exceeded(self, num_reductions: int, num_elements: int, opening: int) -> bool:
         """Whether the oldest reduction has to be waited for.
 
         Args:
-            in_flight: elements of each that is on its way.
+            num_reductions: those on their way.
+            num_elements: of all of these.
             opening: elements of the unit whose first gradient comes.
         """
-        limit = max(self.elements, opening)
-        return len(in_flight) > self.least and sum(in_flight) + opening > limit
+        return num_reductions > self.least and num_elements + opening > max(self.elements, opening)
 
 
 @dataclass(frozen=True)

@@ -317,7 +317,7 @@ class ModuleHooks:
         hidden_in = unknown_part(output) if concerned else None
         if hidden_in is not None:
             for unit in concerned:
-                self._scheduler.is_uncounted(unit)
+                self._scheduler.note_uncounted(unit)
                 unit.hide_output(hidden_in)
 
     def _ways_in(self, entered: _Entered, calls: list[Call], output: Any) -> Iterable[Tensor]:

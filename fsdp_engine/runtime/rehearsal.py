@@ -70,17 +70,17 @@ def staged_moments(
     order = expected.forward
     first_place = {unit: place for place, unit in reversed(list(enumerate(order)))}
     in_flight: deque[int] = deque()
-    sizes: deque[int] = deque()
+    num_elements = 0
     taken: set[int] = set()
     for place, unit in reversed(list(enumerate(order))):
         for each in (*sorted(expected.around[unit]), unit):
             if each in taken:
                 continue
-            while in_flight and budget.is_exceeded(sizes, staged[each]):
-                sizes.popleft()
+            while in_flight and budget.is_exceeded(len(in_flight), num_elements, staged[each]):
+                num_elements -= staged[in_flight[0]]
                 taken.discard(in_flight.popleft())
             taken.add(each)
         yield sorted(taken)
         if place == first_place[unit]:
             in_flight.append(unit)
-            sizes.append(staged[unit])
+            num_elements += staged[unit]

@@ -80,7 +80,7 @@ class Scheduler:
         if not self._open:
             self._begin_forward()
         if not torch.is_grad_enabled():
-            self.is_uncounted(unit)
+            self.note_uncounted(unit)
         if aside:
             self._fill(unit, FORWARD)
             self._show(unit)
@@ -89,7 +89,7 @@ class Scheduler:
             self._use(unit, FORWARD)
         unit.enter()
 
-    def is_uncounted(self, unit: Unit) -> None:
+    def note_uncounted(self, unit: Unit) -> None:
         """A module of the unit runs, and whether its backward is to come is not known."""
         if len(unit.built.modules) > 1:
             self._backward.uncounted.add(unit.index)

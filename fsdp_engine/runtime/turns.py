@@ -87,8 +87,8 @@ class InFlight:
         self._lanes = lanes
         self._budget = budget
         self._num_staged = num_staged
-        self._reductions: deque[tuple[Unit, list[Ticket]]] = deque()
-        self._sizes: deque[int] = deque()  # elements of staging of each
+        self._reductions: deque[tuple[Unit, list[Ticket], int]] = deque()
+        self._num_elements = 0
         self._num_left = 0
 
     def __len__(self) -> int:
@@ -102,14 +102,17 @@ class InFlight:
         """Staging of ``unit`` is about to be taken: wait for the oldest, as far as is needed."""
         while self._num_left:
             self._retire_oldest()
-        num_staged = self._num_staged[unit.index]
-        while self._reductions and self._budget.is_exceeded(self._sizes, num_staged):
+        opening = self._num_staged[unit.index]
+        while self._reductions and self._budget.is_exceeded(
+            len(self._reductions), self._num_elements, opening
+        ):
             self._retire_oldest()
 
     def add(self, unit: Unit, tickets: list[Ticket], *, staged: bool) -> None:
         """A reduction of ``unit`` is issued; ``staged``: out of its staging."""
-        self._reductions.append((unit, tickets))
-        self._sizes.append(self._num_staged[unit.index] if staged else 0)
+        num_staged = self._num_staged[unit.index] if staged else 0
+        self._reductions.append((unit, tickets, num_staged))
+        self._num_elements += num_staged
 
     def finish(self) -> None:
         """Compute waits for all."""
@@ -119,12 +122,11 @@ class InFlight:
     def forget(self) -> None:
         """They are over, whatever became of them."""
         self._reductions.clear()
-        self._sizes.clear()
-        self._num_left = 0
+        self._num_elements = self._num_left = 0
 
     def _retire_oldest(self) -> None:
-        unit, tickets = self._reductions.popleft()
-        self._sizes.popleft()
+        unit, tickets, num_staged = self._reductions.popleft()
+        self._num_elements -= num_staged
         for ticket in tickets:
             self._lanes.compute.wait(ticket)
         self._num_left = max(self._num_left - 1, 0)
