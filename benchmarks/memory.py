@@ -20,9 +20,8 @@ over: sharded parameters and sharded gradients. *Transient* is the most that it 
 at any moment. The method is checked on this engine: without autograd's gradients, which no engine
 allocates, its peak must be ``engine.peak_memory_bytes()``.
 
-The total peak is shown too, and compares otherwise: FSDP2 lets go of sharded gradients between
-steps, so few of them exist when its transients are largest; this engine keeps their memory. That
-is at most the sharded gradients once, and shrinks with the number of ranks, as transients do not.
+The total peak is shown too. Sharded gradients come as they are reduced, in both engines, so few of
+them exist when transients are largest.
 
 FSDP2 gathers one unit ahead. Here ``suggested_communication_unit_size`` says how much: one unit is
 the comparison that the targets are about; nothing ahead and the default (one mean unit ahead, two
@@ -137,8 +136,10 @@ class StorageTracker(TorchDispatchMode):
             self.history.append((number, 0))
 
     def note_gradient(self, gradient: Tensor) -> None:
-        """Autograd has made this for a parameter."""
-        self.is_gradient.add(self.note(gradient.untyped_storage(), OTHER))
+        """Autograd has made this for a parameter; or a hook was shown what was reduced."""
+        number = self.note(gradient.untyped_storage(), OTHER)
+        if self.kind[number] != ENGINE:
+            self.is_gradient.add(number)
 
     def watch_gradients(self, model: nn.Module) -> None:
         """See the gradients of the parameters that modules compute with, whoever puts them in."""
@@ -172,7 +173,8 @@ class StorageTracker(TorchDispatchMode):
                 self.note(storage, _origin())
                 for other in args:
                     if isinstance(other, storage_class):
-                        self.note(other, IDLE)
+                        # Whoever made it: it only keeps what nobody uses.
+                        self.kind[self.note(other, IDLE)] = IDLE
                 return result
 
             return wrapper
@@ -248,7 +250,8 @@ def track(config: GPTConfig, build: Callable[[nn.Module], Any]) -> tuple[Any, di
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     start = 0
     for _ in range(2):
-        optimizer.zero_grad()
+        with tracker.on():
+            optimizer.zero_grad()
         start = len(tracker.history)
         if engine is not None:
             engine.peak_memory_bytes(reset=True)
