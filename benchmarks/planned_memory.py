@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 import fsdp_engine as fe
 from examples.gpt import GPT, GPTConfig
-from fsdp_engine.devices.address_plan import ALIGNMENT, Record, plan_addresses
+from fsdp_engine.devices.address_plan import ALIGNMENT, Overlaps, plan_addresses
 from fsdp_engine.devices.memory import Memory, TransientStorage
 from fsdp_engine.strategies import LEVELS
 
@@ -129,7 +129,7 @@ def plan_rows() -> dict[str, list[float]]:
             sizes = [ALIGNMENT * choose.randint(1, 50) for _ in range(num_units)]
             forward = [list(range(i, min(num_units, i + 1 + num_ahead))) for i in range(num_units)]
             backward = [list(range(max(0, i - num_ahead), i + 1)) for i in range(num_units)]
-            record = Record.of_moments([*forward, *backward], sizes)
+            record = Overlaps.of_moments([*forward, *backward], sizes)
             ratios.append(plan_addresses(sizes, record, sum(sizes)).num_bytes / record.load)
     return found
 
