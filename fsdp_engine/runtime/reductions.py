@@ -24,6 +24,16 @@ A backward after the end adds to what is reduced: [Note: Reducing again] in ``re
 under ``DistributedDataParallel`` the last backward issues (``overlap_grad_reduce``) or only
 accumulates, and ``finish_grad_sync`` does what is left. Axes that cut gradients are reduced in
 every backward, whatever the timing.
+
+[Note: Reductions left in flight]
+A backward that is not the step's last has said that gradients are not complete, so where lanes go
+on without the host (``Lane.runs_ahead``) it ends without waiting for its reductions. They are over
+before the next backward stages anything. Whoever gets, sets or clears ``.grad`` of a sharded
+parameter, clips, scales, zeroes buffers or steps waits for them first (``GradientReads`` in
+``flat_dtensor/outside_reads.py``). Who has looked may hold the tensor, which the next reduction
+writes: from then until gradients are cleared, each backward waits as it ends. On CPU it always
+does: the host drives the reductions, and a rank that looked and one that did not would drive them
+in different orders.
 """
 
 from __future__ import annotations
