@@ -192,23 +192,19 @@ class DistributedDataParallelConfig:
             return self.bucket_size
         return max(_LEAST_BUCKET_ELEMENTS, _BUCKET_ELEMENTS_PER_RANK * num_ranks)
 
-    def gather_budget(self, blocks: Sequence[int], others: Sequence[int]) -> int:
-        """The elements that are gathered ahead: what ``suggested_communication_unit_size`` says,
-        else the mean of ``blocks`` (elements of each; where there are none, of ``others``), so that
-        of equal units one is gathered while another computes."""
-        if self.suggested_communication_unit_size is not None:
-            return self.suggested_communication_unit_size
-        sizes = blocks or others
-        return sum(sizes) // len(sizes)
+    def budgets(self, blocks: Sequence[int], others: Sequence[int]) -> tuple[int, StagingBudget]:
+        """The elements that are gathered ahead, and what may be staged.
 
-    def staging_budget(self, blocks: Sequence[int], others: Sequence[int]) -> StagingBudget:
-        """What may be staged: elements as ``suggested_communication_unit_size`` says, else twice
-        that mean, and one reduction in any case, so that one unit is reduced while gradients of
-        another come, however large either is."""
+        Either is what ``suggested_communication_unit_size`` says. Else gathered ahead is the mean
+        of ``blocks`` (elements of each; where there are none, of ``others``), so that of equal
+        units one is gathered while another computes; staged is twice that, and one reduction in any
+        case, so that one unit is reduced while gradients of another come, however large either is.
+        """
         if self.suggested_communication_unit_size is not None:
-            return StagingBudget(self.suggested_communication_unit_size, 0)
+            given = self.suggested_communication_unit_size
+            return given, StagingBudget(given, 0)
         sizes = blocks or others
-        return StagingBudget(2 * sum(sizes) // len(sizes), 1)
+        return sum(sizes) // len(sizes), StagingBudget(2 * sum(sizes) // len(sizes), 1)
 
     def applied_to(self, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
         """``policy`` with what the fields say about dtypes.

@@ -84,8 +84,7 @@ class Engine:
         self.units = [Unit(each, self._lanes) for each in built]
         blocks = [unit.num_elements for unit in self.units[1:] if not unit.built.loose]
         others = [unit.num_elements for unit in self.units if unit.buffers]
-        self.budget = config.gather_budget(blocks, others)
-        self.staging_budget = config.staging_budget(blocks, others)
+        self.budget, self.staging_budget = config.budgets(blocks, others)
         expected = expect(model, [each.modules for each in built])
         if pool is not None:
             budgets = (self.budget, self.staging_budget)

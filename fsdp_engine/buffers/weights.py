@@ -240,8 +240,7 @@ class Weights:
         Args:
             for_backward: of what backward reads.
         """
-        if self._full_wire is not None:
-            self._drain_full_wire()
+        self._drain_full_wire()
         if self._through_scratch is not None:
             self._through_scratch.finish()
         if self.codec.needs_whole_line:
@@ -253,8 +252,7 @@ class Weights:
     def release(self) -> None:
         """Take the full parameters' memory away, once compute is done with it."""
         self._release(self._planes, self.codec.before_release)
-        if self._full_wire is not None:
-            self._drain_full_wire()
+        self._drain_full_wire()
 
     def keep_only(self, phase: int) -> None:
         """Of what is there for the other half of a step take the memory away."""

@@ -163,7 +163,7 @@ def estimate(
     ]
     blocks = [unit.numel for unit in footprints[1:] if not unit.is_loose]
     others = [unit.numel for unit in footprints if unit.buffers]
-    ahead, staged = options.gather_budget(blocks, others), options.staging_budget(blocks, others)
+    ahead, staged = options.budgets(blocks, others)
     every = [each for unit in footprints for each in unit.buffers]
     state = sum(each.held(Role.OPTIM) for each in every if each.buffer.trainable)
 
