@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fsdp_engine as fe
 from fsdp_engine.strategies import LEVELS
 from tests.megatron.configs import LEVEL_NAMES, Config, Layers, config_of
+from tests.messages import watched
 from tests.pool import on_ranks
 from tests.runtime.test_counts import Messages
 from tests.runtime.test_equivalence import mesh_of
@@ -48,26 +49,17 @@ def sending() -> Iterator[list[tuple[str, torch.Tensor]]]:
     Small messages about the step are told by their dtype, bytes.
     """
     found: list[tuple[str, torch.Tensor]] = []
-    group: Any = dist.ProcessGroup
-    # From the dict: what the attribute gives is not bound to groups any more when it is put back.
-    all_reduce, isend = vars(group)["allreduce"], dist.isend
 
-    def reduced(group: Any, tensors: list[torch.Tensor], options: Any) -> Any:
-        (tensor,) = tensors
+    def reduced(group: Any, tensor: torch.Tensor, options: Any) -> None:
         if tensor.dtype != torch.uint8:
             is_sum = options.reduceOp == dist.ReduceOp.SUM
             found.append(("sum" if is_sum else "average", tensor.clone()))
-        return all_reduce.__get__(group)(tensors, options)
 
-    def sent(tensor: torch.Tensor, **options: Any) -> Any:
+    def sent(group: Any, tensor: torch.Tensor) -> None:
         found.append(("send", tensor.clone()))
-        return isend(tensor, **options)
 
-    group.allreduce, dist.isend = reduced, sent  # type: ignore[assignment]
-    try:
+    with watched(sent, reduced):
         yield found
-    finally:
-        group.allreduce, dist.isend = all_reduce, isend
 
 
 class Passes(TorchDispatchMode):

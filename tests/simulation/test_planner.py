@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -18,6 +17,7 @@ from fsdp_engine.runtime.description import Description, UnitRow
 from fsdp_engine.simulation.planner import Estimate, compare, estimate
 from fsdp_engine.strategies import ALL_STRATEGIES, LEVELS, Axis
 from tests import models
+from tests.messages import watched
 from tests.models import Transformer, token_batch, vector_batch
 from tests.pairs import FEW_PAIR_NAMES, FEW_PAIRS, PAIRS_AND_WAYS
 from tests.pool import Ranks
@@ -62,30 +62,21 @@ def train_and_measure(
     }
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sent: Counter[Axis] = Counter()
-    process_group: Any = dist.ProcessGroup
-    # From the dict: what the attribute gives is not bound to groups any more when it is put back.
-    isend, all_reduce = dist.isend, vars(process_group)["allreduce"]
 
-    def counting_sends(tensor: Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
+    def count_send(group: Any, tensor: Tensor) -> None:
         sent[groups[id(group)]] += tensor.nbytes
-        return isend(tensor, *args, group=group, **kwargs)
 
-    def counting_all_reduces(group: Any, tensors: list[Tensor], options: Any) -> Any:
-        (tensor,) = tensors
+    def count_all_reduce(group: Any, tensor: Tensor, options: Any) -> None:
         if tensor.is_floating_point():  # others are small messages
             sent[groups[id(group)]] += 2 * tensor.nbytes * (group.size() - 1) // group.size()
-        return all_reduce.__get__(group)(tensors, options)
 
-    dist.isend, process_group.allreduce = counting_sends, counting_all_reduces
-    try:
+    with watched(count_send, count_all_reduce):
         for _ in range(2):
             sent.clear()
             engine.peak_memory_bytes(reset=True)
             model(*batch).backward()
             optimizer.step()
             optimizer.zero_grad()
-    finally:
-        dist.isend, process_group.allreduce = isend, all_reduce
     held, peak = engine.memory_bytes(), engine.peak_memory_bytes()
     found = {
         "weight_bytes": held.get("main", 0) + held.get("model", 0),
