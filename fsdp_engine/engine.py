@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
@@ -18,7 +19,6 @@ from fsdp_engine.config import DistributedDataParallelConfig, Timing
 from fsdp_engine.devices import lanes as lanes_module
 from fsdp_engine.devices.memory import Memory
 from fsdp_engine.devices.nccl_pool import NcclPool
-from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.optimizer.clip import clip_, total_norm
 from fsdp_engine.planning.assignment import expect
 from fsdp_engine.planning.build import Ladders, build_units, same_on_replicas
@@ -52,6 +52,8 @@ class Engine:
     Attributes:
         model: the user's module.
         mesh: the data-parallel ranks.
+        ranks: all ranks of the model: ``mesh``, or more, where parameters are DTensors over other
+            mesh dimensions.
         strategy: the levels of both axes.
         config: the options it was made with.
         units: its units, the root first.
@@ -72,6 +74,7 @@ class Engine:
         mesh = ladders.data.mesh
         self.model = model
         self.mesh = mesh
+        self.ranks = ladders.ranks
         self.strategy = ladders.axis_plans.data.strategy
         self.config = config
         self.policy = policy
@@ -93,9 +96,9 @@ class Engine:
         checks = None
         if config.check_for_nan_in_grad or config.check_for_large_grads:
             trainable = [buffer for unit in self.units for buffer in unit.trainable]
-            checks = GradientChecks(trainable, config, mesh.control_group, mesh.device)
+            checks = GradientChecks(trainable, config, self.ranks.control_group, mesh.device)
         self._reductions = Reductions(
-            self.units, self._lanes, mesh, self.staging_budget, timing, checks
+            self.units, self._lanes, self.ranks, self.staging_budget, timing, checks
         )
         self._scheduler = Scheduler(
             self.units, self._memory, self.budget, self._reductions, timing, expected
@@ -194,17 +197,14 @@ class Engine:
             ValueError: ``norm_type`` is not positive.
         """
         self._reductions.wait()
-        present = [
-            (buffer, shard)
-            for buffer in self.buffers
-            if buffer.grads is not None and (shard := buffer.grads.optim_grads) is not None
-        ]
-        shards = [shard for _, shard in present]
+        num_others = self.ranks.size // self.mesh.size
+        present = [part for buffer in self.buffers for part in buffer.counted_gradients(num_others)]
+        shards = [shard for shard, _ in present]
         group, copies = self._optim_group(), None
-        if any(buffer.kind.is_expert for buffer in self.buffers):
-            # Ranks hold different experts: the norm is over all ranks, each element counted once.
-            group = self.mesh.control_group
-            copies = [buffer.mesh.size // buffer.layout.num_shards for buffer, _ in present]
+        if num_others > 1 or any(buffer.kind.is_expert for buffer in self.buffers):
+            # Ranks hold different experts, or shards of DTensors: the norm is over all of them,
+            # each element counted once.
+            group, copies = self.ranks.control_group, [count for _, count in present]
         norm = total_norm(shards, norm_type, group, self.mesh.device, copies)
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
             raise RuntimeError(f"clip_grad_norm_: expected a finite gradient norm; found {norm}")
@@ -236,10 +236,7 @@ class Engine:
             unit.release()
             full[unit.index] = [buffer.gather_main() for buffer in unit.buffers]
             tensors = [
-                [
-                    nn.Parameter(flat.full(i), requires_grad=buffer.kind.requires_grad)
-                    for i in range(len(buffer.records))
-                ]
+                buffer.main_params(flat)
                 for buffer, flat in zip(unit.buffers, full[unit.index], strict=True)
             ]
             install_into(unit.buffers, tensors)
@@ -267,7 +264,7 @@ class Engine:
             for record, param in zip(buffer.records, buffer.sharded_params, strict=True):
                 if name in record.aliases:
                     value = param.detach()
-                    return value.full_tensor() if isinstance(value, FlatDTensor) else value.clone()
+                    return value.full_tensor() if isinstance(value, DTensor) else value.clone()
         raise KeyError(f"name: expected a parameter of the model; found {name!r}")
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
@@ -288,9 +285,10 @@ class Engine:
         gathered: dict[str, Tensor] = {}
         for buffer in self.buffers:
             flat = buffer.gather_main()
-            if keeps:
-                for index, record in enumerate(buffer.records):
-                    value = flat.full(index).detach().cpu().clone()
+            for index, record in enumerate(buffer.records):
+                whole = buffer.whole_main(flat, index)
+                if keeps:
+                    value = whole.detach().cpu().clone()
                     gathered.update(dict.fromkeys(record.aliases, value))
         if not keeps:
             return {}

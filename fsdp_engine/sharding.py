@@ -13,9 +13,11 @@ from fsdp_engine.config import DistributedDataParallelConfig, Timing
 from fsdp_engine.devices.meeting import telling
 from fsdp_engine.devices.mesh import DataMesh, check_device_mesh, ranks_that_meet
 from fsdp_engine.devices.nccl_pool import check_nccl
+from fsdp_engine.devices.ranks import Ranks
 from fsdp_engine.engine import Engine, engine_within
 from fsdp_engine.planning.assignment import UnitSelector
 from fsdp_engine.planning.build import Ladders, agree_on_plan
+from fsdp_engine.planning.dtensors import ranks_of_model
 from fsdp_engine.planning.initial_values import CHOICES, SAME, Holdings
 from fsdp_engine.planning.plan import AxisPlan, AxisPlans, Granule, Plan, PlanSettings, make_plan
 from fsdp_engine.precision import MixedPrecisionPolicy
@@ -143,7 +145,9 @@ def make_engine(
     holdings: Holdings | None = None
     signature: list[str] = []
     error: Exception | None = None
+    ranks: Ranks = data
     try:
+        ranks = ranks_of_model(model, data)
         axis_plans = AxisPlans(
             _axis_plan(data, levels), _axis_plan(experts, levels) if experts is not None else None
         )
@@ -167,11 +171,12 @@ def make_engine(
         signature = [options, *plan.signature()]
     except Exception as caught:  # units, granule and codec rules are the user's, and raise anything
         error = caught
-    start = agree_on_plan(plan, holdings, error, signature, initial_values, data, what)
+    start = agree_on_plan(plan, holdings, error, signature, initial_values, data, ranks, what)
     if broadcast:
         start = start._replace(from_first=True)
     assert plan is not None
-    ladders = Ladders(axis_plans, Ladder(data), Ladder(experts) if experts is not None else None)
+    experts_ladder = Ladder(experts) if experts is not None else None
+    ladders = Ladders(axis_plans, ranks, Ladder(data), experts_ladder)
     return Engine(model, plan, ladders, policy, config, timing, start)
 
 

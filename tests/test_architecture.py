@@ -267,8 +267,9 @@ def only_collectives_communicates(source: Source) -> Iterator[Finding]:
 
 
 def only_mesh_makes_groups(source: Source) -> Iterator[Finding]:
-    """Process groups and device meshes are made in devices/mesh.py only, but in annotations."""
-    if source.path == "devices.mesh":
+    """Process groups and device meshes are made in devices/mesh.py and groups.py only, but in
+    annotations."""
+    if source.path in ("devices.mesh", "devices.groups"):
         return
     for call in source.calls():
         name = source.dotted(call.func)

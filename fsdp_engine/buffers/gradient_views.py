@@ -14,11 +14,13 @@ from operator import attrgetter
 from sys import getrefcount
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fsdp_engine.buffers.gradients import Gradients
 from fsdp_engine.buffers.sharded_buffer import ShardedBuffer
 from fsdp_engine.devices.memory import alias
 from fsdp_engine.flat_dtensor import FlatDTensor, versions_of
+from fsdp_engine.flat_dtensor.spread import Spread
 
 _zeroed_at = attrgetter("_zeroed_at")
 _NEVER = {None}
@@ -39,10 +41,7 @@ class GradientViews:
         self._gradients = gradients
         self._locals = _slices(gradients.for_optimizer(), params, gradients.optim_depth)
         self.tensors = [
-            FlatDTensor.from_flat_local(local, param.flat_placement)
-            if isinstance(param, FlatDTensor)
-            else local
-            for local, param in zip(self._locals, params, strict=True)
+            _like(param, local) for local, param in zip(self._locals, params, strict=True)
         ]
         # A plain tensor does not tell that it was zeroed.
         self._are_plain = not isinstance(params[0], FlatDTensor)
@@ -78,6 +77,13 @@ class GradientViews:
     def _count(self) -> tuple[int, list[int], list[int]]:
         tensors, slices = map(getrefcount, self.tensors), map(getrefcount, self._locals)
         return self._gradients.num_uses, list(tensors), list(slices)
+
+
+def _like(param: Tensor, local: Tensor) -> Tensor:
+    """The tensor over ``local`` that lies as ``param`` does."""
+    if isinstance(param, FlatDTensor):
+        return FlatDTensor.from_flat_local(local, param.flat_placement)
+    return Spread.of(param).wrap(local) if isinstance(param, DTensor) else local
 
 
 def _slices(main: ShardedBuffer, params: Sequence[Tensor], depth: int) -> list[Tensor]:

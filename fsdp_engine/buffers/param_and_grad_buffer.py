@@ -15,10 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from fsdp_engine.buffers.gradient_hooks import GradientHooks
 from fsdp_engine.buffers.gradients import Gradients
@@ -36,6 +38,7 @@ from fsdp_engine.devices.mesh import DataMesh
 from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement, clear_gradients, requires_grad_of
 from fsdp_engine.flat_dtensor.outside_reads import OutsideReads
 from fsdp_engine.flat_dtensor.param_hooks import ParamHooks
+from fsdp_engine.flat_dtensor.spread import Spread
 from fsdp_engine.layout import Layout
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Strategy
 
@@ -53,12 +56,30 @@ class ParamRecord:
         param: the user's parameter.
         owners: (module, attribute) pairs; several for a tied parameter.
         aliases: all its names, the first included.
+        spread: of one that is a DTensor: how it lies over mesh dimensions that are not the
+            engine's. Set when it is planned.
     """
 
     name: str
     param: nn.Parameter
     owners: list[tuple[nn.Module, str]] = field(default_factory=list)
     aliases: list[str] = field(default_factory=list)
+    spread: Spread | None = None
+
+    @property
+    def shard(self) -> nn.Parameter:
+        """What this rank holds of ``param`` over others' mesh dimensions, a plain parameter with
+        the user's marks: ``param`` itself, where it is one."""
+        param = self.param
+        if self.spread is None:
+            return param
+        with torch.no_grad():
+            made_whole = not isinstance(param, DTensor)  # to be given values
+            local = self.spread.shard_of(param) if made_whole else param.to_local()  # type: ignore[attr-defined]
+        shard = nn.Parameter(local, requires_grad=param.requires_grad)
+        own = ("_local_tensor", "_spec")
+        shard.__dict__.update({key: mark for key, mark in vars(param).items() if key not in own})
+        return shard
 
 
 class ParamAndGradBuffer:
@@ -98,14 +119,17 @@ class ParamAndGradBuffer:
         self.spec = spec
         self._machinery = machinery
         self.records = [by_name[slot.name] for slot in spec.layout.slots]
-        params = [record.param for record in self.records]
+        # Of DTensors, this rank's shards: see [Note: Parameters that are DTensors].
+        params = [record.shard for record in self.records]
+        self._spreads = [record.spread for record in self.records]
         reuses = config.reuse_grad_buf_for_mxfp8_param_ag and codec.num_planes > 1
         scratch = self._scratch if reuses else None
         self.weights = Weights(spec, machinery, codec, params, scratch)
         self.grads = Gradients(spec, machinery, config) if spec.kind.requires_grad else None
         self.is_plain = codec.is_identity and spec.optim_depth == 0
-        self._load_initial_values(self.control_group if broadcast else None)
-        self.full_params = [self.weights.bind(index, each) for index, each in enumerate(params)]
+        self._load_initial_values(params, self.control_group if broadcast else None)
+        bound = [self.weights.bind(index, each) for index, each in enumerate(params)]
+        self.full_params = list(map(self._as_users_have_it, range(len(params)), bound))
         self.sharded_params = (
             self.full_params if self.is_plain else [self._sharded(i) for i in range(len(params))]
         )
@@ -118,7 +142,7 @@ class ParamAndGradBuffer:
             marks = codec.marks(param)
             full.__dict__.update(marks)
             sharded.__dict__.update(marks)
-        self.hooks = ParamHooks(names, params)
+        self.hooks = ParamHooks(names, [record.param for record in self.records])
         self.reads = OutsideReads(self.full_params, names, self.hooks)
         self._shown: ShownGradients | None = None
         if self.grads is not None:
@@ -154,14 +178,16 @@ class ParamAndGradBuffer:
     def placement(self, index: int) -> FlatPlacement:
         """Which part of parameter ``index`` this rank's sharded tensor holds."""
         start, stop = self.layout.tensor_range(index, self.spec.optim_depth, self.mesh.coordinate)
+        spread = self._spreads[index]
         return FlatPlacement(
-            shape=torch.Size(self.layout.slots[index].shape),
+            shape=torch.Size(self.layout.slots[index].shape) if spread is None else spread.shape,
             start=start,
             stop=stop,
             mesh=self.mesh.device_mesh if self.spec.optim_depth else self.mesh.alone,
             split_groups=self.split_groups,
             num_cut_axes=self._num_cut_mesh_axes,
             name=self.records[index].name,
+            spread=spread,
         )
 
     @property
@@ -234,6 +260,64 @@ class ParamAndGradBuffer:
             self._shown.discard(keeps_memory=keeps_memory)
             clear_gradients(self.full_params)
 
+    @property
+    def has_dtensors(self) -> bool:
+        """Whether some of its parameters are DTensors over others' mesh dimensions."""
+        return any(spread is not None for spread in self._spreads)
+
+    def shard_of_gradient(self, index: int, grad: Tensor) -> Tensor:
+        """What lies here of a gradient that autograd left at full parameter ``index``: all of it,
+        unless the parameter is a DTensor. See :meth:`Spread.shard_of_gradient`."""
+        spread = self._spreads[index]
+        return grad if spread is None else spread.shard_of_gradient(grad, self.records[index].name)
+
+    def counted_gradients(self, num_others: int) -> list[tuple[Tensor, int]]:
+        """This rank's reduced gradients in parts, 1-D, each with the number of ranks that hold its
+        elements; none where there are no gradients.
+
+        Args:
+            num_others: ranks of the model for each data-parallel rank.
+        """
+        grads = self.grads.optim_grads if self.grads is not None else None
+        if grads is None:
+            return []
+        holders = self.mesh.size * num_others // self.layout.num_shards
+        return [(grads[start:stop], holders // shards) for start, stop, shards in self._runs]
+
+    @cached_property
+    def _runs(self) -> list[tuple[int, int, int]]:
+        """Ranges of this rank's part of a buffer, and into how many shards others' mesh dimensions
+        cut the parameters in them. Between parameters there are zeros."""
+        depth, at = self.spec.optim_depth, self.mesh.coordinate
+        base, stop = self.layout.range(depth, at)
+        if not self.has_dtensors:
+            return [(0, stop - base, 1)]
+        runs: list[tuple[int, int, int]] = []
+        for index, spread in enumerate(self._spreads):
+            low, high = self.layout.tensor_range(index, depth, at)
+            first = self.layout.slots[index].offset - base
+            shards = 1 if spread is None else spread.num_shards
+            if low < high:
+                if runs and runs[-1][2] == shards:
+                    runs[-1] = (runs[-1][0], first + high, shards)
+                else:
+                    runs.append((first + low, first + high, shards))
+        return runs
+
+    def main_params(self, main: ShardedBuffer) -> list[nn.Parameter]:
+        """Full main weights, as :meth:`gather_main` returned them, as users have parameters."""
+        requires_grad = self.kind.requires_grad
+        return [
+            self._as_users_have_it(index, nn.Parameter(main.full(index), requires_grad))
+            for index in range(len(self.records))
+        ]
+
+    def whole_main(self, main: ShardedBuffer, index: int) -> Tensor:
+        """The main weights of one parameter, plain and global, where :meth:`gather_main` returned
+        ``main``. Collective over others' mesh dimensions."""
+        spread, shard = self._spreads[index], main.full(index)
+        return shard if spread is None else spread.whole_of(shard)
+
     def gather_main(self) -> ShardedBuffer:
         """Full main weights in memory of their own (main's own where nothing is cut); waits.
 
@@ -261,13 +345,13 @@ class ParamAndGradBuffer:
             return None
         return self.grads.scratch(dtype)
 
-    def _load_initial_values(self, group: ProcessGroup | None) -> None:
+    def _load_initial_values(
+        self, params: Sequence[nn.Parameter], group: ProcessGroup | None
+    ) -> None:
         """This rank's part of the user's values; those of the first rank of ``group``, if given."""
         at = self.mesh.coordinate
         initial_value = self.weights.codec.initial_value
-        values: Iterable[Tensor] = (
-            flat_source(initial_value(record.param)) for record in self.records
-        )
+        values: Iterable[Tensor] = (flat_source(initial_value(param)) for param in params)
         if group is not None:
             # One message for the whole buffer, whatever the number of parameters. The values of
             # the other ranks are not looked at: they may be on the meta device.
@@ -282,6 +366,13 @@ class ParamAndGradBuffer:
         for index, source in enumerate(values):
             start, stop = self.layout.tensor_range(index, self.spec.optim_depth, at)
             self.weights.main.local(index, self.spec.optim_depth).copy_(source[start:stop])
+
+    def _as_users_have_it(self, index: int, full: nn.Parameter) -> nn.Parameter:
+        """``full``, a plain parameter; over it, a DTensor where the user's parameter is one."""
+        spread = self._spreads[index]
+        if spread is None:
+            return full
+        return nn.Parameter(spread.wrap(full.detach()), requires_grad=full.requires_grad)
 
     def _sharded(self, index: int) -> nn.Parameter:
         local = self.weights.main.local(index, self.spec.optim_depth)

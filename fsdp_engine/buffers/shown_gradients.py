@@ -26,6 +26,7 @@ from itertools import repeat
 from operator import is_, is_not, ne, or_
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fsdp_engine.buffers.gradient_views import GradientViews
 from fsdp_engine.buffers.gradients import Gradients, zeros_in
@@ -325,4 +326,6 @@ def _places(flags: Iterable[bool]) -> list[int]:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.local if isinstance(tensor, FlatDTensor) else tensor
+    if isinstance(tensor, FlatDTensor):
+        return tensor.local
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

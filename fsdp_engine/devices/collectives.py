@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from fsdp_engine.devices import memory, watch
-from fsdp_engine.devices.mesh import backend_of
+from fsdp_engine.devices.groups import backend_of
 from fsdp_engine.devices.watch import naming
 
 Work = dist.Work

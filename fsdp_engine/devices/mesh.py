@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,11 +17,17 @@ from functools import cached_property
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fsdp_engine.devices.groups import (
+    default_group,
+    group_of_ranks,
+    new_group,
+    timeout_of_group,
+)
 from fsdp_engine.devices.meeting import meet, telling
+from fsdp_engine.devices.ranks import Ranks, members_of
 from fsdp_engine.layout import Coordinate
 from fsdp_engine.strategies import Axis
 
@@ -38,20 +44,15 @@ class MeshAxis:
 
 
 @dataclass(frozen=True)
-class DataMesh:
-    """The (outer, inner) axes of the data-parallel ranks, always both.
+class DataMesh(Ranks):
+    """The data-parallel ranks, and their axes (outer, inner), always both.
 
     Attributes:
         device_mesh: what the user gave: (inner,) or (outer, inner).
-        device: where this rank's tensors live.
-        control_group: all data-parallel ranks; small messages. None for a single rank.
     """
 
-    device_mesh: DeviceMesh
-    device: torch.device
     outer: MeshAxis
     inner: MeshAxis
-    control_group: dist.ProcessGroup | None
 
     @classmethod
     @_disable_current_modes()  # ranks are numbers, also in a simulation
@@ -89,7 +90,7 @@ class DataMesh:
             ranks = device_mesh.mesh
             if num_instances > 1:
                 ranks, coordinate = _in_rows(ranks, coordinate, num_instances)
-        known = _KNOWN.setdefault(_default_group(), {})
+        known = _KNOWN.setdefault(default_group(), {})
         members = ranks.flatten().tolist()
         key = (device_mesh.device_type, *ranks.shape, *members)
         timeout = _timeout_of(device_mesh)
@@ -98,7 +99,8 @@ class DataMesh:
         meeting = meet(what, members, timeout, note=note, has=key in known)
         if not meeting.all_have:
             known[key] = _make_axes(ranks, coordinate, timeout, meeting.name)
-        return cls(device_mesh, _local_device(device_mesh.device_type), *known[key])
+        outer, inner, control = known[key]
+        return cls(device_mesh, _local_device(device_mesh.device_type), control, outer, inner)
 
     @property
     def size(self) -> int:
@@ -106,24 +108,9 @@ class DataMesh:
         return self.outer.size * self.inner.size
 
     @property
-    def ranks(self) -> list[int]:
-        """Global ranks, row by row."""
-        return _members(self.device_mesh)
-
-    @property
     def coordinate(self) -> Coordinate:
         """This rank's place."""
         return Coordinate(self.outer.rank, self.inner.rank)
-
-    @property
-    def rank(self) -> int:
-        """This rank's number among the data-parallel ranks, row by row."""
-        return self.outer.rank * self.inner.size + self.inner.rank
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the rank whose values are broadcast, if any are."""
-        return self.control_group is None or self.control_group.rank() == 0
 
     @cached_property
     def alone(self) -> DeviceMesh:
@@ -137,23 +124,29 @@ class DataMesh:
         group = group_of_ranks([dist.get_rank()], self.device_mesh.get_group(0), self.device)
         return DeviceMesh.from_group(group, self.device_mesh.device_type)
 
-    def make_host_group(self, timeout: timedelta) -> dist.ProcessGroup | None:
-        """A further group of all ranks, on gloo, for work beside training; None for one rank.
+    def joined_with(self, others: Sequence[DeviceMesh]) -> Ranks:
+        """All ranks of the model, where its parameters lie over other mesh dimensions, too (those
+        of tensor parallelism, say): these ranks, and their like at every place of the others.
 
-        Every rank of the mesh must call it. Collectives that a thread issues must not meet those
-        of training in one group: their order would differ between ranks.
+        All of them must call it.
+
+        Args:
+            others: meshes of DTensors, slices of the mesh that this one is a slice of.
+
+        Raises:
+            ValueError: see :func:`joint_mesh`.
         """
-        if self.size == 1:
-            return None
-        ranks = self.device_mesh.mesh.flatten().tolist()
-        meeting = meet("a group on the host", ranks, timeout)
-        return _new_group(ranks, timeout, f"{meeting.name}/host", backend="gloo")
-
-    def free_host_group(self, group: dist.ProcessGroup | None) -> None:
-        """Give back what :meth:`make_host_group` made: connections and threads. Not collective, but
-        no rank may need the group any more."""
-        if group is not None and dist.is_initialized():
-            dist.destroy_process_group(group)
+        dims: dict[str, DeviceMesh] = {}
+        for mesh in others:
+            for name in mesh.mesh_dim_names or ():
+                dims.setdefault(name, mesh[name])
+        if not others:
+            return self
+        joint = joint_mesh(self.device_mesh, *dims.values())
+        group = None
+        if joint.size() > 1:
+            group = group_of_ranks(members_of(joint), self.device_mesh.get_group(0), self.device)
+        return Ranks(joint, self.device, group)
 
     def axis(self, axis: Axis) -> MeshAxis:
         """The mesh axis called ``axis``."""
@@ -169,36 +162,6 @@ _KNOWN: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], Ax
 )
 
 
-_BY_RANKS: weakref.WeakKeyDictionary[
-    dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]
-] = weakref.WeakKeyDictionary()
-
-
-def group_of_ranks(
-    ranks: Iterable[int], like: dist.ProcessGroup, device: torch.device
-) -> dist.ProcessGroup:
-    """The group of these global ranks, made once; they must all call it, and nobody else.
-
-    Args:
-        ranks: in any order, this rank among them.
-        like: whose timeout it gets.
-        device: of the tensors that shall travel.
-    """
-    members = tuple(sorted(ranks))
-    known = _BY_RANKS.setdefault(_default_group(), {})
-    timeout = _timeout_of_group(like, device)
-    meeting = meet("a group of model-parallel ranks", members, timeout, has=members in known)
-    if not meeting.all_have:
-        known[members] = _new_group(list(members), timeout, f"{meeting.name}/ranks")
-    return known[members]
-
-
-def _default_group() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
-
-
 def ranks_that_meet(device_mesh: object) -> list[int]:
     """Global ranks that take part in a call with this mesh; where it is none, all ranks.
 
@@ -206,15 +169,10 @@ def ranks_that_meet(device_mesh: object) -> list[int]:
     to say so.
     """
     if isinstance(device_mesh, DeviceMesh):
-        return _members(device_mesh)
+        return members_of(device_mesh)
     if device_mesh is None:
         init_from_environment()
     return list(range(dist.get_world_size())) if dist.is_initialized() else []
-
-
-@_disable_current_modes()
-def _members(device_mesh: DeviceMesh) -> list[int]:
-    return list(device_mesh.mesh.flatten().tolist())
 
 
 @contextmanager
@@ -260,6 +218,26 @@ def check_device_mesh(device_mesh: DeviceMesh) -> list[int]:
             f"found ranks {device_mesh.mesh.flatten().tolist()[:16]}"
         )
     return list(coordinate)
+
+
+def joint_mesh(data: DeviceMesh, *others: DeviceMesh) -> DeviceMesh:
+    """The mesh of all their dimensions, in this order. Makes no groups.
+
+    Raises:
+        ValueError: they are not slices of one mesh with named dimensions, or share ranks.
+    """
+    why = ""
+    try:
+        return DeviceMesh._concatenate([data, *others])
+    except RuntimeError as error:  # torch's word for both
+        why = str(error)
+    except (AssertionError, TypeError):  # no names
+        why = "a mesh without names of its dimensions"
+    raise ValueError(
+        "mesh: expected the data-parallel dimensions of the mesh that DTensor parameters are over, "
+        'without theirs (init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp")), and '
+        f'shard(model, mesh["dp"])); found {data} beside {", ".join(map(str, others))}: {why}'
+    )
 
 
 def mesh_of_group(group: dist.ProcessGroup) -> DeviceMesh:
@@ -324,77 +302,18 @@ def _make_axes(ranks: torch.Tensor, coordinate: list[int], timeout: timedelta, n
     outer = _make_axis(Axis.OUTER, own_column, row, timeout, f"{name}/outer{column}")
     control = outer.reduce_group if inner.size == 1 else inner.reduce_group
     if outer.size > 1 and inner.size > 1:
-        control = _new_group(table.flatten().tolist(), timeout, f"{name}/control")
+        control = new_group(table.flatten().tolist(), timeout, f"{name}/control")
     return outer, inner, control
 
 
 def _make_axis(axis: Axis, ranks: list[int], place: int, timeout: timedelta, name: str) -> MeshAxis:
     if len(ranks) == 1:
         return MeshAxis(axis, 1, 0, None, None)
-    gather = _new_group(ranks, timeout, f"{name}/gather")
-    reduce = _new_group(ranks, timeout, f"{name}/reduce")
+    gather = new_group(ranks, timeout, f"{name}/gather")
+    reduce = new_group(ranks, timeout, f"{name}/reduce")
     return MeshAxis(axis, len(ranks), place, gather, reduce)
-
-
-def _new_group(
-    ranks: list[int], timeout: timedelta, name: str, backend: str | None = None
-) -> dist.ProcessGroup:
-    """The group of these ranks, in this order; only they call it.
-
-    An axis of 1,024 rows costs a rank one group, not 1,024. ``dist.new_group`` has that, too, but
-    puts the number of groups that the rank is in into the name under which its ranks look for each
-    other (torch 2.11 to 2.13): ranks in different numbers of groups would wait for ever.
-    """
-    default = _default_group()
-    world = distributed_c10d._world
-    default_backend, store = world.pg_map[default]
-    with _not_split_off(default):
-        group, _ = distributed_c10d._new_process_group_helper(
-            len(ranks),
-            ranks.index(dist.get_rank()),
-            ranks,
-            dist.Backend(backend or default_backend),
-            store,
-            distributed_c10d.GroupName(f"fsdp_engine/{name}"),
-            timeout=timeout,
-            group_desc="fsdp_engine",
-        )
-    assert isinstance(group, dist.ProcessGroup)
-    world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
-    return group
-
-
-@contextmanager
-def _not_split_off(default: dist.ProcessGroup) -> Iterator[None]:
-    """Within it, new groups are not split off the default group's communicator, which all its ranks
-    would have to take part in (NCCL, where ``init_process_group`` was given a device)."""
-    bound = default.bound_device_id
-    if bound is None:
-        yield
-        return
-    default.bound_device_id = None
-    try:
-        yield
-    finally:
-        default.bound_device_id = bound
 
 
 def _timeout_of(device_mesh: DeviceMesh) -> timedelta:
     """The timeout that the user chose for the mesh's own groups, which ours inherit."""
-    return _timeout_of_group(device_mesh.get_group(0), torch.device(device_mesh.device_type))
-
-
-def _timeout_of_group(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    own = getattr(getattr(backend_of(group, device), "options", None), "_timeout", None)
-    if own is None:
-        own = distributed_c10d._get_default_timeout(dist.Backend(dist.get_backend(group)))
-    assert isinstance(own, timedelta)
-    return own
-
-
-def backend_of(group: dist.ProcessGroup, device: torch.device) -> object | None:
-    """The backend object that serves ``device`` in ``group``; None if there is none."""
-    try:
-        return group._get_backend(torch.device(device.type))
-    except RuntimeError:
-        return None
+    return timeout_of_group(device_mesh.get_group(0), torch.device(device_mesh.device_type))

@@ -26,7 +26,8 @@ import torch
 from torch.distributed import ProcessGroup
 
 from fsdp_engine.devices.collectives import all_reduce_
-from fsdp_engine.devices.mesh import DataMesh, backend_of
+from fsdp_engine.devices.groups import backend_of
+from fsdp_engine.devices.mesh import DataMesh
 
 
 class NcclPool:

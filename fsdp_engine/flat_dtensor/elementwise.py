@@ -166,10 +166,12 @@ def slice_of(tensor: Tensor, flat: FlatPlacement) -> Tensor | None:
     )
     if not fits or not shape:
         return None
-    row = math.prod(shape[1:])
+    row = math.prod(flat.cut_shape[1:])
     first = flat.start // max(row, 1)
     # Only the rows that it lies in are expanded.
-    rows = tensor.expand(shape)[first : -(-flat.stop // max(row, 1))]
+    expanded = tensor.expand(shape)
+    shard = expanded if flat.spread is None else flat.spread.shard_of(expanded)
+    rows = shard[first : -(-flat.stop // max(row, 1))]
     return rows.reshape(-1)[flat.start - first * row : flat.stop - first * row]
 
 
@@ -228,8 +230,10 @@ def copy_(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
         check_inplace(func, tensor)
     if isinstance(source, cls) and source._flat == flat:
         source = source._local_tensor
+    elif flat.spread is not None and flat.spread.has(source):
+        source = source.to_local().reshape(-1)[flat.start : flat.stop]  # type: ignore[attr-defined]
     elif source.shape == flat.shape:
-        source = _whole(source).reshape(-1)[flat.start : flat.stop]
+        source = flat.part_of(_whole(source))
     else:
         source = scalar(cls, func, source, flat)
     func(target._local_tensor, source, *args[2:], **{k: v for k, v in kwargs.items() if k != "src"})

@@ -48,7 +48,7 @@ class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, flat: FlatPlacement) -> Tensor:
         ctx.flat = flat
-        return reduce_over(value.clone(), flat.split_groups)
+        return reduce_over(value.clone(), flat.groups)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -78,7 +78,7 @@ def _sum_over(value: Tensor, flat: FlatPlacement) -> Tensor:
     if value.requires_grad:
         total: Tensor = _SumOverRanks.apply(value, flat)
         return total
-    return reduce_over(value, flat.split_groups)
+    return reduce_over(value, flat.groups)
 
 
 def _extreme_over(value: Tensor, groups: Groups, op: str) -> Tensor:
@@ -148,7 +148,7 @@ def _extreme(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     elif not math.prod(flat.shape):
         return func(local)  # torch's own error
     value = func(local) if local.numel() else _neutral(local, op)
-    return _extreme_over(value, flat.split_groups, op)
+    return _extreme_over(value, flat.groups, op)
 
 
 def _neutral(local: Tensor, op: str) -> Tensor:
@@ -190,7 +190,7 @@ def _foreach_norm(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     results: list[Any] = [None] * len(tensors)
     by_groups: dict[Groups | None, list[int]] = {}
     for index, tensor in enumerate(tensors):
-        key = tensor._flat.split_groups if isinstance(tensor, cls) else None
+        key = tensor._flat.groups if isinstance(tensor, cls) else None
         by_groups.setdefault(key, []).append(index)
     for key, indices in by_groups.items():
         flat = tensors[indices[0]]._flat if key is not None else None
@@ -234,10 +234,10 @@ def _norm_over(norms: Tensor, order: float, flat: FlatPlacement | None) -> Tenso
 
     ``flat`` is the placement of one of the slices; None: they are whole, plain tensors.
     """
-    if flat is None or not (flat.split_groups or norms.requires_grad):
+    if flat is None or not (flat.groups or norms.requires_grad):
         return norms
     if not math.isfinite(order):
-        return _extreme_over(norms, flat.split_groups, "max" if order > 0 else "min")
+        return _extreme_over(norms, flat.groups, "max" if order > 0 else "min")
     if order == 0:
         return _sum_over(norms, flat)
     total = _sum_over(norms**order, flat)
@@ -254,14 +254,14 @@ def equal(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> bool:
         raise refusal(cls, func, args, "compares tensors of different slices")
     same = func(a._local_tensor, b._local_tensor, *args[2:], **kwargs)
     value = torch.scalar_tensor(int(same), dtype=torch.int64, device=a._local_tensor.device)
-    return bool(reduce_over(value, a._flat.split_groups, "min").item())
+    return bool(reduce_over(value, a._flat.groups, "min").item())
 
 
 def unscale(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> None:
     """``_amp_foreach_non_finite_check_and_unscale_``: what one rank finds, all must know."""
     grads, found_inf, inverse_scale = args
     func([t._local_tensor if isinstance(t, cls) else t for t in grads], found_inf, inverse_scale)
-    for groups in {t._flat.split_groups: None for t in grads if isinstance(t, cls)}:
+    for groups in {t._flat.groups: None for t in grads if isinstance(t, cls)}:
         reduce_over(found_inf, groups, "max")
 
 

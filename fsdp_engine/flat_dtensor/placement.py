@@ -16,14 +16,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from operator import add
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
+
+from fsdp_engine.devices.mesh import joint_mesh
+from fsdp_engine.flat_dtensor.spread import Spread
 
 
 class Box(NamedTuple):
@@ -126,8 +132,9 @@ class FlatPlacement:
     Costs O(1) memory: nothing here grows with the number of ranks.
 
     Attributes:
-        shape: of the whole tensor.
-        start: first element held, counted in row-major order.
+        shape: of the whole tensor; of the global one where it is a DTensor over others' dimensions.
+        start: first element held, counted in row-major order: of the whole tensor, or of this
+            rank's shard of it (``spread``).
         stop: the element after the last; equal to ``start`` when this rank holds nothing.
         mesh: (inner,) or (outer, inner).
         split_groups: groups over which the tensor is cut, innermost first. A group of one rank may
@@ -135,6 +142,7 @@ class FlatPlacement:
         num_cut_axes: how many mesh axes cut the tensor, counted from the innermost; None: one for
             each of ``split_groups``.
         name: of the parameter, for messages; "" if it is not known.
+        spread: of a tensor that is a DTensor over other mesh dimensions.
 
     Raises:
         ValueError: the range does not lie inside the tensor, or more axes cut it than there are.
@@ -147,17 +155,18 @@ class FlatPlacement:
     split_groups: tuple[ProcessGroup, ...] = ()
     num_cut_axes: int | None = None
     name: str = field(default="", compare=False)
+    spread: Spread | None = None
     # One for each dtype that this slice is held in; they cost more to make than to keep.
     _specs: dict[torch.dtype, DTensorSpec] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
     def __post_init__(self) -> None:
-        numel = math.prod(self.shape)
+        numel = math.prod(self.cut_shape)
         if not 0 <= self.start <= self.stop <= numel:
             raise ValueError(
                 f"placement: expected 0 <= start <= stop <= {numel} for shape "
-                f"{tuple(self.shape)}; found [{self.start}, {self.stop})"
+                f"{tuple(self.cut_shape)}; found [{self.start}, {self.stop})"
             )
         if self.num_cut_axes is None:
             object.__setattr__(self, "num_cut_axes", len(self.split_groups))
@@ -169,17 +178,47 @@ class FlatPlacement:
 
     @classmethod
     def on_mesh(
-        cls, shape: Sequence[int], start: int, stop: int, mesh: DeviceMesh, num_cut_axes: int
+        cls,
+        shape: Sequence[int],
+        start: int,
+        stop: int,
+        mesh: DeviceMesh,
+        num_cut_axes: int,
+        spread: Spread | None = None,
     ) -> FlatPlacement:
         """A placement with the mesh's own groups, for the ``num_cut_axes`` innermost axes."""
         axes = range(mesh.ndim - 1, mesh.ndim - 1 - num_cut_axes, -1)
         groups = tuple(mesh.get_group(axis) for axis in axes)
-        return cls(torch.Size(shape), start, stop, mesh, groups, num_cut_axes)
+        return cls(torch.Size(shape), start, stop, mesh, groups, num_cut_axes, spread=spread)
 
     @property
     def _num_cut(self) -> int:
         assert self.num_cut_axes is not None
         return self.num_cut_axes
+
+    @property
+    def cut_shape(self) -> torch.Size:
+        """Shape of what is cut by flat ranges: the whole tensor, or this rank's shard of it."""
+        return self.shape if self.spread is None else self.spread.local_shape
+
+    @cached_property
+    def groups(self) -> tuple[ProcessGroup, ...]:
+        """Groups over which the elements of the whole tensor are spread, each on one rank of a
+        group: what is summed over them counts every element once."""
+        others = () if self.spread is None else self.spread.shard_groups
+        return self.split_groups + others
+
+    @cached_property
+    def device_mesh(self) -> DeviceMesh:
+        """All dimensions: the engine's, then those of ``spread``."""
+        if self.spread is None:
+            return self.mesh
+        return joint_mesh(self.mesh, self.spread.mesh) if self._num_cut else self.spread.mesh
+
+    def part_of(self, whole: Tensor) -> Tensor:
+        """This rank's slice of a plain whole tensor, 1-D."""
+        shard = whole if self.spread is None else self.spread.shard_of(whole)
+        return shard.reshape(-1)[self.start : self.stop]
 
     @property
     def numel(self) -> int:
@@ -188,14 +227,23 @@ class FlatPlacement:
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """For each mesh axis ``FlatShard()`` or ``Replicate()``."""
+        """For each axis of ``device_mesh``: ``FlatShard()`` or ``Replicate()``, then those of
+        ``spread``."""
+        others = () if self.spread is None else self.spread.placements
+        if self.spread is not None and not self._num_cut:
+            return others
         num_whole = self.mesh.ndim - self._num_cut
-        return (Replicate(),) * num_whole + (FlatShard(),) * self._num_cut
+        return (Replicate(),) * num_whole + (FlatShard(),) * self._num_cut + others
 
     @property
     def boxes(self) -> tuple[Box, ...]:
-        """The slice as boxes; see :func:`flat_range_boxes`."""
-        return flat_range_boxes(self.shape, self.start, self.stop)
+        """The slice as boxes of the whole tensor, in order; see :func:`flat_range_boxes`. Their
+        ``start`` and ``stop`` count as this placement's do."""
+        boxes = flat_range_boxes(self.cut_shape, self.start, self.stop)
+        if self.spread is None:
+            return boxes
+        first = self.spread.offsets
+        return tuple(box._replace(offsets=tuple(map(add, box.offsets, first))) for box in boxes)
 
     def spec(self, dtype: torch.dtype) -> DTensorSpec:
         """What DTensor's own dispatch is told, shared by all tensors of this slice and dtype.
@@ -212,7 +260,8 @@ class FlatPlacement:
             )
             stride = tuple(math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
             meta = TensorMeta(self.shape, stride, dtype)
-            spec = self._specs[dtype] = DTensorSpec(self.mesh, placements, tensor_meta=meta)
+            spec = DTensorSpec(self.device_mesh, placements, tensor_meta=meta)
+            self._specs[dtype] = spec
         return spec
 
     def __copy__(self) -> FlatPlacement:
@@ -224,7 +273,7 @@ class FlatPlacement:
 
     def __reduce__(self) -> Any:
         # Groups do not pickle; those of the mesh reach the same ranks.
-        args = (tuple(self.shape), self.start, self.stop, self.mesh, self._num_cut)
+        args = (tuple(self.shape), self.start, self.stop, self.mesh, self._num_cut, self.spread)
         return _on_mesh, args
 
 

@@ -44,7 +44,7 @@ def draw_(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
             func(**{**kwargs, "tensor": whole})
         else:
             func(whole, *args[1:], **kwargs)
-        local.copy_(whole.reshape(-1)[flat.start : flat.stop])
+        local.copy_(flat.part_of(whole))
     return target
 
 
@@ -57,7 +57,7 @@ def constant_(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
 def _check_generators(
     func: Function, generator: torch.Generator | None, device: torch.device, flat: FlatPlacement
 ) -> None:
-    if not flat.split_groups or device.type == "meta":
+    if not flat.groups or device.type == "meta":
         return
     if generator is None:
         on_cuda = device.type == "cuda"
@@ -67,7 +67,7 @@ def _check_generators(
     digest = hashlib.sha256(bytes(state.tolist())).digest()
     value = int.from_bytes(digest[:7], "big")
     extremes = torch.tensor([value, -value], device=device)
-    reduce_over(extremes, flat.split_groups, "max")
+    reduce_over(extremes, flat.groups, "max")
     highest, lowest = extremes.tolist()
     if highest != -lowest:
         raise ValueError(

@@ -37,6 +37,7 @@ from fsdp_engine.flat_dtensor.full_reductions import mean_over_mesh, reduce_over
 from fsdp_engine.flat_dtensor.outside_reads import Home
 from fsdp_engine.flat_dtensor.placement import Box, FlatPlacement, FlatShard, _on_mesh
 from fsdp_engine.flat_dtensor.slices import compact, refusal, unwrap
+from fsdp_engine.flat_dtensor.spread import Spread
 
 _NoTorchFunction = torch._C.DisableTorchFunctionSubclass  # type: ignore[attr-defined]
 _WORD = torch.int64
@@ -342,6 +343,9 @@ class FlatDTensor(DTensor):
         ]
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        spread = self._flat.spread
+        if spread is not None and not spread.is_first_copy:
+            return []  # the first copy may be cut elsewhere, so that chunks would overlap
         properties = TensorProperties.create_from_tensor(self._local_tensor)
         return [
             WriteItem(
@@ -383,8 +387,7 @@ class _FullTensor(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        grad = mean_over_mesh(grad, ctx.flat)
-        local = grad.reshape(-1)[ctx.flat.start : ctx.flat.stop]
+        local = ctx.flat.part_of(mean_over_mesh(grad, ctx.flat))
         # A clone, so that the whole gradient need not live as long as its slice.
         return ctx.cls._wrap(local.clone(), ctx.flat)
 
@@ -395,16 +398,18 @@ def _gather(local: Tensor, flat: FlatPlacement) -> Tensor:
     Every rank writes its bytes into zeros, and the sum has them all: exact for every dtype, with
     memory for one tensor. Added as 64-bit words, in which no two ranks share a byte.
     """
-    itemsize, numel = local.dtype.itemsize, math.prod(flat.shape)
     if local.is_meta:
         return memory.empty(tuple(flat.shape), local.dtype, "meta")
+    itemsize, numel = local.dtype.itemsize, math.prod(flat.cut_shape)
     mesh_type = flat.mesh.device_type
-    remote = bool(flat.split_groups) and local.device.type != mesh_type
+    remote = bool(flat.groups) and local.device.type != mesh_type
     words = memory.zeros(-(-numel * itemsize // 8), _WORD, mesh_type if remote else local.device)
     full = words.view(torch.uint8)[: numel * itemsize]
     full[flat.start * itemsize : flat.stop * itemsize].copy_(compact(local).view(torch.uint8))
     reduce_over(words, flat.split_groups)
-    return full.to(local.device).view(local.dtype).view(flat.shape)
+    shard = full.view(local.dtype).view(flat.cut_shape)
+    whole = shard if flat.spread is None else flat.spread.whole_of(shard)
+    return whole.to(local.device)
 
 
 def _rebuild(
@@ -419,7 +424,7 @@ def _rebuild(
     return tensor
 
 
-torch.serialization.add_safe_globals([FlatDTensor, FlatShard, _rebuild, _on_mesh])
+torch.serialization.add_safe_globals([FlatDTensor, FlatShard, Spread, _rebuild, _on_mesh])
 
 # As torch does for DTensor: optimizers and clip_grad_norm_ then prefer their foreach forms.
 for _types in (_foreach_utils._foreach_supported_types, _torch_optimizer._foreach_supported_types):

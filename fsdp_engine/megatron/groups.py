@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from fsdp_engine.devices.collectives import gather_objects
-from fsdp_engine.devices.mesh import group_of_ranks
+from fsdp_engine.devices.groups import group_of_ranks
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ def check_memory(model: nn.Module, records: Sequence[ParamRecord]) -> None:
         ValueError: two parameters, or a parameter and a buffer, share elements; names both. What
             is written to one would no longer be seen in the other.
     """
-    tensors = [(record.name, record.param.detach()) for record in records]
+    tensors = [(record.name, record.shard.detach()) for record in records]
     num_params = len(tensors)
     tensors += [(name, buffer) for name, buffer in model.named_buffers()]
     by_storage: dict[int, list[tuple[int, int, int]]] = {}

@@ -29,6 +29,7 @@ from fsdp_engine.devices.collectives import broadcast_, gather_objects
 from fsdp_engine.devices.lane import Lanes
 from fsdp_engine.devices.memory import Memory
 from fsdp_engine.devices.mesh import DataMesh
+from fsdp_engine.devices.ranks import Ranks
 from fsdp_engine.planning.initial_values import Holdings, Start, broadcast_buffers, decide
 from fsdp_engine.planning.materialize import ModuleTree, materialize, materialize_buffers
 from fsdp_engine.planning.plan import AxisPlan, AxisPlans, Plan
@@ -38,9 +39,11 @@ from fsdp_engine.strategies import Axis, Role
 @dataclass(frozen=True)
 class Ladders:
     """Where buffers are built: the axis plan and the communicators of all data-parallel ranks, and
-    those of experts' ranks."""
+    those of experts' ranks; and all ranks of the model, which are more than the data-parallel ones
+    where parameters are DTensors over other mesh dimensions."""
 
     axis_plans: AxisPlans
+    ranks: Ranks
     data: Ladder
     expert: Ladder | None = None
 
@@ -103,6 +106,7 @@ def agree_on_plan(
     signature: list[str],
     initial_values: str,
     mesh: DataMesh,
+    ranks: Ranks,
     what: str,
 ) -> Start:
     """Compare plans and initial values over all ranks; returns what all start from.
@@ -113,6 +117,7 @@ def agree_on_plan(
         signature: everything that must be the same, in lines.
         initial_values: see :func:`~fsdp_engine.sharding.shard`.
         mesh: all data-parallel ranks.
+        ranks: all ranks of the model.
         what: who asks, in messages.
 
     Raises:
@@ -123,13 +128,25 @@ def agree_on_plan(
     digest = hashlib.sha256("\n".join(signature).encode()).hexdigest()
     seed = int(torch.randint(2**31, ())) if plan is not None and plan.on_meta else 0
     values = holdings.digests if holdings is not None else {}
-    heads = agree(what, error, mesh.control_group, (digest, seed, values))
-    if any(head[0] != digest for head in heads):
-        _raise_first_difference(signature, mesh)
-    assert plan is not None
-    assert holdings is not None
-    all_values = [head[2] for head in heads]
-    return Start(int(heads[0][1]), *decide(plan, holdings, all_values, initial_values, mesh))
+    first = mesh.ranks[0]
+    heads = agree(what, error, ranks.control_group, (first, digest, seed, values))
+    mine = [head for head in heads if head[0] == first]  # others hold other shards of DTensors
+    start: Start | None = None
+    try:
+        if any(head[1] != digest for head in mine):
+            _raise_first_difference(signature, mesh)
+        assert plan is not None
+        assert holdings is not None
+        all_values = [head[3] for head in mine]
+        start = Start(int(heads[0][2]), *decide(plan, holdings, all_values, initial_values, mesh))
+    except ValueError as caught:
+        error = caught
+    if len(mine) < len(heads):
+        agree(what, error, ranks.control_group)
+    if start is None:
+        assert error is not None
+        raise error
+    return start
 
 
 def build_units(
@@ -202,7 +219,7 @@ def build_units(
     if plan.on_meta or start.whole:
         what = "giving values to modules on the meta device"
         try:
-            agree(what, error, ladders.data.mesh.control_group)
+            agree(what, error, ladders.ranks.control_group)
         except Exception as raised:
             raised.add_note("The model is half built: make a new one before the next shard()")
             raise

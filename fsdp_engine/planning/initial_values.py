@@ -110,7 +110,7 @@ class Holdings:
                 codec, scope = part.make_codec(), self._scope(part.kind.is_expert)
                 for record in part.records:
                     meta = record.param.is_meta
-                    value = record.param if meta else codec.initial_value(record.param)
+                    value = record.param if meta else codec.initial_value(record.shard)
                     yield scope, record.name, value, True
         for name, module, attribute, buffer in named_buffers(plan.root):
             saved = attribute not in module._non_persistent_buffers_set

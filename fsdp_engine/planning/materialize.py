@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from fsdp_engine.buffers.param_and_grad_buffer import ParamRecord
-from fsdp_engine.devices.memory import empty_like
+from fsdp_engine.devices.memory import empty, empty_like
 
 
 def check_meta(model: nn.Module) -> tuple[bool, str]:
@@ -112,10 +112,14 @@ def materialize(
     # Containers among them get no tensors of their own, but may give their children values.
     modules = {module: _metas_of(module) for module in tree.ready(metas)}
     for record in metas:
-        real = nn.Parameter(
-            empty_like(record.param, device), requires_grad=record.param.requires_grad
-        )
-        real.__dict__.update(record.param.__dict__)
+        # Of a DTensor the global tensor, so that values are those of the model without it.
+        param, marks = record.param, record.shard.__dict__
+        if record.spread is None:
+            values = empty_like(param, device)
+        else:
+            values = empty(tuple(param.shape), param.dtype, device)
+        real = nn.Parameter(values, requires_grad=param.requires_grad)
+        real.__dict__.update(marks)
         record.param = real
         for module, attribute in record.owners:
             module._parameters[attribute] = real

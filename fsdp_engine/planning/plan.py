@@ -20,7 +20,6 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 
 from fsdp_engine.buffers.param_and_grad_buffer import ParamRecord
@@ -35,6 +34,7 @@ from fsdp_engine.codecs import (
 )
 from fsdp_engine.codecs.transformer_engine import is_quantized
 from fsdp_engine.config import DistributedDataParallelConfig
+from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.layout import ALIGNMENT, Layout
 from fsdp_engine.layout.placement import TensorRequest, plan_layouts
 from fsdp_engine.planning.assignment import (
@@ -45,6 +45,7 @@ from fsdp_engine.planning.assignment import (
     find_units,
 )
 from fsdp_engine.planning.buckets import bucket_multiple, split_by_count, split_by_size
+from fsdp_engine.planning.dtensors import set_spreads
 from fsdp_engine.planning.materialize import check_meta
 from fsdp_engine.planning.unit_size import join_small, least_size
 from fsdp_engine.precision import MixedPrecisionPolicy
@@ -161,6 +162,7 @@ class Plan:
         params = [
             f"{_known_as(record)}: shape {tuple(record.param.shape)}, {record.param.dtype}, "
             f"{'trainable' if record.param.requires_grad else 'frozen'}"
+            f"{'' if record.spread is None else f', {record.spread.placements}'}"
             for record in self.records
         ]
         places = [
@@ -181,13 +183,14 @@ def make_plan(
     Raises:
         ValueError: units that match nothing, a granule that does not divide its parameter, a
             model without parameters, uninitialised lazy parameters, parameters that share memory,
-            DTensors, experts without
-            ranks of their own, weight gradients put off unasked, or an optimizer that holds the
+            DTensors with other placements than shards and replicas, experts without ranks of their
+            own, weight gradients put off unasked, or an optimizer that holds the
             model's parameters already.
     """
     records = collect_records(model)
     if not records:
         raise ValueError(f"model: expected parameters; found none in {type(model).__name__}")
+    set_spreads(records)
     for record in records:
         _check_record(record, settings)
     check_memory(model, records)
@@ -294,8 +297,9 @@ def _lay_out(
     codec = make_codec()
     requests = []
     for record in records:
-        shape = tuple(record.param.shape)
-        wanted = settings.granule(record.name, record.param) if settings.granule is not None else 1
+        shard = record.shard
+        shape = tuple(shard.shape)
+        wanted = settings.granule(record.name, shard) if settings.granule is not None else 1
         checked = TensorRequest(record.name, shape, wanted).granule
         together = math.lcm(checked, codec.granule(shape))
         requests.append(TensorRequest(record.name, shape, together))
@@ -317,7 +321,7 @@ def _lay_out(
 def _kind_of(
     record: ParamRecord, settings: PlanSettings
 ) -> tuple[BufferKind, Callable[[], ParamCodec]]:
-    param = record.param
+    param = record.shard
     policy = settings.policy
     if any(_keeps_statistics(module) for module, _ in record.owners):
         # Batch norm wants weights in the dtype of its running statistics, which no policy casts.
@@ -366,12 +370,13 @@ def _check_record(record: ParamRecord, settings: PlanSettings) -> None:
             f"{record.name}: expected a module with quantised weights (quantized_model_init) to be "
             "built on a device; found it on the meta device"
         )
-    if isinstance(param, DTensor):
+    if isinstance(param, FlatDTensor):
         raise ValueError(
-            f"{record.name}: expected a plain parameter; found a {type(param).__name__} "
-            f"over {param.device_mesh} (sharded elsewhere; tensor parallelism has to "
-            "keep plain local parameters)"
+            f"{record.name}: expected a parameter that no engine has; found a slice of one that "
+            "was sharded before"
         )
+    if record.spread is not None:
+        param = record.shard
     if type(param) not in (Tensor, nn.Parameter, FakeTensor) and not is_quantized(param):
         raise ValueError(
             f"{record.name}: expected a plain torch.nn.Parameter, all of whose data are its "

@@ -376,6 +376,7 @@ def _gradient_writer(scheduler: Scheduler, unit: Unit, buffer: ParamAndGradBuffe
     grads = buffer.grads
     assert grads is not None
     count = len(buffer.records)
+    shard_of = buffer.shard_of_gradient if buffer.has_dtensors else None
 
     @not_compiled
     def on_grad(index: int, param: Tensor) -> None:
@@ -385,7 +386,7 @@ def _gradient_writer(scheduler: Scheduler, unit: Unit, buffer: ParamAndGradBuffe
         if not grads.num_touched:
             scheduler.begin_gradient(unit)
         param.grad = None
-        grads.write(index, grad)
+        grads.write(index, grad if shard_of is None else shard_of(index, grad))
         if grads.num_touched == count:
             scheduler.gradient_came(unit)
 

@@ -46,7 +46,7 @@ import torch
 
 from fsdp_engine.config import StagingBudget, Timing
 from fsdp_engine.devices.lane import Lanes
-from fsdp_engine.devices.mesh import DataMesh
+from fsdp_engine.devices.ranks import Ranks
 from fsdp_engine.runtime.gradient_checks import GradientChecks
 from fsdp_engine.runtime.step_message import StepMessage
 from fsdp_engine.runtime.turns import Came, InFlight, Turns
@@ -81,7 +81,7 @@ class Reductions:
     Args:
         units: all of them, in module order.
         lanes: of the engine.
-        mesh: all data-parallel ranks.
+        ranks: all ranks of the model.
         budget: staging that may be in flight.
         timing: how far a backward goes.
         checks: what looks at gradients before they travel; None: nothing does.
@@ -95,7 +95,7 @@ class Reductions:
         self,
         units: Sequence[Unit],
         lanes: Lanes,
-        mesh: DataMesh,
+        ranks: Ranks,
         budget: StagingBudget,
         timing: Timing,
         checks: GradientChecks | None,
@@ -107,7 +107,7 @@ class Reductions:
         self._seen_order = [unit.index for unit in units]
         self.canonical_order = self._seen_order
         self._buffers = [buffer for unit in units for buffer in unit.trainable]
-        self._message = StepMessage(self._buffers, mesh.control_group, mesh.device, checks)
+        self._message = StepMessage(self._buffers, ranks.control_group, ranks.device, checks)
         self._queue = self._make_queue()
         self._in_flight = InFlight(lanes, budget, [unit.num_staged for unit in units])
         self._wait_later = weakref.WeakMethod(self.wait) if lanes.compute.runs_ahead else None

@@ -174,7 +174,7 @@ def _off_meta(tensor: Tensor) -> Tensor:
     twin = empty_like(tensor.detach(), torch.device("cpu"))
     if isinstance(tensor, nn.Parameter):
         twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
-    # Marks of users; what a fake tensor keeps there itself (torch 2.11 does), its device say, stays.
+    # Marks of users; what a fake tensor keeps there itself (torch 2.11: its device, say) stays.
     marks = {key: mark for key, mark in vars(tensor).items() if key not in vars(twin)}
     twin.__dict__.update({key: mark for key, mark in marks.items() if key[0] != "_"})
     return twin

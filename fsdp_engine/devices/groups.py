@@ -1,0 +1,107 @@
+"""Process groups: those that ranks agree to make, and what is asked of any.
+
+``dist.new_group`` is not used: see :func:`new_group`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from fsdp_engine.devices.meeting import meet
+
+_BY_RANKS: weakref.WeakKeyDictionary[
+    dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]
+] = weakref.WeakKeyDictionary()
+
+
+def group_of_ranks(
+    ranks: Iterable[int], like: dist.ProcessGroup, device: torch.device
+) -> dist.ProcessGroup:
+    """The group of these global ranks, made once; they must all call it, and nobody else.
+
+    Args:
+        ranks: in any order, this rank among them.
+        like: whose timeout it gets.
+        device: of the tensors that shall travel.
+    """
+    members = tuple(sorted(ranks))
+    known = _BY_RANKS.setdefault(default_group(), {})
+    timeout = timeout_of_group(like, device)
+    meeting = meet("a group of model-parallel ranks", members, timeout, has=members in known)
+    if not meeting.all_have:
+        known[members] = new_group(list(members), timeout, f"{meeting.name}/ranks")
+    return known[members]
+
+
+def default_group() -> dist.ProcessGroup:
+    """That of all ranks, which must be initialised."""
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def new_group(
+    ranks: list[int], timeout: timedelta, name: str, backend: str | None = None
+) -> dist.ProcessGroup:
+    """The group of these ranks, in this order; only they call it.
+
+    An axis of 1,024 rows costs a rank one group, not 1,024. ``dist.new_group`` has that, too, but
+    puts the number of groups that the rank is in into the name under which its ranks look for each
+    other (torch 2.11 to 2.13): ranks in different numbers of groups would wait for ever.
+    """
+    default = default_group()
+    world = distributed_c10d._world
+    default_backend, store = world.pg_map[default]
+    with _not_split_off(default):
+        group, _ = distributed_c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(dist.get_rank()),
+            ranks,
+            dist.Backend(backend or default_backend),
+            store,
+            distributed_c10d.GroupName(f"fsdp_engine/{name}"),
+            timeout=timeout,
+            group_desc="fsdp_engine",
+        )
+    assert isinstance(group, dist.ProcessGroup)
+    world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    return group
+
+
+@contextmanager
+def _not_split_off(default: dist.ProcessGroup) -> Iterator[None]:
+    """Within it, new groups are not split off the default group's communicator, which all its ranks
+    would have to take part in (NCCL, where ``init_process_group`` was given a device)."""
+    bound = default.bound_device_id
+    if bound is None:
+        yield
+        return
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = bound
+
+
+def timeout_of_group(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """The timeout that ``group`` was made with, for tensors on ``device``."""
+    own = getattr(getattr(backend_of(group, device), "options", None), "_timeout", None)
+    if own is None:
+        own = distributed_c10d._get_default_timeout(dist.Backend(dist.get_backend(group)))
+    assert isinstance(own, timedelta)
+    return own
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> object | None:
+    """The backend object that serves ``device`` in ``group``; None if there is none."""
+    try:
+        return group._get_backend(torch.device(device.type))
+    except RuntimeError:
+        return None

@@ -1,0 +1,60 @@
+"""Parameters that are DTensors already: what they must be like, and which ranks they bring in.
+
+See [Note: Parameters that are DTensors] in ``flat_dtensor/spread.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fsdp_engine.buffers.param_and_grad_buffer import ParamRecord
+from fsdp_engine.devices.mesh import DataMesh, joint_mesh
+from fsdp_engine.devices.ranks import Ranks
+from fsdp_engine.flat_dtensor import FlatDTensor
+from fsdp_engine.flat_dtensor.spread import Spread
+
+
+def ranks_of_model(model: nn.Module, data: DataMesh) -> Ranks:
+    """All ranks over which the model lies: ``data``, and its like at every place of the mesh
+    dimensions that DTensor parameters are over. Collective among all of these.
+
+    Raises:
+        ValueError: a DTensor is over ranks of ``data``, on another device type, or over a mesh that
+            ``data`` is not cut from; names it.
+    """
+    meshes: list[DeviceMesh] = []
+    for name, param in model.named_parameters():
+        if not isinstance(param, DTensor) or isinstance(param, FlatDTensor):
+            continue
+        mesh = param.device_mesh
+        if mesh in meshes:
+            continue
+        meshes.append(mesh)
+        if mesh.device_type != data.device_mesh.device_type:
+            raise ValueError(
+                f"{name}: expected a DTensor on {data.device_mesh.device_type}, as the mesh; found "
+                f"one on {mesh.device_type}"
+            )
+        try:
+            joint_mesh(data.device_mesh, mesh)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+    return data.joined_with(meshes)
+
+
+def set_spreads(records: Sequence[ParamRecord]) -> None:
+    """Note how parameters that are DTensors lie.
+
+    Raises:
+        ValueError: a placement is neither ``Shard`` nor ``Replicate``; names the parameter.
+    """
+    for record in records:
+        if isinstance(record.param, DTensor) and not isinstance(record.param, FlatDTensor):
+            try:
+                record.spread = Spread.of(record.param)
+            except ValueError as error:
+                raise ValueError(f"{record.name}: {error}") from error
