@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from fsdp_engine.flat_dtensor.param_hooks import ParamHooks
+from fsdp_engine.flat_dtensor.spread import Spread
 
 
 class OutsideReads:
@@ -134,16 +135,20 @@ class Home:
             return None
         return reads.full_params[self._index]
 
-    def followed(self, values: Tensor) -> Tensor | None:
+    def followed(self, values: Tensor, spread: Spread | None) -> Tensor | None:
         """``values``, the whole main weights, as autograd is to follow them; None: the engine has
-        gone."""
+        gone.
+
+        Args:
+            spread: of a parameter that is a DTensor.
+        """
         reads = self._reads()
         if reads is None:
             return None
         leaf = reads.full_params[self._index]
         if not leaf.requires_grad:
             leaf.requires_grad_(True)  # thawed since the last forward
-        result: Tensor = _Read.apply(leaf, values, _Count(reads))
+        result: Tensor = _Read.apply(leaf, values, _Count(reads), spread)
         return result
 
 
@@ -170,14 +175,18 @@ class _Read(torch.autograd.Function):
     """Values of a parameter, whose gradient goes to another tensor of its shape."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor, values: Tensor, count: _Count) -> Tensor:
-        ctx.count = count
+    def forward(
+        ctx: Any, leaf: Tensor, values: Tensor, count: _Count, spread: Spread | None
+    ) -> Tensor:
+        ctx.count, ctx.spread = count, spread
         return values.view_as(values)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         ctx.count.end()
-        return grad, None, None
+        if ctx.spread is not None:
+            grad = ctx.spread.wrap(ctx.spread.shard_of(grad).contiguous())
+        return grad, None, None, None
 
 
 def check_leads_to_slices(outputs: Sequence[Any], homes: Sequence[Home]) -> None:

@@ -137,7 +137,7 @@ class FlatDTensor(DTensor):
         if torch.is_grad_enabled() and self.requires_grad:
             if self._home is not None:
                 values = _gather(self._local_tensor, self._flat)
-                followed = self._home.followed(values)
+                followed = self._home.followed(values, self._flat.spread)
                 if followed is not None:
                     return followed
             result: Tensor = _FullTensor.apply(self)

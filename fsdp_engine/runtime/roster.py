@@ -230,8 +230,12 @@ class Roster:
             # By name, too: on one rank the slices of two parameters can both be empty.
             if mine is None or value._flat != mine or value._flat.name != mine.name:
                 problem = f"another slice, {value.flat_placement}. Assign value.full_tensor()"
-        elif isinstance(value, DTensor) or type(value) not in (Tensor, nn.Parameter):
-            problem = f"a {type(value).__name__}. Assign a plain tensor (.full_tensor(), say)"
+        elif isinstance(value, DTensor):
+            spread = sharded._flat.spread if isinstance(sharded, FlatDTensor) else None
+            if spread is None or spread.mesh != value.device_mesh:
+                problem = f"a DTensor over {value.device_mesh}. Assign value.full_tensor()"
+        elif type(value) not in (Tensor, nn.Parameter):
+            problem = f"a {type(value).__name__}. Assign a plain tensor"
         elif value.is_meta:
             problem = "a tensor on the meta device, which has none"
         if not problem and value.shape != sharded.shape:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -53,8 +55,21 @@ class Model(nn.Module):
         return F.cross_entropy(logits.flatten(0, -2).float(), tokens.roll(-1, -1).flatten())
 
 
+# By default group, of which each call of the pool has its own.
+_MESHES: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, DeviceMesh]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
 def mesh_of(sizes: Sequence[int], names: Sequence[str]) -> DeviceMesh:
-    return init_device_mesh("cpu", tuple(sizes), mesh_dim_names=tuple(names))
+    """One mesh for each shape. DTensor's caches keep the first mesh that they meet of equal ones,
+    in the next call of a rank, too: its groups then must have the names that they had."""
+    assert dist.group.WORLD is not None
+    known = _MESHES.setdefault(dist.group.WORLD, {})
+    key = (*sizes, *names)
+    if key not in known:
+        known[key] = init_device_mesh("cpu", tuple(sizes), mesh_dim_names=tuple(names))
+    return known[key]
 
 
 def cut(model: Model, tp: DeviceMesh, *, sequence: bool = False, tied: bool = False) -> Model:
@@ -70,7 +85,7 @@ def cut(model: Model, tp: DeviceMesh, *, sequence: bool = False, tied: bool = Fa
     if sequence:
         inner = {
             "norm": SequenceParallel(),
-            "up": ColwiseParallel(input_layouts=Shard(1)),
+            "up": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
             "down": RowwiseParallel(output_layouts=Shard(1)),
         }
         plan = {

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Shard
 
 import fsdp_engine as fe
 from fsdp_engine.strategies import LEVELS
@@ -237,19 +237,6 @@ def test_sharding_a_model_twice_is_refused() -> None:
 
 
 @on_ranks(2)
-def test_a_parameter_that_is_sharded_by_something_else_is_refused() -> None:
-    mesh = init_device_mesh("cpu", (2,))
-    model = Mlp()
-    whole = next(model.parameters())
-    name = next(name for name, _ in model.named_parameters())
-    model.get_submodule(name.rpartition(".")[0]).register_parameter(
-        name.rpartition(".")[2], nn.Parameter(distribute_tensor(whole.detach(), mesh, [Shard(0)]))
-    )
-    with pytest.raises(ValueError, match=rf"^{name}: expected a plain parameter; found a DTensor"):
-        fe.shard(model)
-
-
-@on_ranks(2)
 def test_a_granule_that_does_not_divide_its_parameter_is_refused() -> None:
     model = Transformer(num_blocks=1)
 
@@ -344,7 +331,7 @@ def test_training_within_unsharded_is_refused() -> None:
 
 @on_ranks(2)
 def test_redistributing_to_anything_but_replicated_is_refused() -> None:
-    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor import Replicate
 
     model = Transformer(num_blocks=1)
     engine = fe.shard(model)

@@ -1,0 +1,143 @@
+"""DTensor parameters that cannot be sharded: an error on all ranks, before anything is changed."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+import fsdp_engine as fe
+from tests.composition.tensor_parallel import Model, cut, mesh_of
+from tests.pool import on_ranks
+
+
+def two_by_two() -> DeviceMesh:
+    return mesh_of((2, 2), ("dp", "tp"))
+
+
+def refused(model: nn.Module, mesh: DeviceMesh | None, *said: str, **options: Any) -> None:
+    """``fe.shard`` raises ValueError here, with these words; the model is as it was."""
+    before = {name: id(param) for name, param in model.named_parameters()}
+    with pytest.raises(ValueError, match=re.escape(said[0])) as raised:
+        fe.shard(model, mesh, **options)
+    for word in said:
+        assert word in str(raised.value), raised.value
+    assert before == {name: id(param) for name, param in model.named_parameters()}
+
+
+@on_ranks(4)
+def test_dimensions_that_overlap() -> None:
+    mesh = two_by_two()
+    model = cut(Model(), mesh["tp"])
+    refused(model, None, "embedding.weight", 'mesh["dp"]')
+    refused(model, mesh, "embedding.weight", "overlapping")
+    refused(model, mesh["tp"], "embedding.weight", "overlapping")
+    other = mesh_of((4,), ("all",))
+    refused(model, other, "embedding.weight")
+
+
+@on_ranks(4)
+def test_meshes_that_are_not_cut_from_one() -> None:
+    tp = two_by_two()["tp"]
+    column = [0, 2] if dist.get_rank() % 2 == 0 else [1, 3]
+    refused(cut(Model(), tp), DeviceMesh("cpu", column), "embedding.weight", "names")
+
+
+@on_ranks(4)
+def test_another_device_type() -> None:
+    mesh = two_by_two()
+    model = cut(Model(), mesh["tp"])
+    ranks = mesh["tp"].mesh
+    elsewhere = DeviceMesh("cuda", ranks, mesh_dim_names=("tp",), _init_backend=False)
+    meta = TensorMeta(torch.Size((12,)), (1,), torch.float32)
+    spec = DTensorSpec(elsewhere, (Shard(0),), tensor_meta=meta)
+    make: Any = DTensor
+    model.norm.weight = nn.Parameter(make(torch.ones(6), spec, requires_grad=False))
+    refused(model, mesh["dp"], "norm.weight", "one on cuda")
+
+
+@on_ranks(4)
+def test_placements_that_are_no_shards() -> None:
+    mesh = two_by_two()
+    model = Model()
+    partial = DTensor.from_local(torch.ones(12), mesh["tp"], [Partial()])
+    model.norm.weight = nn.Parameter(partial)
+    refused(model, mesh["dp"], "norm.weight", "Partial")
+
+
+@on_ranks(4)
+def test_a_plain_and_a_dtensor_in_one_tie() -> None:
+    mesh = two_by_two()
+    model = Model(tied=True)
+    whole = model.embedding.weight.detach()
+    model.head.weight = nn.Parameter(DTensor.from_local(whole, mesh["tp"], [Replicate()]))
+    refused(model, mesh["dp"], "embedding.weight", "head.weight", "same elements")
+
+
+@on_ranks(4)
+def test_what_one_rank_raises_all_raise() -> None:
+    mesh = two_by_two()
+    rank = dist.get_rank()
+
+    def granule(name: str, param: Tensor) -> int:
+        if rank == 3:
+            raise KeyError(name)
+        return 1
+
+    before = cut(Model(), mesh["tp"])
+    with pytest.raises(KeyError if rank == 3 else Exception, match="embedding"):
+        fe.shard(before, mesh["dp"], granule=granule)
+
+
+@on_ranks(4)
+def test_initial_values_that_differ_in_one_shard() -> None:
+    mesh = two_by_two()
+    torch.manual_seed(1)
+    model = cut(Model(), mesh["tp"])
+    if dist.get_rank() == 2:
+        shard: Any = model.blocks[1].up.weight
+        shard.data._local_tensor.add_(1)
+    # On ranks 0 and 2, which share it, and on the others, which would wait for them for ever.
+    with pytest.raises(
+        ValueError, match=r"blocks\.1\.up\.weight: expected the same initial values"
+    ):
+        fe.shard(model, mesh["dp"])
+
+
+class Plainly(torch.autograd.Function):
+    """Computes with what lies here of a DTensor, and returns a plain gradient for it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return x + weight.to_local().sum()  # type: ignore[attr-defined]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, torch.ones(6, 2) * grad.sum()
+
+
+class Odd(nn.Module):
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(distribute_tensor(torch.randn(6, 2), mesh, [Shard(0)]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Plainly.apply(x, self.weight)
+
+
+@on_ranks(4)
+def test_a_gradient_that_is_no_dtensor() -> None:
+    mesh = two_by_two()
+    engine = fe.shard(Odd(mesh["tp"]), mesh["dp"])
+    with pytest.raises(
+        RuntimeError, match="backward: expected for weight a gradient that is a DTensor"
+    ):
+        engine.model(torch.ones(1, requires_grad=True)).sum().backward()

@@ -1,0 +1,181 @@
+"""What users see of a sharded parameter that is a DTensor: one tensor of the global shape."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import fsdp_engine as fe
+from fsdp_engine.flat_dtensor import FlatDTensor
+from tests.composition.tensor_parallel import Model, cut, mesh_of, tokens_for, whole
+from tests.pool import on_ranks
+
+LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+UNEVEN = {"width": 6, "hidden": 17}
+
+
+def both(level: str, **shape: int) -> tuple[Model, fe.Engine]:
+    """The plain model, and the sharded one of the same values."""
+    torch.manual_seed(5)
+    model = Model(**shape)
+    mesh = mesh_of((2, 2), ("dp", "tp"))
+    twin = cut(copy.deepcopy(model), mesh["tp"], sequence=True)
+    return model, fe.shard(twin, mesh["dp"], level)
+
+
+def pairs(model: nn.Module, engine: fe.Engine) -> list[tuple[str, Any, Any]]:
+    plain = dict(model.named_parameters())
+    return [(name, plain[name], param) for name, param in engine.model.named_parameters()]
+
+
+@on_ranks(4)
+def test_shape_placements_and_mesh() -> None:
+    _, engine = both("optim_grads_params")
+    weight: Any = engine.model.get_parameter("blocks.0.up.weight")
+    assert isinstance(weight, FlatDTensor)
+    assert weight.shape == (20, 12)
+    assert weight.device_mesh.mesh_dim_names == ("dp", "tp")
+    assert [str(each) for each in weight.placements][1] == "S(0)"
+    assert weight.placements[0].is_shard()
+    # This rank holds half of the half that tensor parallelism left it, or thereabouts.
+    held = torch.tensor(weight.to_local().numel())
+    dist.all_reduce(held)
+    assert held == weight.numel() == 240
+    norm: Any = engine.model.get_parameter("blocks.0.norm.weight")
+    assert norm.placements[1] == Replicate()
+
+
+@on_ranks(4)
+def test_what_is_computed_of_the_whole() -> None:
+    for level in LEVELS:
+        for shape in ({}, UNEVEN):
+            for name, plain, param in pairs(*both(level, **shape)):
+                value, mine = plain.detach(), param.detach()
+                assert torch.equal(whole(mine), value), (level, name)
+                assert torch.allclose(whole(mine.norm()), value.norm()), (level, name)
+                assert torch.allclose(whole(mine.sum()), value.sum(), atol=1e-5), (level, name)
+                assert torch.allclose(whole(mine.mean()), value.mean(), atol=1e-6), (level, name)
+                assert whole(mine.max()) == value.max()
+                assert whole(mine.abs().min()) == value.abs().min()
+                assert torch.equal(whole(mine * 2 + mine), value * 2 + value)
+                replicated = mine.redistribute(placements=[Replicate()] * mine.device_mesh.ndim)
+                assert torch.equal(replicated.to_local(), value)
+
+
+@on_ranks(4)
+def test_values_from_whole_tensors() -> None:
+    for level in LEVELS[1:]:  # where nothing is cut, parameters are DTensors of torch's own
+        for shape in ({}, UNEVEN):
+            _, engine = both(level, **shape)
+            torch.manual_seed(9)
+            other = Model(**shape)
+            engine.model.load_state_dict(other.state_dict())
+            for name, plain, param in pairs(other, engine):
+                assert torch.equal(whole(param), plain.detach()), (level, name)
+            expected = other(tokens_for(0, 0, 0))
+            assert torch.allclose(engine.model(tokens_for(0, 0, 0)), expected, atol=1e-5)
+
+
+@on_ranks(4)
+def test_random_values_are_those_of_one_process() -> None:
+    for level in ("optim", "optim_grads_params"):
+        model, engine = both(level, **UNEVEN)
+        for each in (model, engine.model):
+            torch.manual_seed(11)
+            with torch.no_grad():
+                for param in each.parameters():
+                    nn.init.normal_(param, std=0.02)
+        for name, plain, param in pairs(model, engine):
+            assert torch.equal(whole(param), plain.detach()), (level, name)
+
+
+@on_ranks(4)
+def test_full_weights_of_the_engine() -> None:
+    for level in LEVELS:
+        model, engine = both(level, **UNEVEN)
+        state = engine.full_state_dict()
+        for name, plain in model.state_dict().items():
+            assert torch.equal(state[name], plain), (level, name)
+            assert torch.equal(engine.full_tensor(name), plain), (level, name)
+        with engine.unsharded():
+            weight: Any = engine.model.get_parameter("blocks.1.up.weight")
+            assert isinstance(weight, DTensor)
+            assert weight.placements == (Shard(0),)
+            with torch.no_grad():
+                weight.mul_(2)
+        found = whole(engine.model.get_parameter("blocks.1.up.weight"))
+        assert torch.equal(found, 2 * model.get_parameter("blocks.1.up.weight").detach())
+
+
+@on_ranks(4)
+def test_a_penalty_on_parameters_outside_forward() -> None:
+    for level in ("optim", "optim_grads_params"):
+        model, engine = both(level, **UNEVEN)
+        for each in (model, engine.model):
+            penalty: Tensor = torch.zeros(())
+            for param in each.parameters():
+                penalty = penalty + param.square().sum() + param.norm()
+            (each(tokens_for(0, 0, 0)) + 0.1 * penalty).backward()
+        for name, plain, param in pairs(model, engine):
+            found = whole(param.grad)
+            assert torch.allclose(found, plain.grad, rtol=1e-3, atol=1e-5), (level, name)
+
+
+@on_ranks(4)
+def test_full_tensor_has_a_gradient() -> None:
+    model, engine = both("optim_grads_params", **UNEVEN)
+    name = "blocks.2.up.weight"
+    plain, param = model.get_parameter(name), engine.model.get_parameter(name)
+    weights = torch.arange(plain.numel(), dtype=torch.float32).view(plain.shape)
+    (plain * weights).sum().backward()
+    full: Any = param
+    loss = (full.full_tensor() * weights).sum() + 0 * engine.model(tokens_for(0, 0, 0))
+    loss.backward()
+    assert torch.allclose(whole(param.grad), plain.grad)  # type: ignore[arg-type]
+
+
+@on_ranks(4)
+def test_optimizer_state_lies_as_parameters_do() -> None:
+    _, engine = both("optim_grads_params", **UNEVEN)
+    optimizer = fe.shard_optimizer(torch.optim.AdamW(engine.model.parameters(), lr=0.1))
+    engine.model(tokens_for(0, 0, 0)).backward()
+    optimizer.step()
+    for param in engine.model.parameters():
+        state = optimizer.state[param]["exp_avg"]
+        assert state.shape == param.shape
+        assert state.flat_placement == param.flat_placement  # type: ignore[attr-defined]
+
+
+@on_ranks(4)
+def test_a_dtensor_of_the_same_placements_is_taken_as_a_value() -> None:
+    _, engine = both("optim_grads_params")
+    weight: Any = engine.model.get_parameter("head.weight")
+    values = torch.randn(weight.shape, generator=torch.Generator().manual_seed(3))
+    mesh = weight.flat_placement.spread.mesh
+    with torch.no_grad():
+        weight.copy_(distribute_tensor(values, mesh, [Shard(0)]))
+    assert torch.equal(whole(weight), values)
+    with torch.no_grad():
+        weight.copy_(distribute_tensor(2 * values, mesh, [Shard(1)]))
+    assert torch.equal(whole(weight), 2 * values)
+    head: Any = engine.model.get_submodule("head")
+    head.weight = nn.Parameter(distribute_tensor(3 * values, mesh, [Shard(0)]))
+    assert torch.equal(whole(head.weight), 3 * values)
+
+
+@on_ranks(4)
+def test_hooks_see_the_reduced_gradient() -> None:
+    model, engine = both("optim_grads_params")
+    seen: dict[str, Tensor] = {}
+    for name, param in engine.model.named_parameters():
+        param.register_hook(lambda grad, name=name: seen.__setitem__(name, whole(grad)))
+    rank = engine.mesh.rank
+    engine.model(tokens_for(0, 0, rank)).backward()
+    (sum(model(tokens_for(0, 0, each)) for each in range(2)) / 2).backward()
+    for name, plain, _ in pairs(model, engine):
+        assert torch.allclose(seen[name], plain.grad, rtol=1e-3, atol=1e-5), name
