@@ -17,7 +17,7 @@ from fsdp_engine.devices.ranks import Ranks
 from fsdp_engine.engine import Engine, engine_within
 from fsdp_engine.planning.assignment import UnitSelector
 from fsdp_engine.planning.build import Ladders, agree_on_plan
-from fsdp_engine.planning.dtensors import ranks_of_model
+from fsdp_engine.planning.dtensors import choose_written, ranks_of_model
 from fsdp_engine.planning.initial_values import CHOICES, SAME, Holdings
 from fsdp_engine.planning.plan import AxisPlan, AxisPlans, Granule, Plan, PlanSettings, make_plan
 from fsdp_engine.precision import MixedPrecisionPolicy
@@ -165,6 +165,7 @@ def make_engine(
             policy, config, axis_plans, granule, codec_rules, min_unit_size=min_unit_size
         )
         plan = make_plan(model, units, settings)
+        choose_written(plan.records, data, ranks)
         compare = data.size > 1 and initial_values == SAME and not broadcast
         holdings = Holdings(plan, experts, compare=compare)
         options = f"{levels}, {policy}, {config}, {initial_values}, min_unit_size={min_unit_size}"

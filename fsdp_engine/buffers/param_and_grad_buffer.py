@@ -58,6 +58,8 @@ class ParamRecord:
         aliases: all its names, the first included.
         spread: of one that is a DTensor: how it lies over mesh dimensions that are not the
             engine's. Set when it is planned.
+        is_written: a checkpoint takes what this rank holds of it from here, and not from another
+            place of others' mesh dimensions that holds the same. Set when it is planned.
     """
 
     name: str
@@ -65,6 +67,7 @@ class ParamRecord:
     owners: list[tuple[nn.Module, str]] = field(default_factory=list)
     aliases: list[str] = field(default_factory=list)
     spread: Spread | None = None
+    is_written: bool = True
 
     @property
     def shard(self) -> nn.Parameter:
@@ -188,6 +191,7 @@ class ParamAndGradBuffer:
             num_cut_axes=self._num_cut_mesh_axes,
             name=self.records[index].name,
             spread=spread,
+            is_written=self.records[index].is_written,
         )
 
     @property

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from fsdp_engine.checkpoint.dcp_metadata import METADATA
 from fsdp_engine.checkpoint.directory import CheckpointDirectory
-from fsdp_engine.checkpoint.engines import Engines, as_one, level_names
+from fsdp_engine.checkpoint.engines import Engines, as_one, axis_sizes, level_names
 from fsdp_engine.checkpoint.folder import (
     FolderMatch,
     LoadReport,
@@ -93,12 +93,12 @@ class Checkpointer:
         self._extra = check_extra(extra)
         self._engine = as_one(engine)
         self._levels = level_names(engine)
-        self._mesh = self._engine.mesh
-        self._control = self._mesh.control_group
+        self._ranks = self._engine.ranks
+        self._control = self._ranks.control_group
         self._optimizer = optimizer
         self._keep = keep
         self._directory = CheckpointDirectory(Path(directory))
-        self._host_memory = HostMemory(self._mesh.device)
+        self._host_memory = HostMemory(self._ranks.device)
         self._timeout = timeout if timeout is not None else timedelta(minutes=30)
         self._group: ProcessGroup | None = None
         self._save: _Save | None = None
@@ -204,7 +204,7 @@ class Checkpointer:
         """Steps whose checkpoints are complete, in rising order, as rank 0 sees them."""
         found: list[int] = []
         error: Exception | None = None
-        if self._mesh.rank == 0:
+        if self._ranks.rank == 0:
             try:
                 found = list(self._directory.complete())
             except OSError as caught:
@@ -224,14 +224,14 @@ class Checkpointer:
         finally:
             self._directory.release()
             group, self._group = self._group, None
-            self._mesh.free_host_group(group)
-            self._host_memory = HostMemory(self._mesh.device)
+            self._ranks.free_host_group(group)
+            self._host_memory = HostMemory(self._ranks.device)
 
     def _begin(self, step: int) -> _Save:
         """Check everything, and make place for a save."""
         self.wait()
         if self._group is None:
-            self._group = self._mesh.make_host_group(self._timeout)
+            self._group = self._ranks.make_host_group(self._timeout)
         entries: dict[str, Any] = {}
         staging: Path | None = None
         error: Exception | None = None
@@ -240,9 +240,9 @@ class Checkpointer:
                 raise ValueError(f"step: expected a number of at least 0; found {step!r}")
             entries = training_entries(self._engine, self._optimizer)
             extra = {name: value.state_dict() for name, value in self._extra.items()}
-            own = {"random": random_state(self._mesh.device), "extra": extra}
-            entries[RANKS] = {str(self._mesh.rank): pack(own)}
-            if self._mesh.rank == 0:
+            own = {"random": random_state(self._ranks.device), "extra": extra}
+            entries[RANKS] = {str(self._ranks.rank): pack(own)}
+            if self._ranks.rank == 0:
                 entries[EXTRA] = pack(extra)
                 staging = self._directory.begin()
         except Exception as caught:
@@ -262,7 +262,7 @@ class Checkpointer:
         self, step: int | Literal["latest"], strict: bool, verify: bool, trust: bool
     ) -> LoadReport:
         folder = self._find(step)
-        ranks_key = f"{RANKS}.{self._mesh.rank}"
+        ranks_key = f"{RANKS}.{self._ranks.rank}"
         manifest = self._check_files(folder, verify)
         match: FolderMatch | None = None
         error: Exception | None = None
@@ -277,8 +277,8 @@ class Checkpointer:
         match.load(f"load({step!r})", self._control)
         extra = match.targets.get(EXTRA, {})
         own = match.targets.get(ranks_key)
-        if own is not None and manifest.world_size == self._mesh.size:
-            set_random_state(own["random"], self._mesh.device)
+        if own is not None and manifest.world_size == self._ranks.size:
+            set_random_state(own["random"], self._ranks.device)
             extra = own["extra"]
         problems = list(match.problems)
         for name, value in self._extra.items():
@@ -294,7 +294,7 @@ class Checkpointer:
         """The folder of a step, as rank 0 sees it."""
         folder: Path | None = None
         error: Exception | None = None
-        if self._mesh.rank == 0:
+        if self._ranks.rank == 0:
             try:
                 complete = self._directory.complete()
                 if not complete or (step != "latest" and step not in complete):
@@ -322,7 +322,7 @@ class Checkpointer:
         error: Exception | None = None
         try:
             manifest = Manifest.read(folder)
-            names = sorted(manifest.files)[self._mesh.rank :: self._mesh.size]
+            names = sorted(manifest.files)[self._ranks.rank :: self._ranks.size]
             check_sizes(folder, manifest, names)
             # Small, and read anyhow: is it this save's?
             verify_files(folder, manifest, names if verify else {METADATA} & {*names})
@@ -338,8 +338,8 @@ class Checkpointer:
         def publish(saved: Metadata, files: dict[str, FileRow]) -> None:
             manifest = Manifest(
                 step=save.step,
-                world_size=self._mesh.size,
-                mesh={"outer": self._mesh.outer.size, "inner": self._mesh.inner.size},
+                world_size=self._ranks.size,
+                mesh=axis_sizes(self._engine),
                 strategy=self._levels,
                 tensors=tensor_rows(saved),
                 files=files,
@@ -352,7 +352,7 @@ class Checkpointer:
 
     def _retire(self) -> None:
         """Remove old checkpoints: takes as long as the file system likes."""
-        if self._mesh.rank == 0:
+        if self._ranks.rank == 0:
             self._directory.retire(self._keep)
 
 
@@ -392,7 +392,7 @@ class _Save(threading.Thread):
 
     def discard(self) -> None:
         """Remove what was written."""
-        if self._checkpointer._mesh.rank == 0:
+        if self._checkpointer._ranks.rank == 0:
             self._checkpointer._directory.discard(self.staging)
 
     def raise_error(self) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fsdp_engine.checkpoint.model_state import NamedRecord, ShardedBuffer, ShardedModel
 from fsdp_engine.devices.mesh import DataMesh
+from fsdp_engine.devices.ranks import Ranks
 from fsdp_engine.strategies import Axis, Strategy
 
 
@@ -35,6 +36,7 @@ class _Record:
     name: str
     owners: list[tuple[nn.Module, str]]
     aliases: list[str]
+    is_written: bool
 
 
 @dataclass
@@ -51,13 +53,14 @@ class _Together:
 
     Attributes:
         model: has each engine's model under the engine's name.
-        mesh: the first engine's.
+        mesh, ranks: the first engine's.
     """
 
     def __init__(self, engines: Mapping[str, EngineLike]) -> None:
         self._engines = dict(engines)
         self.model: nn.Module = nn.ModuleDict({name: each.model for name, each in engines.items()})
-        self.mesh = next(iter(engines.values())).mesh
+        first = next(iter(engines.values()))
+        self.mesh, self.ranks = first.mesh, first.ranks
 
     @property
     def buffers(self) -> list[ShardedBuffer]:
@@ -85,7 +88,7 @@ class _Together:
 
 def _named(record: NamedRecord, engine: str) -> _Record:
     aliases = [f"{engine}.{alias}" for alias in record.aliases]
-    return _Record(f"{engine}.{record.name}", record.owners, aliases)
+    return _Record(f"{engine}.{record.name}", record.owners, aliases, record.is_written)
 
 
 def as_one(engine: Engines) -> ShardedModel:
@@ -111,7 +114,7 @@ def as_one(engine: Engines) -> ShardedModel:
         raise ValueError(
             f"engine: expected engines, each of them once; found {list(engine) or 'none'}"
         )
-    ranks = [_ranks(each.mesh) for each in engines]
+    ranks = [_ranks(each.ranks) for each in engines]
     if any(others != ranks[0] for others in ranks):
         raise ValueError(
             "engine: expected engines of the same ranks; found "
@@ -130,6 +133,16 @@ def level_names(engine: Engines) -> dict[str, str]:
     return {axis: ", ".join(dict.fromkeys(names[axis] for names in found)) for axis in found[0]}
 
 
-def _ranks(mesh: DataMesh) -> list[int]:
-    group = mesh.control_group
+def axis_sizes(engine: ShardedModel) -> dict[str, int]:
+    """Ranks along each axis of the mesh; those of others' dimensions, that DTensor parameters are
+    over, beside them."""
+    mesh = engine.mesh
+    sizes = {axis.value: mesh.axis(axis).size for axis in (Axis.OUTER, Axis.INNER)}
+    if engine.ranks.size > mesh.size:
+        sizes["others"] = engine.ranks.size // mesh.size
+    return sizes
+
+
+def _ranks(ranks: Ranks) -> list[int]:
+    group = ranks.control_group
     return [] if group is None else dist.get_process_group_ranks(group)

@@ -17,6 +17,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.tensor import DTensor
 
 from fsdp_engine.checkpoint.dcp_metadata import read_metadata
 from fsdp_engine.checkpoint.engines import EngineLike
@@ -31,6 +32,7 @@ from fsdp_engine.checkpoint.reader import ReadBuffer, Reader
 from fsdp_engine.checkpoint.unfinished_load import check_finished
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.flat_dtensor.placement import Box, flat_range_boxes
+from fsdp_engine.flat_dtensor.spread import Spread
 from fsdp_engine.strategies import Axis, Role
 
 # First row-major element, and a tensor with it and the following ones.
@@ -73,22 +75,25 @@ def engine_sources(engine: EngineLike, dtype: torch.dtype | None) -> list[Source
     """
     check_at_rest(engine)
     check_finished(engine)
-    params = {id(param) for buffer in engine.buffers for param in buffer.sharded_params}
+    is_written = {
+        id(param): record.is_written
+        for buffer in engine.buffers
+        for record, param in zip(buffer.records, buffer.sharded_params, strict=True)
+    }
     found: dict[int, tuple[Tensor, list[str]]] = {}
     for name, value in engine.model.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor) and not is_extra_state(name):
             found.setdefault(id(value), (value, []))[1].append(name)
     replica, num_replicas = _replica(engine)
-    total = sum(tensor.numel() for key, (tensor, _) in found.items() if key in params)
+    total = sum(tensor.numel() for key, (tensor, _) in found.items() if key in is_written)
     sources: list[Source] = []
     before = 0  # elements of the parameters so far
     for key, (tensor, names) in found.items():
-        is_mine = engine.mesh.rank == 0
-        if key in params:
-            is_mine = before * num_replicas // max(total, 1) == replica
+        is_mine = engine.ranks.rank == 0
+        if key in is_written:
+            is_mine = before * num_replicas // max(total, 1) == replica and is_written[key]
             before += tensor.numel()
-        first, local = slice_of(tensor)
-        parts = [(first, local)] if is_mine and local.numel() else []
+        parts = parts_of(tensor) if is_mine else []
         sources.append(
             Source(
                 names[0],
@@ -204,11 +209,28 @@ def _replica(engine: EngineLike) -> tuple[int, int]:
     return number, count
 
 
-def slice_of(tensor: Tensor) -> Part:
-    """What this rank holds of a tensor: its first element, and the memory itself."""
+def parts_of(tensor: Tensor) -> list[Part]:
+    """What this rank holds of a tensor, in parts that are contiguous in the whole: the memory
+    itself."""
     if isinstance(tensor, FlatDTensor):
-        return tensor.flat_placement.start, tensor.local
-    return 0, tensor.detach()
+        first, local, spread = (
+            tensor.flat_placement.start,
+            tensor.local,
+            tensor.flat_placement.spread,
+        )
+    elif isinstance(tensor, DTensor):
+        first, local, spread = 0, tensor.to_local().detach(), Spread.of(tensor)
+    else:
+        first, local, spread = 0, tensor.detach(), None
+    if not local.numel():
+        return []
+    if spread is None:
+        return [(first, local)]
+    flat = local.reshape(-1)
+    return [
+        (there, flat[here - first : here - first + count])
+        for there, here, count in spread.runs(first, first + flat.numel())
+    ]
 
 
 def _written(found: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:

@@ -120,7 +120,7 @@ def save_checkpoint(
         All but the last before anything is written, and on every rank if on one.
     """
     folder, model = Path(path), as_one(engine)
-    group = model.mesh.control_group
+    group = model.ranks.control_group
     entries: dict[str, Any] = {}
     error: Exception | None = None
     try:
@@ -130,7 +130,7 @@ def save_checkpoint(
             raise TypeError(f"extra: expected a dict or None; found {type(extra).__name__}")
         entries = training_entries(model, optimizer)
         packed = pack(extra or {})
-        if model.mesh.rank == 0:
+        if model.ranks.rank == 0:
             entries[EXTRA] = packed
     except Exception as caught:
         error = caught
@@ -181,7 +181,7 @@ def load_checkpoint(
         All but the last before anything is changed, and on every rank if on one.
     """
     model = as_one(engine)
-    group = model.mesh.control_group
+    group = model.ranks.control_group
     match: FolderMatch | None = None
     error: Exception | None = None
     with collector_paused():
@@ -256,7 +256,7 @@ class FolderMatch:
         self._engine = engine
         self._trust = trust
         self._metadata = read_metadata(folder, trust)
-        check_files(folder, self._metadata, engine.mesh.rank, engine.mesh.size)
+        check_files(folder, self._metadata, engine.ranks.rank, engine.ranks.size)
         self._saved = Saved(self._metadata)
         check_at_rest(engine)
         self.targets, self.problems, self._extra_states = match_model(engine, self._saved)

@@ -27,7 +27,7 @@ from fsdp_engine.checkpoint.export_source import (
     Source,
     checkpoint_sources,
     engine_sources,
-    slice_of,
+    parts_of,
 )
 from fsdp_engine.checkpoint.hugging_face_folder import (
     ExportFolder,
@@ -117,7 +117,7 @@ def export_safetensors(
                 "engine_or_path: expected an Engine or the path of a checkpoint; found "
                 f"{type(engine_or_path).__name__}"
             )
-        group, rank = engine_or_path.mesh.control_group, engine_or_path.mesh.rank
+        group, rank = engine_or_path.ranks.control_group, engine_or_path.ranks.rank
     try:
         max_bytes = parse_size(max_shard_size)
         if dtype is not None:
@@ -186,7 +186,7 @@ def load_safetensors(
         All but the last before anything is changed, and on every rank if on one.
     """
     what = "load_safetensors"
-    group = engine.mesh.control_group
+    group = engine.ranks.control_group
     targets: list[_Target] = []
     error: Exception | None = None
     try:
@@ -310,7 +310,7 @@ def _match(engine: ShardedModel, directory: Path, rename: Rename | None) -> list
                     f"{describe_tensor(found.shape, found.dtype)} ({_place(found)})"
                 )
         if present:
-            targets.append(_Target(present[0], *slice_of(tensor)))
+            targets += [_Target(present[0], *part) for part in parts_of(tensor)]
     problems += [
         f"unexpected {name}: expected nothing; found "
         f"{describe_tensor(found.shape, found.dtype)} ({_place(found)})"
@@ -345,8 +345,7 @@ def _place(tensor: TensorInFile) -> str:
 
 def _read(targets: Sequence[_Target], buffer: ReadBuffer) -> None:
     """Fill what this rank holds, file by file and in the files' order."""
-    wanted = [target for target in targets if target.local.numel()]
-    wanted.sort(key=lambda target: (target.stored.path, target.stored.start))
+    wanted = sorted(targets, key=lambda target: (target.stored.path, target.stored.start))
     for path, members in groupby(wanted, lambda target: target.stored.path):
         # Unbuffered: what is read ahead belongs to others.
         with open(path, "rb", buffering=0) as file:

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from fsdp_engine.codecs.transformer_engine import extra_tensors
 from fsdp_engine.devices import memory
 from fsdp_engine.devices.mesh import DataMesh
+from fsdp_engine.devices.ranks import Ranks
 
 MODEL, OPTIMIZER, EXTRA, RANKS = "model", "optimizer", "extra", "ranks"
 
@@ -33,6 +34,7 @@ class NamedRecord(Protocol):
     name: str
     owners: list[tuple[nn.Module, str]]
     aliases: list[str]
+    is_written: bool
 
 
 class ShardedBuffer(Protocol):
@@ -59,6 +61,7 @@ class ShardedModel(Protocol):
 
     model: nn.Module
     mesh: DataMesh
+    ranks: Ranks
 
     @property
     def buffers(self) -> Sequence[ShardedBuffer]:
@@ -176,7 +179,7 @@ def model_entries(engine: ShardedModel) -> dict[str, Any]:
     return {
         key: value.detach() if isinstance(value, Tensor) else value
         for key, value in state.items()
-        if id(value) in params or engine.mesh.rank == 0
+        if id(value) in params or engine.ranks.rank == 0
     }
 
 

@@ -91,7 +91,7 @@ def optimizer_entries(engine: ShardedModel, optimizer: torch.optim.Optimizer) ->
         for group, members in zip(packed[GROUPS], groups, strict=True)
         for index, member in zip(group["params"], members, strict=True)
     }
-    is_first = engine.mesh.rank == 0
+    is_first = engine.ranks.rank == 0
     states: dict[str, dict[str, Any]] = {}
     for index, state in packed[STATE].items():
         if index not in name_of:

@@ -143,6 +143,8 @@ class FlatPlacement:
             each of ``split_groups``.
         name: of the parameter, for messages; "" if it is not known.
         spread: of a tensor that is a DTensor over other mesh dimensions.
+        is_written: a checkpoint takes these elements from here; False: from another rank that holds
+            them, at another place of others' mesh dimensions.
 
     Raises:
         ValueError: the range does not lie inside the tensor, or more axes cut it than there are.
@@ -156,6 +158,7 @@ class FlatPlacement:
     num_cut_axes: int | None = None
     name: str = field(default="", compare=False)
     spread: Spread | None = None
+    is_written: bool = field(default=True, compare=False)
     # One for each dtype that this slice is held in; they cost more to make than to keep.
     _specs: dict[torch.dtype, DTensorSpec] = field(
         default_factory=dict, init=False, repr=False, compare=False

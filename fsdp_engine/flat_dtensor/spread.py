@@ -12,14 +12,15 @@ Modules compute with DTensors over the full shards, made once; their gradients a
 parameter's placements (a partial one is reduced over the other dimensions), and what lies here of
 them is written. Users see one FlatDTensor of the global shape, over the mesh of all dimensions.
 
-Along a dimension with ``Replicate()`` several ranks hold the same elements: where elements are
-counted or written, once each, the first of them does it.
+Along a dimension with ``Replicate()``, and along any that the parameter is not over, several ranks
+hold the same elements. Where these are written, once each, the first of the ranks does it: flat
+ranges of the others may begin elsewhere, where shards are uneven.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -82,19 +83,36 @@ class Spread:
             if isinstance(placement, Shard) and sizes[dim] > 1
         )
 
+    @property
+    def shard_names(self) -> set[str]:
+        """Names of the dimensions along which ranks hold different elements."""
+        names = zip(self.mesh.mesh_dim_names or (), self.placements, strict=True)
+        return {name for name, placement in names if isinstance(placement, Shard)}
+
     @cached_property
     def num_shards(self) -> int:
         """Ranks of ``mesh`` that hold different elements."""
         sizes = zip(self.mesh.shape, self.placements, strict=True)
         return math.prod(size for size, placement in sizes if isinstance(placement, Shard))
 
-    @cached_property
-    def is_first_copy(self) -> bool:
-        """Whether this is the first of the ranks that hold the same elements."""
-        coordinate = self.mesh.get_coordinate()
-        assert coordinate is not None
-        places = zip(coordinate, self.placements, strict=True)
-        return not any(place for place, each in places if isinstance(each, Replicate))
+    def runs(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Elements ``[start, stop)`` of this rank's shard, in row-major order, as ranges that are
+        contiguous in the global tensor, too: (first there, first here, how many)."""
+        if start == stop:
+            return
+        whole, mine = self.shape, self.local_shape
+        last = max((dim for dim in range(len(whole)) if mine[dim] < whole[dim]), default=0)
+        inner = math.prod(whole[last + 1 :])
+        length, outer = math.prod(mine[last:]), mine[:last]
+        for row in range(start // length, -(-stop // length)):
+            low, high = max(start, row * length), min(stop, (row + 1) * length)
+            place, left = 0, row
+            for dim, size in enumerate(outer):
+                index, left = divmod(left, math.prod(outer[dim + 1 :]))
+                assert index < size
+                place = place * whole[dim] + index + self.offsets[dim]
+            place = (place * whole[last] + self.offsets[last]) * inner if whole else 0
+            yield place + low - row * length, low, high - low
 
     def wrap(self, shard: Tensor) -> DTensor:
         """The DTensor of this rank's shard, over its memory; autograd does not follow it."""

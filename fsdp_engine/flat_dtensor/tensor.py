@@ -343,9 +343,8 @@ class FlatDTensor(DTensor):
         ]
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        spread = self._flat.spread
-        if spread is not None and not spread.is_first_copy:
-            return []  # the first copy may be cut elsewhere, so that chunks would overlap
+        if not self._flat.is_written:
+            return []
         properties = TensorProperties.create_from_tensor(self._local_tensor)
         return [
             WriteItem(

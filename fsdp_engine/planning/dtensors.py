@@ -46,6 +46,26 @@ def ranks_of_model(model: nn.Module, data: DataMesh) -> Ranks:
     return data.joined_with(meshes)
 
 
+def choose_written(records: Sequence[ParamRecord], data: Ranks, ranks: Ranks) -> None:
+    """Note from where checkpoints take each parameter, of the ranks that hold the same elements at
+    several places of others' mesh dimensions.
+
+    Args:
+        data: the data-parallel ranks.
+        ranks: all ranks of the model.
+    """
+    if ranks is data:
+        return
+    first = data.device_mesh.ndim  # others' dimensions come after
+    coordinate, names = ranks.device_mesh.get_coordinate(), ranks.device_mesh.mesh_dim_names
+    assert coordinate is not None
+    assert names is not None
+    others = dict(zip(names[first:], coordinate[first:], strict=True))
+    for record in records:
+        shards = set() if record.spread is None else record.spread.shard_names
+        record.is_written = not any(place for name, place in others.items() if name not in shards)
+
+
 def set_spreads(records: Sequence[ParamRecord]) -> None:
     """Note how parameters that are DTensors lie.
 

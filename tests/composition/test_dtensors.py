@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import fsdp_engine as fe
 from tests.composition.tensor_parallel import Model, cut, mesh_of, tokens_for, whole
@@ -165,3 +166,129 @@ def test_tensor_parallel_and_two_data_axes() -> None:
             assert not lines, lines
     finally:
         pool.close()
+
+
+def in_many_ways(sizes: Sequence[int]) -> list[str]:
+    """Mixed precision, recomputation, the meta device, frozen weights, planned addresses."""
+    found = []
+    for name in OPTIONS:
+        lines = OPTIONS[name](sizes)
+        found += [f"{name}: {line}" for line in lines]
+    return found
+
+
+def prepared(sizes: Sequence[int], **options: Any) -> tuple[Steps, Model, Any]:
+    torch.manual_seed(3)
+    model = Model(**options)
+    expected = alone(copy.deepcopy(model), sizes[0], 2)
+    return expected, model, mesh_of(sizes, NAMES[0])
+
+
+def with_recomputation(sizes: Sequence[int]) -> list[str]:
+    expected, model, mesh = prepared(sizes)
+    cut(model, mesh["tp"], sequence=True)
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = checkpoint_wrapper(block)
+    engine = fe.shard(model, mesh["dp"], "optim_grads_params")
+    found = sharded(engine, engine.mesh.rank, sizes[0], 2, False)
+    for values in (*found.grads, found.weights):
+        for name in list(values):
+            values[name.replace("_checkpoint_wrapped_module.", "")] = values.pop(name)
+    return differences(found, expected)
+
+
+def from_meta(sizes: Sequence[int]) -> list[str]:
+    """Values are those that the model without tensor parallelism would get, on any ranks."""
+    torch.manual_seed(8)
+    with torch.device("meta"):
+        lone: Any = Model(hidden=17)
+    states = []
+    for tensor_parallel in (False, True):
+        torch.manual_seed(8)
+        mesh = mesh_of(sizes, NAMES[0])
+        with torch.device("meta"):
+            model = Model(hidden=17)
+        if tensor_parallel:
+            cut(model, mesh["tp"], sequence=True)
+            engine = fe.shard(model, mesh["dp"], "optim_grads_params")
+        else:
+            engine = fe.shard(model, mesh_of((dist.get_world_size(),), ("all",)))
+        states.append(engine.full_state_dict())
+    assert lone.embedding.weight.is_meta
+    return [name for name in states[0] if not torch.equal(states[0][name], states[1][name])]
+
+
+def from_the_first_rank(sizes: Sequence[int]) -> list[str]:
+    """Each place of tensor parallelism gets the values of its first data-parallel rank."""
+    expected, model, mesh = prepared(sizes)
+    if mesh["dp"].get_local_rank():
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(1)
+    cut(model, mesh["tp"])
+    engine = fe.shard(model, mesh["dp"], "optim_grads_params", initial_values="rank0")
+    return differences(sharded(engine, engine.mesh.rank, sizes[0], 2, False), expected)
+
+
+def with_planned_addresses(sizes: Sequence[int]) -> list[str]:
+    expected, model, mesh = prepared(sizes, tied=True)
+    cut(model, mesh["tp"], tied=True)
+    config = fe.DistributedDataParallelConfig(fsdp_double_buffer=True)
+    engine = fe.shard(model, mesh["dp"], "optim_grads_params", config=config)
+    return differences(sharded(engine, engine.mesh.rank, sizes[0], 2, False), expected)
+
+
+def in_bf16(sizes: Sequence[int]) -> list[str]:
+    """Against data parallelism alone in the same dtypes, whose rounding is another."""
+    losses = []
+    for tensor_parallel in (False, True):
+        torch.manual_seed(3)
+        model, mesh = Model(), mesh_of(sizes, NAMES[0])
+        if tensor_parallel:
+            cut(model, mesh["tp"], sequence=True)
+        policy = fe.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+        engine = fe.shard(model, mesh["dp"], "optim_grads_params", mp_policy=policy)
+        steps = sharded(engine, engine.mesh.rank, sizes[0], 2, False)
+        losses.append([*steps.losses, *steps.norms])
+    pairs = zip(*losses, strict=True)
+    return [f"{a} and {b}" for a, b in pairs if abs(a - b) > 0.02 * abs(a)]
+
+
+def with_frozen_weights(sizes: Sequence[int]) -> list[str]:
+    expected_model = prepared(sizes)[1]
+    for each in (expected_model,):
+        each.embedding.requires_grad_(False)
+        each.blocks[1].up.weight.requires_grad_(False)
+    found = []
+    for level in ("optim", "optim_grads_params"):
+        model, mesh = copy.deepcopy(expected_model), mesh_of(sizes, NAMES[0])
+        cut(model, mesh["tp"], sequence=True)
+        engine = fe.shard(model, mesh["dp"], level)
+        twin = copy.deepcopy(expected_model)
+        loss = sum(twin(tokens_for(0, 0, rank)) for rank in range(sizes[0])) / sizes[0]
+        loss.backward()
+        engine.model(tokens_for(0, 0, engine.mesh.rank)).backward()
+        theirs = dict(twin.named_parameters())
+        for name, param in model.named_parameters():
+            grad = theirs[name].grad
+            if (grad is None) != (param.grad is None):
+                found.append(f"{level}: {name} {grad is None}")
+            elif grad is not None and not torch.allclose(whole(param.grad), grad, atol=1e-5):
+                found.append(f"{level}: gradient of {name}")
+    return found
+
+
+OPTIONS: dict[str, Callable[[Sequence[int]], list[str]]] = {
+    "recomputation": with_recomputation,
+    "meta": from_meta,
+    "rank0": from_the_first_rank,
+    "planned addresses": with_planned_addresses,
+    "bf16": in_bf16,
+    "frozen": with_frozen_weights,
+}
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), pytest.param((1, 4), marks=pytest.mark.thorough)])
+def test_with_what_else_a_model_has(ranks: Ranks, sizes: tuple[int, int]) -> None:
+    for lines in ranks.run(in_many_ways, sizes):
+        assert not lines, lines
