@@ -15,10 +15,11 @@ from fsdp_engine.devices.mesh import DataMesh, check_device_mesh, ranks_that_mee
 from fsdp_engine.devices.nccl_pool import check_nccl
 from fsdp_engine.engine import Engine, engine_within
 from fsdp_engine.planning.assignment import UnitSelector
-from fsdp_engine.planning.build import Ladders, agree_on_plan
+from fsdp_engine.planning.build import Ladders, Resources, agree_on_plan, build_units
 from fsdp_engine.planning.initial_values import CHOICES, SAME, Holdings
 from fsdp_engine.planning.plan import AxisPlan, AxisPlans, Granule, Plan, PlanSettings, make_plan
 from fsdp_engine.precision import MixedPrecisionPolicy
+from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.strategies import Axis, Strategy
 
 WHAT = "shard()"
@@ -172,7 +173,10 @@ def make_engine(
         start = start._replace(from_first=True)
     assert plan is not None
     ladders = Ladders(axis_plans, Ladder(data), Ladder(experts) if experts is not None else None)
-    return Engine(model, plan, ladders, policy, config, timing, start)
+    resources = Resources(data, config)
+    built = build_units(plan, ladders, resources, policy, start)
+    made = [Unit(each, resources.lanes) for each in built]
+    return Engine(model, made, ladders, resources, policy, timing)
 
 
 def _axis_plan(mesh: DataMesh, levels: Strategy) -> AxisPlan:

@@ -131,7 +131,7 @@ class Unit:
 
     Attributes:
         built: its modules and buffers, its number and name.
-        index: its number among the engine's units, in module order.
+        index: its number among the units of its engine, which gives it.
         trainable: its buffers that have gradients.
         residence: where its full parameters are.
         uses: how many forwards and backwards of it are under way.
@@ -144,8 +144,8 @@ class Unit:
 
     def __init__(self, built: BuiltUnit, lanes: Lanes) -> None:
         self.built = built
-        self.index = built.index
-        self.trainable = tuple(b for b in built.buffers if b.grads is not None)
+        self.index = -1
+        self.trainable = built.trainable
         self.residence = Residence.SHARDED if built.reshards else Residence.IDLE
         self.uses = 0
         self.num_calls = 0
