@@ -260,7 +260,8 @@ class ModuleHooks:
                 entered.aside.append(unit)
         entered.units.append(unit)
         if wants_call:
-            entered.calls.append(Call(unit, reads_weights=self._reads_weights, aside=aside))
+            reads = self._reads_weights and unit.wishes.gathers_in_backward
+            entered.calls.append(Call(unit, reads_weights=reads, aside=aside))
 
     @not_compiled
     def after(self, output: Any) -> Any:
@@ -285,7 +286,8 @@ class ModuleHooks:
                 reads_again = has_backward and self._reads_weights
                 for unit in reversed(entered.units):
                     aside = unit in entered.aside
-                    self._scheduler.leave_forward(unit, reads_again, aside=aside)
+                    again = reads_again and unit.wishes.gathers_in_backward
+                    self._scheduler.leave_forward(unit, again, aside=aside)
         if self._output_dtype is not None:
             return map_tensors(partial(cast_to, self._output_dtype), output)
         return None
