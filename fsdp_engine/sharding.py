@@ -146,7 +146,7 @@ def make_engine(
     error: Exception | None = None
     try:
         axis_plans = AxisPlans(
-            _axis_plan(data, levels), _axis_plan(experts, levels) if experts is not None else None
+            axis_plan(data, levels), axis_plan(experts, levels) if experts is not None else None
         )
         if (name := engine_within(model)) is not None:
             raise ValueError(
@@ -179,7 +179,8 @@ def make_engine(
     return Engine(model, made, ladders, resources, policy, timing)
 
 
-def _axis_plan(mesh: DataMesh, levels: Strategy) -> AxisPlan:
+def axis_plan(mesh: DataMesh, levels: Strategy) -> AxisPlan:
+    """The axes of ``mesh`` with the levels along them."""
     sizes = {axis: mesh.axis(axis).size for axis in Axis}
     return AxisPlan(sizes, levels.on(mesh.outer.size))
 

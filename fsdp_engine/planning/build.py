@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -64,6 +65,7 @@ class Resources:
         lanes: queues of work.
         memory: where it comes from.
         pool: NCCL's memory, if it comes from there.
+        next_tag: the first that no buffer's messages have.
     """
 
     def __init__(self, mesh: DataMesh, config: DistributedDataParallelConfig) -> None:
@@ -72,12 +74,20 @@ class Resources:
         self.pool = NcclPool(mesh, symmetric=symmetric) if config.nccl_ub else None
         self.memory = Memory(mesh.device, self.pool, plans_addresses=config.fsdp_double_buffer)
         self.lanes = lanes_module.make_lanes(mesh.device, mesh.ranks)
-        self._next_tag = FIRST_TAG
+        self.next_tag = FIRST_TAG
+
+    def on(self, device: torch.device) -> Resources:
+        """The same with memory on ``device``: where there are no values yet, the meta device."""
+        if device == self.memory.device:
+            return self
+        other = copy(self)
+        other.memory, other.pool = Memory(device), None
+        return other
 
     def take_tag(self) -> int:
         """The number of a buffer's messages; the next one is its, too: a reduction may take two."""
-        self._next_tag += 2
-        return self._next_tag - 2
+        self.next_tag += 2
+        return self.next_tag - 2
 
 
 @dataclass(frozen=True)
@@ -141,6 +151,7 @@ def agree_on_plan(
     initial_values: str,
     mesh: DataMesh,
     what: str,
+    tag: int = FIRST_TAG,
 ) -> Start:
     """Compare plans and initial values over all ranks; returns what all start from.
 
@@ -151,6 +162,7 @@ def agree_on_plan(
         initial_values: see :func:`~fsdp_engine.sharding.shard`.
         mesh: all data-parallel ranks.
         what: who asks, in messages.
+        tag: the first that this rank has free for messages.
 
     Raises:
         Exception: this rank's own error.
@@ -160,13 +172,14 @@ def agree_on_plan(
     digest = hashlib.sha256("\n".join(signature).encode()).hexdigest()
     seed = int(torch.randint(2**31, ())) if plan is not None and plan.on_meta else 0
     values = holdings.digests if holdings is not None else {}
-    heads = agree(what, error, mesh.control_group, (digest, seed, values))
+    heads = agree(what, error, mesh.control_group, (digest, seed, values, tag))
     if any(head[0] != digest for head in heads):
         _raise_first_difference(signature, mesh)
     assert plan is not None
     assert holdings is not None
     all_values = [head[2] for head in heads]
-    return Start(int(heads[0][1]), *decide(plan, holdings, all_values, initial_values, mesh))
+    decided = decide(plan, holdings, all_values, initial_values, mesh)
+    return Start(int(heads[0][1]), *decided, tag=max(head[3] for head in heads))
 
 
 def build_units(
@@ -259,7 +272,7 @@ def build_unit(
             broadcast=start.from_first,
         )
         buffers.append(buffer)
-        if not start.from_first:
+        if not (start.from_first or buffer.weights.main.tensor.is_meta):
             same_on_replicas(buffer)
     # What lies beside blocks gets what the model's forward makes of its inputs.
     casts = policy.cast_forward_inputs and len(set(planned.loose)) < len(planned.modules)

@@ -72,8 +72,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     Raises:
         ValueError: the module is no unit of a sharded model, or has no such method.
     """
-    reference = _HOOKS.get(module)
-    hooks = reference() if reference is not None else None
+    hooks = hooks_of(module)
     if hooks is None:
         raise ValueError(
             "module: expected a unit or the root of a model given to shard(); found "
@@ -84,6 +83,12 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         raise ValueError(f"name: expected a method of {type(module).__name__}; found {name!r}")
 
     setattr(module, name, hooks.around(method))
+
+
+def hooks_of(module: nn.Module) -> ModuleHooks | None:
+    """The engine's hooks on ``module``, if it has any."""
+    reference = _HOOKS.get(module)
+    return reference() if reference is not None else None
 
 
 class _Entered:
