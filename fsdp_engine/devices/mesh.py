@@ -89,7 +89,7 @@ class DataMesh:
             ranks = device_mesh.mesh
             if num_instances > 1:
                 ranks, coordinate = _in_rows(ranks, coordinate, num_instances)
-        known = _KNOWN.setdefault(_default_group(), {})
+        known = _KNOWN.setdefault(default_group(), {})
         members = ranks.flatten().tolist()
         key = (device_mesh.device_type, *ranks.shape, *members)
         timeout = _timeout_of(device_mesh)
@@ -185,7 +185,7 @@ def group_of_ranks(
         device: of the tensors that shall travel.
     """
     members = tuple(sorted(ranks))
-    known = _BY_RANKS.setdefault(_default_group(), {})
+    known = _BY_RANKS.setdefault(default_group(), {})
     timeout = _timeout_of_group(like, device)
     meeting = meet("a group of model-parallel ranks", members, timeout, has=members in known)
     if not meeting.all_have:
@@ -193,7 +193,8 @@ def group_of_ranks(
     return known[members]
 
 
-def _default_group() -> dist.ProcessGroup:
+def default_group() -> dist.ProcessGroup:
+    """That of all ranks, which is initialised."""
     group = dist.group.WORLD
     assert group is not None
     return group
@@ -345,7 +346,7 @@ def _new_group(
     puts the number of groups that the rank is in into the name under which its ranks look for each
     other (torch 2.11 to 2.13): ranks in different numbers of groups would wait for ever.
     """
-    default = _default_group()
+    default = default_group()
     world = distributed_c10d._world
     default_backend, store = world.pg_map[default]
     with _not_split_off(default):

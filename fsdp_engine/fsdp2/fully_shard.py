@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 from fsdp_engine.devices.meeting import telling
 from fsdp_engine.devices.mesh import DataMesh, ranks_that_meet
 from fsdp_engine.fsdp2.fsdp_module import become_fsdp_module
-from fsdp_engine.fsdp2.group import WHAT, Group, make_group
+from fsdp_engine.fsdp2.group import WHAT, Group, group_of, make_group
 from fsdp_engine.fsdp2.outermost import await_first_call
 from fsdp_engine.fsdp2.policies import check_offload, engine_policy
 from fsdp_engine.strategies import Role, Strategy
@@ -90,6 +90,10 @@ def fully_shard(
         become_fsdp_module(each)
     await_first_call(group)
     return module
+
+
+# As torch's composable calls have it: what a call has made of a module.
+fully_shard.state = group_of  # type: ignore[attr-defined]
 
 
 def _outermost(module: object) -> list[nn.Module]:

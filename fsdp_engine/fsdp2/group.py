@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fsdp_engine.buffers.param_and_grad_buffer import FIRST_TAG, ParamRecord
 from fsdp_engine.buffers.redistribute import Ladder
 from fsdp_engine.config import DistributedDataParallelConfig
-from fsdp_engine.devices.mesh import DataMesh
+from fsdp_engine.devices.mesh import DataMesh, default_group
 from fsdp_engine.engine import Engine, engine_within
 from fsdp_engine.planning.build import Ladders, Resources, agree_on_plan, build_unit
 from fsdp_engine.planning.initial_values import SAME, Holdings, Start
@@ -28,8 +28,9 @@ from fsdp_engine.strategies import Strategy
 WHAT = "fully_shard()"
 _STATE = "_fsdp_engine_group"
 
-# Of each kind of device: what all units on it share, as long as one of them lives.
-_RESOURCES: weakref.WeakValueDictionary[torch.device, Resources] = weakref.WeakValueDictionary()
+# Of each default group, for each device: what all units on it share, while one of them lives.
+_Shared = weakref.WeakValueDictionary[torch.device, Resources]
+_RESOURCES: weakref.WeakKeyDictionary[object, _Shared] = weakref.WeakKeyDictionary()
 
 # Users' own parameters in whose place units have put theirs, as long as somebody holds them.
 _TAKEN: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
@@ -138,7 +139,8 @@ def make_group(
     plan: Plan | None = None
     holdings: Holdings | None = None
     signature: list[str] = []
-    resources = _RESOURCES.get(mesh.device)
+    shared = _RESOURCES.setdefault(default_group(), weakref.WeakValueDictionary())
+    resources = shared.get(mesh.device)
     settings: PlanSettings | None = None
     try:
         if error is not None:
@@ -156,7 +158,7 @@ def make_group(
     assert plan is not None
     assert settings is not None
     if resources is None:
-        resources = _RESOURCES[mesh.device] = Resources(mesh, config)
+        resources = shared[mesh.device] = Resources(mesh, config)
     resources.next_tag = start.tag
     ladders = Ladders(axis_plans, Ladder(mesh))
     replaced: list[weakref.ref[Tensor]] = []
