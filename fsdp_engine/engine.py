@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,16 +15,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.checkpoint.unfinished_load import check_finished
-from fsdp_engine.config import DistributedDataParallelConfig, Timing
-from fsdp_engine.devices import lanes as lanes_module
-from fsdp_engine.devices.memory import Memory
-from fsdp_engine.devices.nccl_pool import NcclPool
+from fsdp_engine.config import Timing
 from fsdp_engine.optimizer.clip import clip_, total_norm
 from fsdp_engine.planning.assignment import expect
-from fsdp_engine.planning.build import Ladders, build_units, same_on_replicas
-from fsdp_engine.planning.initial_values import Start
+from fsdp_engine.planning.build import Ladders, Resources, same_on_replicas
 from fsdp_engine.planning.installing import holders, install_into
-from fsdp_engine.planning.plan import Plan
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.description import Description, describe_units
 from fsdp_engine.runtime.gradient_checks import GradientChecks
@@ -47,7 +42,7 @@ _LIVE: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 class Engine:
-    """A sharded model's engine. Made by :func:`~fsdp_engine.sharding.shard`.
+    """A sharded model's engine, put over its units. Made by :func:`~fsdp_engine.sharding.shard`.
 
     Attributes:
         model: the user's module.
@@ -56,6 +51,7 @@ class Engine:
             mesh dimensions.
         strategy: the levels of both axes.
         config: the options it was made with.
+        policy: the dtypes it was made with.
         units: its units, the root first.
         budget: elements that are gathered ahead.
         staging_budget: gradients that may be on their way at a time.
@@ -64,14 +60,13 @@ class Engine:
     def __init__(
         self,
         model: nn.Module,
-        plan: Plan,
+        units: Sequence[Unit],
         ladders: Ladders,
+        resources: Resources,
         policy: MixedPrecisionPolicy,
-        config: DistributedDataParallelConfig,
         timing: Timing,
-        start: Start,
     ) -> None:
-        mesh = ladders.data.mesh
+        mesh, config = ladders.data.mesh, resources.config
         self.model = model
         self.mesh = mesh
         self.ranks = ladders.ranks
@@ -79,17 +74,15 @@ class Engine:
         self.config = config
         self.policy = policy
         self._timing = timing
-        symmetric = not config.disable_symmetric_registration
-        pool = NcclPool(mesh, symmetric=symmetric) if config.nccl_ub else None
-        self._memory = Memory(mesh.device, pool, plans_addresses=config.fsdp_double_buffer)
-        self._lanes = lanes_module.make_lanes(mesh.device, mesh.ranks)
-        built = build_units(plan, ladders, self._lanes, self._memory, config, start)
-        self.units = [Unit(each, self._lanes) for each in built]
+        self._memory, self._lanes = resources.memory, resources.lanes
+        self.units = list(units)
+        for index, unit in enumerate(self.units):
+            unit.index = index
         blocks = [unit.num_elements for unit in self.units[1:] if not unit.built.loose]
         others = [unit.num_elements for unit in self.units if unit.buffers]
         self.budget, self.staging_budget = config.budgets(blocks, others)
-        expected = expect(model, [each.modules for each in built])
-        if pool is not None:
+        expected = expect(model, [unit.built.modules for unit in self.units])
+        if (pool := resources.pool) is not None:
             budgets = (self.budget, self.staging_budget)
             self._memory.expect(moments_of(self.units, expected, *budgets))
             pool.register()
@@ -104,7 +97,7 @@ class Engine:
             self.units, self._memory, self.budget, self._reductions, timing, expected
         )
         self._roster = Roster(model, self.units)
-        self._hooks = ModelHooks(self.units, self._scheduler, policy, self._roster.check, self)
+        self._hooks = ModelHooks(self.units, self._scheduler, self._roster.check, self)
         for module in self._hooks.modules:
             refuse_copies(module)
         for unit in self.units:

@@ -51,6 +51,9 @@ class MixedPrecisionPolicy:
         cast_forward_inputs: cast floating-point inputs of every unit to ``param_dtype``.
         preserve_fp32_weights: False: where ``main_params_dtype`` is None, main weights are the
             compute weights, in their dtype.
+        own_dtypes: True: main weights and gradients are kept in the parameter's own dtype where
+            ``main_params_dtype`` and ``main_grads_dtype`` are None, and gradients are summed in
+            the compute dtype where ``reduce_dtype`` is.
         narrow_grads: where ``main_grads_dtype`` is None, gradients are kept and summed in
             the compute dtype, and handed to the optimizer in that of the main weights.
 
@@ -68,6 +71,7 @@ class MixedPrecisionPolicy:
     cast_forward_inputs: bool = True
     preserve_fp32_weights: bool = True
     narrow_grads: bool = False
+    own_dtypes: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -93,7 +97,7 @@ class MixedPrecisionPolicy:
         if not own.is_floating_point:
             return ParamDtypes(own, own, own, own, own, own)
         compute = self.param_dtype or own
-        if not param.requires_grad:
+        if not param.requires_grad or (self.own_dtypes and self.main_params_dtype is None):
             main = own
         elif self.preserve_fp32_weights:
             main = self.main_params_dtype or (torch.float32 if own in _LOW_PRECISION else own)
@@ -101,7 +105,7 @@ class MixedPrecisionPolicy:
             main = self.main_params_dtype or compute
         narrow = self.narrow_grads and self.main_grads_dtype is None
         main_grad = compute if narrow else self.main_grads_dtype or main
-        reduce = self.reduce_dtype or main_grad
+        reduce = self.reduce_dtype or (compute if self.own_dtypes else main_grad)
         comm = self.grad_comm_dtype or reduce
         if wire_override and compute in _LOW_PRECISION:
             reduce, comm = torch.float32, compute

@@ -16,11 +16,12 @@ from fsdp_engine.devices.nccl_pool import check_nccl
 from fsdp_engine.devices.ranks import Ranks
 from fsdp_engine.engine import Engine, engine_within
 from fsdp_engine.planning.assignment import UnitSelector
-from fsdp_engine.planning.build import Ladders, agree_on_plan
+from fsdp_engine.planning.build import Ladders, Resources, agree_on_plan, build_units
 from fsdp_engine.planning.dtensors import choose_written, ranks_of_model
 from fsdp_engine.planning.initial_values import CHOICES, SAME, Holdings
 from fsdp_engine.planning.plan import AxisPlan, AxisPlans, Granule, Plan, PlanSettings, make_plan
 from fsdp_engine.precision import MixedPrecisionPolicy
+from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.strategies import Axis, Strategy
 
 WHAT = "shard()"
@@ -147,9 +148,9 @@ def make_engine(
     error: Exception | None = None
     ranks: Ranks = data
     try:
-        ranks = ranks_of_model(model, data)
+        ranks = ranks_of_model(model.named_parameters(), data)
         axis_plans = AxisPlans(
-            _axis_plan(data, levels), _axis_plan(experts, levels) if experts is not None else None
+            axis_plan(data, levels), axis_plan(experts, levels) if experts is not None else None
         )
         if (name := engine_within(model)) is not None:
             raise ValueError(
@@ -178,10 +179,14 @@ def make_engine(
     assert plan is not None
     experts_ladder = Ladder(experts) if experts is not None else None
     ladders = Ladders(axis_plans, ranks, Ladder(data), experts_ladder)
-    return Engine(model, plan, ladders, policy, config, timing, start)
+    resources = Resources(data, config)
+    built = build_units(plan, ladders, resources, policy, start)
+    made = [Unit(each, resources.lanes) for each in built]
+    return Engine(model, made, ladders, resources, policy, timing)
 
 
-def _axis_plan(mesh: DataMesh, levels: Strategy) -> AxisPlan:
+def axis_plan(mesh: DataMesh, levels: Strategy) -> AxisPlan:
+    """The axes of ``mesh`` with the levels along them."""
     sizes = {axis: mesh.axis(axis).size for axis in Axis}
     return AxisPlan(sizes, levels.on(mesh.outer.size))
 

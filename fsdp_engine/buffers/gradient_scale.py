@@ -50,10 +50,10 @@ class GradientScale:
 def gradient_scale(
     spec: BufferSpec,
     config: DistributedDataParallelConfig,
-    num_ranks: int,
+    num_ranks: float,
     device: torch.device,
 ) -> GradientScale:
-    """See [Note: Averaging]."""
+    """See [Note: Averaging]. ``num_ranks``: or what users divide by instead."""
     dtypes, average = spec.kind.dtypes, config.average_in_collective
     divisor = spec.kind.extra_divisor * (1 if average else num_ranks)
     larger = boost(divisor, dtypes.comm)

@@ -52,6 +52,7 @@ class Gradients:
         self._spec = spec
         self._machinery = machinery
         ladder, memory, dtypes = machinery.ladder, machinery.memory, spec.kind.dtypes
+        self._config = config
         self._scale = gradient_scale(spec, config, ladder.mesh.size, memory.device)
         self.writes_to_staging = spec.grad_depth > 0
         self.touched = bytearray(len(spec.layout.slots))
@@ -66,7 +67,6 @@ class Gradients:
         has_wire = dtypes.comm != dtypes.main_grad and bool(self._last_axes)
         # [Note: Reducing again]
         self.rounds_again = has_wire or dtypes.optim_grad != dtypes.main_grad
-        self._kept_factor = kept_factor(ladder, self._last_axes, spec, self._scale)
         self._memory = GradientMemory(spec, machinery, has_wire=has_wire)
         self._chains: ReductionChains | None = None
         # See [Note: When gradients are held].
@@ -109,6 +109,21 @@ class Gradients:
         main = self.main_grads()
         return self._memory.handed if self._memory.handed is not None else main
 
+    def divide_by(self, divisor: float) -> None:
+        """What comes from now on is divided by ``divisor`` instead of the number of ranks.
+
+        Raises:
+            RuntimeError: gradients travel in fp16, and have come: [Note: fp16 on the wire].
+        """
+        spec = self._spec
+        scale = gradient_scale(spec, self._config, divisor, self._machinery.memory.device)
+        if self._chains is not None and scale.boost != self._scale.boost:
+            raise RuntimeError(
+                f"gradient divisor of {spec.label}: expected it to be set before the first "
+                "backward, since gradients travel in fp16; found a backward behind"
+            )
+        self._scale = scale
+
     def main_grads(self) -> ShardedBuffer:
         """What accumulates, with memory: zeros, if it had none."""
         accum = self._made()
@@ -142,7 +157,9 @@ class Gradients:
         """What is reduced is to be added to: see [Note: Reducing again]."""
         accum = self.main_grads()
         self._machinery.lanes.compute.access(writes=(accum.tensor,))
-        keep_owned(accum, self._spec.optim_depth, self._kept_factor)
+        ladder, spec = self._machinery.ladder, self._spec
+        factor = kept_factor(ladder, self._last_axes, spec, self._scale)
+        keep_owned(accum, spec.optim_depth, factor)
 
     def write(self, index: int, grad: Tensor) -> None:
         """Put the gradient of parameter ``index`` into its place: scaled and cast in one pass."""

@@ -194,6 +194,12 @@ class ParamAndGradBuffer:
             is_written=self.records[index].is_written,
         )
 
+    def rename(self, index: int, name: str) -> None:
+        """Parameter ``index`` is known by another name from now on."""
+        self.records[index].name = name
+        if isinstance(sharded := self.sharded_params[index], FlatDTensor):
+            sharded.flat_placement.rename(name)
+
     @property
     def shown(self) -> ShownGradients:
         """``.grad`` of the sharded parameters, which must be trainable."""

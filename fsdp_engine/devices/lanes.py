@@ -54,6 +54,12 @@ def lanes_made_by(maker: Callable[[torch.device], Lanes]) -> Iterator[None]:
         _MAKERS.pop()
 
 
+def compute_waits_for(event: torch.Event) -> None:
+    """What the model's own stream is given from here on comes after ``event``, and so does what
+    lanes are given behind it."""
+    event.wait()
+
+
 def finish_compute(device: torch.device) -> None:
     """The host waits for what the model's own stream on ``device`` was given so far."""
     if device.type == "cuda":

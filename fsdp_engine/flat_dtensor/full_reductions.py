@@ -22,6 +22,7 @@ from fsdp_engine.devices.collectives import all_reduce_
 from fsdp_engine.flat_dtensor.elementwise import elementwise
 from fsdp_engine.flat_dtensor.placement import FlatPlacement
 from fsdp_engine.flat_dtensor.slices import Args, Function, Handler, Kwargs, refusal, unwrap
+from fsdp_engine.flat_dtensor.whole_norm import whole
 
 Groups = tuple[ProcessGroup, ...]
 
@@ -176,7 +177,7 @@ def _norm(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     if not math.prod(flat.shape):
         return torch.linalg.vector_norm(local, order, dtype=dtype)  # or torch's own error
     norm = _slice_norm(local, order, dtype)
-    return _norm_over(norm, order, flat).to(dtype)
+    return whole(_norm_over(norm, order, flat).to(dtype))
 
 
 def _foreach_norm(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
@@ -202,7 +203,8 @@ def _foreach_norm(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
             values = torch.stack([t.max() if t.numel() else _neutral(t, "max") for t in chosen])
             reduced = _extreme_over(values, key or (), "max")
         for index, local, value in zip(indices, chosen, reduced.unbind(), strict=True):
-            results[index] = value.to(kwargs.get("dtype") or local.dtype)
+            value = value.to(kwargs.get("dtype") or local.dtype)
+            results[index] = whole(value) if takes_norms and key is not None else value
     return results
 
 

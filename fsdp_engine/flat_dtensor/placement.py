@@ -179,6 +179,10 @@ class FlatPlacement:
                 f"found {self.num_cut_axes}"
             )
 
+    def rename(self, name: str) -> None:
+        """Messages call the parameter ``name`` from now on; nothing is compared by it."""
+        object.__setattr__(self, "name", name)
+
     @classmethod
     def on_mesh(
         cls,

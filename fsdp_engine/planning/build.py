@@ -1,5 +1,8 @@
 """From a plan to units with buffers: agree with all ranks, then change things.
 
+A unit is built knowing no other. What units share (queues, memory, numbers of messages) is handed
+in as :class:`Resources`, so they may be built one call at a time; an engine is put over them later.
+
 Nothing is changed before every rank has checked its arguments and all ranks have told each other
 so: an error on one rank is raised on all, and no rank is left waiting.
 
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -24,15 +28,17 @@ from fsdp_engine.buffers.redistribute import Ladder, Machinery
 from fsdp_engine.buffers.spec import BufferKind, BufferSpec
 from fsdp_engine.buffers.weights import Weights
 from fsdp_engine.config import DistributedDataParallelConfig
+from fsdp_engine.devices import lanes as lanes_module
 from fsdp_engine.devices.agreement import agree
 from fsdp_engine.devices.collectives import broadcast_, gather_objects
-from fsdp_engine.devices.lane import Lanes
 from fsdp_engine.devices.memory import Memory
 from fsdp_engine.devices.mesh import DataMesh
+from fsdp_engine.devices.nccl_pool import NcclPool
 from fsdp_engine.devices.ranks import Ranks
 from fsdp_engine.planning.initial_values import Holdings, Start, broadcast_buffers, decide
 from fsdp_engine.planning.materialize import ModuleTree, materialize, materialize_buffers
-from fsdp_engine.planning.plan import AxisPlan, AxisPlans, Plan
+from fsdp_engine.planning.plan import AxisPlan, AxisPlans, Plan, PlannedUnit
+from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.strategies import Axis, Role
 
 
@@ -53,23 +59,59 @@ class Ladders:
         return self.axis_plans.of(kind), ladder
 
 
+class Resources:
+    """What units are built with and share. What modules of several units send, when one calls the
+    other, stands in the same queues, under numbers that no other buffer has.
+
+    Attributes:
+        config: the options they are built with.
+        lanes: queues of work.
+        memory: where it comes from.
+        pool: NCCL's memory, if it comes from there.
+        next_tag: the first that no buffer's messages have.
+    """
+
+    def __init__(self, mesh: DataMesh, config: DistributedDataParallelConfig) -> None:
+        self.config = config
+        symmetric = not config.disable_symmetric_registration
+        self.pool = NcclPool(mesh, symmetric=symmetric) if config.nccl_ub else None
+        self.memory = Memory(mesh.device, self.pool, plans_addresses=config.fsdp_double_buffer)
+        self.lanes = lanes_module.make_lanes(mesh.device, mesh.ranks)
+        self.next_tag = FIRST_TAG
+
+    def on(self, device: torch.device) -> Resources:
+        """The same with memory on ``device``: where there are no values yet, the meta device."""
+        if device == self.memory.device:
+            return self
+        other = copy(self)
+        other.memory, other.pool = Memory(device), None
+        return other
+
+    def take_tag(self) -> int:
+        """The number of a buffer's messages; the next one is its, too: a reduction may take two."""
+        self.next_tag += 2
+        return self.next_tag - 2
+
+
 @dataclass(frozen=True)
 class BuiltUnit:
     """A unit with its buffers, of which the model holds the sharded parameters. It knows no other.
 
     Attributes:
-        index: its number in module order.
         name: fully qualified names of its modules; "" for the root.
         modules: whose forwards need its full parameters.
         buffers: its parameters, by kind.
         loose: see :class:`~fsdp_engine.planning.plan.PlannedUnit`.
+        input_dtype: floating-point inputs of its modules are cast to it; None: left alone.
+        output_dtype: likewise what they return.
     """
 
-    index: int
     name: str
     modules: Sequence[nn.Module]
     buffers: Sequence[ParamAndGradBuffer]
-    loose: Sequence[nn.Module]
+    loose: Sequence[nn.Module] = ()
+    input_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
 
     @property
     def label(self) -> str:
@@ -80,6 +122,11 @@ class BuiltUnit:
     def num_elements(self) -> int:
         """Elements of its buffers, padding included."""
         return sum(buffer.layout.numel for buffer in self.buffers)
+
+    @cached_property
+    def trainable(self) -> Sequence[ParamAndGradBuffer]:
+        """Its buffers that have gradients."""
+        return tuple(buffer for buffer in self.buffers if buffer.grads is not None)
 
     @cached_property
     def reshards(self) -> bool:
@@ -108,6 +155,7 @@ def agree_on_plan(
     mesh: DataMesh,
     ranks: Ranks,
     what: str,
+    tag: int = FIRST_TAG,
 ) -> Start:
     """Compare plans and initial values over all ranks; returns what all start from.
 
@@ -119,6 +167,7 @@ def agree_on_plan(
         mesh: all data-parallel ranks.
         ranks: all ranks of the model.
         what: who asks, in messages.
+        tag: the first that this rank has free for messages.
 
     Raises:
         Exception: this rank's own error.
@@ -129,7 +178,7 @@ def agree_on_plan(
     seed = int(torch.randint(2**31, ())) if plan is not None and plan.on_meta else 0
     values = holdings.digests if holdings is not None else {}
     first = mesh.ranks[0]
-    heads = agree(what, error, ranks.control_group, (first, digest, seed, values))
+    heads = agree(what, error, ranks.control_group, (first, digest, seed, values, tag))
     mine = [head for head in heads if head[0] == first]  # others hold other shards of DTensors
     start: Start | None = None
     try:
@@ -138,7 +187,8 @@ def agree_on_plan(
         assert plan is not None
         assert holdings is not None
         all_values = [head[3] for head in mine]
-        start = Start(int(heads[0][2]), *decide(plan, holdings, all_values, initial_values, mesh))
+        decided = decide(plan, holdings, all_values, initial_values, mesh)
+        start = Start(int(heads[0][2]), *decided, tag=max(head[4] for head in mine))
     except ValueError as caught:
         error = caught
     if len(mine) < len(heads):
@@ -152,14 +202,17 @@ def agree_on_plan(
 def build_units(
     plan: Plan,
     ladders: Ladders,
-    lanes: Lanes,
-    memory: Memory,
-    config: DistributedDataParallelConfig,
+    resources: Resources,
+    policy: MixedPrecisionPolicy,
     start: Start,
 ) -> list[BuiltUnit]:
     """Make the buffers and put sharded parameters into the model, unit by unit.
 
     Args:
+        plan: of the model; what its root returns is cast to the policy's ``output_dtype``.
+        ladders: where buffers are built.
+        resources: with which.
+        policy: says what inputs and outputs are cast to.
         start: whose values they begin with; where they are not the first rank's, each rank's
             slices are its own, and only those that several ranks hold are made the same.
 
@@ -169,11 +222,9 @@ def build_units(
     """
     error: Exception | None = None
     device = ladders.data.mesh.device
-    tag = FIRST_TAG
-    units = []
+    units: list[BuiltUnit] = []
     tree = ModuleTree(plan.root) if plan.on_meta else None
     for index, planned in enumerate(plan.units):
-        memory.begin_unit()
         if tree is not None:
             records = [
                 record
@@ -186,30 +237,8 @@ def build_units(
                 materialize(tree, records, device, start.seed + index)
             except Exception as caught:
                 error = error or caught
-        buffers: list[ParamAndGradBuffer] = []
-        for number, part in enumerate(planned.buffers):
-            label = planned.name or "the root module"
-            if len(planned.buffers) > 1:
-                label += f" (buffer {number})"
-            axes, ladder = ladders.of(part.kind)
-            buffer = ParamAndGradBuffer(
-                BufferSpec(label, part.layout, part.kind, axes.strategy, tag),
-                Machinery(ladder, lanes, memory),
-                part.records,
-                part.make_codec(),
-                config,
-                broadcast=start.from_first,
-            )
-            buffers.append(buffer)
-            if not start.from_first:
-                same_on_replicas(buffer)
-            tag += 2  # a reduction may take two messages
-        name, modules = planned.name, planned.modules
-        units.append(BuiltUnit(index, name, modules, buffers, planned.loose))
-        for buffer in buffers:
-            for record in buffer.records:
-                # The user's own tensor goes now, so that one unit at a time is held twice.
-                del record.param
+        output_dtype = policy.output_dtype if not units else None
+        units.append(build_unit(planned, ladders, resources, policy, output_dtype, start))
     root = plan.root
     has_values = not start.whole or ladders.data.mesh.is_first
     try:
@@ -227,6 +256,52 @@ def build_units(
         experts = ladders.expert.mesh if ladders.expert is not None else None
         broadcast_buffers(root, ladders.data.mesh, experts)
     return units
+
+
+def build_unit(
+    planned: PlannedUnit,
+    ladders: Ladders,
+    resources: Resources,
+    policy: MixedPrecisionPolicy,
+    output_dtype: torch.dtype | None,
+    start: Start,
+) -> BuiltUnit:
+    """Make one unit's buffers and put its sharded parameters into its modules.
+
+    Args:
+        planned: what it is to be; its parameters have values, or get the first rank's.
+        output_dtype: what its modules return is cast to it.
+        ladders, resources, policy, start: see :func:`build_units`.
+    """
+    resources.memory.begin_unit()
+    buffers: list[ParamAndGradBuffer] = []
+    for number, part in enumerate(planned.buffers):
+        label = planned.name or "the root module"
+        if len(planned.buffers) > 1:
+            label += f" (buffer {number})"
+        axes, ladder = ladders.of(part.kind)
+        buffer = ParamAndGradBuffer(
+            BufferSpec(label, part.layout, part.kind, axes.strategy, resources.take_tag()),
+            Machinery(ladder, resources.lanes, resources.memory),
+            part.records,
+            part.make_codec(),
+            resources.config,
+            broadcast=start.from_first,
+        )
+        buffers.append(buffer)
+        if not (start.from_first or buffer.weights.main.tensor.is_meta):
+            same_on_replicas(buffer)
+    # What lies beside blocks gets what the model's forward makes of its inputs.
+    casts = policy.cast_forward_inputs and len(set(planned.loose)) < len(planned.modules)
+    input_dtype = policy.param_dtype if casts else None
+    unit = BuiltUnit(
+        planned.name, planned.modules, buffers, planned.loose, input_dtype, output_dtype
+    )
+    for buffer in buffers:
+        for record in buffer.records:
+            # The user's own tensor goes now, so that one unit at a time is held twice.
+            del record.param
+    return unit
 
 
 def same_on_replicas(buffer: ParamAndGradBuffer) -> None:

@@ -5,9 +5,9 @@ See [Note: Parameters that are DTensors] in ``flat_dtensor/spread.py``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from torch import nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -18,20 +18,22 @@ from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.flat_dtensor.spread import Spread
 
 
-def ranks_of_model(model: nn.Module, data: DataMesh) -> Ranks:
-    """All ranks over which the model lies: ``data``, and its like at every place of the mesh
+def ranks_of_model(params: Iterable[tuple[str, Tensor]], data: DataMesh) -> Ranks:
+    """All ranks over which a model lies: ``data``, and its like at every place of the mesh
     dimensions that DTensor parameters are over. Collective among all of these.
+
+    Args:
+        params: the model's, by name.
+        data: the data-parallel ranks.
 
     Raises:
         ValueError: a DTensor is over ranks of ``data``, on another device type, or over a mesh that
             ``data`` is not cut from; names it.
     """
     meshes: list[DeviceMesh] = []
-    for name, param in model.named_parameters():
-        if not isinstance(param, DTensor) or isinstance(param, FlatDTensor):
-            continue
-        mesh = param.device_mesh
-        if mesh in meshes:
+    for name, param in params:
+        mesh = _other_mesh(param)
+        if mesh is None or mesh in meshes:
             continue
         meshes.append(mesh)
         if mesh.device_type != data.device_mesh.device_type:
@@ -44,6 +46,14 @@ def ranks_of_model(model: nn.Module, data: DataMesh) -> Ranks:
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
     return data.joined_with(meshes)
+
+
+def _other_mesh(param: Tensor) -> DeviceMesh | None:
+    """The mesh of a DTensor, without the engine's dimensions; None of a plain tensor."""
+    if isinstance(param, FlatDTensor):
+        spread = param.flat_placement.spread
+        return None if spread is None else spread.mesh
+    return param.device_mesh if isinstance(param, DTensor) else None
 
 
 def choose_written(records: Sequence[ParamRecord], data: Ranks, ranks: Ranks) -> None:

@@ -49,11 +49,13 @@ class Start(NamedTuple):
         seed: of the values of what is on the meta device everywhere.
         from_first: parameters are those of the first rank.
         whole: so are buffers, and only the first rank needs to have values.
+        tag: the first that all ranks have free for messages.
     """
 
     seed: int = 0
     from_first: bool = False
     whole: bool = False
+    tag: int = 0
 
 
 @dataclass

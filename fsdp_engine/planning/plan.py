@@ -192,7 +192,7 @@ def make_plan(
         raise ValueError(f"model: expected parameters; found none in {type(model).__name__}")
     set_spreads(records)
     for record in records:
-        _check_record(record, settings)
+        check_record(record, settings)
     check_memory(model, records)
     _check_no_optimizer(records)
     on_meta, lacks = check_meta(model)
@@ -356,7 +356,12 @@ def _known_as(record: ParamRecord) -> str:
     return "an expert's parameter" if is_expert(record.param) else record.name
 
 
-def _check_record(record: ParamRecord, settings: PlanSettings) -> None:
+def check_record(record: ParamRecord, settings: PlanSettings) -> None:
+    """Whether a unit can have the parameter.
+
+    Raises:
+        ValueError: it cannot; names it.
+    """
     param = record.param
     if isinstance(param, nn.parameter.UninitializedParameter):
         raise ValueError(

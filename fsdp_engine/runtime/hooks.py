@@ -72,8 +72,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     Raises:
         ValueError: the module is no unit of a sharded model, or has no such method.
     """
-    reference = _HOOKS.get(module)
-    hooks = reference() if reference is not None else None
+    hooks = hooks_of(module)
     if hooks is None:
         raise ValueError(
             "module: expected a unit or the root of a model given to shard(); found "
@@ -84,6 +83,12 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         raise ValueError(f"name: expected a method of {type(module).__name__}; found {name!r}")
 
     setattr(module, name, hooks.around(method))
+
+
+def hooks_of(module: nn.Module) -> ModuleHooks | None:
+    """The engine's hooks on ``module``, if it has any."""
+    reference = _HOOKS.get(module)
+    return reference() if reference is not None else None
 
 
 class _Entered:
@@ -260,7 +265,8 @@ class ModuleHooks:
                 entered.aside.append(unit)
         entered.units.append(unit)
         if wants_call:
-            entered.calls.append(Call(unit, reads_weights=self._reads_weights, aside=aside))
+            reads = self._reads_weights and unit.wishes.gathers_in_backward
+            entered.calls.append(Call(unit, reads_weights=reads, aside=aside))
 
     @not_compiled
     def after(self, output: Any) -> Any:
@@ -285,7 +291,8 @@ class ModuleHooks:
                 reads_again = has_backward and self._reads_weights
                 for unit in reversed(entered.units):
                     aside = unit in entered.aside
-                    self._scheduler.leave_forward(unit, reads_again, aside=aside)
+                    again = reads_again and unit.wishes.gathers_in_backward
+                    self._scheduler.leave_forward(unit, again, aside=aside)
         if self._output_dtype is not None:
             return map_tensors(partial(cast_to, self._output_dtype), output)
         return None

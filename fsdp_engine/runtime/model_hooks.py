@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 
-from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.hooks import ModuleHooks
 from fsdp_engine.runtime.loose_units import LooseUnits
 from fsdp_engine.runtime.scheduler import Scheduler
@@ -19,7 +18,6 @@ class ModelHooks:
     Args:
         units: all of them, the root first.
         scheduler: what is told of calls.
-        policy: what inputs and outputs are cast to.
         check: called before each forward of the model.
         engine: kept alive as long as the modules.
     """
@@ -28,7 +26,6 @@ class ModelHooks:
         self,
         units: Sequence[Unit],
         scheduler: Scheduler,
-        policy: MixedPrecisionPolicy,
         check: Callable[[], None],
         engine: object,
     ) -> None:
@@ -36,20 +33,17 @@ class ModelHooks:
         root = units[0]
         loose: dict[Unit, list[ModuleHooks]] = {}
         for unit in units:
-            beside = set(unit.built.loose)
-            casts = policy.cast_forward_inputs and len(beside) < len(unit.built.modules)
-            input_dtype = policy.param_dtype if casts else None
+            built = unit.built
+            beside = set(built.loose)
+            casts = (built.input_dtype, built.output_dtype)
             # The root is always seen, since its forward frames all others.
             is_seen = unit is root or unit.reshards or unit.needs_refresh
-            if not is_seen and input_dtype is None:
+            if not is_seen and casts == (None, None):
                 continue
             # All of its modules, or none: a unit's gradients have come when all calls are over.
-            for module in unit.built.modules:
-                dtypes = (
-                    # What lies beside blocks gets what the model's forward makes of its inputs.
-                    None if module in beside else input_dtype,
-                    policy.output_dtype if unit is root else None,
-                )
+            for module in built.modules:
+                # What lies beside blocks gets what the model's forward makes of its inputs.
+                dtypes = (None, built.output_dtype) if module in beside else casts
                 if module not in self._hooks:
                     self._hooks[module] = ModuleHooks(scheduler, module, dtypes, engine)
                 self._hooks[module].units.append(unit)

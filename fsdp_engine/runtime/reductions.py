@@ -147,11 +147,16 @@ class Reductions:
                 "another backward. Run all microbatches but the last under no_sync()"
             )
         if self._timing.finishes_backward or self._phase is not Phase.ACCUMULATING:
-            for buffer in self._buffers:
-                buffer.begin_backward(reduced=self._phase is Phase.FINAL)
+            for unit in self._queue:
+                reduced = self._phase is Phase.FINAL and unit.index not in self._turns.partial
+                for buffer in unit.trainable:
+                    buffer.begin_backward(reduced=reduced)
         self._move_to(Phase.ACCUMULATING)
         # Settled now: gradients may come late, when a no_sync() is over.
-        self._turns.begin(is_last=self.sync and self._timing.reduces_in_backward)
+        partial = frozenset(unit.index for unit in self._queue if not unit.wishes.syncs)
+        is_last = self.sync and self._timing.reduces_in_backward
+        is_last = is_last and len(partial) < max(len(self._queue), 1)
+        self._turns.begin(is_last=is_last, partial=partial)
 
     def open_unit(self, unit: Unit) -> None:
         """The unit's first gradient of this backward is about to be written."""
@@ -241,8 +246,8 @@ class Reductions:
             return
         self.start()
         self.wait()
-        self._turns.forget()
         self._publish()
+        self._turns.forget()
         self._move_to(Phase.FINAL)
 
     def run_hooks(self) -> None:
@@ -305,7 +310,7 @@ class Reductions:
 
     def _reduce(self, unit: Unit) -> None:
         """Issue what this backward has to reduce of ``unit``."""
-        last = self._turns.is_last
+        last = self._turns.is_last and unit.index not in self._turns.partial
         if not self.has_open_gradients(unit):
             if not last and not unit.num_staged:
                 return  # nothing came, nothing travels: what was accumulated stays
@@ -335,7 +340,8 @@ class Reductions:
                 self.finish()
             return
         if self._timing.finishes_backward:
-            self._publish_partial()
+            for unit in self._queue:
+                self._publish_partial(unit)
         self._turns.forget()
         self._leave_in_flight()
 
@@ -353,15 +359,14 @@ class Reductions:
         self._move_to(Phase.ISSUED)
         self._message.start(self._seen_order)
 
-    def _publish_partial(self) -> None:
+    def _publish_partial(self, unit: Unit) -> None:
         """Between microbatches: ``.grad`` is there wherever something is accumulated, on any rank,
         so that the user's clearing it can be seen."""
-        for unit in self._queue:
-            for buffer in unit.trainable:
-                if self._turns.came[unit.index] is Came.REDUCED:
-                    buffer.publish_gradients([True] * len(buffer.records), reduced=False)
-                else:
-                    buffer.shown.put_back()
+        for buffer in unit.trainable:
+            if self._turns.came[unit.index] is Came.REDUCED:
+                buffer.publish_gradients([True] * len(buffer.records), reduced=False)
+            else:
+                buffer.shown.put_back()
 
     def _publish(self) -> None:
         new_order = self._seen_order != self.canonical_order
@@ -373,9 +378,13 @@ class Reductions:
             self.clear(zero=False)
             raise RuntimeError(verdict.problem)
         self._hooks_are_due = True
-        for buffer in self._buffers:
-            used = verdict.used.get(id(buffer), buffer.shown.used)
-            buffer.publish_gradients(used, reduced=True)
+        for unit in self._queue:
+            if unit.index in self._turns.partial:
+                self._publish_partial(unit)
+                continue
+            for buffer in unit.trainable:
+                used = verdict.used.get(id(buffer), buffer.shown.used)
+                buffer.publish_gradients(used, reduced=True)
 
     def _move_to(self, phase: Phase) -> None:
         assert (self._phase, phase) in TRANSITIONS, (

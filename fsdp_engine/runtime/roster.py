@@ -73,6 +73,13 @@ class Roster:
         ]
         self._owners = {(id(owner.module), owner.attribute): owner for owner in owners}
         self._names = {id(owner.sharded): owner.name for owner in owners}
+        # Parameters that no unit was to have: they stay the user's.
+        self._left_alone = {
+            (id(module), attribute)
+            for module in model.modules()
+            for attribute, param in module._parameters.items()
+            if param is not None and (id(module), attribute) not in self._owners
+        }
         self._listed = owners
         # Columns of a table that one pass of C compares, however many parameters there are.
         self._holders = [owner.module._parameters for owner in owners]
@@ -101,9 +108,12 @@ class Roster:
         if self.paused:
             return
         self.check()
-        for name, param in self._model.named_parameters(remove_duplicate=False):
-            if id(param) not in self._names and not self._is_full(param):
-                raise _unknown(name)
+        for prefix, module in self._model.named_modules(remove_duplicate=False):
+            for attribute, param in module._parameters.items():
+                if param is None or (id(module), attribute) in self._left_alone:
+                    continue
+                if id(param) not in self._names and not self._is_full(param):
+                    raise _unknown(f"{prefix}.{attribute}" if prefix else attribute)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Whether it steps a tensor that was assigned to a parameter, instead of the parameter.
@@ -134,6 +144,8 @@ class Roster:
         """
         owner = self._owners.get((id(module), attribute))
         if owner is None:
+            if (id(module), attribute) in self._left_alone:
+                return value
             raise _unknown(f"{self._name_of(module)}{attribute}")
         present = module._parameters.get(attribute)
         if isinstance(module, nn.RNNBase) and present is not None:

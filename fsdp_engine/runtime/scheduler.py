@@ -17,7 +17,7 @@ from fsdp_engine.codecs.phase import BACKWARD, BOTH, FORWARD
 from fsdp_engine.config import Timing
 from fsdp_engine.devices.memory import Memory
 from fsdp_engine.planning.assignment import Expected
-from fsdp_engine.runtime.record import Record, first_use_order
+from fsdp_engine.runtime.record import Record, Use, first_use_order
 from fsdp_engine.runtime.reductions import Reductions
 from fsdp_engine.runtime.refreshes import Refreshes
 from fsdp_engine.runtime.unit import Call, Residence, Unit, in_functional_call
@@ -113,9 +113,11 @@ class Scheduler:
                 self._kept.add(unit.index)
             elif phase:
                 self._ahead.add(unit.index)
-            if phase or unit.stays:
+            if phase or unit.stays or unit.wishes.stays_after_forward:
                 unit.uninstall()
                 unit.turn_to(phase or BACKWARD)
+                if unit.wishes.stays_after_forward:
+                    self._backward.touched[unit.index] = unit  # released as backward ends
             else:
                 unit.release()
         if not self._open:
@@ -216,7 +218,7 @@ class Scheduler:
                 self._ahead.add(unit.index)
                 unit.uninstall()
             else:
-                unit.release()
+                self._end_use(unit)
         self._check_ready(unit)
 
     def gradient_came(self, unit: Unit) -> None:
@@ -269,9 +271,17 @@ class Scheduler:
         for unit in self._backward.end(self.units):
             if unit.uses == 0:
                 unit.end_uses()
-                unit.release()
+                self._end_use(unit)
         self._memory.end_backward(step_is_over=self.reductions.are_final)
         self.reductions.run_hooks()
+
+    @staticmethod
+    def _end_use(unit: Unit) -> None:
+        """A backward is done with the unit."""
+        if unit.wishes.stays_after_backward:
+            unit.uninstall()
+        else:
+            unit.release()
 
     # Both.
 
@@ -280,17 +290,20 @@ class Scheduler:
         if not unit.buffers:
             return
         step = self._record.use(unit.index, phase)
-        expected = step.expected
+        expected, window = step.expected, step.window
+        if (asked := unit.wishes.ahead(phase)) is not None:
+            each_phase = BACKWARD if phase & BACKWARD else FORWARD
+            window = tuple(Use(each.index, each_phase) for each in asked if each.reshards)
         if self._kept:
             # Kept for the start of backward; or else something comes first.
             self._ahead |= self._kept
             self._kept.clear()
             expected = expected and self._backward.is_open
         if not expected:
-            self._drop_ahead(keep={unit.index, *(use.unit for use in step.window)})
+            self._drop_ahead(keep={unit.index, *(use.unit for use in window)})
         self._fill(unit, step.phase)
         self._ahead.discard(unit.index)
-        for use in step.window:
+        for use in window:
             ahead = self.units[use.unit]
             if ahead.needs_gather(use.phase) and not ahead.uses:
                 ahead.gather(use.phase)

@@ -28,6 +28,7 @@ from fsdp_engine.devices.lane import Lanes, Ticket
 from fsdp_engine.flat_dtensor import any_requires_grad
 from fsdp_engine.planning.build import BuiltUnit
 from fsdp_engine.planning.installing import Installation
+from fsdp_engine.runtime.wishes import Wishes
 
 
 class Residence(enum.Enum):
@@ -131,8 +132,8 @@ class Unit:
 
     Attributes:
         built: its modules and buffers, its number and name.
-        index: its number among the engine's units, in module order.
-        trainable: its buffers that have gradients.
+        index: its number among the units of its engine, which gives it.
+        wishes: what users ask of it.
         residence: where its full parameters are.
         uses: how many forwards and backwards of it are under way.
         num_calls: forwards whose backward is to come and whose graph still lives.
@@ -144,8 +145,8 @@ class Unit:
 
     def __init__(self, built: BuiltUnit, lanes: Lanes) -> None:
         self.built = built
-        self.index = built.index
-        self.trainable = tuple(b for b in built.buffers if b.grads is not None)
+        self.index = -1
+        self.wishes = Wishes()
         self.residence = Residence.SHARDED if built.reshards else Residence.IDLE
         self.uses = 0
         self.num_calls = 0
@@ -172,6 +173,11 @@ class Unit:
     def buffers(self) -> Sequence[ParamAndGradBuffer]:
         """Its parameters, by kind."""
         return self.built.buffers
+
+    @property
+    def trainable(self) -> Sequence[ParamAndGradBuffer]:
+        """Its buffers that have gradients."""
+        return self.built.trainable
 
     @property
     def num_elements(self) -> int:

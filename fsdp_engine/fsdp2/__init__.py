@@ -1,0 +1,31 @@
+"""FSDP2's calls over this engine: one import changed, and a script of its kind runs.
+
+    from fsdp_engine.fsdp2 import fully_shard, MixedPrecisionPolicy
+
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+
+See docs/fsdp2.md for what is the same, call by call, and what is not.
+"""
+
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+from fsdp_engine.fsdp2.fsdp_module import (
+    FSDPModule,
+    UnshardHandle,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
+from fsdp_engine.fsdp2.fully_shard import fully_shard
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "UnshardHandle",
+    "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+]

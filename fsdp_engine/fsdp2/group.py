@@ -1,0 +1,263 @@
+"""What one call of ``fully_shard`` has made: a unit, built at once; an engine has it later."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_engine.buffers.param_and_grad_buffer import FIRST_TAG, ParamRecord
+from fsdp_engine.buffers.redistribute import Ladder
+from fsdp_engine.config import DistributedDataParallelConfig
+from fsdp_engine.devices.groups import default_group
+from fsdp_engine.devices.mesh import DataMesh
+from fsdp_engine.devices.ranks import Ranks
+from fsdp_engine.engine import Engine, engine_within
+from fsdp_engine.planning.build import Ladders, Resources, agree_on_plan, build_unit
+from fsdp_engine.planning.dtensors import choose_written, ranks_of_model
+from fsdp_engine.planning.initial_values import SAME, Holdings, Start
+from fsdp_engine.planning.one_unit import plan_one
+from fsdp_engine.planning.plan import AxisPlans, Plan, PlannedUnit, PlanSettings
+from fsdp_engine.precision import MixedPrecisionPolicy
+from fsdp_engine.runtime.unit import Unit
+from fsdp_engine.sharding import axis_plan
+from fsdp_engine.strategies import Strategy
+
+WHAT = "fully_shard()"
+_STATE = "_fsdp_engine_group"
+
+# Of each default group, for each device: what all units on it share, while one of them lives.
+_Shared = weakref.WeakValueDictionary[torch.device, Resources]
+_RESOURCES: weakref.WeakKeyDictionary[object, _Shared] = weakref.WeakKeyDictionary()
+
+# Users' own parameters in whose place units have put theirs, as long as somebody holds them.
+_TAKEN: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
+
+
+@dataclass(eq=False)
+class Group:
+    """See the module docstring.
+
+    Attributes:
+        modules: whose calls need the parameters; none within another.
+        unit: made of them.
+        ladders: where its buffers are.
+        resources: what it shares with others.
+        settings: what it was planned by.
+        asked_to_reshard: after forward, as the user said; None: nothing said.
+        engine: that has the unit, once there is one.
+        replaced: parameters in whose place the unit's are.
+        first_calls: hooks that wait for the first forward.
+    """
+
+    modules: Sequence[nn.Module]
+    unit: Unit
+    ladders: Ladders
+    resources: Resources
+    settings: PlanSettings
+    engine: Engine | None = None
+    replaced: list[weakref.ref[Tensor]] = field(default_factory=list)
+    first_calls: list[Any] = field(default_factory=list)
+
+    @property
+    def records(self) -> Iterator[ParamRecord]:
+        """Its parameters."""
+        return (record for buffer in self.unit.buffers for record in buffer.records)
+
+    @property
+    def metas(self) -> list[str]:
+        """Names of parameters on the meta device."""
+        return [
+            record.name
+            for buffer in self.unit.buffers
+            for record, param in zip(buffer.records, buffer.sharded_params, strict=True)
+            if param.is_meta
+        ]
+
+    def rebuild(self, params: dict[tuple[int, str], nn.Parameter], device: torch.device) -> None:
+        """Put a unit of other parameters in the place of its own: of another dtype, or real.
+
+        Args:
+            params: by their first place, whole.
+            device: of their memory.
+        """
+        old = self.unit
+        records = []
+        for record in self.records:
+            module, attribute = record.owners[0]
+            param = params[id(module), attribute]
+            records.append(ParamRecord(record.name, param, record.owners, record.aliases))
+        for buffer in old.buffers:
+            self.replaced += [weakref.ref(param) for param in buffer.sharded_params]
+        for record in records:
+            for module, attribute in record.owners:
+                module._parameters[attribute] = record.param
+        known = {id(record.param): record for record in records}
+        plan = plan_one(old.name, self.modules, lambda each: id(each.param) in known, self.settings)
+        built = _build(plan.units[0], self.ladders, self.resources, self.settings.policy, device)
+        self.unit = Unit(built, self.resources.lanes)
+        self.unit.wishes = old.wishes
+
+
+def group_of(module: nn.Module) -> Group | None:
+    """What ``fully_shard`` made of ``module``; None: it was not called."""
+    found: Group | None = vars(module).get(_STATE)
+    return found
+
+
+def groups_within(module: nn.Module) -> list[Group]:
+    """Of ``module`` and all that is in it, in module order, each once."""
+    found = (group for each in module.modules() if (group := group_of(each)) is not None)
+    return list({id(group): group for group in found}.values())
+
+
+def make_group(
+    modules: Sequence[nn.Module],
+    mesh: DataMesh,
+    levels: Strategy,
+    policy: MixedPrecisionPolicy | None,
+    ignored: Collection[nn.Parameter],
+    error: Exception | None,
+) -> Group:
+    """Plan a unit, agree on it with all ranks, build it. Collective.
+
+    Args:
+        modules: none within another.
+        mesh: the ranks that share their parameters.
+        levels: of both axes.
+        policy: dtypes; None where there is an ``error``.
+        ignored: parameters that stay as they are.
+        error: why this rank cannot go on.
+
+    Raises:
+        Exception: this rank's error, or another's, on all ranks before anything is changed.
+    """
+    config = DistributedDataParallelConfig()
+    axis_plans = AxisPlans(axis_plan(mesh, levels))
+    plan: Plan | None = None
+    holdings: Holdings | None = None
+    signature: list[str] = []
+    shared = _RESOURCES.setdefault(default_group(), weakref.WeakValueDictionary())
+    resources = shared.get(mesh.device)
+    settings: PlanSettings | None = None
+    ranks: Ranks = mesh
+    try:
+        if error is not None:
+            raise error
+        params = (each for module in modules for each in module.named_parameters())
+        ranks = ranks_of_model(params, mesh)
+        assert policy is not None
+        settings = PlanSettings(policy, config, axis_plans)
+        _check_modules(modules)
+        plan = plan_one(_label(modules), modules, _Free(modules, ignored), settings)
+        choose_written(plan.records, mesh, ranks)
+        holdings = Holdings(plan, None, compare=mesh.size > 1)
+        signature = [f"{levels}, {policy}", *plan.signature()]
+    except Exception as caught:
+        error = caught
+    tag = FIRST_TAG if resources is None else resources.next_tag
+    start = agree_on_plan(plan, holdings, error, signature, SAME, mesh, ranks, WHAT, tag)
+    assert plan is not None
+    assert settings is not None
+    if resources is None:
+        resources = shared[mesh.device] = Resources(mesh, config)
+    resources.next_tag = start.tag
+    ladders = Ladders(axis_plans, ranks, Ladder(mesh))
+    replaced: list[weakref.ref[Tensor]] = []
+    for record in plan.records:
+        _TAKEN[id(record.param)] = record.param
+        replaced.append(weakref.ref(record.param))
+    planned = plan.units[0]
+    planned = dataclasses.replace(planned, name=f"{planned.name} ({start.tag})")
+    device = torch.device("meta") if plan.on_meta else mesh.device
+    built = _build(planned, ladders, resources, settings.policy, device)
+    unit = Unit(built, resources.lanes)
+    group = Group(tuple(modules), unit, ladders, resources, settings, replaced=replaced)
+    for module in modules:
+        vars(module)[_STATE] = group
+    return group
+
+
+def _build(
+    planned: PlannedUnit,
+    ladders: Ladders,
+    resources: Resources,
+    policy: MixedPrecisionPolicy,
+    device: torch.device,
+) -> Any:
+    where = resources.on(device)
+    built = build_unit(planned, ladders, where, policy, policy.output_dtype, Start())
+    resources.next_tag = where.next_tag
+    return built
+
+
+def _label(modules: Sequence[nn.Module]) -> str:
+    return ", ".join(type(module).__name__ for module in modules)
+
+
+def _check_modules(modules: Sequence[nn.Module]) -> None:
+    for module in modules:
+        name = type(module).__name__
+        if group_of(module) is not None:
+            raise ValueError(
+                f"module: expected one that fully_shard() was not called on; found a {name} that "
+                "it was called on before"
+            )
+        if engine_within(module) is not None and not groups_within(module):
+            raise ValueError(f"module: expected one that was not given to shard(); found a {name}")
+        ran = next((group for group in groups_within(module) if group.engine is not None), None)
+        if ran is not None:
+            raise ValueError(
+                f"module: expected fully_shard() on {name} before any forward of what is in it; "
+                f"found {ran.unit.label}, whose forward has run"
+            )
+
+
+class _Free:
+    """Whether a parameter is one that a call of ``fully_shard`` takes."""
+
+    def __init__(self, modules: Sequence[nn.Module], ignored: Collection[nn.Parameter]) -> None:
+        self._ignored = {id(param) for param in ignored}
+        self._owned: dict[tuple[int, str], str] = {}
+        self._skipped: set[int] = set()
+        for module in modules:
+            for group in groups_within(module):
+                for record in group.records:
+                    for owner, attribute in record.owners:
+                        self._owned[id(owner), attribute] = group.unit.label
+            for each in module.modules():
+                if _is_replicated(each):
+                    self._skipped |= {id(inner) for inner in each.modules()}
+
+    def __call__(self, record: ParamRecord) -> bool:
+        """Whether it is.
+
+        Raises:
+            ValueError: it is tied to one that an inner call has taken.
+        """
+        if id(record.param) in self._ignored:
+            return False
+        places = [(id(module), attribute) for module, attribute in record.owners]
+        owners = {self._owned[place] for place in places if place in self._owned}
+        if all(place in self._owned for place in places):
+            return False
+        if owners or _TAKEN.get(id(record.param)) is record.param:
+            whose = f" of {owners.pop()}" if owners else ""
+            raise ValueError(
+                f"{record.name}: expected a parameter that no earlier fully_shard() has; found one "
+                f"tied to a parameter{whose} that was sharded before. Put the modules that share "
+                "it into one call: fully_shard([embedding, head])"
+            )
+        return not all(module in self._skipped for module, _ in places)
+
+
+def _is_replicated(module: nn.Module) -> bool:
+    """Whether ``torch.distributed._composable.replicate`` has it."""
+    from torch.distributed._composable.contract import _get_registry
+
+    return "replicate" in (_get_registry(module) or ())

@@ -1,0 +1,131 @@
+"""The first forward of the outermost module puts an engine over all units beneath it."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_engine.config import Timing
+from fsdp_engine.engine import Engine
+from fsdp_engine.fsdp2.group import Group, group_of, groups_within
+from fsdp_engine.patterns import joined_names
+from fsdp_engine.planning.assignment import collect_records
+from fsdp_engine.runtime.hooks import hooks_of, not_compiled
+
+
+def await_first_call(group: Group) -> None:
+    """Whichever of the group's modules is called first, being the outermost, makes the engine."""
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        # This call's hooks were listed before there were any of the engine's.
+        ensure_engine(module)
+        hooks = hooks_of(module)
+        return None if hooks is None else hooks.before(args, kwargs)
+
+    for module in group.modules:
+        handle = module.register_forward_pre_hook(
+            not_compiled(before), prepend=True, with_kwargs=True
+        )
+        group.first_calls.append(handle)
+
+
+def ensure_engine(module: nn.Module) -> Engine:
+    """The engine over the unit of ``module``; if there is none, it is made, with ``module`` as the
+    outermost.
+
+    Raises:
+        RuntimeError: parameters are on the meta device; something beneath was called before by
+            itself; an optimizer holds parameters as they were before ``fully_shard``.
+    """
+    root = group_of(module)
+    assert root is not None
+    if root.engine is not None:
+        return root.engine
+    if len(root.modules) > 1:
+        raise RuntimeError(
+            f"forward of {type(module).__name__}: expected the outermost module to be a group of "
+            f"its own; found a group of {len(root.modules)}. Call fully_shard() on the model, too"
+        )
+    groups = groups_within(module)
+    for group in groups:
+        if group.engine is not None:
+            raise RuntimeError(
+                f"forward of {type(module).__name__}: expected the outermost module to be called "
+                f"first; found {group.unit.label} in it, which was called before by itself"
+            )
+    _name(module, groups)
+    metas = [name for group in groups for name in group.metas]
+    if metas:
+        more = f" and {len(metas) - 8} more" if len(metas) > 8 else ""
+        raise RuntimeError(
+            "forward: expected parameters with values; found on the meta device "
+            f"{', '.join(metas[:8])}{more}. Call model.to_empty(device=...), then give them values "
+            "(model.init_weights(), say)"
+        )
+    _check_no_optimizer(groups)
+    engine = Engine(
+        module,
+        [group.unit for group in groups],
+        root.ladders,
+        root.resources,
+        root.settings.policy,
+        Timing(),
+    )
+    for group in groups:
+        group.engine = engine
+        for handle in group.first_calls:
+            handle.remove()
+        group.first_calls.clear()
+    return engine
+
+
+def _name(root: nn.Module, groups: Sequence[Group]) -> None:
+    """Units and parameters get the names that they have in ``root``."""
+    places = {
+        (id(module), attribute): record.aliases
+        for record in collect_records(root)
+        for module, attribute in record.owners
+    }
+    names = {module: name for name, module in root.named_modules()}
+    for group in groups:
+        built = group.unit.built
+        name = joined_names([names[module] for module in group.modules])
+        group.unit.built = dataclasses.replace(built, name=name)
+        for buffer in group.unit.buffers:
+            for index, record in enumerate(buffer.records):
+                module, attribute = record.owners[0]
+                record.aliases = list(places[id(module), attribute])
+                buffer.rename(index, record.aliases[0])
+
+
+def _check_no_optimizer(groups: Sequence[Group]) -> None:
+    """No optimizer may hold what units have replaced. (Only if somebody holds it at all are all
+    objects looked through.)"""
+    alive = {
+        id(param): name
+        for group in groups
+        for reference, name in zip(group.replaced, _names(group), strict=False)
+        if (param := reference()) is not None
+    }
+    if not alive:
+        return
+    for thing in gc.get_objects():
+        if not isinstance(type(thing), type) or not issubclass(type(thing), torch.optim.Optimizer):
+            continue
+        for param_group in vars(thing).get("param_groups", ()):
+            for param in param_group["params"]:
+                if id(param) in alive:
+                    raise RuntimeError(
+                        "optimizer: expected it to be built after fully_shard() and conversions by "
+                        f".to(); found a {type(thing).__name__} that holds {alive[id(param)]} as "
+                        "it was before"
+                    )
+
+
+def _names(group: Group) -> list[str]:
+    return [record.name for record in group.records]
