@@ -15,7 +15,7 @@ from fsdp_engine.devices.mesh import DataMesh, check_device_mesh, ranks_that_mee
 from fsdp_engine.devices.nccl_pool import check_nccl
 from fsdp_engine.engine import Engine, engine_within
 from fsdp_engine.planning.assignment import UnitSelector
-from fsdp_engine.planning.build import Ladders, Resources, agree_on_plan, build_units
+from fsdp_engine.planning.build import Ladders, Resources, agree_on_plan, build_units, owned_within
 from fsdp_engine.planning.initial_values import CHOICES, SAME, Holdings
 from fsdp_engine.planning.plan import AxisPlan, AxisPlans, Granule, Plan, PlanSettings, make_plan
 from fsdp_engine.precision import MixedPrecisionPolicy
@@ -148,7 +148,7 @@ def make_engine(
         axis_plans = AxisPlans(
             axis_plan(data, levels), axis_plan(experts, levels) if experts is not None else None
         )
-        if (name := engine_within(model)) is not None:
+        if (name := engine_within(model) or owned_within(model)) is not None:
             raise ValueError(
                 "model: expected one that was not sharded before; found "
                 f"{name} in the hands of another engine"
