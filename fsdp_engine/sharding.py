@@ -16,7 +16,7 @@ from fsdp_engine.devices.nccl_pool import check_nccl
 from fsdp_engine.devices.ranks import Ranks
 from fsdp_engine.engine import Engine, engine_within
 from fsdp_engine.planning.assignment import UnitSelector
-from fsdp_engine.planning.build import Ladders, Resources, agree_on_plan, build_units
+from fsdp_engine.planning.build import Ladders, Resources, agree_on_plan, build_units, owned_within
 from fsdp_engine.planning.dtensors import choose_written, ranks_of_model
 from fsdp_engine.planning.initial_values import CHOICES, SAME, Holdings
 from fsdp_engine.planning.plan import AxisPlan, AxisPlans, Granule, Plan, PlanSettings, make_plan
@@ -152,7 +152,7 @@ def make_engine(
         axis_plans = AxisPlans(
             axis_plan(data, levels), axis_plan(experts, levels) if experts is not None else None
         )
-        if (name := engine_within(model)) is not None:
+        if (name := engine_within(model) or owned_within(model)) is not None:
             raise ValueError(
                 "model: expected one that was not sharded before; found "
                 f"{name} in the hands of another engine"

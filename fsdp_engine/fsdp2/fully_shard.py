@@ -106,8 +106,9 @@ def _outermost(module: object) -> list[nn.Module]:
             )
         if type(each).forward is nn.Module.forward:
             raise ValueError(
-                "module: expected one that has a forward; found a "
-                f"{type(each).__name__}, which is never called. Call fully_shard() on what is in it"
+                "module: expected one that is called, since fully_shard does not support "
+                "containers that do not implement forward; found a "
+                f"{type(each).__name__}. Call it on what is in there"
             )
     if not given:
         raise ValueError("module: expected at least one; found an empty list")

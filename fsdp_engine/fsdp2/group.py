@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 
 from fsdp_engine.buffers.param_and_grad_buffer import FIRST_TAG, ParamRecord
 from fsdp_engine.buffers.redistribute import Ladder
@@ -162,6 +164,12 @@ def make_group(
         error = caught
     tag = FIRST_TAG if resources is None else resources.next_tag
     start = agree_on_plan(plan, holdings, error, signature, SAME, mesh, ranks, WHAT, tag)
+    if start.whole:
+        raise ValueError(
+            "module: expected parameters on the meta device on all ranks, or on none; found other "
+            "ranks to differ. After to_empty(), set_model_state_dict(..., options=StateDictOptions("
+            "full_state_dict=True, broadcast_from_rank0=True)) sends the first rank's values"
+        )
     assert plan is not None
     assert settings is not None
     if resources is None:
@@ -180,6 +188,9 @@ def make_group(
     group = Group(tuple(modules), unit, ladders, resources, settings, replaced=replaced)
     for module in modules:
         vars(module)[_STATE] = group
+        # Where torch's own composable calls look who has the module.
+        registry = vars(module).setdefault(REGISTRY_KEY, OrderedDict())
+        registry["fully_shard"] = RegistryItem()
     return group
 
 
@@ -205,8 +216,8 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
         name = type(module).__name__
         if group_of(module) is not None:
             raise ValueError(
-                f"module: expected one that fully_shard() was not called on; found a {name} that "
-                "it was called on before"
+                "module: expected one that fully_shard() was not called on, since it can only be "
+                f"applied to a module once; found a {name} that it was called on before"
             )
         if engine_within(module) is not None and not groups_within(module):
             raise ValueError(f"module: expected one that was not given to shard(); found a {name}")
@@ -258,6 +269,4 @@ class _Free:
 
 def _is_replicated(module: nn.Module) -> bool:
     """Whether ``torch.distributed._composable.replicate`` has it."""
-    from torch.distributed._composable.contract import _get_registry
-
-    return "replicate" in (_get_registry(module) or ())
+    return "replicate" in vars(module).get(REGISTRY_KEY, ())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 from collections.abc import Sequence
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -31,7 +32,9 @@ def await_first_call(group: Group) -> None:
         handle = module.register_forward_pre_hook(
             not_compiled(before), prepend=True, with_kwargs=True
         )
-        group.first_calls.append(handle)
+        # Hooks that users register from here on see what the unit's modules return, cast.
+        place = module.register_forward_hook(_keep_place)
+        group.first_calls += [(module, handle, place)]
 
 
 def ensure_engine(module: nn.Module) -> Engine:
@@ -78,10 +81,25 @@ def ensure_engine(module: nn.Module) -> Engine:
     )
     for group in groups:
         group.engine = engine
-        for handle in group.first_calls:
+        for each, handle, place in group.first_calls:
             handle.remove()
+            _move_hook(each, place)
         group.first_calls.clear()
     return engine
+
+
+def _keep_place(module: nn.Module, args: Any, output: Any) -> None:
+    """Stands where the engine's hook will."""
+
+
+def _move_hook(module: nn.Module, place: Any) -> None:
+    """Put the engine's hook on forwards, the last one, where ``place`` is kept for it."""
+    hooks: Any = module._forward_hooks
+    keys = list(hooks)
+    if hooks_of(module) is not None and module._compiled_call_impl is None:
+        for key in keys[keys.index(place.id) + 1 : -1]:
+            hooks.move_to_end(key)
+    place.remove()
 
 
 def _name(root: nn.Module, groups: Sequence[Group]) -> None:
@@ -109,13 +127,13 @@ def _check_no_optimizer(groups: Sequence[Group]) -> None:
     alive = {
         id(param): name
         for group in groups
-        for reference, name in zip(group.replaced, _names(group), strict=False)
+        for reference, name in zip(group.replaced, cycle(_names(group)), strict=False)
         if (param := reference()) is not None
     }
     if not alive:
         return
     for thing in gc.get_objects():
-        if not isinstance(type(thing), type) or not issubclass(type(thing), torch.optim.Optimizer):
+        if not issubclass(type(thing), torch.optim.Optimizer):
             continue
         for param_group in vars(thing).get("param_groups", ()):
             for param in param_group["params"]:

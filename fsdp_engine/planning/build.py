@@ -14,6 +14,7 @@ ranks send each other the same; when all is built it tells, and all raise.
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -57,6 +58,17 @@ class Ladders:
         """Those of parameters of ``kind``."""
         ladder = self.expert if kind.is_expert and self.expert is not None else self.data
         return self.axis_plans.of(kind), ladder
+
+
+# Modules whose parameters units have.
+_OWNED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def owned_within(model: nn.Module) -> str | None:
+    """Name of a module of ``model`` with a parameter that a unit has; None if there is none."""
+    owned = (name for name, module in model.named_modules() if module in _OWNED)
+    name = next(owned, None)
+    return None if name is None else name or "the root module"
 
 
 class Resources:
@@ -299,6 +311,7 @@ def build_unit(
     )
     for buffer in buffers:
         for record in buffer.records:
+            _OWNED.update(module for module, _ in record.owners)
             # The user's own tensor goes now, so that one unit at a time is held twice.
             del record.param
     return unit

@@ -1,0 +1,150 @@
+"""State dicts and checkpoints of modules that ``fully_shard`` was called on; conversions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+from fsdp_engine import fsdp2
+from tests.fsdp2.programs import APIS, Model, adamw, batch, loss_of, parallelize, train, whole
+from tests.fsdp2.test_fully_shard import on_meta, seeded
+from tests.pool import Ranks, on_ranks
+
+
+def continued(api_name: str, other_name: str, folder: str) -> Any:
+    """Two steps with one, saved with DCP, loaded by the other, two more steps."""
+    api = APIS[api_name]
+    model = parallelize(api, seeded())
+    optimizer = adamw(model.parameters())
+    train(model, optimizer, range(2))
+    state = {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+    }
+    dcp.save(state, checkpoint_id=folder)
+    other = APIS[other_name]
+    model = parallelize(other, on_meta())
+    model.to_empty(device="cpu")
+    model.init_weights()
+    optimizer = adamw(model.parameters())
+    state = {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+    }
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    log = train(model, optimizer, range(2, 4))
+    return log.losses, log.norms, log.weights
+
+
+@pytest.mark.parametrize("other", APIS)
+@pytest.mark.parametrize("api", APIS)
+def test_checkpoints_go_from_one_to_the_other(
+    api: str, other: str, ranks: Ranks, tmp_path: Path
+) -> None:
+    found = ranks.run(continued, api, other, str(tmp_path / "a"), world_size=2)[0]
+    expected = ranks.run(continued, "fsdp2", "fsdp2", str(tmp_path / "b"), world_size=2)[0]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@on_ranks(2)
+def test_state_dicts_are_of_sharded_tensors_and_load() -> None:
+    model = parallelize(fsdp2, seeded())
+    names = list(seeded().state_dict())
+    state = model.state_dict()
+    assert list(state) == names
+    assert all(isinstance(each, DTensor) for each in state.values())
+    loss_of(model, *batch(0, 0, 0)).backward()
+    other = parallelize(fsdp2, Model())
+    other.load_state_dict(state)
+    tokens = batch(0, 0, 0)[0]
+    torch.testing.assert_close(other(tokens), model(tokens))
+    # Also while full parameters stay.
+    model.set_reshard_after_forward(False)
+    loss = loss_of(model, *batch(0, 0, 0))
+    assert all(isinstance(each, DTensor) for each in model.state_dict().values())
+    loss.backward()
+
+
+@on_ranks(2)
+def test_whole_state_dicts_are_loaded_from_the_first_rank() -> None:
+    reference = seeded()
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    model = parallelize(fsdp2, on_meta())
+    model.to_empty(device="cpu")
+    model.angles.copy_(reference.angles)
+    set_model_state_dict(
+        model, reference.state_dict() if dist.get_rank() == 0 else {}, options=options
+    )
+    tokens = batch(0, 0, 0)[0]
+    torch.testing.assert_close(model(tokens), reference(tokens))
+    found = get_model_state_dict(
+        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
+    if dist.get_rank() == 0:
+        torch.testing.assert_close(found, dict(reference.state_dict()))
+
+
+@on_ranks(2)
+def test_conversions() -> None:
+    model = parallelize(fsdp2, seeded())
+    assert model.to("cpu") is model
+    assert model.cpu().float() is model
+    weight = model.head.weight
+    assert model.float().head.weight is weight
+    values = whole(weight)
+    model.bfloat16()
+    assert model.angles.dtype == torch.bfloat16
+    assert model.head.weight.dtype == torch.bfloat16
+    torch.testing.assert_close(whole(model.head.weight), values.bfloat16())
+    with pytest.raises(ValueError, match="meta"):
+        model.to("meta")
+    model.float()
+    loss_of(model, *batch(0, 0, 0)).backward()
+    assert model.head.weight.grad is not None
+    with pytest.raises(RuntimeError, match="before the first forward"):
+        model.double()
+    assert model.float() is model
+    stale = parallelize(fsdp2, seeded())
+    optimizer = adamw(stale.parameters())
+    stale.double()
+    with pytest.raises(RuntimeError, match="optimizer: expected it to be built after"):
+        loss_of(stale, *batch(0, 0, 0))
+    del optimizer
+
+
+@on_ranks(2)
+def test_meta_parameters_are_looked_at_and_moved() -> None:
+    model = parallelize(fsdp2, on_meta())
+    sizes = {name: param.shape for name, param in model.named_parameters()}
+    assert sizes == {name: param.shape for name, param in Model().named_parameters()}
+    assert all(isinstance(each, DTensor) for each in model.parameters())
+    assert sum(each.numel() for each in model.parameters()) > 0
+    with pytest.raises(NotImplementedError, match="meta"):
+        model.to("cpu")
+    assert all(each.is_meta for each in model.parameters())
+    model.to(torch.bfloat16)
+    assert {each.dtype for each in model.parameters()} == {torch.bfloat16}
+    model.to_empty(device="cpu")
+    assert {(each.dtype, each.device.type) for each in model.parameters()} == {
+        (torch.bfloat16, "cpu")
+    }
+    for layer in model.modules():
+        if isinstance(layer, (nn.Linear, nn.Embedding)):
+            layer.reset_parameters()
+    assert all(bool(whole(each).isfinite().all()) for each in model.head.parameters())
