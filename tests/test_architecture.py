@@ -37,6 +37,7 @@ FLOORS: dict[str, int] = {
     "runtime": 6,
     "engine": 7,
     "sharding": 8,
+    "pipelining": 8,
     "megatron": 9,
     "simulation": 9,
     "__init__": 10,

@@ -260,7 +260,9 @@ class ModuleHooks:
                 entered.aside.append(unit)
         entered.units.append(unit)
         if wants_call:
-            entered.calls.append(Call(unit, reads_weights=self._reads_weights, aside=aside))
+            microbatch = self._scheduler.microbatch
+            call = Call(unit, self._reads_weights, aside=aside, microbatch=microbatch)
+            entered.calls.append(call)
 
     @not_compiled
     def after(self, output: Any) -> Any:

@@ -128,8 +128,11 @@ class Reductions:
         """Whether this backward has brought some of the unit's, not yet reduced."""
         return self._turns.came[unit.index] is Came.SOME
 
-    def begin_backward(self) -> None:
+    def begin_backward(self, *, inputs_only: bool = False) -> None:
         """A backward begins.
+
+        Args:
+            inputs_only: it brings no gradients of parameters, on any rank.
 
         Raises:
             RuntimeError: reductions are issued and not finished; weight gradients of the last
@@ -151,7 +154,8 @@ class Reductions:
                 buffer.begin_backward(reduced=self._phase is Phase.FINAL)
         self._move_to(Phase.ACCUMULATING)
         # Settled now: gradients may come late, when a no_sync() is over.
-        self._turns.begin(is_last=self.sync and self._timing.reduces_in_backward)
+        is_last = self.sync and self._timing.reduces_in_backward and not inputs_only
+        self._turns.begin(is_last=is_last, inputs_only=inputs_only)
 
     def open_unit(self, unit: Unit) -> None:
         """The unit's first gradient of this backward is about to be written."""
@@ -307,7 +311,7 @@ class Reductions:
         """Issue what this backward has to reduce of ``unit``."""
         last = self._turns.is_last
         if not self.has_open_gradients(unit):
-            if not last and not unit.num_staged:
+            if not last and (self._turns.inputs_only or not unit.num_staged):
                 return  # nothing came, nothing travels: what was accumulated stays
             self.open_unit(unit)
         tickets = []

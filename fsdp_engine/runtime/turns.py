@@ -26,6 +26,7 @@ class Turns:
         is_open: it is under way.
         is_closing: autograd is done with it; weight gradients that modules put off may be missing.
         is_last: of the step.
+        inputs_only: it brings no gradients of parameters.
         came: what has come, by unit.
     """
 
@@ -33,13 +34,14 @@ class Turns:
         self.is_open = False
         self.is_closing = False
         self.is_last = False
+        self.inputs_only = False
         self.came = [Came.NOTHING] * num_units
         self._ready: set[int] = set()
         self._num_reduced = 0
 
-    def begin(self, *, is_last: bool) -> None:
+    def begin(self, *, is_last: bool, inputs_only: bool) -> None:
         """A backward begins."""
-        self.is_open, self.is_last = True, is_last
+        self.is_open, self.is_last, self.inputs_only = True, is_last, inputs_only
 
     def unit_is_ready(self, unit: Unit) -> None:
         """All that this backward brings of ``unit`` has come, or will come later."""
