@@ -8,14 +8,16 @@ it ([Note: Several microbatches] in ``runtime/microbatches.py``).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node
 from torch.distributed.pipelining import stage
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.distributed.pipelining._backward import stage_backward_input
 
 from fsdp_engine.engine import Engine, engine_of, engine_within
 from fsdp_engine.flat_dtensor import accumulator_of
@@ -23,6 +25,8 @@ from fsdp_engine.runtime.microbatches import Microbatches, WeightGradients
 
 # Of forwards and backwards from which torch only learns shapes.
 _SHAPES = "shapes"
+
+_Grads = tuple[Tensor | None, ...]
 
 
 class PipelineStage(stage.PipelineStage):
@@ -134,11 +138,66 @@ def _check_nothing_is_sharded(module: nn.Module) -> None:
 def _weight_gradients(
     found: Microbatches, param_groups: list[dict[str, Any]]
 ) -> list[WeightGradients]:
-    """What is to be computed, from torch's groups, which name parameters by their nodes."""
+    """What is to be computed, from what torch has found: parameters, by their nodes, with the
+    nodes between them and what leads to inputs (*intermediates*) and the gradients of these."""
     of_node = {accumulator_of(param): param for param in found.full_params}
-    gradients = []
+    joined = _joined(param_groups)
+    # A weight that is used in several places is reached through whatever lies between them.
+    retain = any(len(grads) > 1 for _, grads in joined)
+    return [
+        WeightGradients(
+            params := [of_node[node] for node in nodes],
+            partial(_compute, params, grads, retain_graph=retain),
+        )
+        for nodes, grads in joined
+        if grads
+    ]
+
+
+def _joined(param_groups: list[dict[str, Any]]) -> list[tuple[list[Node], dict[Node, _Grads]]]:
+    """Nodes of parameters and gradients of intermediates, each in one place only. (torch lists a
+    parameter in two groups if two of its intermediates were in different ones before.)"""
+    joined: list[tuple[dict[Node, None], dict[Node, _Grads]]] = []
+    place_of: dict[Node, int] = {}
     for group in param_groups:
-        params = [of_node[node] for node in group["params"]]
-        compute: Callable[[], object] = partial(stage_backward_weight, iter(params), [group])
-        gradients.append(WeightGradients(params, compute))
-    return gradients
+        intermediates = list(group["intermediates"])
+        place = next((place_of[each] for each in intermediates if each in place_of), len(joined))
+        if place == len(joined):
+            joined.append(({}, {}))
+        nodes, grads = joined[place]
+        nodes.update(dict.fromkeys(group["params"]))
+        come = group.get("grads") or [None] * len(intermediates)
+        for intermediate, each in zip(intermediates, come, strict=True):
+            place_of[intermediate] = place
+            if each is not None:
+                grads[intermediate] = each
+    return [(list(nodes), grads) for nodes, grads in joined]
+
+
+def _compute(
+    params: Sequence[nn.Parameter], grads: Mapping[Node, _Grads], *, retain_graph: bool
+) -> None:
+    """Add to ``.grad`` of full parameters what ``grads`` of intermediates bring them.
+
+    As torch's ``stage_backward_weight``; older ones count twice what comes to an intermediate by
+    way of another.
+    """
+    edges, outputs = [], []
+    for node, each in grads.items():
+        for index, grad in enumerate(each):
+            if grad is not None:
+                edges.append(GradientEdge(node, index))
+                outputs.append(grad)
+    if not edges:
+        return
+    # Whatever comes to an intermediate by way of another is a part of its gradient already.
+    several = grads.items() if len(grads) > 1 else ()
+    handles = [node.register_prehook(lambda _, all=each: all) for node, each in several]
+    try:
+        wanted = [GradientEdge(accumulator_of(param), 0) for param in params]
+        found = torch.autograd.grad(edges, wanted, outputs, retain_graph=retain_graph)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for param, grad in zip(params, found, strict=True):
+        param.grad = grad

@@ -26,7 +26,7 @@ Where parameters are cut, a unit is gathered three times for such a microbatch, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -129,13 +129,14 @@ class Microbatches:
             scheduler.begin_backward(weights_only=True)
             for unit in order:
                 for each in todo.get(unit.index, ()):
-                    self._compute(each)
+                    self._compute(each, turns)
                 scheduler.weights_came(unit)
             scheduler.end_backward()
 
-    def _compute(self, gradients: WeightGradients) -> None:
+    def _compute(self, gradients: WeightGradients, turns: Mapping[int, int]) -> None:
         places = [self._places[id(param)] for param in gradients.params]
-        for unit, _, _ in places:
+        # In one order on all ranks.
+        for unit in sorted({place[0] for place in places}, key=lambda unit: turns[unit.index]):
             self._scheduler.use_for_weights(unit)
         gradients.compute()
         with torch.no_grad():
