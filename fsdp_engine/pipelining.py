@@ -161,16 +161,18 @@ def _joined(param_groups: list[dict[str, Any]]) -> list[tuple[list[Node], dict[N
     place_of: dict[Node, int] = {}
     for group in param_groups:
         intermediates = list(group["intermediates"])
-        place = next((place_of[each] for each in intermediates if each in place_of), len(joined))
-        if place == len(joined):
-            joined.append(({}, {}))
-        nodes, grads = joined[place]
-        nodes.update(dict.fromkeys(group["params"]))
+        nodes, grads = dict.fromkeys(group["params"]), {}
         come = group.get("grads") or [None] * len(intermediates)
         for intermediate, each in zip(intermediates, come, strict=True):
-            place_of[intermediate] = place
             if each is not None:
                 grads[intermediate] = each
+        for place in sorted({place_of[each] for each in intermediates if each in place_of}):
+            nodes = joined[place][0] | nodes
+            grads = joined[place][1] | grads
+            place_of.update(dict.fromkeys(joined[place][1], len(joined)))
+            joined[place] = ({}, {})
+        place_of.update(dict.fromkeys(intermediates, len(joined)))
+        joined.append((nodes, grads))
     return [(list(nodes), grads) for nodes, grads in joined]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from fsdp_engine.flat_dtensor import accumulator_of
 from fsdp_engine.runtime.unit import Call, Unit
 
 
@@ -14,6 +15,7 @@ class Backward:
 
     Attributes:
         is_open: it is under way.
+        is_told: whoever runs it tells what is computed, or nobody computes a part of it alone.
         weights_only: it is that of weights alone.
         for_weights: units that it reads.
         creates_graph: it runs its functions with gradients enabled (``create_graph``).
@@ -28,6 +30,7 @@ class Backward:
 
     def __init__(self) -> None:
         self.is_open = False
+        self.is_told = True
         self.weights_only = False
         self.for_weights: list[Unit] = []
         self.creates_graph = False
@@ -92,3 +95,26 @@ class Backward:
         self.touched.clear()
         self.is_open = False
         return touched
+
+
+def check_is_whole(units: Sequence[Unit]) -> None:
+    """A stage of torch's own runs a backward.
+
+    Raises:
+        RuntimeError: it is that of inputs alone. That of weights would follow, whose gradients
+            nobody would see.
+    """
+    params = [
+        param
+        for unit in units
+        for buffer in unit.trainable
+        for param in buffer.full_params
+        if param.requires_grad
+    ]
+    will_run = torch._C._will_engine_execute_node  # type: ignore[attr-defined]
+    if params and not any(will_run(accumulator_of(param)) for param in params):
+        raise RuntimeError(
+            "backward of a pipeline's stage: expected gradients of inputs and weights at once, "
+            "since torch's own PipelineStage does not tell the engine of parts; found those of "
+            "inputs alone (a zero-bubble schedule). Use fsdp_engine.pipelining.PipelineStage"
+        )

@@ -26,6 +26,7 @@ Where parameters are cut, a unit is gathered three times for such a microbatch, 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -127,15 +128,18 @@ class Microbatches:
             todo.setdefault(first.index, []).append(each)
         with self._within(microbatch, last=last, inputs_only=False):
             scheduler.begin_backward(weights_only=True)
+            read = [unit for unit in order if unit.index in todo]
+            after = dict(itertools.pairwise(read))
             for unit in order:
                 for each in todo.get(unit.index, ()):
+                    scheduler.use_for_weights(unit, after.get(unit))
                     self._compute(each, turns)
                 scheduler.weights_came(unit)
             scheduler.end_backward()
 
     def _compute(self, gradients: WeightGradients, turns: Mapping[int, int]) -> None:
         places = [self._places[id(param)] for param in gradients.params]
-        # In one order on all ranks.
+        # Those of other units, too; in one order on all ranks.
         for unit in sorted({place[0] for place in places}, key=lambda unit: turns[unit.index]):
             self._scheduler.use_for_weights(unit)
         gradients.compute()

@@ -17,11 +17,12 @@ from fsdp_engine.codecs.phase import BACKWARD, BOTH, FORWARD
 from fsdp_engine.config import Timing
 from fsdp_engine.devices.memory import Memory
 from fsdp_engine.planning.assignment import Expected
-from fsdp_engine.runtime.backward import Backward
+from fsdp_engine.runtime.backward import Backward, check_is_whole
+from fsdp_engine.runtime.callers import callers
 from fsdp_engine.runtime.record import Record, first_use_order
 from fsdp_engine.runtime.reductions import Reductions
 from fsdp_engine.runtime.refreshes import Refreshes
-from fsdp_engine.runtime.unit import Call, Residence, Unit, in_functional_call
+from fsdp_engine.runtime.unit import Call, Residence, Unit
 
 
 def in_backward() -> bool:
@@ -72,7 +73,8 @@ class Scheduler:
         self._ahead: set[int] = set()
         self._kept: set[int] = set()
         self._backward = Backward()
-        self._refreshes = Refreshes(self.units, ahead=timing.gathers_ahead and budget > 0)
+        self._looks_ahead = budget > 0
+        self._refreshes = Refreshes(self.units, ahead=timing.gathers_ahead and self._looks_ahead)
         self._gathered_before = False
 
     # Forward.
@@ -134,9 +136,10 @@ class Scheduler:
                 "the last backward did not finish, perhaps because of an exception: "
                 "call engine.reset() before the next forward"
             )
-        is_functional = in_functional_call()
+        who = callers()
+        self._backward.is_told = self.microbatch is not None or not who.stage
         for unit in self.units:
-            if is_functional:
+            if who.functional_call:
                 unit.check_not_swapped()
             unit.follow_requires_grad()
         self._record.begin_forward()
@@ -273,28 +276,36 @@ class Scheduler:
         """
         if self._backward.is_open:
             return
+        if not self._backward.is_told:
+            check_is_whole(self.units)
         self.reductions.begin_backward(inputs_only=self.inputs_only)
         self._backward.is_open = True
         self._backward.weights_only = weights_only
-        self._record.begin_backward()
         if not weights_only:
+            self._record.begin_backward()
             # Closes what autograd leaves open: parameters without a gradient, inputs without one.
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
-    def use_for_weights(self, unit: Unit) -> None:
-        """In a backward of weights alone, ``unit`` is read from here on."""
-        if unit not in self._backward.for_weights:
-            self._backward.for_weights.append(unit)
-            self._backward.touched[unit.index] = unit
-            self._use(unit, BACKWARD)
-            unit.enter()
+    def use_for_weights(self, unit: Unit, following: Unit | None = None) -> None:
+        """In a backward of weights alone, ``unit`` is read from here on, and then ``following``."""
+        if unit in self._backward.for_weights or not unit.buffers:
+            return
+        self._backward.for_weights.append(unit)
+        self._backward.touched[unit.index] = unit
+        self._fill(unit, BACKWARD)
+        self._ahead.discard(unit.index)
+        if following is not None and following.needs_gather(BACKWARD) and self._looks_ahead:
+            following.gather(BACKWARD)
+            self._ahead.add(following.index)
+        self._show(unit)
+        unit.enter()
 
     def weights_came(self, unit: Unit) -> None:
         """All that a backward of weights alone brings of ``unit`` is there."""
         if unit in self._backward.for_weights:
             self._backward.for_weights.remove(unit)
             unit.leave()
-            if unit.uses == 0:
+            if unit.uses == 0 and unit.index not in self._kept:
                 unit.release()
         self.reductions.unit_is_ready(unit)
 

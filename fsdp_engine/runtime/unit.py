@@ -16,11 +16,8 @@ released. What has to be gathered may depend on the phase of the use (``codecs/p
 from __future__ import annotations
 
 import enum
-import sys
 import warnings
 from collections.abc import Hashable, Sequence
-
-from torch.nn.utils.stateless import _functional_call
 
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.codecs.phase import BACKWARD, FORWARD
@@ -422,11 +419,3 @@ class Unit:
             f"{self.label}: {self.residence.value} -> {residence.value} is not a legal transition"
         )
         self.residence = residence
-
-
-def in_functional_call() -> bool:
-    """Whether ``torch.func.functional_call`` is under way."""
-    frame = sys._getframe().f_back
-    while frame is not None and frame.f_code is not _functional_call.__code__:
-        frame = frame.f_back
-    return frame is not None

@@ -49,16 +49,16 @@ class Block(nn.Module):
 
 
 class Stage(nn.Module):
-    """Two blocks between an embedding of its own and a gain that its forward reads.
+    """Two blocks, or six, between a linear of its own and a gain that its forward reads.
 
     Args:
-        what: a special case to contain: see ``SPECIAL``.
+        what: a special case to contain: see ``SPECIAL``; "deep": more blocks.
     """
 
     def __init__(self, what: str = "") -> None:
         super().__init__()
         self.first = nn.Linear(DIM, DIM)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block() for _ in range(6 if what == "deep" else 2))
         self.gain = nn.Parameter(torch.rand(DIM) + 0.5)
         if what == "tied":
             self.blocks[1].up.weight = self.blocks[0].up.weight

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import itertools
+from typing import Any
+
 import pytest
 import torch
+from torch.distributed import pipelining
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
+from fsdp_engine.pipelining import PipelineStage
 from tests import reference
+from tests.pairs import FEW_PAIRS
 from tests.pipelining import scene
 from tests.pool import on_ranks
 
@@ -56,22 +66,82 @@ def test_every_level_trains_as_one_process(schedule: str) -> None:
         compare(schedule, level)
 
 
+# A backward in two parts is where a weight's uses matter; the others in ``make test-all``.
+def mostly_thorough(schedules: tuple[str, ...], *, but: str) -> list[Any]:
+    return [
+        pytest.param(each, marks=() if each == but else pytest.mark.thorough) for each in schedules
+    ]
+
+
 @pytest.mark.parametrize("what", scene.SPECIAL)
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        pytest.param(each, marks=() if "Zero" in each else pytest.mark.thorough)
-        for each in scene.SCHEDULES
-    ],
-)
+@pytest.mark.parametrize("schedule", mostly_thorough(scene.SCHEDULES, but="InterleavedZeroBubble"))
 @on_ranks(4)
 def test_tied_unused_frozen_and_parametrized_weights_in_a_stage(schedule: str, what: str) -> None:
     for level in scene.LEVELS:
         compare(schedule, level, what=what)
 
 
-@pytest.mark.parametrize("schedule", scene.SCHEDULES)
+@pytest.mark.parametrize("schedule", mostly_thorough(scene.SCHEDULES, but="ZBVZeroBubble"))
 @on_ranks(4)
 def test_low_precision(schedule: str) -> None:
     for level in scene.LEVELS[::3]:
         compare(schedule, level, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("schedule", mostly_thorough(scene.LOOPED, but="InterleavedZeroBubble"))
+@on_ranks(4)
+def test_two_data_parallel_axes(schedule: str) -> None:
+    # All stages on each rank, which pass activations on among themselves.
+    for level, outer in FEW_PAIRS:
+        compare(schedule, level, outer, data_shape=(2, 2))
+
+
+@on_ranks(4)
+def test_steps_of_a_schedule_accumulate_within_no_sync() -> None:
+    for level in scene.LEVELS[::3]:
+        pipeline = scene.make_pipeline("InterleavedZeroBubble", level)
+        once = scene.make_pipeline("InterleavedZeroBubble", level)
+        first, second = itertools.islice(scene.batches(2), 2)
+        with contextlib.ExitStack() as stack:
+            for engine in pipeline.engines:
+                stack.enter_context(engine.no_sync())
+            pipeline.schedule.scale_grads = False
+            pipeline.step(*first)
+        pipeline.step(*second)
+        once.schedule.scale_grads = False
+        once.step(*first)
+        found = [p.grad for module in once.modules for p in module.parameters()]
+        found = [None if each is None else each.clone() for each in found]
+        for engine in once.engines:
+            engine.zero_grad_buffer(zero=False)
+        once.step(*second)
+        wanted = [p.grad for module in once.modules for p in module.parameters()]
+        total = [p.grad for module in pipeline.modules for p in module.parameters()]
+        for one, two, both in zip(found, wanted, total, strict=True):
+            torch.testing.assert_close(reference.held(one + two), reference.held(both))
+
+
+@on_ranks(4)
+def test_a_module_may_be_evaluated_checkpointed_and_sharded_after_the_stage_was_made() -> None:
+    for level in scene.LEVELS:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))
+        rank = mesh.get_local_rank("pipeline")
+        alone = scene.make_stages(2)
+        losses = scene.train_alone(alone, 2)
+        module = scene.make_stages(2)[rank]
+        group, device = mesh.get_group("pipeline"), torch.device("cpu")
+        stage = PipelineStage(module, rank, 2, device, group=group)
+        schedule = pipelining.Schedule1F1B(stage, scene.NUM_MICROBATCHES, loss_fn=scene.loss_of)
+        for block in module.blocks:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        engine = fe.shard(module, mesh["data"], level, min_unit_size=0)
+        pipeline = scene.Pipeline([rank], [module], [engine], schedule, engine.mesh.rank, [])
+        x, y = next(scene.batches(2))
+        with torch.no_grad():
+            schedule.eval(x[engine.mesh.rank]) if rank == 0 else schedule.eval(target=y[0])
+        scene.train(pipeline, 2)
+        reference.assert_same_weights(module, alone[rank], rtol=2e-4, atol=2e-6)
+        if rank == 1:
+            for found, wanted in zip(pipeline.losses, losses, strict=True):
+                mean = mean_over_data_ranks(pipeline, sum(found) / len(found))
+                assert mean == pytest.approx(wanted, rel=2e-5)
