@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from fsdp_engine.runtime.description import Description, describe_units
 from fsdp_engine.runtime.gradient_checks import GradientChecks
 from fsdp_engine.runtime.hooks import hook_gradients, hook_recomputation
 from fsdp_engine.runtime.late_gradients import hook_delayed_gradients
+from fsdp_engine.runtime.microbatches import Microbatches
 from fsdp_engine.runtime.model_hooks import ModelHooks
 from fsdp_engine.runtime.reductions import Reductions
 from fsdp_engine.runtime.rehearsal import moments_of
@@ -114,6 +116,11 @@ class Engine:
     def buffers(self) -> list[ParamAndGradBuffer]:
         """All buffers of all units."""
         return [buffer for unit in self.units for buffer in unit.buffers]
+
+    @cached_property
+    def microbatches(self) -> Microbatches:
+        """For schedules that have several microbatches under way at a time."""
+        return Microbatches(self._scheduler)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -361,7 +368,7 @@ class Engine:
             return list(self.units)
         wanted = set()
         for module in modules:
-            if _engine_of(module) is not self:
+            if engine_of(module) is not self:
                 raise ValueError(
                     f"unsharded(): expected modules of the sharded model; found a "
                     f"{type(module).__name__} that is not part of it"
@@ -381,7 +388,8 @@ class Engine:
         return self.mesh.inner.reduce_group if depth == 1 else self.mesh.control_group
 
 
-def _engine_of(module: nn.Module) -> Engine | None:
+def engine_of(module: nn.Module) -> Engine | None:
+    """The engine of the model that ``module`` is, or is a part of; None: it is not sharded."""
     reference = _ENGINES.get(module)
     return reference() if reference is not None else None
 
@@ -389,7 +397,7 @@ def _engine_of(module: nn.Module) -> Engine | None:
 def engine_within(model: nn.Module) -> str | None:
     """Name of a module of ``model`` that an engine has already; None if there is none."""
     for name, module in model.named_modules():
-        if _engine_of(module) is not None:
+        if engine_of(module) is not None:
             return name or "the root module"
     return None
 

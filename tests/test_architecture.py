@@ -37,6 +37,7 @@ FLOORS: dict[str, int] = {
     "runtime": 6,
     "engine": 7,
     "sharding": 8,
+    "pipelining": 8,
     "fsdp2": 9,
     "megatron": 9,
     "simulation": 9,

@@ -57,6 +57,10 @@ class GradientHooks:
             if own is not None:
                 own[index] = handle.id
 
+    def came(self, index: int, full_param: Tensor) -> None:
+        """``.grad`` of a full parameter is there, which autograd has not accumulated itself."""
+        self._on_grad(index, full_param)
+
     def _precede(self, index: int) -> Callable[[tuple[Tensor | None, ...]], None]:
         hooks = weakref.ref(self)
 

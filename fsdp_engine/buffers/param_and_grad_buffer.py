@@ -235,6 +235,11 @@ class ParamAndGradBuffer:
         self._gradient_hooks = GradientHooks(self.shown, self.sharded_params, on_grad, begin)
         self._gradient_hooks.listen(self.full_params, own)
 
+    def gradient_came(self, index: int) -> None:
+        """See :meth:`GradientHooks.came`."""
+        assert self._gradient_hooks is not None
+        self._gradient_hooks.came(index, self.full_params[index])
+
     def follow_requires_grad(self) -> None:
         """Freeze and thaw full parameters as the user has the sharded ones since."""
         if self.is_plain or not self.reads.requires_grad_changed:

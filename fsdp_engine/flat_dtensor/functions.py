@@ -204,7 +204,8 @@ def _view(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
         if target[0] is tensor and tensor.is_leaf and tensor.requires_grad:
             # So torch finds the node at which autograd accumulates, which no backward reaches.
             why = "looks for this parameter in the graph, where modules put the full one"
-            raise refusal(cls, func, args, f"{why} (use register_post_accumulate_grad_hook)")
+            instead = "register_post_accumulate_grad_hook, or fsdp_engine.pipelining.PipelineStage"
+            raise refusal(cls, func, args, f"{why} (use {instead})")
         target = list(target[0].shape)
     elif len(target) == 1 and not isinstance(target[0], int | Tensor):
         target = list(target[0])

@@ -266,7 +266,9 @@ class ModuleHooks:
         entered.units.append(unit)
         if wants_call:
             reads = self._reads_weights and unit.wishes.gathers_in_backward
-            entered.calls.append(Call(unit, reads_weights=reads, aside=aside))
+            microbatch = self._scheduler.microbatch
+            call = Call(unit, reads_weights=reads, aside=aside, microbatch=microbatch)
+            entered.calls.append(call)
 
     @not_compiled
     def after(self, output: Any) -> Any:

@@ -128,8 +128,11 @@ class Reductions:
         """Whether this backward has brought some of the unit's, not yet reduced."""
         return self._turns.came[unit.index] is Came.SOME
 
-    def begin_backward(self) -> None:
+    def begin_backward(self, *, inputs_only: bool = False) -> None:
         """A backward begins.
+
+        Args:
+            inputs_only: it brings no gradients of parameters, on any rank.
 
         Raises:
             RuntimeError: reductions are issued and not finished; weight gradients of the last
@@ -154,9 +157,9 @@ class Reductions:
         self._move_to(Phase.ACCUMULATING)
         # Settled now: gradients may come late, when a no_sync() is over.
         partial = frozenset(unit.index for unit in self._queue if not unit.wishes.syncs)
-        is_last = self.sync and self._timing.reduces_in_backward
+        is_last = self.sync and self._timing.reduces_in_backward and not inputs_only
         is_last = is_last and len(partial) < max(len(self._queue), 1)
-        self._turns.begin(is_last=is_last, partial=partial)
+        self._turns.begin(is_last=is_last, inputs_only=inputs_only, partial=partial)
 
     def open_unit(self, unit: Unit) -> None:
         """The unit's first gradient of this backward is about to be written."""
@@ -312,7 +315,7 @@ class Reductions:
         """Issue what this backward has to reduce of ``unit``."""
         last = self._turns.is_last and unit.index not in self._turns.partial
         if not self.has_open_gradients(unit):
-            if not last and not unit.num_staged:
+            if not last and (self._turns.inputs_only or not unit.num_staged):
                 return  # nothing came, nothing travels: what was accumulated stays
             self.open_unit(unit)
         tickets = []

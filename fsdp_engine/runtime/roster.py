@@ -25,7 +25,8 @@ from torch.nn.modules import module as _torch_module
 
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.planning.recurrent import list_flat_weights
-from fsdp_engine.runtime.unit import Unit, in_functional_call
+from fsdp_engine.runtime.callers import callers
+from fsdp_engine.runtime.unit import Unit
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
 
@@ -193,7 +194,7 @@ class Roster:
         return storage > 0 < first and storage in self._storages and first != _address(sharded)[1]
 
     def _take_all(self) -> None:
-        if in_functional_call():
+        if callers().functional_call:
             for unit in self._units:
                 unit.check_not_swapped()
             return  # nobody cuts these parameters: it computes with those that it is given

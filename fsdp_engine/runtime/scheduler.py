@@ -9,7 +9,7 @@ gathered on demand, and what happens is recorded anew. Reductions are the busine
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 
 import torch
 
@@ -17,10 +17,12 @@ from fsdp_engine.codecs.phase import BACKWARD, BOTH, FORWARD
 from fsdp_engine.config import Timing
 from fsdp_engine.devices.memory import Memory
 from fsdp_engine.planning.assignment import Expected
+from fsdp_engine.runtime.backward import Backward, check_is_whole
+from fsdp_engine.runtime.callers import callers
 from fsdp_engine.runtime.record import Record, Use, first_use_order
 from fsdp_engine.runtime.reductions import Reductions
 from fsdp_engine.runtime.refreshes import Refreshes
-from fsdp_engine.runtime.unit import Call, Residence, Unit, in_functional_call
+from fsdp_engine.runtime.unit import Call, Residence, Unit
 
 
 def in_backward() -> bool:
@@ -38,6 +40,10 @@ class Scheduler:
         reductions: told when a unit's gradients are complete.
         timing: when changed weights are gathered.
         expected: the order in which units are expected to be used.
+
+    Attributes:
+        microbatch: to which forwards and backwards belong: see ``microbatches.py``.
+        inputs_only: backwards bring no gradients of parameters.
     """
 
     def __init__(
@@ -51,6 +57,8 @@ class Scheduler:
     ) -> None:
         self.units = tuple(units)
         self.reductions = reductions
+        self.microbatch: Hashable | None = None
+        self.inputs_only = False
         self._memory = memory
         self._record = Record(
             [index for index in expected.forward if units[index].buffers],
@@ -64,8 +72,9 @@ class Scheduler:
         # Full, or on their way, for a use that is to come: of these, those that wait for backward.
         self._ahead: set[int] = set()
         self._kept: set[int] = set()
-        self._backward = _Backward()
-        self._refreshes = Refreshes(self.units, ahead=timing.gathers_ahead and budget > 0)
+        self._backward = Backward()
+        self._looks_ahead = budget > 0
+        self._refreshes = Refreshes(self.units, ahead=timing.gathers_ahead and self._looks_ahead)
         self._gathered_before = False
 
     # Forward.
@@ -129,9 +138,10 @@ class Scheduler:
                 "the last backward did not finish, perhaps because of an exception: "
                 "call engine.reset() before the next forward"
             )
-        is_functional = in_functional_call()
+        who = callers()
+        self._backward.is_told = self.microbatch is not None or not who.stage
         for unit in self.units:
-            if is_functional:
+            if who.functional_call:
                 unit.check_not_swapped()
             unit.follow_requires_grad()
         self._record.begin_forward()
@@ -198,6 +208,10 @@ class Scheduler:
         if call.opened:
             return
         self.begin_backward()
+        if self._backward.weights_only:
+            if call.reads_weights:
+                self.use_for_weights(call.unit)
+            return
         self._backward.enters(call)
         if call.reads_weights:
             if call.aside:
@@ -235,7 +249,8 @@ class Scheduler:
     def _check_ready(self, unit: Unit) -> None:
         """All of the unit's gradients may have come."""
         is_counted = unit.index not in self._backward.uncounted or not unit.num_missing_grads
-        if is_counted and not unit.awaits_backward and unit.index not in self._backward.run_again:
+        runs_again = unit.index in self._backward.run_again
+        if is_counted and not runs_again and not unit.awaits_backward(self.microbatch):
             self.reductions.unit_is_ready(unit)
 
     def begin_gradient(self, unit: Unit) -> None:
@@ -254,19 +269,53 @@ class Scheduler:
         if not self._backward.is_open:
             self.reductions.run_hooks()
 
-    def begin_backward(self) -> None:
-        """Some event of a backward, whichever is seen first."""
+    def begin_backward(self, *, weights_only: bool = False) -> None:
+        """Some event of a backward, whichever is seen first.
+
+        Args:
+            weights_only: it is that of weights alone, in several runs of autograd: who begins it
+                ends it.
+        """
         if self._backward.is_open:
             return
-        self.reductions.begin_backward()
+        if not self._backward.is_told:
+            check_is_whole(self.units)
+        self.reductions.begin_backward(inputs_only=self.inputs_only)
         self._backward.is_open = True
-        self._record.begin_backward()
-        # Closes whatever autograd leaves open: parameters without a gradient, inputs without one.
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        self._backward.weights_only = weights_only
+        if not weights_only:
+            self._record.begin_backward()
+            # Closes what autograd leaves open: parameters without a gradient, inputs without one.
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
-    def _end_backward(self) -> None:
+    def use_for_weights(self, unit: Unit, following: Unit | None = None) -> None:
+        """In a backward of weights alone, ``unit`` is read from here on, and then ``following``."""
+        if unit in self._backward.for_weights or not unit.buffers:
+            return
+        self._backward.for_weights.append(unit)
+        self._backward.touched[unit.index] = unit
+        self._fill(unit, BACKWARD)
+        self._ahead.discard(unit.index)
+        if following is not None and following.needs_gather(BACKWARD) and self._looks_ahead:
+            following.gather(BACKWARD)
+            self._ahead.add(following.index)
+        self._show(unit)
+        unit.enter()
+
+    def weights_came(self, unit: Unit) -> None:
+        """All that a backward of weights alone brings of ``unit`` is there."""
+        if unit in self._backward.for_weights:
+            self._backward.for_weights.remove(unit)
+            unit.leave()
+            if unit.uses == 0 and unit.index not in self._kept:
+                unit.release()
+        self.reductions.unit_is_ready(unit)
+
+    def end_backward(self) -> None:
+        """Autograd is done, and so is this backward."""
         self.reductions.end_backward()
-        self._record.end_backward()
+        if not self._backward.weights_only:
+            self._record.end_backward()
         self._drop_ahead()
         for unit in self._backward.end(self.units):
             if unit.uses == 0:
@@ -344,86 +393,8 @@ class Scheduler:
         self._open.clear()
         self._ahead.clear()
         self._kept.clear()
-        self._backward = _Backward()
+        self._backward = Backward()
         self.reductions.reset()
         for unit in self.units:
             unit.reset()
         self._memory.release_idle()
-
-
-class _Backward:
-    """What a backward has gone through so far.
-
-    Attributes:
-        is_open: it is under way.
-        creates_graph: it runs its functions with gradients enabled (``create_graph``).
-        touched: units that may be full when it ends.
-        open_units: those in whose backward it is.
-        run_again: units of several calls whose graph was kept and runs once more: nobody counts
-            calls that will come again.
-        uncounted: units of several modules, of which some ran without autograd since the last one
-            (re-entrant checkpoints may run them again), or have hidden their outputs. While any of
-            their gradients is missing, it may be yet to come.
-    """
-
-    def __init__(self) -> None:
-        self.is_open = False
-        self.creates_graph = False
-        self.touched: dict[int, Unit] = {}
-        self.open_units: set[int] = set()
-        self.run_again: set[int] = set()
-        self.uncounted: set[int] = set()
-        self._calls: list[Call] = []
-        # Units that backwards with create_graph went through since the last one without.
-        self._recorded: set[int] = set()
-
-    def enters(self, call: Call) -> None:
-        """The backward of ``call`` begins."""
-        unit = call.unit
-        self.creates_graph = torch.is_grad_enabled()
-        if self.creates_graph:
-            # What is recorded now will read the weights once more.
-            unit.stay_for_recorded()
-            self._recorded.add(unit.index)
-        if call.follows_another and not call.is_counted:
-            self.run_again.add(unit.index)
-        call.opened = True
-        self._calls.append(call)
-        unit.open_calls.append(call)
-        self.touched[unit.index] = unit
-        if call.reads_weights:
-            self.open_units.add(unit.index)
-
-    def leaves(self, call: Call) -> None:
-        """The backward of ``call`` is over."""
-        unit = call.unit
-        call.closed = True
-        unit.open_calls.remove(call)
-        call.uncount()
-        if call.reads_weights:
-            unit.leave()
-            if not unit.uses:
-                self.open_units.discard(unit.index)
-
-    def end(self, units: Sequence[Unit]) -> list[Unit]:
-        """It is over; returns units that may be full."""
-        for call in self._calls:
-            # The graph may be kept and run once more.
-            if not call.closed:
-                call.unit.uses -= call.reads_weights
-                call.unit.open_calls.remove(call)
-                call.uncount()
-            call.opened = call.closed = False
-        self._calls.clear()
-        self.open_units.clear()
-        self.run_again.clear()
-        self.uncounted.clear()
-        if not self.creates_graph:
-            for index in self._recorded:
-                units[index].forget_recorded()
-                self.touched[index] = units[index]
-            self._recorded.clear()
-        touched = list(self.touched.values())
-        self.touched.clear()
-        self.is_open = False
-        return touched

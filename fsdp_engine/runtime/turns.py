@@ -28,6 +28,7 @@ class Turns:
         is_last: of the step.
         partial: units of which it is not, though it is of others: all that one backward leaves of
             them, until the next begins, is accumulated.
+        inputs_only: it brings no gradients of parameters.
         came: what has come, by unit.
     """
 
@@ -36,13 +37,17 @@ class Turns:
         self.is_closing = False
         self.is_last = False
         self.partial: frozenset[int] = frozenset()
+        self.inputs_only = False
         self.came = [Came.NOTHING] * num_units
         self._ready: set[int] = set()
         self._num_reduced = 0
 
-    def begin(self, *, is_last: bool, partial: frozenset[int] = frozenset()) -> None:
+    def begin(
+        self, *, is_last: bool, inputs_only: bool, partial: frozenset[int] = frozenset()
+    ) -> None:
         """A backward begins."""
-        self.is_open, self.is_last, self.partial = True, is_last, partial
+        self.is_open, self.is_last, self.inputs_only = True, is_last, inputs_only
+        self.partial = partial
 
     def unit_is_ready(self, unit: Unit) -> None:
         """All that this backward brings of ``unit`` has come, or will come later."""

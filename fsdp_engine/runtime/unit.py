@@ -16,11 +16,8 @@ released. What has to be gathered may depend on the phase of the use (``codecs/p
 from __future__ import annotations
 
 import enum
-import sys
 import warnings
-from collections.abc import Sequence
-
-from torch.nn.utils.stateless import _functional_call
+from collections.abc import Hashable, Sequence
 
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.codecs.phase import BACKWARD, FORWARD
@@ -73,6 +70,7 @@ class Call:
     Attributes:
         reads_weights: its backward needs the unit's full parameters.
         aside: this use may not come again: it is not recorded, nor is its backward.
+        microbatch: it belongs to; None: whichever backward reaches it.
         has_boundary: an input needs a gradient, so the end of this call's backward will be seen.
         num_awaited: inputs whose gradients are yet to come in this backward. -1: not known, since
             an input was changed in place; then the call is over when all of backward is.
@@ -88,15 +86,24 @@ class Call:
         "follows_another",
         "has_boundary",
         "is_counted",
+        "microbatch",
         "num_awaited",
         "opened",
         "reads_weights",
         "unit",
     )
 
-    def __init__(self, unit: Unit, *, reads_weights: bool, aside: bool = False) -> None:
+    def __init__(
+        self,
+        unit: Unit,
+        reads_weights: bool,
+        *,
+        aside: bool = False,
+        microbatch: Hashable | None = None,
+    ) -> None:
         self.unit = unit
         self.aside = aside
+        self.microbatch = microbatch
         self.reads_weights = reads_weights
         self.has_boundary = False
         self.num_awaited = 1
@@ -111,8 +118,10 @@ class Call:
         if self.aside:
             self.unit.num_aside += 1
         else:
-            self.follows_another = self.unit.num_calls > 0
-            self.unit.num_calls += 1
+            counts = self.unit.num_calls
+            before = counts.get(self.microbatch, 0)
+            self.follows_another = before > 0
+            counts[self.microbatch] = before + 1
 
     def uncount(self) -> None:
         """Its backward is over, or will never be."""
@@ -121,7 +130,10 @@ class Call:
             if self.aside:
                 self.unit.num_aside -= 1
             else:
-                self.unit.num_calls -= 1
+                counts = self.unit.num_calls
+                after = counts.pop(self.microbatch, 0) - 1
+                if after > 0:
+                    counts[self.microbatch] = after
 
     def __del__(self) -> None:
         self.uncount()
@@ -136,7 +148,7 @@ class Unit:
         wishes: what users ask of it.
         residence: where its full parameters are.
         uses: how many forwards and backwards of it are under way.
-        num_calls: forwards whose backward is to come and whose graph still lives.
+        num_calls: forwards whose backward is to come and whose graph still lives, by microbatch.
         num_aside: likewise, of uses aside.
         open_calls: those whose backward has begun.
         num_late: weight gradients that this backward's modules have put off.
@@ -149,7 +161,7 @@ class Unit:
         self.wishes = Wishes()
         self.residence = Residence.SHARDED if built.reshards else Residence.IDLE
         self.uses = 0
-        self.num_calls = 0
+        self.num_calls: dict[Hashable | None, int] = {}
         self.num_aside = 0
         self.open_calls: list[Call] = []
         self.num_late = 0
@@ -368,10 +380,17 @@ class Unit:
         for buffer in self.built.buffers:
             buffer.weights.note_access()
 
-    @property
-    def awaits_backward(self) -> bool:
-        """Whether more gradients may come: of forwards, reads outside them, what is recorded."""
-        if self.num_calls > 0 or (self.stays and Stays.RECORDED in self.stays):
+    def awaits_backward(self, microbatch: Hashable | None) -> bool:
+        """Whether more gradients may come: of forwards, reads outside them, what is recorded.
+
+        Args:
+            microbatch: whose backward it is; the forwards of others have theirs to themselves.
+                None: of any.
+        """
+        counts = self.num_calls
+        if counts and (microbatch is None or microbatch in counts or None in counts):
+            return True
+        if self.stays and Stays.RECORDED in self.stays:
             return True
         if self.num_aside and self.num_missing_grads:
             return True  # the model's forward may have read what its modules' calls have not
@@ -388,7 +407,8 @@ class Unit:
 
     def reset(self) -> None:
         """As after ``shard``, from any state; communication must be over."""
-        self.uses = self.num_calls = self.num_aside = self.num_late = 0
+        self.uses = self.num_aside = self.num_late = 0
+        self.num_calls.clear()
         self.stays.clear()
         self._tickets.clear()
         self.open_calls.clear()
@@ -405,11 +425,3 @@ class Unit:
             f"{self.label}: {self.residence.value} -> {residence.value} is not a legal transition"
         )
         self.residence = residence
-
-
-def in_functional_call() -> bool:
-    """Whether ``torch.func.functional_call`` is under way."""
-    frame = sys._getframe().f_back
-    while frame is not None and frame.f_code is not _functional_call.__code__:
-        frame = frame.f_back
-    return frame is not None

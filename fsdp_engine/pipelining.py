@@ -1,0 +1,205 @@
+"""Stages of ``torch.distributed.pipelining`` whose modules are sharded.
+
+torch's own stage asks of its module whether it is of ``DistributedDataParallel`` or of FSDP2, and
+treats it accordingly; nobody else is asked. So there is a stage here that tells the engine what
+the schedule knows: which microbatch runs, which backward is the last one, and what is computed of
+it ([Note: Several microbatches] in ``runtime/microbatches.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node
+from torch.distributed.pipelining import stage
+from torch.distributed.pipelining._backward import stage_backward_input
+
+from fsdp_engine.engine import Engine, engine_of, engine_within
+from fsdp_engine.flat_dtensor import accumulator_of
+from fsdp_engine.runtime.microbatches import Microbatches, WeightGradients
+
+# Of forwards and backwards from which torch only learns shapes.
+_SHAPES = "shapes"
+
+_Grads = tuple[Tensor | None, ...]
+
+
+class PipelineStage(stage.PipelineStage):
+    """``torch.distributed.pipelining.PipelineStage`` for a module given to ``shard()``.
+
+    Same arguments, for any schedule that torch's takes. The module is sharded over the
+    data-parallel ranks of its stage, before or after the stage is made. One that is not sharded is
+    treated as torch's stage does.
+
+    Gradients are reduced once a step along axes that do not cut them, in the last backward; along
+    axes that do, in every backward.
+
+    Raises:
+        ValueError: ``dw_builder`` is given for a sharded module: gradients that it computes later
+            reach no buffer. Or only a part of the module is sharded; names it.
+    """
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """One microbatch's forward. As torch's."""
+        found = self._microbatches
+        with found.forward(fwd_chunk_id) if found else nullcontext():
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        """One microbatch's backward, or the part of it that the inputs need. As torch's."""
+        self._chunk = bwd_chunk_id
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        """The rest of one microbatch's backward. As torch's."""
+        self._chunk = bwd_chunk_id
+        super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]] | None]:
+        """Some part of a backward, and whether it is the last one of the step. As torch's."""
+        found = self._microbatches
+        if found is None:
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        if backward_type == "input":
+            with found.backward_of_inputs(self._chunk):
+                return stage_backward_input(
+                    bwd_kwargs["stage_output"],
+                    bwd_kwargs["output_grads"],
+                    bwd_kwargs["input_values"],
+                    iter(found.full_params),
+                )
+        if backward_type == "weight":
+            gradients = _weight_gradients(found, bwd_kwargs["param_groups"])
+            found.backward_of_weights(self._chunk, gradients, last=last_backward)
+            return (), None
+        with found.backward(self._chunk, last=last_backward):
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """After the last backward, which has reduced gradients: scale them."""
+        if self._engine is None:
+            super().perform_reduce_grad(grad_scale_factor)
+        elif grad_scale_factor != 1:
+            self.scale_grads(grad_scale_factor)
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        """Divide gradients by ``grad_scale_factor``."""
+        engine = self._engine
+        if engine is None:
+            super().scale_grads(grad_scale_factor)
+        elif grad_scale_factor != 1:
+            engine.scale_gradients(1 / grad_scale_factor)
+
+    def _compute_input_grads(self, *args: Any, **kwargs: Any) -> Any:
+        found = self._microbatches
+        within: AbstractContextManager[None] = nullcontext()
+        if found is not None:
+            within = found.backward_of_inputs(_SHAPES)
+        with within:
+            return super()._compute_input_grads(*args, **kwargs)
+
+    @property
+    def _microbatches(self) -> Microbatches | None:
+        return None if self._engine is None else self._engine.microbatches
+
+    @property
+    def _engine(self) -> Engine | None:
+        """The module's; None: it is not sharded."""
+        engine = engine_of(self.submod)
+        if engine is None or engine.model is not self.submod:
+            _check_nothing_is_sharded(self.submod)
+            return None
+        if self.dw_builder is not None:
+            raise ValueError(
+                f"dw_builder of stage {self.stage_index}: expected None, since its module is "
+                f"sharded; found {self.dw_builder}. Gradients of weights would be computed where "
+                "nobody reduces them"
+            )
+        return engine
+
+
+def _check_nothing_is_sharded(module: nn.Module) -> None:
+    name = engine_within(module)
+    if name is not None:
+        raise ValueError(
+            "submodule: expected the very module that was given to shard(), or one of which "
+            f"nothing is sharded; found a {type(module).__name__}, of which {name} was sharded as "
+            "a part of another one, or by itself"
+        )
+
+
+def _weight_gradients(
+    found: Microbatches, param_groups: list[dict[str, Any]]
+) -> list[WeightGradients]:
+    """What is to be computed, from what torch has found: parameters, by their nodes, with the
+    nodes between them and what leads to inputs (*intermediates*) and the gradients of these."""
+    of_node = {accumulator_of(param): param for param in found.full_params}
+    joined = _joined(param_groups)
+    # A weight that is used in several places is reached through whatever lies between them.
+    retain = any(len(grads) > 1 for _, grads in joined)
+    return [
+        WeightGradients(
+            params := [of_node[node] for node in nodes],
+            partial(_compute, params, grads, retain_graph=retain),
+        )
+        for nodes, grads in joined
+        if grads
+    ]
+
+
+def _joined(param_groups: list[dict[str, Any]]) -> list[tuple[list[Node], dict[Node, _Grads]]]:
+    """Nodes of parameters and gradients of intermediates, each in one place only. (torch lists a
+    parameter in two groups if two of its intermediates were in different ones before.)"""
+    joined: list[tuple[dict[Node, None], dict[Node, _Grads]]] = []
+    place_of: dict[Node, int] = {}
+    for group in param_groups:
+        intermediates = list(group["intermediates"])
+        nodes, grads = dict.fromkeys(group["params"]), {}
+        come = group.get("grads") or [None] * len(intermediates)
+        for intermediate, each in zip(intermediates, come, strict=True):
+            if each is not None:
+                grads[intermediate] = each
+        for place in sorted({place_of[each] for each in intermediates if each in place_of}):
+            nodes = joined[place][0] | nodes
+            grads = joined[place][1] | grads
+            place_of.update(dict.fromkeys(joined[place][1], len(joined)))
+            joined[place] = ({}, {})
+        place_of.update(dict.fromkeys(intermediates, len(joined)))
+        joined.append((nodes, grads))
+    return [(list(nodes), grads) for nodes, grads in joined]
+
+
+def _compute(
+    params: Sequence[nn.Parameter], grads: Mapping[Node, _Grads], *, retain_graph: bool
+) -> None:
+    """Add to ``.grad`` of full parameters what ``grads`` of intermediates bring them.
+
+    As torch's ``stage_backward_weight``; older ones count twice what comes to an intermediate by
+    way of another.
+    """
+    edges, outputs = [], []
+    for node, each in grads.items():
+        for index, grad in enumerate(each):
+            if grad is not None:
+                edges.append(GradientEdge(node, index))
+                outputs.append(grad)
+    if not edges:
+        return
+    # Whatever comes to an intermediate by way of another is a part of its gradient already.
+    several = grads.items() if len(grads) > 1 else ()
+    handles = [node.register_prehook(lambda _, all=each: all) for node, each in several]
+    try:
+        wanted = [GradientEdge(accumulator_of(param), 0) for param in params]
+        found = torch.autograd.grad(edges, wanted, outputs, retain_graph=retain_graph)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for param, grad in zip(params, found, strict=True):
+        param.grad = grad

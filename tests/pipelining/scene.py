@@ -1,0 +1,233 @@
+"""A model in stages, trained by a schedule on many ranks and by plain torch on one.
+
+The model is cut into stages; each stage's data-parallel ranks shard it. What comes out, the losses
+of every step and the weights in the end, must be what one process gets that runs the whole model
+on the batches of all ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import fsdp_engine as fe
+from fsdp_engine.pipelining import PipelineStage
+
+DIM = 6
+NUM_STEPS = 3
+NUM_MICROBATCHES = 4
+ROWS = 2  # of a microbatch on one data-parallel rank
+
+LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+# One stage on each rank, or two of them: s and s + ranks, or, in V-schedules, s and n - 1 - s.
+SINGLE = ("GPipe", "1F1B")
+LOOPED = ("Interleaved1F1B", "InterleavedZeroBubble")
+V_SHAPED = ("ZBVZeroBubble",)
+SCHEDULES = SINGLE + LOOPED + V_SHAPED
+
+
+class Block(nn.Module):
+    """A residual block; its norm has a weight between the input and what is multiplied with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM)
+        self.up = nn.Linear(DIM, 2 * DIM)
+        self.down = nn.Linear(2 * DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Stage(nn.Module):
+    """Two blocks, or six, between a linear of its own and a gain that its forward reads.
+
+    Args:
+        what: a special case to contain: see ``SPECIAL``; "deep": more blocks.
+    """
+
+    def __init__(self, what: str = "") -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList(Block() for _ in range(6 if what == "deep" else 2))
+        self.gain = nn.Parameter(torch.rand(DIM) + 0.5)
+        if what == "tied":
+            self.blocks[1].up.weight = self.blocks[0].up.weight
+        if what == "unused":
+            self.blocks[0].spare = nn.Linear(DIM, DIM)
+            self.spare = nn.Parameter(torch.randn(3))
+        if what == "frozen":
+            self.blocks[0].requires_grad_(False)
+            self.first.bias.requires_grad_(False)
+        if what == "parametrized":
+            for block in self.blocks:
+                nn.utils.parametrizations.weight_norm(block.down)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x * self.gain
+
+
+SPECIAL = ("tied", "unused", "frozen", "parametrized")
+
+
+def make_stages(num_stages: int, what: str = "") -> list[Stage]:
+    torch.manual_seed(3)
+    return [Stage(what) for _ in range(num_stages)]
+
+
+def batches(num_data_ranks: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Inputs and targets of each step, ``[data-parallel ranks, rows, DIM]``."""
+    generator = torch.Generator().manual_seed(4)
+    shape = (num_data_ranks, NUM_MICROBATCHES * ROWS, DIM)
+    for _ in range(NUM_STEPS):
+        yield torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(output.float(), target)
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    params = [param for param in model.parameters() if param.requires_grad]
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def train_alone(
+    stages: list[Stage], num_data_ranks: int, dtype: torch.dtype | None = None
+) -> list[float]:
+    """Train the whole model in place, in one process; returns the mean loss of each step.
+
+    Args:
+        stages: of it, in their order.
+        num_data_ranks: whose batches it gets.
+        dtype: forward and backward compute in it, on copies of the weights; gradients of
+            microbatches are summed in fp32.
+    """
+    model = nn.Sequential(*stages)
+    optimizer = make_optimizer(model)
+    losses = []
+    for x, y in batches(num_data_ranks):
+        computing = model if dtype is None else copy.deepcopy(model).to(dtype)
+        total, parts = 0.0, num_data_ranks * NUM_MICROBATCHES
+        for rank in range(num_data_ranks):
+            chunks = zip(
+                x[rank].chunk(NUM_MICROBATCHES), y[rank].chunk(NUM_MICROBATCHES), strict=True
+            )
+            for inputs, targets in chunks:
+                loss = loss_of(computing(inputs if dtype is None else inputs.to(dtype)), targets)
+                loss.backward()
+                total += loss.item() / parts
+                collect(model, computing)
+        for param in model.parameters():
+            param.grad = None if param.total is None else param.total / parts  # type: ignore[attr-defined]
+            param.total = None  # type: ignore[attr-defined]
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+def collect(model: nn.Module, computing: nn.Module) -> None:
+    """Add the gradients of ``computing`` to those of ``model``, and clear them."""
+    for param, used in zip(model.parameters(), computing.parameters(), strict=True):
+        total = getattr(param, "total", None)
+        if used.grad is not None:
+            total = used.grad.float() if total is None else total + used.grad.float()
+        param.total = total  # type: ignore[attr-defined]
+        used.grad = None
+
+
+@dataclass
+class Pipeline:
+    """This rank's stages, and the schedule that runs them.
+
+    Attributes:
+        indices: of its stages.
+        modules: of its stages.
+        engines: of its stages.
+        schedule: of torch.
+        data_rank: among the ranks that hold the same stages.
+        losses: of each step: of each microbatch, where the last stage is.
+    """
+
+    indices: list[int]
+    modules: list[Stage]
+    engines: list[fe.Engine]
+    schedule: Any
+    data_rank: int
+    losses: list[list[float]]
+
+    def step(self, x: Tensor, y: Tensor) -> None:
+        """One step of the schedule, without the optimizer's."""
+        losses: list[Tensor] = []
+        num_stages = self.schedule._num_stages
+        args = [x[self.data_rank]] if 0 in self.indices else []
+        last = num_stages - 1 in self.indices
+        target = {"target": y[self.data_rank], "losses": losses} if last else {}
+        self.schedule.step(*args, **target)
+        self.losses.append([loss.item() for loss in losses])
+
+
+def make_pipeline(
+    schedule: str,
+    level: str,
+    outer: str = "no_shard",
+    *,
+    what: str = "",
+    data_shape: tuple[int, ...] = (2,),
+    stage_class: Any = PipelineStage,
+    **options: Any,
+) -> Pipeline:
+    """Stages of this rank, sharded over its data-parallel ranks."""
+    num_data = 1
+    for size in data_shape:
+        num_data *= size
+    num_ranks = dist.get_world_size() // num_data
+    names = ("pipeline", *("outer", "inner")[-len(data_shape) :])
+    mesh = init_device_mesh("cpu", (num_ranks, *data_shape), mesh_dim_names=names)
+    rank = mesh.get_local_rank("pipeline")
+    indices = stage_indices(schedule, rank, num_ranks)
+    num_stages = num_ranks * len(indices)
+    modules = [make_stages(num_stages, what)[index] for index in indices]
+    options = {"min_unit_size": 0, **options}
+    data: DeviceMesh = mesh[names[1:]]
+    engines = [fe.shard(module, data, level, outer, **options) for module in modules]
+    group, device = mesh.get_group("pipeline"), torch.device("cpu")
+    stages = [
+        stage_class(module, index, num_stages, device, group=group)
+        for module, index in zip(modules, indices, strict=True)
+    ]
+    make = getattr(pipelining, f"Schedule{schedule}")
+    run = make(stages[0] if schedule in SINGLE else stages, NUM_MICROBATCHES, loss_fn=loss_of)
+    data_rank = engines[0].mesh.rank
+    return Pipeline(indices, modules, engines, run, data_rank, [])
+
+
+def stage_indices(schedule: str, rank: int, num_ranks: int) -> list[int]:
+    if schedule in SINGLE:
+        return [rank]
+    if schedule in V_SHAPED:
+        return [rank, 2 * num_ranks - 1 - rank]
+    return [rank, rank + num_ranks]
+
+
+def train(pipeline: Pipeline, num_data_ranks: int) -> None:
+    """All steps, each stage with an optimizer of its own."""
+    optimizers = [make_optimizer(module) for module in pipeline.modules]
+    for x, y in batches(num_data_ranks):
+        pipeline.step(x, y)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
