@@ -32,6 +32,7 @@ from fsdp_engine.codecs import CastCodec, CodecRule
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.layout.placement import TensorRequest, plan_layouts
 from fsdp_engine.planning.assignment import Expected, UnitSelector, collect_records, expect
+from fsdp_engine.planning.dtensors import set_spreads
 from fsdp_engine.planning.plan import AxisPlan, AxisPlans, Granule, PlanSettings, plan_units
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.simulation.footprint import (
@@ -118,8 +119,9 @@ def estimate(
     """What one rank would hold and send.
 
     Args:
-        model: a module, not changed, also on the meta device; or a number of elements.
-        world_size: ranks in all.
+        model: a module, not changed, also on the meta device; or a number of elements. Of
+            parameters that are DTensors this rank's shards count.
+        world_size: data-parallel ranks in all.
         outer_size: how many of them are on the outer axis; the others are on the inner one.
         strategy, outer_strategy, units, mp_policy, config, granule, codec_rules, min_unit_size: as
             for :func:`~fsdp_engine.sharding.shard`.
@@ -239,6 +241,7 @@ def _units_of(
     records = collect_records(model)
     if not records:
         raise ValueError(f"model: expected parameters; found none in {type(model).__name__}")
+    set_spreads(records)
     made = plan_units(model, records, selectors, settings)
     units = [
         _Unit(

@@ -179,3 +179,16 @@ def test_hooks_see_the_reduced_gradient() -> None:
     (sum(model(tokens_for(0, 0, each)) for each in range(2)) / 2).backward()
     for name, plain, _ in pairs(model, engine):
         assert torch.allclose(seen[name], plain.grad, rtol=1e-3, atol=1e-5), name
+
+
+@on_ranks(4)
+def test_an_estimate_counts_what_is_here() -> None:
+    mesh = mesh_of((2, 2), ("dp", "tp"))
+    for level in LEVELS:
+        model = cut(Model(hidden=17), mesh["tp"], sequence=True)
+        planned = fe.estimate(model, world_size=2, strategy=level)
+        engine = fe.shard(model, mesh["dp"], level)
+        engine.model(tokens_for(0, 0, 0)).backward()
+        held = engine.memory_bytes()
+        assert held["grad"] == planned.grad_bytes
+        assert sum(held.get(role, 0) for role in ("main", "model")) == planned.weight_bytes
