@@ -23,12 +23,13 @@ STAMP := $(VENV)/.installed
 OMP_NUM_THREADS ?= 1
 export OMP_NUM_THREADS
 
-.PHONY: help setup train megatron test test-all lint format bench clean
+.PHONY: help setup train megatron pipeline test test-all lint format bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make train    train a small GPT on real text (ARGS=\"...\", RANKS=2)"
 	@echo "make megatron train by Megatron-Core's names, tensor x data parallel on 2 x 2 ranks"
+	@echo "make pipeline train the GPT in pipeline stages, pipeline x data parallel on 2 x 2 ranks"
 	@echo "make test     lint, types and the tests, but those that take long"
 	@echo "make test-all the same with all tests"
 	@echo "make lint     ruff and mypy"
@@ -66,6 +67,10 @@ train: $(STAMP)
 megatron: $(STAMP)
 	@$(RUN) torch.distributed.run --standalone --nproc-per-node 4 \
 		examples/megatron_style_loop.py --tensor-parallel 2 $(ARGS)
+
+pipeline: $(STAMP)
+	@$(RUN) torch.distributed.run --standalone --nproc-per-node 4 \
+		examples/train_pipeline.py --pipeline 2 $(ARGS)
 
 # What PYTEST_ARGS names is run, whatever it takes.
 test: lint

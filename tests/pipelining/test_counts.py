@@ -61,7 +61,7 @@ def test_collectives_of_whole_backwards(schedule: str) -> None:
 
 @pytest.mark.parametrize(
     "schedule",
-    ["InterleavedZeroBubble", pytest.param("ZBVZeroBubble", marks=pytest.mark.thorough)],
+    scene.marked(["InterleavedZeroBubble", "ZBVZeroBubble"], default=["InterleavedZeroBubble"]),
 )
 @on_ranks(4)
 def test_collectives_of_split_backwards(schedule: str) -> None:

@@ -33,6 +33,7 @@ def step(pipeline: scene.Pipeline) -> str:
 
 # Both ranks are data-parallel, and have all stages: so both come to a split backward.
 @pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble"])
+@scene.passes_on_to_itself
 @on_ranks(2)
 def test_torchs_own_stage_that_splits_backwards_raises(schedule: str) -> None:
     for level in scene.LEVELS:
@@ -41,6 +42,7 @@ def test_torchs_own_stage_that_splits_backwards_raises(schedule: str) -> None:
         assert "fsdp_engine.pipelining.PipelineStage" in text, level
 
 
+@scene.passes_on_to_itself
 @on_ranks(2)
 def test_gradients_that_somebody_else_computes_later_raise() -> None:
     class Later(PipelineStage):
@@ -52,6 +54,7 @@ def test_gradients_that_somebody_else_computes_later_raise() -> None:
 
 
 @pytest.mark.parametrize("wraps", [True, False])
+@scene.passes_on_to_itself
 @on_ranks(2)
 def test_a_stage_of_another_module_than_the_sharded_one_raises(wraps: bool) -> None:
     class Other(PipelineStage):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -59,36 +58,33 @@ def mean_over_data_ranks(pipeline: scene.Pipeline, value: float) -> float:
     return float(total) / mesh.size
 
 
-@pytest.mark.parametrize("schedule", scene.SCHEDULES)
+@pytest.mark.parametrize("schedule", scene.marked(scene.SCHEDULES, default=scene.SCHEDULES))
 @on_ranks(4)
 def test_every_level_trains_as_one_process(schedule: str) -> None:
     for level in scene.LEVELS:
         compare(schedule, level)
 
 
-# A backward in two parts is where a weight's uses matter; the others in ``make test-all``.
-def mostly_thorough(schedules: tuple[str, ...], *, but: str) -> list[Any]:
-    return [
-        pytest.param(each, marks=() if each == but else pytest.mark.thorough) for each in schedules
-    ]
-
-
+# A backward in two parts is where a weight's uses matter.
 @pytest.mark.parametrize("what", scene.SPECIAL)
-@pytest.mark.parametrize("schedule", mostly_thorough(scene.SCHEDULES, but="InterleavedZeroBubble"))
+@pytest.mark.parametrize(
+    "schedule", scene.marked(scene.SCHEDULES, default=["InterleavedZeroBubble"])
+)
 @on_ranks(4)
 def test_tied_unused_frozen_and_parametrized_weights_in_a_stage(schedule: str, what: str) -> None:
     for level in scene.LEVELS:
         compare(schedule, level, what=what)
 
 
-@pytest.mark.parametrize("schedule", mostly_thorough(scene.SCHEDULES, but="ZBVZeroBubble"))
+@pytest.mark.parametrize("schedule", scene.marked(scene.SCHEDULES, default=["ZBVZeroBubble"]))
 @on_ranks(4)
 def test_low_precision(schedule: str) -> None:
     for level in scene.LEVELS[::3]:
         compare(schedule, level, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("schedule", mostly_thorough(scene.LOOPED, but="InterleavedZeroBubble"))
+@pytest.mark.parametrize("schedule", scene.marked(scene.LOOPED, default=["InterleavedZeroBubble"]))
+@scene.passes_on_to_itself
 @on_ranks(4)
 def test_two_data_parallel_axes(schedule: str) -> None:
     # All stages on each rank, which pass activations on among themselves.
@@ -136,10 +132,10 @@ def test_a_module_may_be_evaluated_checkpointed_and_sharded_after_the_stage_was_
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
         engine = fe.shard(module, mesh["data"], level, min_unit_size=0)
         pipeline = scene.Pipeline([rank], [module], [engine], schedule, engine.mesh.rank, [])
+        scene.train(pipeline, 2)
         x, y = next(scene.batches(2))
         with torch.no_grad():
             schedule.eval(x[engine.mesh.rank]) if rank == 0 else schedule.eval(target=y[0])
-        scene.train(pipeline, 2)
         reference.assert_same_weights(module, alone[rank], rtol=2e-4, atol=2e-6)
         if rank == 1:
             for found, wanted in zip(pipeline.losses, losses, strict=True):
