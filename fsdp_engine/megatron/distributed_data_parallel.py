@@ -9,7 +9,8 @@ everything is in buckets.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, overload
 
@@ -121,6 +122,7 @@ class DistributedDataParallel(LoopAttributes):
         self._take(call, self.engine.mesh.size)
         for buffer in self.engine.buffers:
             buffer.attach_main_grads()
+        _save_whole_values(self.module, self.engine, self._gather_unless_overlapped)
         self._gather_unless_overlapped()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -242,6 +244,18 @@ class DistributedDataParallel(LoopAttributes):
         own = getattr(self.module, "state_dict_for_save_checkpoint", self.module.state_dict)
         return dict(own(prefix=prefix, keep_vars=keep_vars))
 
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own, as Megatron-Core's ``dist_checkpointing`` saves and loads it: of whole
+        main weights. Collective; all of them are held whole meanwhile, and by what is returned.
+
+        Takes the arguments of the module's method, which asked for directly does the same.
+
+        Raises:
+            AttributeError: the module has no such method.
+            RuntimeError: a forward or backward is under way.
+        """
+        return self.module.sharded_state_dict(*args, **kwargs)
+
     def load_state_dict(  # type: ignore[override]
         self, state_dict: Mapping[str, Any], strict: bool = True
     ) -> Any:
@@ -264,6 +278,22 @@ class DistributedDataParallel(LoopAttributes):
         batch for one."""
         if not self.ddp_config.overlap_param_gather and self.engine.strategy.depth(Role.PARAM) == 0:
             self.engine.start_param_sync(wait=True)
+
+
+def _save_whole_values(module: Any, engine: Engine, then: Callable[[], None]) -> None:
+    """Let ``module.sharded_state_dict`` see whole main weights, where modules hold slices."""
+    if not hasattr(module, "sharded_state_dict") or all(each.is_plain for each in engine.buffers):
+        return
+    of_slices = module.sharded_state_dict
+
+    @functools.wraps(of_slices)
+    def sharded_state_dict(*args: Any, **kwargs: Any) -> Any:
+        with engine.unsharded():
+            state = of_slices(*args, **kwargs)
+        then()
+        return state
+
+    module.sharded_state_dict = sharded_state_dict
 
 
 def _fitting(value: Any, param: Tensor | None) -> Any:

@@ -62,6 +62,14 @@ class _Stream:
         """It has nothing to wait for."""
 
 
+def _make_norm(cls: object, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
+    """torch's layer norm, marked as the fused one, which needs CUDA, marks its parameters."""
+    norm = torch.nn.LayerNorm(hidden_size, eps)
+    for param in norm.parameters():
+        param.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return norm
+
+
 def load() -> None:
     """Imports Megatron-Core without Transformer Engine, whose package without kernels is there."""
     if "megatron.core.optimizer" in sys.modules:
@@ -85,6 +93,8 @@ def load() -> None:
 def on_cpu() -> Iterator[None]:
     """Within it Megatron-Core runs on this process's CPU."""
     load()
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
     dice = torch.Generator()  # in the place of the device's
 
     def state_of_dice(*args: object, **kwargs: object) -> Tensor:
@@ -107,5 +117,6 @@ def on_cpu() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name, answer in answers.items():
             stack.enter_context(mock.patch(name, answer))
+        stack.enter_context(mock.patch.object(WrappedTorchNorm, "__new__", _make_norm))
         stack.enter_context(_OnCpu())
         yield

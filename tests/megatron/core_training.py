@@ -6,9 +6,11 @@ What differs between the two is an import, and what the case says about levels.
 from __future__ import annotations
 
 import functools
+import multiprocessing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -84,6 +86,7 @@ def make_model(case: Case) -> tuple[Any, Any]:
         attention_dropout=0.0,
         use_cpu_initialization=True,
         calculate_per_token_loss=case.per_token,
+        sequence_parallel=case.sequence,
         # Fused kernels are compiled, for a minute.
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
@@ -101,31 +104,7 @@ def make_model(case: Case) -> tuple[Any, Any]:
     )
     if case.bf16:
         model = model.bfloat16()
-    if case.sequence:
-        _make_sequence_parallel(config, model)
     return config, model
-
-
-def _make_sequence_parallel(config: Any, model: Any) -> None:
-    """torch's norms refuse sequence parallelism in their constructor only."""
-    config.sequence_parallel = True
-    for name, module in model.named_modules():
-        for attribute in ("sequence_parallel", "scatter_to_sequence_parallel"):
-            if hasattr(module, attribute):
-                setattr(module, attribute, True)
-        if hasattr(module, "reduce_scatter_embeddings"):
-            module.reduce_scatter_embeddings = True
-        if hasattr(module, "explicit_expert_comm"):
-            module.allreduce_dgrad = False
-        if isinstance(module, torch.nn.LayerNorm):
-            for param in module.parameters():
-                param.sequence_parallel = True
-        del name
-    for module in model.modules():
-        if type(module).__name__ == "RowParallelLinear":
-            module.bias.sequence_parallel = True
-    if model.pre_process:
-        model.embedding.position_embeddings.weight.sequence_parallel = True
 
 
 def wrap(case: Case, ours: bool, config: Any, model: Any) -> Any:
@@ -257,7 +236,7 @@ def differences(mine: list[Trained], theirs: list[Trained], limit: float) -> lis
     """Where losses or norms differ by more than ``limit``, relatively."""
     found = []
     for rank, (a, b) in enumerate(zip(mine, theirs, strict=True)):
-        pairs = [("norm", step, x, y) for step, (x, y) in enumerate(zip(a.norms, b.norms))]
+        pairs = [("norm", step, x, y) for step, (x, y) in enumerate(zip(a.norms, b.norms, strict=True))]
         for step, (xs, ys) in enumerate(zip(a.losses, b.losses, strict=True)):
             pairs += [("loss", step, x, y) for x, y in zip(xs, ys, strict=True)]
         found += [
@@ -270,3 +249,35 @@ def differences(mine: list[Trained], theirs: list[Trained], limit: float) -> lis
 
 def both_for_tries(case: Case) -> tuple[Trained, Trained]:
     return train(case, False), train(case, True)
+
+
+def saves(case: Case, folder: str) -> list[str]:
+    """Saves by Megatron-Core's ``dist_checkpointing`` and loads into another model; what differs."""
+    # Its writer has a child, which the pool's daemons may not have.
+    may_have_children = mock.patch.dict(multiprocessing.current_process()._config, daemon=False)
+    with may_have_children, on_cpu():
+        from megatron.core import dist_checkpointing, parallel_state
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+        parallel_state.initialize_model_parallel(case.tensor, case.pipeline)
+        try:
+            model_parallel_cuda_manual_seed(1)
+            first = wrap(case, True, *make_model(case))
+            with torch.no_grad():
+                for param in first.parameters():
+                    param.mul_(1.25)
+            dist_checkpointing.save(first.sharded_state_dict(), folder)
+            second = wrap(case, True, *make_model(case))
+            loaded = dist_checkpointing.load(second.sharded_state_dict(), folder)
+            second.load_state_dict(loaded)
+            mine, theirs = first.engine.full_state_dict(), second.engine.full_state_dict()
+            changed = make_model(case)[1].state_dict()
+            assert mine.keys() == theirs.keys()
+            return [
+                name
+                for name, value in mine.items()
+                if isinstance(value, Tensor)
+                and (not torch.equal(value, theirs[name]) or torch.equal(value, changed[name].float()) and bool(value.any()))
+            ]
+        finally:
+            parallel_state.destroy_model_parallel()
