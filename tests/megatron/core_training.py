@@ -5,12 +5,12 @@ What differs between the two is an import, and what the case says about levels.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
-import multiprocessing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,8 @@ class Case:
         optimizer: "sgd" or "adam", of Megatron-Core.
         own_optimizer: torch's own of that name instead, with our clipping.
         grads_in_fp32: reduce in fp32.
+        virtual: chunks of each pipeline rank, for the interleaved schedule.
+        sync_funcs: the schedule says when to reduce and to gather.
     """
 
     level: str = "no_shard"
@@ -54,6 +56,8 @@ class Case:
     optimizer: str = "sgd"
     own_optimizer: bool = False
     grads_in_fp32: bool = True
+    virtual: int | None = None
+    sync_funcs: bool = False
 
 
 @dataclass
@@ -64,8 +68,8 @@ class Trained:
     norms: list[float]
 
 
-def make_model(case: Case) -> tuple[Any, Any]:
-    """Megatron-Core's config and this rank's part of the model."""
+def make_models(case: Case) -> tuple[Any, list[Any]]:
+    """Megatron-Core's config and this rank's part of the model, in chunks."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -73,12 +77,13 @@ def make_model(case: Case) -> tuple[Any, Any]:
 
     dtype = torch.bfloat16 if case.bf16 else torch.float32
     config = TransformerConfig(
-        num_layers=2,
+        num_layers=4 if case.virtual else 2,
         hidden_size=HIDDEN,
         num_attention_heads=2,
         ffn_hidden_size=2 * HIDDEN,
         tensor_model_parallel_size=case.tensor,
         pipeline_model_parallel_size=case.pipeline,
+        virtual_pipeline_model_parallel_size=case.virtual,
         pipeline_dtype=dtype,
         params_dtype=dtype,
         bf16=case.bf16,
@@ -93,18 +98,22 @@ def make_model(case: Case) -> tuple[Any, Any]:
         masked_softmax_fusion=False,
     )
     torch.manual_seed(3)
-    model = GPTModel(
-        config,
-        get_gpt_layer_local_spec(),
-        vocab_size=VOCAB,
-        max_sequence_length=LENGTH,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=case.tied,
-    )
-    if case.bf16:
-        model = model.bfloat16()
-    return config, model
+    models = []
+    for chunk in range(case.virtual or 1):
+        vp_stage = chunk if case.virtual else None
+        where = {"ignore_virtual": False, "vp_stage": vp_stage}
+        model = GPTModel(
+            config,
+            get_gpt_layer_local_spec(),
+            vocab_size=VOCAB,
+            max_sequence_length=LENGTH,
+            pre_process=parallel_state.is_pipeline_first_stage(**where),
+            post_process=parallel_state.is_pipeline_last_stage(**where),
+            share_embeddings_and_output_weights=case.tied,
+            vp_stage=vp_stage,
+        )
+        models.append(model.bfloat16() if case.bf16 else model)
+    return config, models
 
 
 def wrap(case: Case, ours: bool, config: Any, model: Any) -> Any:
@@ -128,43 +137,55 @@ def wrap(case: Case, ours: bool, config: Any, model: Any) -> Any:
     return wrapper(config=config, ddp_config=ddp_config, module=model)
 
 
-def train(case: Case, ours: bool) -> Trained:
-    """Trains on all ranks of the default group, by Megatron-Core's schedules."""
+@contextlib.contextmanager
+def model_parallel(case: Case) -> Iterator[None]:
+    """Within it Megatron-Core runs, on a CPU, with the case's groups."""
     with on_cpu():
         from megatron.core import parallel_state
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-        parallel_state.initialize_model_parallel(case.tensor, case.pipeline)
+        parallel_state.initialize_model_parallel(case.tensor, case.pipeline, case.virtual)
         try:
-            return _train(case, ours)
+            model_parallel_cuda_manual_seed(1)
+            yield
         finally:
             parallel_state.destroy_model_parallel()
+
+
+def train(case: Case, ours: bool) -> Trained:
+    """Trains on all ranks of the default group, by Megatron-Core's schedules."""
+    with model_parallel(case):
+        return _train(case, ours)
 
 
 def _train(case: Case, ours: bool) -> Trained:
     from megatron.core import distributed, parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    model_parallel_cuda_manual_seed(1)
-    config, model = make_model(case)
+    config, models = make_models(case)
     theirs: Any = distributed
-    ddp = wrap(case, ours, config, model)
-    step, optimizer = _make_step(case, ddp)
+    chunks = [wrap(case, ours, config, model) for model in models]
+    step, optimizer = _make_step(case, chunks, ours)
     config.finalize_model_grads_func = (
         fe.finalize_model_grads if ours else theirs.finalize_model_grads
     )
     config.grad_scale_func = getattr(optimizer, "scale_loss", None)
     if case.overlap:
-        config.no_sync_func = ddp.no_sync
+        config.no_sync_func = _each([chunk.no_sync for chunk in chunks])
+    if case.sync_funcs:
+        config.grad_sync_func = _each([chunk.start_grad_sync for chunk in chunks])
+        if ours:  # theirs gathers only with its distributed optimizer
+            config.param_sync_func = _each([chunk.start_param_sync for chunk in chunks])
     trained = Trained([], [])
     for number in range(STEPS):
-        ddp.zero_grad_buffer()
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
         optimizer.zero_grad()
         seed = 100 * number + parallel_state.get_data_parallel_rank()
         losses = get_forward_backward_func()(
             forward_step_func=functools.partial(_forward_step, case),
-            data_iterator=_batches(seed, case.microbatches),
-            model=[ddp],
+            data_iterator=[_batches(seed, case.microbatches) for _ in chunks],
+            model=chunks,
             num_microbatches=case.microbatches,
             seq_length=LENGTH,
             micro_batch_size=BATCH,
@@ -174,17 +195,23 @@ def _train(case: Case, ours: bool) -> Trained:
     return trained
 
 
-def _make_step(case: Case, ddp: Any) -> tuple[Callable[[], float], Any]:
+def _each(functions: list[Any]) -> Any:
+    """As schedules take them: a list only of several."""
+    return functions if len(functions) > 1 else functions[0]
+
+
+def _make_step(case: Case, chunks: list[Any], ours: bool) -> tuple[Callable[[], float], Any]:
     """Clip and step, which returns the norm before clipping; and the optimizer."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    if case.own_optimizer:
+    if case.own_optimizer and ours:
+        (chunk,) = chunks
         makers = {"sgd": torch.optim.SGD, "adam": torch.optim.AdamW}
-        own = makers[case.optimizer](ddp.parameters(), lr=0.1)
+        own = makers[case.optimizer](chunk.parameters(), lr=0.1, weight_decay=0.0)
         fe.shard_optimizer(own)
 
         def step_own() -> float:
-            norm = ddp.engine.clip_grad_norm_(1.0)
+            norm = chunk.engine.clip_grad_norm_(1.0)
             own.step()
             return float(norm)
 
@@ -192,12 +219,12 @@ def _make_step(case: Case, ddp: Any) -> tuple[Callable[[], float], Any]:
     options = OptimizerConfig(
         optimizer=case.optimizer,
         lr=0.1,
-        weight_decay=0.01,
+        weight_decay=0.0 if case.own_optimizer else 0.01,
         clip_grad=1.0,
         bf16=case.bf16,
         params_dtype=torch.bfloat16 if case.bf16 else torch.float32,
     )
-    theirs = get_megatron_optimizer(options, [ddp])
+    theirs = get_megatron_optimizer(options, chunks)
 
     def step() -> float:
         done, norm, _ = theirs.step()
@@ -232,52 +259,30 @@ def _forward_step(case: Case, batches: Iterator[Tensor], model: Any) -> Any:
     return losses, mean
 
 
-def differences(mine: list[Trained], theirs: list[Trained], limit: float) -> list[str]:
+def differences(mine: Trained, theirs: Trained, limit: float) -> list[str]:
     """Where losses or norms differ by more than ``limit``, relatively."""
+    pairs = [
+        ("norm", step, *both)
+        for step, both in enumerate(zip(mine.norms, theirs.norms, strict=True))
+    ]
+    for step, (xs, ys) in enumerate(zip(mine.losses, theirs.losses, strict=True)):
+        pairs += [("loss", step, x, y) for x, y in zip(xs, ys, strict=True)]
+    return [
+        f"step {step}: {what} {x} for {y}"
+        for what, step, x, y in pairs
+        if not abs(x - y) <= limit * abs(y)
+    ]
+
+
+def compare(cases: list[Case], limit: float) -> list[str]:
+    """On one rank: where training with our wrapper differs from that with Megatron-Core's own."""
+    references: dict[Case, Trained] = {}
     found = []
-    for rank, (a, b) in enumerate(zip(mine, theirs, strict=True)):
-        pairs = [("norm", step, x, y) for step, (x, y) in enumerate(zip(a.norms, b.norms, strict=True))]
-        for step, (xs, ys) in enumerate(zip(a.losses, b.losses, strict=True)):
-            pairs += [("loss", step, x, y) for x, y in zip(xs, ys, strict=True)]
-        found += [
-            f"rank {rank}, step {step}: {what} {x} for {y}"
-            for what, step, x, y in pairs
-            if not abs(x - y) <= limit * abs(y)
-        ]
+    for case in cases:
+        key = dataclasses.replace(case, level="no_shard", overlap=False, bucket_size=None)
+        key = dataclasses.replace(key, sync_funcs=False)
+        if key not in references:
+            references[key] = train(key, ours=False)
+        lines = differences(train(case, ours=True), references[key], limit)
+        found += [f"{case}: {line}" for line in lines]
     return found
-
-
-def both_for_tries(case: Case) -> tuple[Trained, Trained]:
-    return train(case, False), train(case, True)
-
-
-def saves(case: Case, folder: str) -> list[str]:
-    """Saves by Megatron-Core's ``dist_checkpointing`` and loads into another model; what differs."""
-    # Its writer has a child, which the pool's daemons may not have.
-    may_have_children = mock.patch.dict(multiprocessing.current_process()._config, daemon=False)
-    with may_have_children, on_cpu():
-        from megatron.core import dist_checkpointing, parallel_state
-        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-        parallel_state.initialize_model_parallel(case.tensor, case.pipeline)
-        try:
-            model_parallel_cuda_manual_seed(1)
-            first = wrap(case, True, *make_model(case))
-            with torch.no_grad():
-                for param in first.parameters():
-                    param.mul_(1.25)
-            dist_checkpointing.save(first.sharded_state_dict(), folder)
-            second = wrap(case, True, *make_model(case))
-            loaded = dist_checkpointing.load(second.sharded_state_dict(), folder)
-            second.load_state_dict(loaded)
-            mine, theirs = first.engine.full_state_dict(), second.engine.full_state_dict()
-            changed = make_model(case)[1].state_dict()
-            assert mine.keys() == theirs.keys()
-            return [
-                name
-                for name, value in mine.items()
-                if isinstance(value, Tensor)
-                and (not torch.equal(value, theirs[name]) or torch.equal(value, changed[name].float()) and bool(value.any()))
-            ]
-        finally:
-            parallel_state.destroy_model_parallel()
