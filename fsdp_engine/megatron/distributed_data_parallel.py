@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_engine.config import DistributedDataParallelConfig, Timing
+from fsdp_engine.devices.lanes import finish_compute
 from fsdp_engine.devices.meeting import telling
 from fsdp_engine.devices.mesh import ranks_that_meet
 from fsdp_engine.engine import Engine
@@ -195,13 +196,13 @@ class DistributedDataParallel(LoopAttributes):
             synchronize: wait for the device before.
             empty_cache: the device's allocator gives the memory back, too.
         """
-        on_cuda = self.engine.mesh.device.type == "cuda"
-        if synchronize and on_cuda:
-            torch.cuda.synchronize()
+        device = self.engine.mesh.device
+        if synchronize:
+            finish_compute(device)
         self.engine.zero_grad_buffer(zero=False)
         for buffer in self.engine.buffers:
             buffer.free_gradients()
-        if empty_cache and on_cuda:
+        if empty_cache and device.type == "cuda":
             torch.cuda.empty_cache()
 
     def restore_grad_buffers(self, synchronize: bool = True) -> None:
@@ -212,8 +213,8 @@ class DistributedDataParallel(LoopAttributes):
         """
         for buffer in self.engine.buffers:
             buffer.restore_gradients()
-        if synchronize and self.engine.mesh.device.type == "cuda":
-            torch.cuda.synchronize()
+        if synchronize:
+            finish_compute(self.engine.mesh.device)
 
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply all main gradients by ``factor`` (a number, or a 0-d tensor), in place."""
@@ -254,7 +255,8 @@ class DistributedDataParallel(LoopAttributes):
             AttributeError: the module has no such method.
             RuntimeError: a forward or backward is under way.
         """
-        return self.module.sharded_state_dict(*args, **kwargs)
+        module: Any = self.module
+        return module.sharded_state_dict(*args, **kwargs)
 
     def load_state_dict(  # type: ignore[override]
         self, state_dict: Mapping[str, Any], strict: bool = True

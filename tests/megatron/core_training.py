@@ -206,7 +206,11 @@ def _make_step(case: Case, chunks: list[Any], ours: bool) -> tuple[Callable[[], 
 
     if case.own_optimizer and ours:
         (chunk,) = chunks
-        makers = {"sgd": torch.optim.SGD, "adam": torch.optim.AdamW}
+        # As OptimizerConfig has them by default.
+        makers: dict[str, Callable[..., torch.optim.Optimizer]] = {
+            "sgd": functools.partial(torch.optim.SGD, momentum=0.9),
+            "adam": functools.partial(torch.optim.AdamW, betas=(0.9, 0.999), eps=1e-8),
+        }
         own = makers[case.optimizer](chunk.parameters(), lr=0.1, weight_decay=0.0)
         fe.shard_optimizer(own)
 
