@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import warnings
 from collections.abc import Sequence
@@ -49,9 +50,11 @@ class StagingBudget(NamedTuple):
         return num_reductions > self.least and num_elements + opening > max(self.elements, opening)
 
 
-@dataclass(frozen=True)
+@dataclass
 class DistributedDataParallelConfig:
     """Options of the engine, by the names that Megatron-Core users know. Sizes are in elements.
+
+    Fields may be assigned to until it is given to an engine, which takes a copy (:meth:`checked`).
 
     ``fe.shard`` takes it, too. Of the fields that say *when* (``overlap_grad_reduce``,
     ``overlap_param_gather``, ``align_param_gather``) it takes none: it always overlaps, and its
@@ -141,6 +144,30 @@ class DistributedDataParallelConfig:
     delay_wgrad_compute: bool = False
 
     def __post_init__(self) -> None:
+        if self.use_custom_fsdp is True:
+            warnings.warn(
+                "use_custom_fsdp is the old name of use_megatron_fsdp: use that",
+                DeprecationWarning,
+                stacklevel=3,
+            )
+        self.check()
+
+    def checked(self) -> DistributedDataParallelConfig:
+        """A copy that later assignments do not change.
+
+        Raises:
+            ValueError, TypeError: what was assigned since is not legal: as at construction.
+        """
+        config = copy.copy(self)
+        config.check()
+        return config
+
+    def check(self) -> None:
+        """Fields imply others, and must go together.
+
+        Raises:
+            ValueError, TypeError: see the class.
+        """
         for field in dataclasses.fields(self):
             if isinstance(field.default, bool):
                 self._check_bool(field.name)
@@ -148,15 +175,8 @@ class DistributedDataParallelConfig:
             if getattr(self, name) is not None:
                 self._check_count(name, least)
         self._check_count("num_distributed_optimizer_instances", 1)
-        if self.use_custom_fsdp:
-            warnings.warn(
-                "use_custom_fsdp is the old name of use_megatron_fsdp: use that",
-                DeprecationWarning,
-                stacklevel=3,
-            )
-            object.__setattr__(self, "use_megatron_fsdp", True)
-        if self.nccl_ub:
-            object.__setattr__(self, "fsdp_double_buffer", True)
+        self.use_megatron_fsdp |= self.use_custom_fsdp
+        self.fsdp_double_buffer |= self.nccl_ub
         self._check_strategy()
         self._needs("overlap_param_gather", "overlap_grad_reduce")
         self._needs("align_param_gather", "overlap_param_gather")

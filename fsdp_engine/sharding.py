@@ -79,8 +79,9 @@ def shard(
         RuntimeError: a rank did not come; names it.
     """
     with telling(WHAT, ranks_that_meet(mesh)):
-        options = config if config is not None else DistributedDataParallelConfig()
-        check_types(model, mp_policy, options)
+        given = config if config is not None else DistributedDataParallelConfig()
+        check_types(model, mp_policy, given)
+        options = given.checked()
         named = (
             options.level_names if options.names_strategy else ("optim_grads_params", "no_shard")
         )

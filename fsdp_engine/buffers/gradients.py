@@ -28,6 +28,7 @@ from fsdp_engine.buffers.reduction_chains import ReductionChains, make_chains
 from fsdp_engine.buffers.sharded_buffer import ShardedBuffer
 from fsdp_engine.buffers.spec import BufferSpec
 from fsdp_engine.config import DistributedDataParallelConfig
+from fsdp_engine.devices import memory
 from fsdp_engine.devices.lane import Ticket
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH
 
@@ -51,9 +52,9 @@ class Gradients:
     ) -> None:
         self._spec = spec
         self._machinery = machinery
-        ladder, memory, dtypes = machinery.ladder, machinery.memory, spec.kind.dtypes
+        ladder, dtypes = machinery.ladder, spec.kind.dtypes
         self._config = config
-        self._scale = gradient_scale(spec, config, ladder.mesh.size, memory.device)
+        self._scale = gradient_scale(spec, config, ladder.mesh.size, machinery.memory.device)
         self.writes_to_staging = spec.grad_depth > 0
         self.touched = bytearray(len(spec.layout.slots))
         self.num_touched = 0
@@ -70,8 +71,8 @@ class Gradients:
         self._memory = GradientMemory(spec, machinery, has_wire=has_wire)
         self._chains: ReductionChains | None = None
         # See [Note: When gradients are held].
-        self._is_given_out = memory.has_pool or config.fsdp_double_buffer
-        if memory.has_pool:
+        self._is_given_out = machinery.memory.has_pool or config.fsdp_double_buffer
+        if machinery.memory.has_pool:
             self.main_grads()
 
     @property
@@ -134,6 +135,27 @@ class Gradients:
         """The same; from now on it stays for good."""
         self._is_given_out = True
         return self.main_grads()
+
+    def free(self) -> None:
+        """All is cleared: the memory goes, also where it was given out."""
+        self._memory.free()
+
+    def restore(self) -> None:
+        """What was given out has memory again."""
+        if self._is_given_out:
+            self.main_grads()
+
+    def accumulated(self, index: int) -> Tensor | None:
+        """This rank's part of parameter ``index`` in what is accumulated, 1-D; None: there is no
+        memory."""
+        accum = self._memory.accum
+        if accum is None or not self._memory.filled:
+            return None
+        return accum.local(index, self._spec.optim_depth)
+
+    def no_gradient(self, local: Tensor) -> Tensor:
+        """Zeros of a slice, as the optimizer would get them."""
+        return memory.zeros(local.numel(), self._spec.kind.dtypes.optim_grad, local.device)
 
     def scratch(self, dtype: torch.dtype) -> Tensor | None:
         """The memory of whole gradients as a line of ``dtype``; None if it is too small. Whoever

@@ -261,13 +261,39 @@ class ParamAndGradBuffer:
         self.shown.publish(used, reduced=reduced)
 
     def attach_main_grads(self) -> None:
-        """Give parameters ``main_grad``, the full gradient that is accumulated, if there is one."""
-        if self.grads is None or self.grads.writes_to_staging:
+        """Give parameters ``main_grad``: full ones the full gradient that is accumulated, if there
+        is one; sharded ones this rank's slice (``FlatDTensor.main_grad``)."""
+        if self.grads is None:
+            return
+        self.reads.main_grad = self.shown.main_grad
+        if self.grads.writes_to_staging:
             return
         main = self.grads.give_out()
-        for index, params in enumerate(zip(self.full_params, self.sharded_params, strict=True)):
-            for param in params:
-                param.main_grad = main.full(index)  # type: ignore[attr-defined]
+        for index, param in enumerate(self.full_params):
+            # What users may put into .grad is what is shown there.
+            shown = self.is_plain and self.grads.for_optimizer() is main
+            grad = self.shown.view(index) if shown else main.full(index)
+            param.main_grad = grad  # type: ignore[attr-defined]
+
+    def gather_main_grads(self) -> None:
+        """Gradients are reduced: ``main_grad`` of full parameters is whole on every rank.
+
+        Collective: every rank of the mesh must call it.
+        """
+        if self.grads is not None and self.spec.optim_depth and not self.grads.writes_to_staging:
+            main = self.grads.main_grads()
+            own = main.narrow(self.spec.optim_depth)
+            main.tensor.copy_(self._gathered("gradients", own).tensor)
+
+    def free_gradients(self) -> None:
+        """The memory of cleared gradients goes, also where it stays otherwise."""
+        if self.grads is not None:
+            self.grads.free()
+
+    def restore_gradients(self) -> None:
+        """What :meth:`free_gradients` took and stays otherwise is there again: zeros."""
+        if self.grads is not None:
+            self.grads.restore()
 
     def discard_gradients(self, *, keeps_memory: bool = False) -> None:
         """See :meth:`ShownGradients.discard`; of full parameters, too."""
@@ -341,18 +367,22 @@ class ParamAndGradBuffer:
         main = self.weights.main
         if main.depth == 0:
             return main
-        flat = mem.empty(self.layout.numel, main.tensor.dtype, main.tensor.device)
-        target = ShardedBuffer(self.layout, main.at, 0, flat)
-        chain, compute = Chain(), self._machinery.lanes.compute
-        how = Gather(f"main weights of {self.label}", MAIN_TAG, main.tensor)
-        redistribute(chain, self._machinery, target, main.depth, 0, how)
-        compute.wait(chain.run((compute.record(),)))
-        return target
+        return self._gathered("main weights", main.tensor)
 
     def write_main(self, full: ShardedBuffer) -> None:
         """Take this rank's part of full main weights, as :meth:`gather_main` returned them."""
         if full is not self.weights.main:
             self.weights.main.tensor.copy_(full.narrow(self.spec.optim_depth))
+
+    def _gathered(self, what: str, own: Tensor) -> ShardedBuffer:
+        """The whole of what each rank has its optimizer's part of, in memory of its own; waits."""
+        flat = mem.empty(self.layout.numel, own.dtype, own.device)
+        target = ShardedBuffer(self.layout, self.mesh.coordinate, 0, flat)
+        chain, compute = Chain(), self._machinery.lanes.compute
+        how = Gather(f"{what} of {self.label}", MAIN_TAG, own)
+        redistribute(chain, self._machinery, target, self.spec.optim_depth, 0, how)
+        compute.wait(chain.run((compute.record(),)))
+        return target
 
     def _scratch(self, dtype: torch.dtype) -> Tensor | None:
         """The gradients' memory, while there are none in it."""

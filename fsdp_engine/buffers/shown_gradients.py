@@ -213,6 +213,22 @@ class ShownGradients:
         self._gradients.keep(index)
         return view
 
+    def view(self, index: int) -> Tensor:
+        """What ``.grad`` of parameter ``index`` is where there is one."""
+        return self._views().tensors[index]
+
+    def main_grad(self, index: int) -> Tensor:
+        """What is accumulated of a sharded parameter, as far as this rank has it: its ``.grad``, if
+        there is one; zeros, if nothing is accumulated."""
+        param = self._params[index]
+        if param.grad is not None:
+            return param.grad
+        assert isinstance(param, FlatDTensor)
+        local = self._gradients.accumulated(index) if self.are_hidden else None
+        if local is None:
+            local = self._gradients.no_gradient(param.local)
+        return FlatDTensor.from_flat_local(local.detach(), param.flat_placement)
+
     def was_set(self, is_there: bool) -> None:
         """Somebody has made one gradient None, or (``is_there``) another one.
 

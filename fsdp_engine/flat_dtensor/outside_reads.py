@@ -34,6 +34,7 @@ class OutsideReads:
         on_gradient: called when a user has assigned a gradient: whether there is one now.
         requires_grad_changed: a user has frozen or thawed some parameter, perhaps.
         gradients: whether users look at gradients.
+        main_grad: what is accumulated of a parameter; None: parameters have no ``main_grad``.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class OutsideReads:
         self.on_gradient: Callable[[bool], None] | None = None
         self.requires_grad_changed = True
         self.gradients = GradientReads()
+        self.main_grad: Callable[[int], Tensor] | None = None
 
     def home(self, index: int) -> Home:
         """What the sharded parameter ``index`` has to know of this."""
@@ -121,6 +123,14 @@ class Home:
             reads.requires_grad_changed = True
             if reads.on_gradient is not None:
                 reads.on_gradient(True)
+
+    @property
+    def main_grad(self) -> Tensor | None:
+        """What is accumulated, as far as this rank has it; None: it has no such attribute."""
+        reads = self._reads()
+        if reads is None or reads.main_grad is None:
+            return None
+        return reads.main_grad(self._index)
 
     @property
     def full_param(self) -> Tensor | None:

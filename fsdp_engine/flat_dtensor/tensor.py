@@ -262,6 +262,19 @@ class FlatDTensor(DTensor):
         self.grad = None
 
     @property
+    def main_grad(self) -> Tensor:
+        """Of parameters under ``DistributedDataParallel`` only: this rank's slice of what is
+        accumulated. It is ``.grad`` where that is there, zeros where nothing is accumulated.
+
+        Raises:
+            AttributeError: of any other tensor.
+        """
+        main_grad = self._home.main_grad if self._home is not None else None
+        if main_grad is None:
+            raise AttributeError("main_grad")
+        return main_grad
+
+    @property
     def data(self) -> FlatDTensor:  # type: ignore[override]
         """This tensor without its history. Unlike torch's, changes to it count as changes."""
         return self._wrap(self._local_tensor, self._flat)

@@ -9,19 +9,23 @@ everything is in buckets.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, overload
 
+import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_engine.config import DistributedDataParallelConfig, Timing
+from fsdp_engine.devices.lanes import finish_compute
 from fsdp_engine.devices.meeting import telling
-from fsdp_engine.devices.mesh import mesh_of_group, ranks_that_meet
+from fsdp_engine.devices.mesh import ranks_that_meet
 from fsdp_engine.engine import Engine
 from fsdp_engine.flat_dtensor import FlatDTensor
+from fsdp_engine.megatron.call_shapes import meant_mesh, read_call
+from fsdp_engine.megatron.loop_attributes import LoopAttributes
 from fsdp_engine.planning.assignment import UnitSelector
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.sharding import check_types, make_engine
@@ -29,18 +33,8 @@ from fsdp_engine.strategies import Role, Strategy
 
 WHAT = "DistributedDataParallel"
 
-# Keywords of older versions, and the config's fields of that meaning.
-_OLDER_FIELDS = {
-    "accumulate_allreduce_grads_in_fp32": "grad_reduce_in_fp32",
-    "overlap_grad_reduce": "overlap_grad_reduce",
-    "use_distributed_optimizer": "use_distributed_optimizer",
-    "check_for_nan_in_grad": "check_for_nan_in_grad",
-    "bucket_size": "bucket_size",
-}
-_OLDER_GROUP = "data_parallel_group"
 
-
-class DistributedDataParallel(nn.Module):
+class DistributedDataParallel(LoopAttributes):
     """Data parallelism at any sharding level, with Megatron-Core's contract.
 
     A step: ``zero_grad_buffer()``; forward and backward of each microbatch, all but the last under
@@ -75,6 +69,7 @@ class DistributedDataParallel(nn.Module):
     module: nn.Module
     engine: Engine
 
+    @overload
     def __init__(
         self,
         module: nn.Module,
@@ -86,36 +81,49 @@ class DistributedDataParallel(nn.Module):
         units: UnitSelector | Iterable[UnitSelector] | None = None,
         mp_policy: MixedPrecisionPolicy | None = None,
         **older: Any,
-    ) -> None:
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self,
+        config: Any,
+        ddp_config: Any,
+        module: nn.Module,
+        disable_bucketing: bool = False,
+        pg_collection: object | None = None,
+        **ours: Any,
+    ) -> None: ...
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
-        with telling(WHAT, ranks_that_meet(_meant(mesh, older))):
-            mesh = _with_older_group(mesh, older)
-            config = _with_older_fields(config, older)
-            check_types(module, mp_policy, config)
-            if disable_bucketing:
+        with telling(WHAT, ranks_that_meet(meant_mesh(args, kwargs))):
+            call = read_call(args, kwargs)
+            config, policy, units = call.config, call.mp_policy, call.units
+            check_types(call.module, policy, config)
+            if call.disable_bucketing:
                 config = dataclasses.replace(config, bucket_size=None, num_buckets=1)
-            policy = mp_policy
             if policy is None:
                 policy = MixedPrecisionPolicy(narrow_grads=not config.grad_reduce_in_fp32)
             levels = Strategy.from_names(*config.level_names)
             if units is None and not levels.depth(Role.PARAM):
                 units = ()
-        self.ddp_config = config
-        self.module = module
+        self.module = call.module
         self.engine = make_engine(
-            module,
-            mesh,
+            call.module,
+            call.mesh,
             levels,
             policy,
             config,
             Timing.of(config),
             units=units,
-            expert_mesh=expert_mesh,
+            expert_mesh=call.expert_mesh,
             broadcast=True,
             what=WHAT,
         )
+        self._take(call, self.engine.mesh.size)
         for buffer in self.engine.buffers:
             buffer.attach_main_grads()
+        _save_whole_values(self.module, self.engine, self._gather_unless_overlapped)
         self._gather_unless_overlapped()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -135,30 +143,78 @@ class DistributedDataParallel(nn.Module):
         """
         self.engine.broadcast_params()
 
-    def start_grad_sync(self) -> None:
+    def start_grad_sync(self, *unused: object) -> None:
         """Issue the reductions that are ready and not issued yet. Collective.
 
         Without ``overlap_grad_reduce`` they are done when it returns.
+
+        Args:
+            *unused: what Megatron-Core's schedules give: parameters, not looked at.
         """
         self.engine.start_grad_sync(wait=not self.ddp_config.overlap_grad_reduce)
 
-    def finish_grad_sync(self) -> None:
+    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """On return gradients are final: ``.grad`` of the parameters. Collective.
+
+        Args:
+            force_all_reduce: ``main_grad`` of full parameters is reduced whole on every rank, to
+                be looked at; at level "optim" by one more gather.
 
         Raises:
             RuntimeError: a backward is not over, or modules have put off weight gradients; names
                 the parameters. Or, on all ranks, what checks of gradients found.
+            ValueError: ``force_all_reduce`` where gradients are cut; nothing was changed.
         """
+        if force_all_reduce and self.engine.strategy.depth(Role.GRAD):
+            raise ValueError(
+                "force_all_reduce: expected False, since gradients are cut at this level; found "
+                "True. Use .grad.full_tensor() of the parameters"
+            )
         self.engine.finish_grad_sync()
+        if force_all_reduce:
+            for buffer in self.engine.buffers:
+                buffer.gather_main_grads()
 
-    def start_param_sync(self, force_sync: bool = False) -> None:
+    def start_param_sync(
+        self, *unused: object, force_sync: bool = False, force_dispatch: bool = False
+    ) -> None:
         """Issue the parameter gathers that the next forward would begin with. Collective.
 
         Args:
+            *unused: what Megatron-Core's schedules give: parameters, not looked at.
             force_sync: return when they are done, as without ``overlap_param_gather``.
+            force_dispatch: for a gather that waits for Megatron-Core's optimizer; none does here.
         """
         wait = force_sync or not self.ddp_config.overlap_param_gather
         self.engine.start_param_sync(wait=wait)
+
+    def offload_grad_buffers(self, synchronize: bool = True, empty_cache: bool = True) -> None:
+        """Gradients are cleared, and their memory goes, until the next backward or
+        :meth:`restore_grad_buffers`. ``main_grad`` must not be looked at meanwhile.
+
+        Args:
+            synchronize: wait for the device before.
+            empty_cache: the device's allocator gives the memory back, too.
+        """
+        device = self.engine.mesh.device
+        if synchronize:
+            finish_compute(device)
+        self.engine.zero_grad_buffer(zero=False)
+        for buffer in self.engine.buffers:
+            buffer.free_gradients()
+        if empty_cache and device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def restore_grad_buffers(self, synchronize: bool = True) -> None:
+        """Gradients that last have memory again: zeros.
+
+        Args:
+            synchronize: wait for the device after.
+        """
+        for buffer in self.engine.buffers:
+            buffer.restore_gradients()
+        if synchronize:
+            finish_compute(self.engine.mesh.device)
 
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply all main gradients by ``factor`` (a number, or a 0-d tensor), in place."""
@@ -189,6 +245,19 @@ class DistributedDataParallel(nn.Module):
         own = getattr(self.module, "state_dict_for_save_checkpoint", self.module.state_dict)
         return dict(own(prefix=prefix, keep_vars=keep_vars))
 
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own, as Megatron-Core's ``dist_checkpointing`` saves and loads it: of whole
+        main weights. Collective; all of them are held whole meanwhile, and by what is returned.
+
+        Takes the arguments of the module's method, which asked for directly does the same.
+
+        Raises:
+            AttributeError: the module has no such method.
+            RuntimeError: a forward or backward is under way.
+        """
+        module: Any = self.module
+        return module.sharded_state_dict(*args, **kwargs)
+
     def load_state_dict(  # type: ignore[override]
         self, state_dict: Mapping[str, Any], strict: bool = True
     ) -> Any:
@@ -213,48 +282,25 @@ class DistributedDataParallel(nn.Module):
             self.engine.start_param_sync(wait=True)
 
 
+def _save_whole_values(module: Any, engine: Engine, then: Callable[[], None]) -> None:
+    """Let ``module.sharded_state_dict`` see whole main weights, where modules hold slices."""
+    if not hasattr(module, "sharded_state_dict") or all(each.is_plain for each in engine.buffers):
+        return
+    of_slices = module.sharded_state_dict
+
+    @functools.wraps(of_slices)
+    def sharded_state_dict(*args: Any, **kwargs: Any) -> Any:
+        with engine.unsharded():
+            state = of_slices(*args, **kwargs)
+        then()
+        return state
+
+    module.sharded_state_dict = sharded_state_dict
+
+
 def _fitting(value: Any, param: Tensor | None) -> Any:
     """``value`` as ``param`` can take it."""
     if not isinstance(value, FlatDTensor) or param is None:
         return value
     same = isinstance(param, FlatDTensor) and param.flat_placement == value.flat_placement
     return value if same else value.full_tensor()
-
-
-def _meant(mesh: DeviceMesh | None, older: dict[str, Any]) -> DeviceMesh | None:
-    """The mesh that is meant, whether or not the arguments are right."""
-    group = older.get(_OLDER_GROUP)
-    return mesh_of_group(group) if mesh is None and isinstance(group, ProcessGroup) else mesh
-
-
-def _with_older_group(mesh: DeviceMesh | None, older: dict[str, Any]) -> DeviceMesh | None:
-    group = older.pop(_OLDER_GROUP, None)
-    if group is None:
-        return mesh
-    if mesh is not None:
-        raise ValueError(f"{_OLDER_GROUP}, mesh: expected one of them; found both")
-    if not isinstance(group, ProcessGroup):
-        raise TypeError(f"{_OLDER_GROUP}: expected a ProcessGroup; found {group!r}")
-    return mesh_of_group(group)
-
-
-def _with_older_fields(
-    config: DistributedDataParallelConfig | None, older: dict[str, Any]
-) -> DistributedDataParallelConfig:
-    unknown = sorted(older.keys() - _OLDER_FIELDS.keys())
-    if unknown:
-        known = ", ".join([_OLDER_GROUP, *_OLDER_FIELDS])
-        raise TypeError(
-            f"DistributedDataParallel: expected keywords of {known}; found {', '.join(unknown)}"
-        )
-    given = {_OLDER_FIELDS[name]: value for name, value in older.items() if value is not None}
-    if config is None:
-        return DistributedDataParallelConfig(**given)
-    for name, value in older.items():
-        said = getattr(config, _OLDER_FIELDS[name])
-        if value is not None and value != said:
-            raise ValueError(
-                f"{name}: expected {said!r}, as the config's {_OLDER_FIELDS[name]} says; "
-                f"found {value!r}"
-            )
-    return config

@@ -25,7 +25,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,7 @@ from fsdp_engine.devices.collectives import all_reduce_
 from fsdp_engine.engine import Engine
 from fsdp_engine.megatron.groups import ModelParallelGroups, spanned_group
 from fsdp_engine.megatron.marks import MarkedGrad, compare_over, sum_over
+from fsdp_engine.megatron.process_groups import CollectedGroups, collect_groups
 from fsdp_engine.megatron.router_bias import Router, router_of, update_expert_biases
 
 AVERAGE_MARK = "average_gradients_across_tp_domain"
@@ -59,7 +60,7 @@ class ModelChunk(Protocol):
     def engine(self) -> Engine:
         """Its engine."""
 
-    def finish_grad_sync(self) -> None:
+    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """On return gradients are final, as far as data parallelism goes."""
 
     def scale_gradients(self, factor: Tensor) -> None:
@@ -73,11 +74,13 @@ class _Known:
     Attributes:
         positions: of parameters, by name, in the order of registration, which stages share.
         routers: modules that may have an expert bias, by name.
+        trackers: modules that keep an auxiliary loss over a step.
         compared: what has been compared over which group.
     """
 
     positions: dict[str, int]
     routers: dict[str, weakref.ref[nn.Module]]
+    trackers: list[weakref.ref[nn.Module]]
     compared: set[tuple[object, ...]]
 
 
@@ -87,8 +90,10 @@ _KNOWN: weakref.WeakKeyDictionary[Engine, _Known] = weakref.WeakKeyDictionary()
 def finalize_model_grads(
     model_chunks: Iterable[ModelChunk],
     num_tokens: int | float | Tensor | None = None,
+    pg_collection: object | None = None,
+    force_all_reduce: bool = False,
     *,
-    groups: ModelParallelGroups,
+    groups: ModelParallelGroups | None = None,
     config: object | None = None,
 ) -> None:
     """Make the gradients of a step final. Once per step, after the last microbatch; collective.
@@ -106,7 +111,8 @@ def finalize_model_grads(
     5. Modules with buffers ``expert_bias`` and ``local_tokens_per_expert``, each of shape
        ``(experts,)``: counts are summed over tensor x context x data, then
        ``bias += rate * sign(mean count - count)`` and counts are zeroed. (Loss-free balancing,
-       Wang et al. 2024, arXiv:2408.15664.)
+       Wang et al. 2024, arXiv:2408.15664.) Modules with ``reset_global_aux_loss_tracker`` have it
+       called, where ``config.moe_router_load_balancing_type`` says so.
     6. ``num_tokens``: gradients become those of the mean over all tokens, where every rank's loss
        was the sum over its own. See [Note: Token weighting].
 
@@ -116,25 +122,32 @@ def finalize_model_grads(
         model_chunks: the chunks of this rank (several with a virtual pipeline).
         num_tokens: tokens of this rank in all microbatches together; only that of the last stage
             counts. A number or a tensor of one element; on all ranks or on none.
-        groups: this rank's process groups.
-        config: anything with the attributes ``qk_layernorm`` (False) and
-            ``moe_router_bias_update_rate`` (1e-3), Megatron-Core's ``TransformerConfig`` for
-            example; None, or where one is missing: these defaults.
+        pg_collection: Megatron-Core's ``ProcessGroupCollection``. Without it and without
+            ``groups``: those that the chunks were wrapped with, or ``parallel_state`` has.
+        force_all_reduce: see :meth:`~.DistributedDataParallel.finish_grad_sync`.
+        groups: this rank's process groups, by our own names.
+        config: anything with the attributes ``qk_layernorm`` (False), ``sequence_parallel`` (True:
+            marks of that name count) and ``moe_router_bias_update_rate`` (1e-3); where one is
+            missing: these defaults. None: the first chunk's, if it was wrapped with Megatron-Core's
+            ``TransformerConfig``.
 
     Raises:
-        ValueError: a parameter is marked and its group is None; marks contradict each other; ranks
-            of a group hold different slices; ``data`` and ``context`` are not the ranks of a
-            chunk's mesh where token counts are needed; ``num_tokens`` has several elements; an
-            ``expert_bias`` does not fit its counts. Nothing was changed.
+        ValueError: there are ``groups`` and a ``pg_collection``; a parameter is marked and its
+            group is None; marks contradict each other; ranks of a group hold different slices;
+            ``data`` and ``context`` are not the ranks of a chunk's mesh where token counts are
+            needed; ``num_tokens`` has several elements; an ``expert_bias`` does not fit its
+            counts. Nothing was changed.
         TypeError: an argument has another type.
     """
     chunks = list(model_chunks) if isinstance(model_chunks, Iterable) else [model_chunks]
     _check_types(chunks, num_tokens, groups)
+    groups = _groups_of(chunks, groups, pg_collection)
     if not chunks:
         return
-    has_qk_norms = bool(getattr(config, "qk_layernorm", False))
+    if config is None:
+        config = getattr(chunks[0], "config", None)
     rate = float(getattr(config, "moe_router_bias_update_rate", 1e-3))
-    marked = _find_marked(chunks, groups, has_qk_norms)
+    marked = _find_marked(chunks, groups, config)
     routers = [
         router
         for chunk in chunks
@@ -150,18 +163,21 @@ def finalize_model_grads(
         counts_group = _counts_group(chunks, groups, routers, device)
         tokens_group = _tokens_group(chunks, groups, num_tokens, device)
         for chunk in chunks:
-            chunk.finish_grad_sync()
+            chunk.finish_grad_sync(**({"force_all_reduce": True} if force_all_reduce else {}))
         for field in FIELDS:
             if marked[field]:
                 sum_over(marked[field], getattr(groups, field), device)
         if routers:
             update_expert_biases(routers, counts_group, rate, device)
+        if "global_aux_loss" in getattr(config, "moe_router_load_balancing_type", ()):
+            for chunk in chunks:
+                _reset_trackers(chunk.engine)
         if num_tokens is not None:
             _scale(chunks, _on_last_stage(num_tokens, groups, device), tokens_group)
 
 
 def _check_types(chunks: Sequence[ModelChunk], num_tokens: object, groups: object) -> None:
-    if not isinstance(groups, ModelParallelGroups):
+    if groups is not None and not isinstance(groups, ModelParallelGroups):
         raise TypeError(f"groups: expected ModelParallelGroups; found {type(groups).__name__}")
     for chunk in chunks:
         if not isinstance(getattr(chunk, "engine", None), Engine):
@@ -177,6 +193,20 @@ def _check_types(chunks: Sequence[ModelChunk], num_tokens: object, groups: objec
         raise ValueError(f"num_tokens: expected one element; found shape {tuple(num_tokens.shape)}")
 
 
+def _groups_of(
+    chunks: Sequence[ModelChunk], groups: ModelParallelGroups | None, collection: object | None
+) -> ModelParallelGroups:
+    if groups is not None:
+        if collection is not None:
+            raise ValueError("groups, pg_collection: expected one of them; found both")
+        return groups
+    wrapped_with = [getattr(chunk, "groups", None) for chunk in chunks[:1]]
+    if collection is None and wrapped_with and isinstance(wrapped_with[0], CollectedGroups):
+        return wrapped_with[0].for_gradients()
+    found = collect_groups(collection)
+    return found.for_gradients() if found is not None else ModelParallelGroups()
+
+
 def _check_data_groups(
     chunks: Sequence[ModelChunk], groups: ModelParallelGroups, reason: str
 ) -> None:
@@ -190,9 +220,13 @@ def _check_data_groups(
 
 
 def _find_marked(
-    chunks: Sequence[ModelChunk], groups: ModelParallelGroups, has_qk_norms: bool
+    chunks: Sequence[ModelChunk], groups: ModelParallelGroups, config: object
 ) -> dict[str, list[MarkedGrad]]:
     """What is to be summed over which group, by the group's field."""
+    has_qk_norms = bool(getattr(config, "qk_layernorm", False))
+    marks = [*MARKS]
+    if not getattr(config, "sequence_parallel", True):
+        marks.remove("sequence_parallel")
     places: dict[str, dict[tuple[int, str, bool], list[tuple[ParamAndGradBuffer, int]]]]
     places = {field: {} for field in FIELDS}
     for number, chunk in enumerate(chunks):
@@ -201,31 +235,36 @@ def _find_marked(
             for buffer in chunk.engine.buffers
             if buffer.grads is not None
             for index, record in enumerate(buffer.records)
-            if has_qk_norms or MARKS.keys() & vars(buffer.sharded_params[index]).keys()
+            if has_qk_norms or set(marks) & vars(buffer.sharded_params[index]).keys()
         ]
         positions = _known(chunk.engine).positions
         for name, buffer, index in sorted(candidates, key=lambda each: positions[each[0]]):
-            sums = _sums_of(name, buffer.sharded_params[index], groups, has_qk_norms)
+            param = buffer.sharded_params[index]
+            found = [mark for mark in marks if getattr(param, mark, False)]
+            sums = _sums_of(name, param, found, groups, has_qk_norms)
             for field, average in sums.items():
                 # Replicas in the chunks of a virtual pipeline are known by their names.
                 key = (-1 if field == "pipeline" else number, name, average)
                 places[field].setdefault(key, []).append((buffer, index))
-    found = {}
+    sums_by_field = {}
     for field, by_key in places.items():
         group = getattr(groups, field)
         marked = [MarkedGrad(name, tuple(at), avg) for (_, name, avg), at in by_key.items()]
         several = group is not None and group.size() > 1
-        found[field] = [each for each in marked if several or len(each.places) > 1]
-    return found
+        sums_by_field[field] = [each for each in marked if several or len(each.places) > 1]
+    return sums_by_field
 
 
 def _sums_of(
-    name: str, param: Tensor, groups: ModelParallelGroups, has_qk_norms: bool
+    name: str,
+    param: Tensor,
+    marks: Sequence[str],
+    groups: ModelParallelGroups,
+    has_qk_norms: bool,
 ) -> dict[str, bool]:
     """The groups' fields over which a parameter's gradient is summed: whether to average."""
     if not param.requires_grad:
         return {}
-    marks = [mark for mark in MARKS if getattr(param, mark, False)]
     if AVERAGE_MARK in marks and "sequence_parallel" in marks:
         raise ValueError(
             f"{name}: expected one of the marks sequence_parallel (sum) and {AVERAGE_MARK}; "
@@ -342,6 +381,13 @@ def _scale(chunks: Sequence[ModelChunk], tokens: Tensor, group: ProcessGroup | N
         chunk.scale_gradients(factor if torch.float64 in dtypes else factor.float())
 
 
+def _reset_trackers(engine: Engine) -> None:
+    for reference in _known(engine).trackers:
+        module: Any = reference()
+        if module is not None:
+            module.reset_global_aux_loss_tracker()
+
+
 def _known(engine: Engine) -> _Known:
     if engine not in _KNOWN:
         names = (name for name, _ in engine.model.named_parameters())
@@ -350,5 +396,11 @@ def _known(engine: Engine) -> _Known:
             for name, module in engine.model.named_modules()
             if hasattr(module, "expert_bias")
         }
-        _KNOWN[engine] = _Known({name: at for at, name in enumerate(names)}, routers, set())
+        trackers = [
+            weakref.ref(module)
+            for module in engine.model.modules()
+            if hasattr(module, "reset_global_aux_loss_tracker")
+        ]
+        positions = {name: at for at, name in enumerate(names)}
+        _KNOWN[engine] = _Known(positions, routers, trackers, set())
     return _KNOWN[engine]

@@ -37,6 +37,7 @@ from fsdp_engine.devices.mesh import DataMesh
 from fsdp_engine.devices.nccl_pool import NcclPool
 from fsdp_engine.devices.ranks import Ranks
 from fsdp_engine.planning.initial_values import Holdings, Start, broadcast_buffers, decide
+from fsdp_engine.planning.installing import watch_reads
 from fsdp_engine.planning.materialize import ModuleTree, materialize, materialize_buffers
 from fsdp_engine.planning.plan import AxisPlan, AxisPlans, Plan, PlannedUnit
 from fsdp_engine.precision import MixedPrecisionPolicy
@@ -264,6 +265,9 @@ def build_units(
         except Exception as raised:
             raised.add_note("The model is half built: make a new one before the next shard()")
             raise
+    for unit in units:
+        if unit.loose:
+            watch_reads(unit.buffers)
     if start.whole:
         experts = ladders.expert.mesh if ladders.expert is not None else None
         broadcast_buffers(root, ladders.data.mesh, experts)

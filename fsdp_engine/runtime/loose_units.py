@@ -6,9 +6,11 @@ while that forward, the model's, is under way. Which are, execution shows:
 
 - in the first forward all loose units are entered with the model. Those whose loose modules were
   all called (a block is called, or not used) are entered by their own calls from then on;
-- where a function meets a sharded parameter of a loose unit within the model's forward, the unit is
-  entered there and then, the function gets the full parameter, and from the next forward on the
-  unit is entered with the model.
+- where the forward reads a sharded parameter of a loose unit (``WatchedParameters`` in
+  ``planning/installing.py``), or a function meets one, the unit is entered there and then, and full
+  parameters are what it gets. A unit whose parameters are cut is entered with the model from the
+  next forward on, so that it is gathered once and ahead; any other by each read, so that what
+  comes before need not wait for it.
 """
 
 from __future__ import annotations
@@ -65,11 +67,12 @@ class LooseUnits:
         self._is_first = False
 
     def read(self, unit: Unit) -> bool:
-        """A function meets a sharded parameter of ``unit``: make it full, if the model's forward
+        """A sharded parameter of ``unit`` is read: make it full, if the model's forward
         is under way; returns whether it is."""
         if unit.uses:
             return True
         if not self._root.enter_now(unit):
             return False
-        self._root.units.append(unit)
+        if unit.reshards:
+            self._root.units.append(unit)
         return True

@@ -229,12 +229,51 @@ def test_full_parameters_keep_no_grad_and_show_main_grad_where_it_is_whole(
             buffer.records, buffer.full_params, buffer.sharded_params, strict=True
         ):
             assert [param.grad for param in params] == [None, None]
-            assert [hasattr(param, "main_grad") for param in params] == [level in WHOLE_GRADS] * 2
+            full, sharded = params
+            assert hasattr(full, "main_grad") == (level in WHOLE_GRADS)
+            own = alone.get_parameter(record.name).grad
+            assert own is not None
             if level in WHOLE_GRADS:
-                own = alone.get_parameter(record.name).grad
-                assert own is not None
-                for param in params:
-                    assert relative_error(param.main_grad, own) < 1e-6, record.name  # type: ignore[attr-defined]
+                assert relative_error(full.main_grad, own) < 1e-6, record.name
+            if sharded is not full:  # of that the part that lies here
+                found = sharded.main_grad
+                assert found.flat_placement == sharded.flat_placement
+                if level in WHOLE_GRADS:
+                    start, stop = found.flat_placement.start, found.flat_placement.stop
+                    part = own.flatten()[start:stop]
+                    assert torch.allclose(found.to_local(), part, rtol=1e-6, atol=1e-9)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_main_grad_of_sharded_parameters_is_their_gradient(level: str, dtype: torch.dtype) -> None:
+    """As Megatron-Core's optimizers take it: ``param.grad = param.main_grad``."""
+    torch.manual_seed(5)
+    model = nn.ModuleDict({"used": nn.Linear(6, 5), "unused": nn.Linear(3, 3)}).to(dtype)
+    model.forward = lambda x: model["used"](x).sum()  # type: ignore[method-assign]
+    ddp = fe.DistributedDataParallel(model, config_of(level))
+    params = dict(ddp.module.named_parameters())
+    for _ in range(2):
+        ddp.zero_grad_buffer()
+        assert not any(full(param.main_grad).any() for param in params.values())
+        ddp(torch.full((2, 6), dist.get_rank() + 1.0, dtype=dtype)).backward()
+        ddp.finish_grad_sync()
+        for name, param in params.items():
+            grad = param.grad
+            param.grad = param.main_grad
+            assert param.grad.shape == param.shape
+            if name.startswith("unused"):
+                assert not full(param.grad).any()
+            else:
+                assert torch.equal(full(param.grad), full(grad))
+                assert full(grad).unique().item() == (3.0 if "weight" in name else 2.0)
+    assert not hasattr(fe.FlatDTensor.from_flat_local(*_slice()), "main_grad")
+
+
+def _slice() -> Any:
+    param = next(fe.shard(nn.Linear(4, 4)).model.parameters())
+    return param.local.detach().clone(), param.flat_placement
 
 
 @on_ranks(2)

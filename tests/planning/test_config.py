@@ -217,9 +217,20 @@ def test_fields_and_defaults_are_those_of_the_interface() -> None:
         assert dataclasses.asdict(Config()) == DEFAULTS
 
 
-def test_a_config_cannot_be_changed_afterwards() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Config().bucket_size = 5  # type: ignore[misc]
+def test_a_config_may_be_changed_until_an_engine_has_it() -> None:
+    config = Config()
+    config.bucket_size = 5
+    config.use_distributed_optimizer = True
+    engine = fe.shard(nn.Linear(2, 2), config=config)
+    assert engine.config.bucket_size == 5
+    config.bucket_size = 7
+    assert engine.config.bucket_size == 5
+    config.overlap_param_gather = True
+    with pytest.raises(ValueError, match="overlap_param_gather: expected overlap_grad_reduce"):
+        fe.shard(nn.Linear(2, 2), config=config)
+    with pytest.raises(ValueError, match="overlap_param_gather: expected overlap_grad_reduce"):
+        fe.DistributedDataParallel(nn.Linear(2, 2), config)
+    dist.destroy_process_group()
 
 
 def test_combinations_that_fields_need_are_accepted() -> None:

@@ -66,8 +66,11 @@ class _Product(torch.autograd.Function):
 class FusedHead(Language):
     """Its head is never called."""
 
+    def weight_of_head(self) -> Tensor:
+        return self.head.weight
+
     def logits(self, x: Tensor) -> Tensor:
-        return _Product.apply(x, self.head.weight)
+        return _Product.apply(x, self.weight_of_head())
 
 
 class FusedTiedHead(FusedHead):
@@ -102,12 +105,44 @@ class FusedLater(FusedHead):
         return self.head(x) if self.num_calls == 1 else super().logits(x)
 
 
+class GivenHead(nn.Linear):
+    """Multiplies with the weight that it is given, as Megatron-Core's output layer does."""
+
+    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        return _Product.apply(x, self.weight if weight is None else weight)
+
+
+class HandsOver(Language):
+    """Reads its head's weight and hands it to the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = GivenHead(self.head.in_features, self.head.out_features, bias=False)
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self.head(x, weight=self.head.weight)
+
+
+class HandsOverEmbedding(HandsOver):
+    """The embedding's weight: the output layer is tied by that alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = None
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self.head(x, weight=self.embedding.weight)
+
+
 MODELS: list[Callable[[], Language]] = [
     Language,
     ReadsEmbedding,
     FusedHead,
     FusedTiedHead,
     ReadsLater,
+    FusedLater,
+    HandsOver,
+    HandsOverEmbedding,
 ]
 
 
@@ -126,6 +161,8 @@ def test_a_function_of_ones_own_that_gets_a_slice_is_told_so(strategy: str) -> N
     model = FusedLater()
     fe.shard(model, strategy=strategy)
     model(*token_batch(2, 0)).backward()
+    kept = model.head.weight  # outside the forward: a slice
+    model.weight_of_head = lambda: kept  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match=r"slice of head\.weight.*autograd\.Function"):
         model(*token_batch(2, 1)).backward()
 

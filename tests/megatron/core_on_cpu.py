@@ -1,0 +1,122 @@
+"""Megatron-Core itself, on a CPU: the real model, schedules, wrapper and optimizers over gloo.
+
+What it asks of CUDA is little: devices named ``"cuda"``, ``tensor.cuda()``, names of tensor types,
+the number of the current device. :func:`on_cpu` answers that, within it only. Transformer Engine
+counts as absent, so that Megatron-Core takes its local layers, in whose place no other library
+comes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_CPU = torch.device("cpu")
+_ABSENT = ("transformer_engine", "apex", "amp_C", "flash_attn", "triton")
+_MODULES = (
+    "distributed",
+    "models.gpt.gpt_layer_specs",
+    "models.gpt.gpt_model",
+    "optimizer",
+    "parallel_state",
+    "pipeline_parallel.schedules",
+    "process_groups_config",
+    "tensor_parallel.random",
+    "transformer.transformer_config",
+)
+
+
+class _OnCpu(TorchFunctionMode):
+    """Functions that are told to use ``cuda`` use the CPU; types are named as there."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.cuda:
+            return args[0]
+        if func is Tensor.type and len(args) == 1 and not kwargs:
+            return str(func(*args)).replace("torch.", "torch.cuda.")
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            kwargs = {**kwargs, "device": _CPU}
+        return func(*args, **kwargs)
+
+
+class _Stream:
+    """A stream on which nothing is queued."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_stream(self, other: object) -> None:
+        """It has nothing to wait for."""
+
+
+def _make_norm(cls: object, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
+    """torch's layer norm, marked as the fused one, which needs CUDA, marks its parameters."""
+    norm = torch.nn.LayerNorm(hidden_size, eps)
+    for param in norm.parameters():
+        param.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return norm
+
+
+def load() -> None:
+    """Imports Megatron-Core without Transformer Engine, whose package without kernels is there."""
+    if "megatron.core.optimizer" in sys.modules:
+        return
+    hidden = {name: sys.modules[name] for name in sys.modules if name.split(".")[0] in _ABSENT}
+    for name in hidden:
+        del sys.modules[name]
+    sys.modules.update(dict.fromkeys(_ABSENT))  # type: ignore[arg-type]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for name in _MODULES:
+                importlib.import_module(f"megatron.core.{name}")
+    finally:
+        for name in _ABSENT:
+            sys.modules.pop(name, None)
+        sys.modules.update(hidden)
+
+
+@contextlib.contextmanager
+def on_cpu() -> Iterator[None]:
+    """Within it Megatron-Core runs on this process's CPU."""
+    load()
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    dice = torch.Generator()  # in the place of the device's
+
+    def state_of_dice(*args: object, **kwargs: object) -> Tensor:
+        return dice.get_state()
+
+    def set_dice(state: Tensor, **kwargs: object) -> None:
+        dice.set_state(state)
+
+    answers = {
+        "torch.cuda.current_device": lambda: _CPU,
+        "torch.cuda.Stream": _Stream,
+        "torch.cuda.current_stream": _Stream,
+        "torch.cuda.synchronize": lambda *args: None,
+        "torch.cuda.empty_cache": lambda: None,
+        "torch.cuda.manual_seed": dice.manual_seed,
+        "torch.cuda.get_rng_state": state_of_dice,
+        "megatron.core.tensor_parallel.random._get_cuda_rng_state": state_of_dice,
+        "megatron.core.tensor_parallel.random._set_cuda_rng_state": set_dice,
+    }
+    with contextlib.ExitStack() as stack:
+        for name, answer in answers.items():
+            stack.enter_context(mock.patch(name, answer))
+        stack.enter_context(mock.patch.object(WrappedTorchNorm, "__new__", _make_norm))
+        stack.enter_context(_OnCpu())
+        yield

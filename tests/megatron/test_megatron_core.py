@@ -1,0 +1,335 @@
+"""Megatron-Core's own client (0.16.1: GPT model, schedules, optimizers, checkpoints), of which
+nothing changes but where ``DistributedDataParallel`` and ``finalize_model_grads`` come from.
+
+Losses and norms are those of its own wrapper, to the rounding of fp32. The first call of a rank
+imports the client, in some seconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import multiprocessing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsdp_engine as fe
+from fsdp_engine.config import DistributedDataParallelConfig
+from tests.megatron.configs import LEVEL_NAMES
+from tests.megatron.core_training import Case, compare, make_models, model_parallel, wrap
+from tests.pool import Ranks, on_ranks
+
+# What each shows is told by the fields; where it is not said, at 2 microbatches, fp32, SGD, tied.
+TWO_RANKS = {
+    "one_bucket": Case(),
+    "buckets": Case(overlap=True, bucket_size=300),
+    "late_buckets": Case(bucket_size=700, microbatches=3),
+    "untied": Case(tied=False, overlap=True, bucket_size=700, microbatches=1),
+    "bf16_adam": Case(bf16=True, optimizer="adam"),
+    "bf16_grads": Case(bf16=True, grads_in_fp32=False, microbatches=1),
+    "own_optimizer": Case(own_optimizer=True, overlap=True),
+}
+FOUR_RANKS = {
+    "tensor": Case(tensor=2, bucket_size=300, overlap=True),
+    "sequence": Case(tensor=2, sequence=True, per_token=True, optimizer="adam"),
+    "pipeline": Case(pipeline=2, bucket_size=300, overlap=True, sync_funcs=True),
+    "tokens": Case(pipeline=2, per_token=True, bf16=True, optimizer="adam"),
+    "interleaved": Case(pipeline=2, virtual=2, microbatches=4, overlap=True, bucket_size=300),
+}
+
+
+def assert_same(ranks: Ranks, case: Case, levels: list[str], world_size: int) -> None:
+    cases = [dataclasses.replace(case, level=level) for level in levels]
+    # Adam divides by what may be no more than rounding; gradients in bf16 are summed in another
+    # order.
+    limit = 2e-5 if case.optimizer == "adam" else 2e-6
+    if case.bf16 and not case.grads_in_fp32:
+        limit = 2e-2
+    results = ranks.run(compare, cases, limit, world_size=world_size)
+    assert not any(results), "\n".join(itertools.chain(*results))
+
+
+@pytest.mark.parametrize("name", ["buckets", "bf16_adam"])
+def test_training_is_as_with_its_own_wrapper(ranks: Ranks, name: str) -> None:
+    assert_same(ranks, TWO_RANKS[name], LEVEL_NAMES, 2)
+
+
+@pytest.mark.parametrize("name", ["sequence", "pipeline"])
+def test_model_parallel_training_is_as_with_its_own_wrapper(ranks: Ranks, name: str) -> None:
+    assert_same(ranks, FOUR_RANKS[name], ["optim", "optim_grads_params"], 4)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", TWO_RANKS)
+def test_training_at_every_level(ranks: Ranks, name: str) -> None:
+    assert_same(ranks, TWO_RANKS[name], LEVEL_NAMES, 2)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", FOUR_RANKS)
+def test_model_parallel_training_at_every_level(ranks: Ranks, name: str) -> None:
+    assert_same(ranks, FOUR_RANKS[name], LEVEL_NAMES, 4)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_all_combinations(ranks: Ranks, sizes: tuple[int, int], optimizer: str, bf16: bool) -> None:
+    tensor, pipeline = sizes
+    case = Case(tensor=tensor, pipeline=pipeline, optimizer=optimizer, bf16=bf16)
+    for overlap, bucket_size in ((False, None), (True, 300)):
+        each = dataclasses.replace(case, overlap=overlap, bucket_size=bucket_size)
+        assert_same(ranks, each, LEVEL_NAMES, 4)
+
+
+def wrapped(case: Case) -> Any:
+    config, models = make_models(case)
+    return wrap(case, True, config, models[0])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+def test_its_distributed_optimizer_is_refused_at_construction(level: str) -> None:
+    case = Case(level=level, optimizer="adam")
+    with model_parallel(case):
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        ddp = wrapped(case)
+        assert dict(ddp.named_buffers()).keys() == dict(ddp.module.named_buffers("module")).keys()
+        assert [*ddp.buffers()] == [*ddp.module.buffers()]
+        config = OptimizerConfig(optimizer="adam", lr=0.1, use_distributed_optimizer=True)
+        with pytest.raises(RuntimeError, match=r'strategy="optim".* any optimizer'):
+            get_megatron_optimizer(config, [ddp])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_attributes_that_its_loop_reads(level: str, overlap: bool) -> None:
+    case = Case(level=level, overlap=overlap, bucket_size=300)
+    with model_parallel(case):
+        from megatron.core import parallel_state
+        from megatron.core.utils import get_model_config, get_model_type
+
+        config, models = make_models(case)
+        ddp = wrap(case, True, config, models[0])
+        assert ddp.config is config
+        assert get_model_config(ddp) is config
+        assert get_model_type(ddp) is models[0].model_type
+        data = parallel_state.get_data_parallel_group()
+        assert dist.get_process_group_ranks(ddp.dp_group) == dist.get_process_group_ranks(data)
+        for name in ("dp_cp", "intra_dp_cp", "expt_dp", "intra_expt_dp", "tp", "pp", "ep"):
+            assert isinstance(getattr(ddp, f"{name}_group"), dist.ProcessGroup), name
+        assert ddp.bucket_size == 300
+        assert ddp.bucket_groups + ddp.expert_parallel_bucket_groups == []
+        assert ddp.expert_parallel_buffers == []
+        assert ddp.params_with_grad == [*ddp.parameters()]
+        assert not ddp.ddp_config.use_megatron_fsdp
+        assert ddp.engine.config.use_megatron_fsdp
+        assert ddp.use_forward_hook == overlap
+        assert bool(ddp.remove_forward_pre_hook_handles) == overlap
+        if overlap:
+            ddp.disable_forward_pre_hook()
+            assert not ddp.remove_forward_pre_hook_handles
+            ddp.enable_forward_pre_hook()
+            assert ddp.remove_forward_pre_hook_handles
+        ddp.start_param_sync(ddp.parameters(), force_sync=True, force_dispatch=True)
+        ddp.start_grad_sync(ddp.parameters())
+        ddp.overlap_param_gather_with_optimizer_step = False
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 7), nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x))).square().mean()
+
+
+def small(level: str = "no_shard", **fields: Any) -> fe.DistributedDataParallel:
+    torch.manual_seed(2)
+    config = DistributedDataParallelConfig(
+        use_megatron_fsdp=True, data_parallel_sharding_strategy=level, **fields
+    )
+    return fe.DistributedDataParallel(SimpleNamespace(), config, Small())
+
+
+def gradients(ddp: fe.DistributedDataParallel) -> list[Tensor]:
+    torch.manual_seed(dist.get_rank())
+    ddp(torch.randn(2, 5)).backward()
+    ddp.finish_grad_sync()
+    return [full(param.grad) for param in ddp.parameters()]
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, fe.FlatDTensor) else tensor.clone()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+def test_gradients_memory_goes_and_comes_back(level: str) -> None:
+    ddp = small(level)
+    expected = gradients(ddp)
+    held = ddp.engine.memory_bytes()["grad"]
+    ddp.offload_grad_buffers()
+    assert "grad" not in ddp.engine.memory_bytes()
+    ddp.restore_grad_buffers()
+    if level in LEVEL_NAMES[:2]:
+        assert ddp.engine.memory_bytes()["grad"] == held
+        mains = [buffer.full_params[0].main_grad for buffer in ddp.engine.buffers]
+        assert not any(main.any() for main in mains)
+    for with_restore in (True, False):
+        assert all(map(torch.equal, gradients(ddp), expected))
+        ddp.offload_grad_buffers(synchronize=False, empty_cache=False)
+        if with_restore:
+            ddp.restore_grad_buffers(synchronize=False)
+    assert all(map(torch.equal, gradients(ddp), expected))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+def test_force_all_reduce_makes_main_grad_whole(level: str) -> None:
+    ddp = small(level, bucket_size=10)
+    torch.manual_seed(dist.get_rank())
+    ddp(torch.randn(2, 5)).backward()
+    if level in LEVEL_NAMES[2:]:
+        with pytest.raises(ValueError, match="force_all_reduce: expected False"):
+            fe.finalize_model_grads([ddp], None, force_all_reduce=True)
+        ddp.finish_grad_sync()
+        return
+    fe.finalize_model_grads([ddp], None, force_all_reduce=True)
+    for buffer in ddp.engine.buffers:
+        for param, sharded in zip(buffer.full_params, buffer.sharded_params, strict=True):
+            assert torch.equal(param.main_grad, full(sharded.grad))
+
+
+@dataclasses.dataclass
+class TheirConfig:
+    """A config of another class with fields of Megatron-Core's, some of which we have not."""
+
+    overlap_grad_reduce: bool = False
+    use_distributed_optimizer: bool = False
+    bucket_size: int | None = None
+    fsdp_manual_registration: bool = False
+
+
+@on_ranks(2)
+def test_its_config_is_taken_for_ours() -> None:
+    config = TheirConfig(overlap_grad_reduce=True, use_distributed_optimizer=True)
+    for make in (
+        lambda: fe.DistributedDataParallel(None, config, Small()),
+        lambda: fe.DistributedDataParallel(config=None, ddp_config=config, module=Small()),
+        lambda: fe.DistributedDataParallel(Small(), config),
+    ):
+        ddp = make()
+        assert ddp.engine.strategy.inner.name == "optim"
+        assert ddp.ddp_config.overlap_grad_reduce
+        assert ddp.bucket_size == 40_000_000
+    config.fsdp_manual_registration = True
+    model = Small()
+    with pytest.raises(ValueError, match=r"ddp_config\.fsdp_manual_registration: expected its def"):
+        fe.DistributedDataParallel(None, config, model)
+    config.fsdp_manual_registration = False
+    config.bucket_size = 0
+    with pytest.raises(ValueError, match="bucket_size: expected 1 or more"):
+        fe.DistributedDataParallel(None, config, model)
+    config.bucket_size = None
+    with pytest.raises(TypeError, match="ddp_config: expected a DistributedDataParallelConfig"):
+        fe.DistributedDataParallel(config=None, ddp_config={}, module=model)
+    fused = SimpleNamespace(gradient_accumulation_fusion=True)
+    with pytest.raises(ValueError, match=r"config\.gradient_accumulation_fusion: expected False"):
+        fe.DistributedDataParallel(fused, config, model)
+    assert (
+        fe.DistributedDataParallel(None, config, model, disable_bucketing=True).bucket_size is None
+    )
+
+
+@on_ranks(4)
+def test_groups_come_from_the_collection() -> None:
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    groups = SimpleNamespace(
+        dp=mesh.get_group("dp"), dp_cp=mesh.get_group("dp"), tp=mesh.get_group("tp")
+    )
+    torch.manual_seed(dist.get_rank())  # rank 0 of each group decides
+    model = Small()
+    model.first.bias.sequence_parallel = True
+    ddp = fe.DistributedDataParallel(
+        SimpleNamespace(sequence_parallel=True), TheirConfig(), model, pg_collection=groups
+    )
+    assert ddp.engine.mesh.size == 2
+    assert ddp.tp_group is groups.tp
+    grads = []
+    for given in ({"pg_collection": groups}, {}, None):
+        ddp.zero_grad_buffer()
+        torch.manual_seed(dist.get_rank())
+        ddp(torch.randn(2, 5)).backward()
+        if given is None:
+            ddp.finish_grad_sync()
+        else:
+            fe.finalize_model_grads([ddp], None, **given)
+        grads.append([param.grad.clone() for param in model.parameters()])
+    names = [name for name, _ in model.named_parameters()]
+    both = grads[2][names.index("first.bias")].clone()
+    dist.all_reduce(both, group=groups.tp)
+    for found in grads[:2]:
+        for name, grad, alone in zip(names, found, grads[2], strict=True):
+            assert torch.allclose(grad, both if name == "first.bias" else alone), name
+    # Marks count where the model's config says so.
+    ddp.config.sequence_parallel = False
+    ddp.zero_grad_buffer()
+    torch.manual_seed(dist.get_rank())
+    ddp(torch.randn(2, 5)).backward()
+    fe.finalize_model_grads([ddp], None, groups)
+    assert all(map(torch.equal, [param.grad for param in model.parameters()], grads[2]))
+    with pytest.raises(ValueError, match="groups, pg_collection: expected one of them"):
+        fe.finalize_model_grads([ddp], None, groups, groups=fe.ModelParallelGroups())
+    with pytest.raises(ValueError, match="pg_collection: expected a ProcessGroup in dp_cp or dp"):
+        fe.DistributedDataParallel(
+            None, TheirConfig(), Small(), pg_collection=SimpleNamespace(tp=groups.tp)
+        )
+
+
+def save_and_load(case: Case, folder: str) -> list[str]:
+    """Saves by its ``dist_checkpointing`` and loads into another model: names of what differs."""
+    # Its writer has a child, which the pool's daemons may not have.
+    may_have_children = mock.patch.dict(multiprocessing.current_process()._config, daemon=False)
+    with may_have_children, model_parallel(case):
+        from megatron.core import dist_checkpointing
+
+        first, second = wrapped(case), wrapped(case)
+        with torch.no_grad():
+            for param in first.parameters():
+                param.add_(0.25)
+        dist_checkpointing.save(first.module.sharded_state_dict(), folder)
+        before = second.engine.full_state_dict()
+        second.load_state_dict(dist_checkpointing.load(second.sharded_state_dict(), folder))
+        mine, theirs = first.engine.full_state_dict(), second.engine.full_state_dict()
+        tokens = torch.arange(8)[None]
+        mask = torch.ones(1, 1, 8, 8, dtype=torch.bool).triu(1)
+        outputs = [ddp(tokens, tokens, mask, labels=tokens) for ddp in (first, second)]
+        assert torch.equal(*outputs)
+        values = {name: value for name, value in mine.items() if isinstance(value, Tensor)}
+        assert values
+        return [
+            name
+            for name, value in values.items()
+            if not torch.equal(value, theirs[name]) or torch.equal(value, before[name])
+        ]
+
+
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+@pytest.mark.parametrize("bf16", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_its_checkpoints_hold_whole_weights(
+    ranks: Ranks, tmp_path: Path, level: str, bf16: bool
+) -> None:
+    found = ranks.run(save_and_load, Case(level=level, bf16=bf16), str(tmp_path), world_size=2)
+    assert found == [[], []]
