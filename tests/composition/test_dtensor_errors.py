@@ -46,8 +46,9 @@ def test_dimensions_that_overlap() -> None:
 @on_ranks(4)
 def test_meshes_that_are_not_cut_from_one() -> None:
     tp = two_by_two()["tp"]
-    column = [0, 2] if dist.get_rank() % 2 == 0 else [1, 3]
-    refused(cut(Model(), tp), DeviceMesh("cpu", column), "embedding.weight", "names")
+    groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    data = DeviceMesh.from_group(groups[dist.get_rank() % 2], "cpu")
+    refused(cut(Model(), tp), data, "embedding.weight", "names")
 
 
 @on_ranks(4)
