@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp_engine as fe
-from fsdp_engine import engine as engine_module
 from fsdp_engine import sharding as sharding_module
 from fsdp_engine.devices import lanes, memory, nccl_pool
+from fsdp_engine.planning import build as build_module
 from fsdp_engine.strategies import LEVELS
 from tests.devices.test_memory import Even
 from tests.models import Chain, Mlp, NestedUnits, lora_model, vector_batch
@@ -121,7 +121,7 @@ def fake_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sent]:
         return submit(lane, label, *args, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine_module, "NcclPool", make_pool)
+        patch.setattr(build_module, "NcclPool", make_pool)
         patch.setattr(sharding_module, "check_nccl", lambda mesh, *, symmetric: None)
         patch.setattr(memory, "zeros", noting(zeros))
         patch.setattr(memory, "empty", noting(empty))

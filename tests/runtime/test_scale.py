@@ -91,13 +91,13 @@ def test_groups_do_not_multiply_with_ranks_or_engines(
     shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = []
-    make = mesh_module._new_group
+    make = mesh_module.new_group
 
     def counted(ranks: list[int], *args: Any) -> Any:
         made.append(len(ranks))
         return make(ranks, *args)
 
-    monkeypatch.setattr(mesh_module, "_new_group", counted)
+    monkeypatch.setattr(mesh_module, "new_group", counted)
     with world(5, *shape) as mesh:
         for _ in range(3):
             fe.shard(Transformer(num_blocks=1), mesh, "optim", "optim")
