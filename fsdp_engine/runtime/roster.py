@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as _torch_module
 
 from fsdp_engine.flat_dtensor import FlatDTensor
+from fsdp_engine.flat_dtensor.elementwise import slice_of_distributed
 from fsdp_engine.planning.recurrent import list_flat_weights
 from fsdp_engine.runtime.unit import Unit, in_functional_call
 
@@ -215,7 +216,7 @@ class Roster:
         assert target is not None
         self._check_value(owner, value)
         with torch.no_grad():
-            target.copy_(value.detach())
+            target.copy_(value if isinstance(value, DTensor) else value.detach())
         if target.requires_grad is not value.requires_grad:
             target.requires_grad_(value.requires_grad)
         target.grad = None
@@ -242,6 +243,8 @@ class Roster:
             # By name, too: on one rank the slices of two parameters can both be empty.
             if mine is None or value._flat != mine or value._flat.name != mine.name:
                 problem = f"another slice, {value.flat_placement}. Assign value.full_tensor()"
+        elif isinstance(value, DTensor) and _is_distributed_like(value, sharded):
+            pass
         elif isinstance(value, DTensor) or type(value) not in (Tensor, nn.Parameter):
             problem = f"a {type(value).__name__}. Assign a plain tensor (.full_tensor(), say)"
         elif value.is_meta:
@@ -255,6 +258,13 @@ class Roster:
                 f"{owner.name}: expected values of shape {tuple(sharded.shape)}, {sharded.dtype}, "
                 f"for a parameter of a sharded model; found {problem}"
             )
+
+
+def _is_distributed_like(value: Tensor, sharded: Tensor) -> bool:
+    """Whether ``distribute_tensor`` made ``value`` by the placements of ``sharded``."""
+    if not isinstance(sharded, FlatDTensor):
+        return False
+    return slice_of_distributed(value, sharded.flat_placement) is not None
 
 
 def _address(tensor: Tensor) -> tuple[int, int]:
