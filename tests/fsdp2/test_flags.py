@@ -331,6 +331,7 @@ def test_what_has_no_meaning_raises_and_says_what_has() -> None:
     model.set_separate_reduce_scatter_group(True)
     model.set_reduce_scatter_unused_params(True)
     model.set_is_last_backward(False)
+    model._set_unshard_async_op(True)
     fsdp2.share_comm_ctx([model])
     for call in (
         lambda: model.set_reshard_after_forward(2),
