@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from fsdp_engine.flat_dtensor.placement import FlatPlacement
+from fsdp_engine.flat_dtensor.placement import FlatPlacement, FlatShard
 from fsdp_engine.flat_dtensor.slices import (
     Args,
     Function,
@@ -230,8 +230,8 @@ def copy_(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
         check_inplace(func, tensor)
     if isinstance(source, cls) and source._flat == flat:
         source = source._local_tensor
-    elif flat.spread is not None and flat.spread.has(source):
-        source = source.to_local().reshape(-1)[flat.start : flat.stop]  # type: ignore[attr-defined]
+    elif (slice_ := slice_of_distributed(source, flat)) is not None:
+        source = slice_
     elif source.shape == flat.shape:
         source = flat.part_of(_whole(source))
     else:
@@ -251,6 +251,19 @@ def set_masked(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     if torch.is_grad_enabled() and target.requires_grad:
         raise refusal(cls, func, args, "in-place change of a tensor that requires grad")
     target._local_tensor.masked_fill_(mask._local_tensor, value)
+
+
+def slice_of_distributed(source: Tensor, flat: FlatPlacement) -> Tensor | None:
+    """The slice of a tensor that ``distribute_tensor`` made by the placements of ``flat``, or by
+    those of its ``spread``; None: of any other."""
+    if not isinstance(source, DTensor) or source.shape != flat.shape:
+        return None
+    if flat.spread is not None:
+        lies_alike = flat.spread.has(source) or source._spec.placements == flat.placements
+        return source._local_tensor.reshape(-1)[flat.start : flat.stop] if lies_alike else None
+    last = source._spec.placements[-1]
+    is_same = isinstance(last, FlatShard) and last.span == (flat.start, flat.stop)
+    return source._local_tensor if is_same else None
 
 
 def _whole(source: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
@@ -89,13 +89,43 @@ def _boxes(shape: tuple[int, ...], prefix: tuple[int, ...], start: int, stop: in
     return found
 
 
-class FlatShard(Placement):
+class FlatShard(Partial):
     """Along this mesh axis the tensor is cut by flat ranges, not along a dim.
 
     Neither a ``Shard``, since code that takes ``Shard(0)`` at its word would read or write wrong
-    elements, nor a ``Replicate``. ``distribute_tensor`` takes no others, and puts the text of this
-    one into its error.
+    elements, nor a ``Replicate``. It is a ``Partial`` in class alone, which is what
+    ``distribute_tensor`` asks about a value that it has on all ranks: so
+    ``distribute_tensor(whole, weight.device_mesh, weight.placements)`` has this rank's slice.
+
+    Attributes:
+        span: elements of the tensor, in row-major order, that this rank holds. None: not known.
     """
+
+    span: tuple[int, int] | None
+
+    def __init__(self, span: tuple[int, int] | None = None) -> None:
+        super().__init__("sum")
+        self.span = span
+
+    def _partition_value(self, tensor: Tensor, mesh: DeviceMesh, mesh_dim: int) -> Tensor:
+        if mesh_dim < mesh.ndim - 1:
+            return tensor  # the last axis cuts for all
+        if self.span is None:
+            raise RuntimeError(
+                "distribute_tensor: expected the placements of a sharded parameter, which know "
+                "what a rank holds; found FlatShard() of none"
+            )
+        return tensor.reshape(-1)[slice(*self.span)].clone()
+
+    def _to_replicate_tensor(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(
+            "redistribute, full_tensor: expected a FlatDTensor; found a DTensor over flat slices, "
+            "as distribute_tensor makes it. copy_() it into the parameter, and ask that one"
+        )
+
+    def is_partial(self, reduce_op: str | None = None) -> bool:
+        """False: what ranks hold is final."""
+        return False
 
     def is_replicate(self) -> bool:
         """False: this rank does not hold the whole."""
@@ -106,23 +136,19 @@ class FlatShard(Placement):
         return dim is None
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is FlatShard
+        # With the span: DTensor keeps what it found for equal placements.
+        return type(other) is FlatShard and other.span == self.span
 
     def __hash__(self) -> int:
-        return hash(FlatShard)
+        return hash((FlatShard, self.span))
 
     def __repr__(self) -> str:
         return "FlatShard()"
 
-    def __str__(self) -> str:
-        return (
-            "FlatShard() (placements do not say which elements a rank holds: copy the whole tensor "
-            "into the parameter, with parameter.copy_(tensor) under torch.no_grad() or "
-            "load_state_dict, and the slice is taken)"
-        )
+    __str__ = __repr__
 
     def __reduce__(self) -> Any:
-        return FlatShard, ()
+        return FlatShard, (self.span,)
 
 
 @dataclass(frozen=True)
@@ -240,7 +266,8 @@ class FlatPlacement:
         if self.spread is not None and not self._num_cut:
             return others
         num_whole = self.mesh.ndim - self._num_cut
-        return (Replicate(),) * num_whole + (FlatShard(),) * self._num_cut + others
+        cut = (FlatShard((self.start, self.stop)),) * self._num_cut
+        return (Replicate(),) * num_whole + cut + others
 
     @property
     def boxes(self) -> tuple[Box, ...]:

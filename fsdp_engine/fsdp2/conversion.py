@@ -49,6 +49,29 @@ def convert(group: Group, fn: Callable[[Tensor], Tensor], apply: Callable[[], ob
         group.rebuild(whole, next(iter(changes.values()))[1])
 
 
+def take_assigned(group: Group) -> None:
+    """Where all parameters are on the meta device, and values were assigned to all of them
+    (``load_state_dict(assign=True)``): the unit gets memory, and those values."""
+    found = {
+        (id(module), attribute): module._parameters[attribute]
+        for record in group.records
+        for module, attribute in record.owners[:1]
+    }
+    if not group.metas or any(value is None or value.is_meta for value in found.values()):
+        return
+    device = group.resources.memory.device
+    dtypes = {b.weights.main.tensor.dtype for b in group.unit.buffers}
+    group.rebuild(_whole_parameters(group, {dtype: (dtype, device) for dtype in dtypes}), device)
+    with torch.no_grad():
+        for record in group.records:
+            module, attribute = record.owners[0]
+            value = found[id(module), attribute]
+            assert value is not None
+            sharded = module._parameters[attribute]
+            assert sharded is not None
+            sharded.copy_(value)
+
+
 def _changes(
     group: Group, fn: Callable[[Tensor], Tensor]
 ) -> dict[torch.dtype, tuple[torch.dtype, torch.device]]:

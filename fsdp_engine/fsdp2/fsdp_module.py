@@ -209,6 +209,10 @@ class FSDPModule:
             "(register_post_accumulate_grad_hook) see reduced gradients",
         )
 
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Whether gathers are asynchronous: they are, whatever is asked."""
+        _check_bool("async_op", async_op)
+
     def reset_iter_state(self) -> None:
         """Back to rest after an exception in forward or backward; gradients are dropped, weights
         stay. On all ranks.

@@ -13,6 +13,7 @@ from torch import nn
 
 from fsdp_engine.config import Timing
 from fsdp_engine.engine import Engine
+from fsdp_engine.fsdp2.conversion import take_assigned
 from fsdp_engine.fsdp2.group import Group, group_of, groups_within
 from fsdp_engine.patterns import joined_names
 from fsdp_engine.planning.assignment import collect_records
@@ -61,6 +62,8 @@ def ensure_engine(module: nn.Module) -> Engine:
                 f"forward of {type(module).__name__}: expected the outermost module to be called "
                 f"first; found {group.unit.label} in it, which was called before by itself"
             )
+    for group in groups:
+        take_assigned(group)
     _name(module, groups)
     metas = [name for group in groups for name in group.metas]
     if metas:

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as _torch_module
 
 from fsdp_engine.flat_dtensor import FlatDTensor
+from fsdp_engine.flat_dtensor.elementwise import slice_of_distributed
 from fsdp_engine.planning.recurrent import list_flat_weights
 from fsdp_engine.runtime.callers import callers
 from fsdp_engine.runtime.unit import Unit
@@ -216,7 +217,7 @@ class Roster:
         assert target is not None
         self._check_value(owner, value)
         with torch.no_grad():
-            target.copy_(value.detach())
+            target.copy_(value if isinstance(value, DTensor) else value.detach())
         if target.requires_grad is not value.requires_grad:
             target.requires_grad_(value.requires_grad)
         target.grad = None
@@ -244,8 +245,7 @@ class Roster:
             if mine is None or value._flat != mine or value._flat.name != mine.name:
                 problem = f"another slice, {value.flat_placement}. Assign value.full_tensor()"
         elif isinstance(value, DTensor):
-            spread = sharded._flat.spread if isinstance(sharded, FlatDTensor) else None
-            if spread is None or spread.mesh != value.device_mesh:
+            if not _is_distributed_like(value, sharded):
                 problem = f"a DTensor over {value.device_mesh}. Assign value.full_tensor()"
         elif type(value) not in (Tensor, nn.Parameter):
             problem = f"a {type(value).__name__}. Assign a plain tensor"
@@ -260,6 +260,17 @@ class Roster:
                 f"{owner.name}: expected values of shape {tuple(sharded.shape)}, {sharded.dtype}, "
                 f"for a parameter of a sharded model; found {problem}"
             )
+
+
+def _is_distributed_like(value: Tensor, sharded: Tensor) -> bool:
+    """Whether ``distribute_tensor`` made ``value`` by the placements of ``sharded``, or over the
+    mesh of tensor parallelism."""
+    if not isinstance(sharded, FlatDTensor):
+        return False
+    flat = sharded.flat_placement
+    if flat.spread is not None and isinstance(value, DTensor):
+        return value.device_mesh in (flat.spread.mesh, flat.device_mesh)
+    return slice_of_distributed(value, flat) is not None
 
 
 def _address(tensor: Tensor) -> tuple[int, int]:

@@ -163,6 +163,9 @@ def test_a_dtensor_of_the_same_placements_is_taken_as_a_value() -> None:
     with torch.no_grad():
         weight.copy_(distribute_tensor(2 * values, mesh, [Shard(1)]))
     assert torch.equal(whole(weight), 2 * values)
+    with torch.no_grad():
+        weight.copy_(distribute_tensor(values, weight.device_mesh, weight.placements))
+    assert torch.equal(whole(weight), values)
     head: Any = engine.model.get_submodule("head")
     head.weight = nn.Parameter(distribute_tensor(3 * values, mesh, [Shard(0)]))
     assert torch.equal(whole(head.weight), 3 * values)

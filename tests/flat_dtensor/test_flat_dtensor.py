@@ -104,8 +104,8 @@ def test_a_placement_names_the_axes_that_cut(mesh: DeviceMesh) -> None:
     found = [FlatPlacement.on_mesh((4,), 0, 1, square, cut).placements for cut in (0, 1, 2)]
     assert found == [
         (Replicate(), Replicate()),
-        (Replicate(), FlatShard()),
-        (FlatShard(), FlatShard()),
+        (Replicate(), FlatShard((0, 1))),
+        (FlatShard((0, 1)), FlatShard((0, 1))),
     ]
     groups = FlatPlacement.on_mesh((4,), 0, 1, square, 2).split_groups
     assert groups == (square.get_group("inner"), square.get_group("outer"))
@@ -123,6 +123,8 @@ def test_a_flat_shard_is_a_shard_of_no_dim() -> None:
     assert not FlatShard().is_shard(0)
     assert not FlatShard().is_replicate()
     assert not isinstance(FlatShard(), Shard)
+    assert not FlatShard().is_partial()
+    assert FlatShard((0, 1)) != FlatShard((1, 2))
     assert FlatShard() != Replicate()
     assert Replicate() != FlatShard()
     assert pickle.loads(pickle.dumps(FlatShard())) == FlatShard()

@@ -130,16 +130,18 @@ def test_heads_are_called_in_chunks(keeps: bool) -> None:
 
     tokens, _ = batch(0, 0, 0)
 
-    def script(api: Any) -> Any:
-        model = Headless()
+    # One process with these tokens; FSDP2 of torch 2.11 does not call one module of a group.
+    def script(*, shards: bool) -> Any:
+        model: Any = Headless()
         torch.manual_seed(3)
         model.init_weights()
-        parallelize(api, model)
+        if shards:
+            parallelize(fsdp2, model)
         optimizer = sgd(model.parameters())
         found = []
         for _ in range(2):
             hidden = model(tokens)
-            if keeps:
+            if keeps and shards:
                 model.head.set_reshard_after_forward(False)
                 model.head.set_reshard_after_backward(False)
             parts = []
@@ -147,7 +149,7 @@ def test_heads_are_called_in_chunks(keeps: bool) -> None:
                 part.requires_grad_()
                 model.head(part).pow(2).mean().backward()
                 parts.append(part.grad)
-            if keeps:
+            if keeps and shards:
                 model.head.set_reshard_after_forward(True)
                 model.head.set_reshard_after_backward(True)
                 model.head.reshard()
@@ -157,7 +159,8 @@ def test_heads_are_called_in_chunks(keeps: bool) -> None:
             optimizer.zero_grad()
         return found
 
-    assert_alike(script)
+    found, expected = script(shards=True), script(shards=False)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 @on_ranks(2)
@@ -328,6 +331,7 @@ def test_what_has_no_meaning_raises_and_says_what_has() -> None:
     model.set_separate_reduce_scatter_group(True)
     model.set_reduce_scatter_unused_params(True)
     model.set_is_last_backward(False)
+    model._set_unshard_async_op(True)
     fsdp2.share_comm_ctx([model])
     for call in (
         lambda: model.set_reshard_after_forward(2),

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_engine import fsdp2
 from tests.fsdp2.programs import APIS, Model, adamw, batch, loss_of, parallelize, train, whole
@@ -148,3 +148,29 @@ def test_meta_parameters_are_looked_at_and_moved() -> None:
         if isinstance(layer, (nn.Linear, nn.Embedding)):
             layer.reset_parameters()
     assert all(bool(whole(each).isfinite().all()) for each in model.head.parameters())
+
+
+@on_ranks(2)
+def test_tensors_are_distributed_by_placements_and_assigned() -> None:
+    """As tutorials load whole checkpoints into models on the meta device."""
+    reference = seeded()
+    for model in (parallelize(fsdp2, on_meta()), parallelize(fsdp2, Model())):
+        state = {
+            name: distribute_tensor(value, param.device_mesh, param.placements)
+            for (name, param), value in zip(
+                model.named_parameters(), reference.state_dict().values(), strict=True
+            )
+        }
+        model.load_state_dict(state, assign=True)
+        model.angles = reference.angles
+        tokens, targets = batch(0, 0, 0)
+        torch.testing.assert_close(model(tokens), reference(tokens))
+        loss_of(model, tokens, targets).backward()
+        for name, param in model.named_parameters():
+            assert isinstance(param.grad, DTensor), name
+            local = distribute_tensor(
+                reference.get_parameter(name).detach(), param.device_mesh, param.placements
+            )
+            torch.testing.assert_close(param.to_local(), local.to_local(), rtol=0, atol=0)
+        with pytest.raises(RuntimeError, match="copy_\\(\\) it into the parameter"):
+            local.full_tensor()

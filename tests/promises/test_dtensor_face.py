@@ -62,7 +62,7 @@ def test_whole_states_are_set_from_rank_0_or_from_every_rank(place: Place) -> No
 
 
 @everywhere
-def test_a_whole_tensor_is_not_distributed_by_placements_that_cannot_say_how(place: Place) -> None:
+def test_a_whole_tensor_is_distributed_as_a_parameter_is(place: Place) -> None:
     model = make()
     place.shard(model, mp_policy=fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     weight, whole = model[0].weight, torch.randn(7, 5)  # type: ignore[index]
@@ -70,8 +70,13 @@ def test_a_whole_tensor_is_not_distributed_by_placements_that_cannot_say_how(pla
         made = distribute_tensor(whole, weight.device_mesh, weight.placements)
         assert torch.equal(made.full_tensor(), whole)
         return
-    with pytest.raises(RuntimeError, match=r"FlatShard\(\).*parameter.copy_"):
-        distribute_tensor(whole, weight.device_mesh, weight.placements)
+    made = distribute_tensor(whole, weight.device_mesh, weight.placements)
+    with torch.no_grad():
+        weight.copy_(whole)
+        assert torch.equal(made.to_local(), weight.to_local())
+        weight.zero_()
+        weight.copy_(made)
+    torch.testing.assert_close(weight.full_tensor(), whole.to(weight.dtype), rtol=0, atol=0)
 
 
 def norm_over_meshes(grads: list[Tensor]) -> float:
