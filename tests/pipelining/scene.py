@@ -219,15 +219,22 @@ def make_pipeline(
     options = {"min_unit_size": 0, **options}
     data: DeviceMesh = mesh[names[1:]]
     engines = [fe.shard(module, data, level, outer, **options) for module in modules]
-    group, device = mesh.get_group("pipeline"), torch.device("cpu")
+    group = mesh.get_group("pipeline")
+    run = make_schedule(schedule, modules, indices, group, stage_class)
+    data_rank = engines[0].mesh.rank
+    return Pipeline(indices, modules, engines, run, data_rank, [])
+
+
+def make_schedule(
+    schedule: str, modules: list[Stage], indices: list[int], group: Any, stage_class: Any
+) -> Any:
+    """torch's, with new stages."""
     stages = [
-        stage_class(module, index, num_stages, device, group=group)
+        stage_class(module, index, group.size() * len(indices), torch.device("cpu"), group=group)
         for module, index in zip(modules, indices, strict=True)
     ]
     make = getattr(pipelining, f"Schedule{schedule}")
-    run = make(stages[0] if schedule in SINGLE else stages, NUM_MICROBATCHES, loss_fn=loss_of)
-    data_rank = engines[0].mesh.rank
-    return Pipeline(indices, modules, engines, run, data_rank, [])
+    return make(stages[0] if schedule in SINGLE else stages, NUM_MICROBATCHES, loss_fn=loss_of)
 
 
 def stage_indices(schedule: str, rank: int, num_ranks: int) -> list[int]:

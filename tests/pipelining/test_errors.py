@@ -11,6 +11,7 @@ from torch.distributed import pipelining
 
 import fsdp_engine as fe
 from fsdp_engine.pipelining import PipelineStage
+from tests import reference
 from tests.pipelining import scene
 from tests.pool import on_ranks
 
@@ -94,3 +95,29 @@ def test_a_backward_of_weights_within_a_forward_raises() -> None:
     engine = fe.shard(model)
     with pytest.raises(RuntimeError, match=r"backward of weights: expected no forward or backward"):
         model(torch.randn(2, 3))
+
+
+@scene.passes_on_to_itself
+@on_ranks(2)
+def test_after_an_error_among_the_gradients_of_weights_a_reset_leads_back() -> None:
+    pipeline = scene.make_pipeline("InterleavedZeroBubble", "optim_grads_params")
+    alone = scene.make_stages(2)
+    scene.train_alone(alone, 2)
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("planted")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fsdp_engine.pipelining._compute", fail)
+        assert "planted" in step(pipeline)
+    assert "call engine.reset() before the next forward" in step(pipeline)
+    for engine in pipeline.engines:
+        engine.reset()
+    # What torch's schedule had under way is lost, too.
+    group = pipeline.schedule._stages[0].group
+    pipeline.schedule = scene.make_schedule(
+        "InterleavedZeroBubble", pipeline.modules, pipeline.indices, group, PipelineStage
+    )
+    scene.train(pipeline, 2)
+    for index, module in zip(pipeline.indices, pipeline.modules, strict=True):
+        reference.assert_same_weights(module, alone[index], rtol=2e-4, atol=2e-6)
