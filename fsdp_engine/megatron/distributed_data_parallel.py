@@ -120,7 +120,7 @@ class DistributedDataParallel(LoopAttributes):
             broadcast=True,
             what=WHAT,
         )
-        self._take(call, self.engine.mesh.size)
+        self._take(call, config, self.engine.mesh.size)
         for buffer in self.engine.buffers:
             buffer.attach_main_grads()
         _save_whole_values(self.module, self.engine, self._gather_unless_overlapped)
