@@ -55,13 +55,23 @@ class DistributedDataParallel(LoopAttributes):
             ``accumulate_allreduce_grads_in_fp32``, ``overlap_grad_reduce``,
             ``use_distributed_optimizer``, ``check_for_nan_in_grad``, ``bucket_size``.
 
+    Or as Megatron-Core calls its own, ``mesh``, ``expert_mesh``, ``units`` and ``mp_policy`` being
+    keywords besides:
+
+    Args:
+        config: of the model, its ``TransformerConfig``.
+        ddp_config: our config or Megatron-Core's, whose fields are taken for ours.
+        module, disable_bucketing: as above.
+        pg_collection: its ``ProcessGroupCollection``. None: the groups of its ``parallel_state``,
+            where that is initialised.
+
     Attributes:
         module: the module.
         engine: its engine.
-        ddp_config: the config.
+        ddp_config: the config, as Megatron-Core's code is to see it.
 
     Raises:
-        ValueError: an argument, arguments that contradict each other, or how arguments of ranks
+        ValueError: an argument, a field of Megatron-Core's config that has no meaning here, arguments that contradict each other, or how arguments of ranks
             differ; on all ranks, before anything is changed.
         TypeError: likewise.
     """
@@ -120,7 +130,7 @@ class DistributedDataParallel(LoopAttributes):
             broadcast=True,
             what=WHAT,
         )
-        self._take(call, self.engine.mesh.size)
+        self._take(call, config, self.engine.mesh.size)
         for buffer in self.engine.buffers:
             buffer.attach_main_grads()
         _save_whole_values(self.module, self.engine, self._gather_unless_overlapped)

@@ -28,7 +28,8 @@ class LoopAttributes(nn.Module):
         config: Megatron-Core's config of the model; None where the wrapper got none.
         ddp_config: as Megatron-Core's code is to see it: the engine is not its FSDP, so
             ``use_megatron_fsdp`` is False. ``engine.config`` is the config itself.
-        bucket_size: elements that close a bucket; None: one bucket for each kind of parameter.
+        bucket_size: elements that close a bucket; None: ``num_buckets`` or
+            ``disable_bucketing`` says how many there are.
         groups: process groups by the names of a ``ProcessGroupCollection``.
         bucket_groups, expert_parallel_bucket_groups, expert_parallel_buffers: empty.
         param_to_bucket_group: empty.
@@ -40,13 +41,13 @@ class LoopAttributes(nn.Module):
 
     module: nn.Module
 
-    def _take(self, call: Wrapping, num_ranks: int) -> None:
+    def _take(self, call: Wrapping, config: DistributedDataParallelConfig, num_ranks: int) -> None:
         """What was given, once the engine is made."""
         self.config = call.model_config
-        self.ddp_config: DistributedDataParallelConfig = copy.copy(call.config)
+        self.ddp_config: DistributedDataParallelConfig = copy.copy(config)
         self.ddp_config.use_megatron_fsdp = self.ddp_config.use_custom_fsdp = False
-        single = call.disable_bucketing or call.config.num_buckets is not None
-        self.bucket_size = None if single else call.config.closing_size(num_ranks)
+        by_size = config.num_buckets is None
+        self.bucket_size = config.closing_size(num_ranks) if by_size else None
         self.groups = call.groups if call.groups is not None else _NO_GROUPS
         self.bucket_groups: list[object] = []
         self.expert_parallel_bucket_groups: list[object] = []

@@ -128,7 +128,8 @@ def test_main_grad_stays_where_it_is(strategy: str, zero: bool) -> None:
         use_megatron_fsdp=True, data_parallel_sharding_strategy=strategy, overlap_grad_reduce=True
     )
     ddp = fe.DistributedDataParallel(Transformer(), config)
-    mains = [getattr(param, "main_grad", None) for param in ddp.module.parameters()]
+    full_params = [param for buffer in ddp.engine.buffers for param in buffer.full_params]
+    mains = [getattr(param, "main_grad", None) for param in full_params]
     places = [main.data_ptr() for main in mains if main is not None]
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     for number in range(2):

@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch._dynamo
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -60,6 +61,13 @@ class _Stream:
 
     def wait_stream(self, other: object) -> None:
         """It has nothing to wait for."""
+
+    def record_event(self, event: object = None) -> _Stream:
+        """An event that has come."""
+        return self
+
+    def synchronize(self) -> None:
+        """Nothing is queued."""
 
 
 def _make_norm(cls: object, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
@@ -107,6 +115,7 @@ def on_cpu() -> Iterator[None]:
         "torch.cuda.current_device": lambda: _CPU,
         "torch.cuda.Stream": _Stream,
         "torch.cuda.current_stream": _Stream,
+        "torch.cuda.stream": contextlib.nullcontext,
         "torch.cuda.synchronize": lambda *args: None,
         "torch.cuda.empty_cache": lambda: None,
         "torch.cuda.manual_seed": dice.manual_seed,
@@ -114,7 +123,14 @@ def on_cpu() -> Iterator[None]:
         "megatron.core.tensor_parallel.random._get_cuda_rng_state": state_of_dice,
         "megatron.core.tensor_parallel.random._set_cuda_rng_state": set_dice,
     }
+    # Which it looks for without saying that there is none.
+    no_kernel = mock.patch(
+        "megatron.core.transformer.moe.moe_utils.te_general_gemm", None, create=True
+    )
     with contextlib.ExitStack() as stack:
+        stack.enter_context(no_kernel)
+        # Small functions are compiled otherwise, for a minute.
+        stack.enter_context(torch._dynamo.config.patch(disable=True))
         for name, answer in answers.items():
             stack.enter_context(mock.patch(name, answer))
         stack.enter_context(mock.patch.object(WrappedTorchNorm, "__new__", _make_norm))

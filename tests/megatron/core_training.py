@@ -41,6 +41,7 @@ class Case:
         grads_in_fp32: reduce in fp32.
         virtual: chunks of each pipeline rank, for the interleaved schedule.
         sync_funcs: the schedule says when to reduce and to gather.
+        experts: layers of four experts with biased routers, over two expert-parallel ranks.
     """
 
     level: str = "no_shard"
@@ -58,6 +59,7 @@ class Case:
     grads_in_fp32: bool = True
     virtual: int | None = None
     sync_funcs: bool = False
+    experts: bool = False
 
 
 @dataclass
@@ -76,6 +78,14 @@ def make_models(case: Case) -> tuple[Any, list[Any]]:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     dtype = torch.bfloat16 if case.bf16 else torch.float32
+    experts: dict[str, Any] = {
+        "num_moe_experts": 4,
+        "expert_model_parallel_size": 2,
+        "moe_router_load_balancing_type": "none",
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "add_bias_linear": False,
+    }
     config = TransformerConfig(
         num_layers=4 if case.virtual else 2,
         hidden_size=HIDDEN,
@@ -96,6 +106,7 @@ def make_models(case: Case) -> tuple[Any, list[Any]]:
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
+        **(experts if case.experts else {}),
     )
     torch.manual_seed(3)
     models = []
@@ -104,7 +115,7 @@ def make_models(case: Case) -> tuple[Any, list[Any]]:
         where = {"ignore_virtual": False, "vp_stage": vp_stage}
         model = GPTModel(
             config,
-            get_gpt_layer_local_spec(),
+            get_gpt_layer_local_spec(num_experts=4 if case.experts else None),
             vocab_size=VOCAB,
             max_sequence_length=LENGTH,
             pre_process=parallel_state.is_pipeline_first_stage(**where),
@@ -144,7 +155,12 @@ def model_parallel(case: Case) -> Iterator[None]:
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-        parallel_state.initialize_model_parallel(case.tensor, case.pipeline, case.virtual)
+        parallel_state.initialize_model_parallel(
+            case.tensor,
+            case.pipeline,
+            case.virtual,
+            expert_model_parallel_size=2 if case.experts else 1,
+        )
         try:
             model_parallel_cuda_manual_seed(1)
             yield

@@ -148,9 +148,10 @@ def test_grad_reduce_in_fp32_widens_what_is_kept_and_what_travels(level: str) ->
             assert buffer.kind.dtypes.main_grad == dtype
             assert buffer.grads is not None
             assert buffer.grads.main_grads().tensor.dtype == dtype
-            for param in (*buffer.full_params, *buffer.sharded_params):
+            for full, sharded in zip(buffer.full_params, buffer.sharded_params, strict=True):
                 if level in ("no_shard", "optim"):
-                    assert param.main_grad.dtype == dtype
+                    assert full.main_grad.dtype == dtype
+                assert sharded.main_grad.dtype == torch.float32  # the optimizer's
         # The optimizer gets them in its weights' dtype, whatever they were summed in.
         assert {param.grad.dtype for param in ddp.parameters()} == {torch.float32}
 
