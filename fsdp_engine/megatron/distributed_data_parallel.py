@@ -71,8 +71,9 @@ class DistributedDataParallel(LoopAttributes):
         ddp_config: the config, as Megatron-Core's code is to see it.
 
     Raises:
-        ValueError: an argument, a field of Megatron-Core's config that has no meaning here, arguments that contradict each other, or how arguments of ranks
-            differ; on all ranks, before anything is changed.
+        ValueError: an argument, a field of Megatron-Core's config that has no meaning here,
+            arguments that contradict each other, or how arguments of ranks differ; on all ranks,
+            before anything is changed.
         TypeError: likewise.
     """
 
