@@ -114,11 +114,13 @@ class FSDPModule:
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """What to gather ahead when this module's forward begins, in place of what the record of
         the last forward says."""
-        _unit_of(self).wishes.ahead_in_forward = _all_units("forward", modules)
+        group = _group_of(self)
+        group.unit.wishes.ahead_in_forward = _of_one_model(group, _all_groups("forward", modules))
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """Likewise when its backward begins."""
-        _unit_of(self).wishes.ahead_in_backward = _all_units("backward", modules)
+        group = _group_of(self)
+        group.unit.wishes.ahead_in_backward = _of_one_model(group, _all_groups("backward", modules))
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Sums of gradients are divided by ``factor`` instead of the number of ranks.
@@ -128,9 +130,9 @@ class FSDPModule:
         """
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 0:
             raise ValueError(f"factor: expected a positive number; found {factor!r}")
-        for buffer in _unit_of(self).trainable:
-            assert buffer.grads is not None
-            buffer.grads.divide_by(float(factor))
+        group = _group_of(self)
+        group.divisor = float(factor)
+        group.divide_gradients()
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """An older name of :meth:`set_gradient_divide_factor`."""
@@ -285,7 +287,7 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
     Raises:
         ValueError: ``fully_shard`` was not called on one of the modules.
     """
-    _all_units("share_comm_ctx", modules)
+    _all_groups("share_comm_ctx", modules)
 
 
 def _group_of(module: object) -> Group:
@@ -304,14 +306,22 @@ def _units(module: object, recurse: bool) -> Iterable[Unit]:
     return [group.unit for group in groups.values()]
 
 
-def _all_units(what: str, modules: Sequence[Any]) -> list[Unit]:
+def _all_groups(what: str, modules: Sequence[Any]) -> list[Group]:
     for each in modules:
         if not isinstance(each, FSDPModule):
             raise ValueError(
                 f"modules ({what}): expected modules that fully_shard() was called on; found a "
                 f"{type(each).__name__}"
             )
-    return [_unit_of(each) for each in modules]
+    return [_group_of(each) for each in modules]
+
+
+def _of_one_model(group: Group, ahead: list[Group]) -> list[Group]:
+    if group.engine is not None and any(each.engine is not group.engine for each in ahead):
+        raise ValueError(
+            f"modules: expected those of one model with {group.unit.label}; found others"
+        )
+    return ahead
 
 
 def _check_bool(name: str, value: object) -> None:

@@ -51,10 +51,10 @@ class Group:
         ladders: where its buffers are.
         resources: what it shares with others.
         settings: what it was planned by.
-        asked_to_reshard: after forward, as the user said; None: nothing said.
         engine: that has the unit, once there is one.
         replaced: parameters in whose place the unit's are.
         first_calls: hooks that wait for the first forward.
+        divisor: of sums of gradients; None: the number of ranks.
     """
 
     modules: Sequence[nn.Module]
@@ -65,6 +65,17 @@ class Group:
     engine: Engine | None = None
     replaced: list[weakref.ref[Tensor]] = field(default_factory=list)
     first_calls: list[Any] = field(default_factory=list)
+    divisor: float | None = None
+
+    @property
+    def index(self) -> int:
+        """Of its unit, which a conversion may replace: wishes of others name the group."""
+        return self.unit.index
+
+    @property
+    def reshards(self) -> bool:
+        """Likewise."""
+        return self.unit.reshards
 
     @property
     def records(self) -> Iterator[ParamRecord]:
@@ -104,6 +115,14 @@ class Group:
         built = _build(plan.units[0], self.ladders, self.resources, self.settings.policy, device)
         self.unit = Unit(built, self.resources.lanes)
         self.unit.wishes = old.wishes
+        self.divide_gradients()
+
+    def divide_gradients(self) -> None:
+        """Let its buffers know the divisor, if there is one."""
+        for buffer in self.unit.trainable if self.divisor is not None else ():
+            assert buffer.grads is not None
+            assert self.divisor is not None
+            buffer.grads.divide_by(self.divisor)
 
 
 def group_of(module: nn.Module) -> Group | None:

@@ -74,6 +74,7 @@ def ensure_engine(module: nn.Module) -> Engine:
             "(model.init_weights(), say)"
         )
     _check_no_optimizer(groups)
+    _check_ahead(groups)
     engine = Engine(
         module,
         [group.unit for group in groups],
@@ -89,6 +90,19 @@ def ensure_engine(module: nn.Module) -> Engine:
             _move_hook(each, place)
         group.first_calls.clear()
     return engine
+
+
+def _check_ahead(groups: Sequence[Group]) -> None:
+    """What is to be gathered ahead must be of the same model."""
+    known = {id(group) for group in groups}
+    for group in groups:
+        wishes = group.unit.wishes
+        for each in (*(wishes.ahead_in_forward or ()), *(wishes.ahead_in_backward or ())):
+            if id(each) not in known:
+                raise ValueError(
+                    f"set_modules_to_forward_prefetch, or ..._backward_..., of {group.unit.label}:"
+                    " expected modules within the outermost one; found another"
+                )
 
 
 def _keep_place(module: nn.Module, args: Any, output: Any) -> None:

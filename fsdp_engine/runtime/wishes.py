@@ -12,7 +12,10 @@ from fsdp_engine.codecs.phase import BACKWARD
 class Numbered(Protocol):
     """A unit, as far as wishes know it."""
 
-    index: int
+    @property
+    def index(self) -> int:
+        """Its number among the units of its engine."""
+        ...
 
     @property
     def reshards(self) -> bool:

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_engine import fsdp2
+from tests.devices.trace_lanes import Tracer
 from tests.fsdp2.programs import APIS, Log, Model, batch, loss_of, parallelize, sgd, train, whole
 from tests.fsdp2.test_fully_shard import both, seeded
 from tests.pool import on_ranks
@@ -64,6 +66,19 @@ def test_flags_change_no_result_but_fsdp2s(name: str) -> None:
         return train(model, optimizer, range(3), num_microbatches=2, max_norm=1e6)
 
     both(script)
+
+
+@on_ranks(2)
+def test_a_divisor_outlasts_a_conversion() -> None:
+    def script(api: Any) -> Any:
+        model = parallelize(api, seeded())
+        model.head.set_force_sum_reduction_for_comms(True)
+        model.head.set_gradient_divide_factor(3.0)
+        model.to(torch.float64)
+        loss_of(model, *batch(0, 0, dist.get_rank())).backward()
+        return gradients(model)
+
+    assert_alike(script)
 
 
 @on_ranks(2)
@@ -343,8 +358,33 @@ def test_what_has_no_meaning_raises_and_says_what_has() -> None:
     ):
         with pytest.raises(ValueError, match=r"expected .*; found"):
             call()
+    stranger = parallelize(fsdp2, seeded())
+    model.layers["0"].set_modules_to_forward_prefetch([stranger.layers["1"]])
+    with pytest.raises(ValueError, match="within the outermost one; found another"):
+        loss_of(model, *batch(0, 0, 0))
+    model.layers["0"].set_modules_to_forward_prefetch([model.layers["1"]])
     loss_of(model, *batch(0, 0, 0)).backward()
+    with pytest.raises(ValueError, match="expected those of one model"):
+        model.layers["0"].set_modules_to_backward_prefetch([stranger.layers["1"]])
     with pytest.raises(RuntimeError, match="outermost"):
         model.layers["0"].reset_iter_state()
     with pytest.raises((RuntimeError, AssertionError), match="deepcopy"):
         copy.deepcopy(model)
+
+
+@on_ranks(2)
+def test_no_flag_lets_streams_race() -> None:
+    """The tracer raises where two accesses would not be ordered on CUDA."""
+    tracer = Tracer()
+    with tracer:
+        model = parallelize(fsdp2, seeded())
+        optimizer = sgd(model.parameters())
+        for step, setting in enumerate(SETTINGS.values()):
+            setting(model)
+            for index in range(2):
+                model.set_reshard_after_backward(index == 1)
+                model.set_requires_gradient_sync(index == 1)
+                loss_of(model, *batch(step, index, 0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(order.num_checks for order in tracer.orders)

@@ -86,6 +86,7 @@ def test_whole_state_dicts_are_loaded_from_the_first_rank() -> None:
     reference = seeded()
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     model = parallelize(fsdp2, on_meta())
+    model.embeddings.set_modules_to_forward_prefetch([model.layers["0"], model.layers["2"]])
     model.to_empty(device="cpu")
     model.angles.copy_(reference.angles)
     set_model_state_dict(
