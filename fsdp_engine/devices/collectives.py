@@ -35,9 +35,10 @@ Steps = Iterator[Sequence[Work | watch.HostWork]]
 
 # Methods of groups, and not the functions of torch.distributed around them, which look at arguments
 # that are known here, for as long as the rest of issuing takes. torch 2.11 has the old names alone.
-_group: Any = dist.ProcessGroup
-_all_gather = getattr(_group, "all_gather_single", None) or _group._allgather_base
-_reduce_scatter = getattr(_group, "reduce_scatter_single", None) or _group._reduce_scatter_base
+# Looked up on the group, which may be of a class of the user's, written in Python.
+_IS_OLD = not hasattr(dist.ProcessGroup, "all_gather_single")
+_ALL_GATHER = "_allgather_base" if _IS_OLD else "all_gather_single"
+_REDUCE_SCATTER = "_reduce_scatter_base" if _IS_OLD else "reduce_scatter_single"
 
 
 class Communicator:
@@ -56,6 +57,8 @@ class Communicator:
         self._staged = self._gloo and device.type != "cpu"
         self._stays_on_stream = _stays_on_stream(group, device)
         self._options = _Options(is_async=not self._stays_on_stream)
+        self._all_gather = getattr(group, _ALL_GATHER)
+        self._reduce_scatter = getattr(group, _REDUCE_SCATTER)
 
     def part(self, full: Tensor, rank: int | None = None) -> Tensor:
         """The part of ``full`` that belongs to ``rank`` (None: this rank)."""
@@ -88,7 +91,7 @@ class Communicator:
             else:
                 yield from self._exchange_into(full, own, tag)
         else:
-            yield self._to_wait_for(_all_gather(self.group, full, source, self._options.gather))
+            yield self._to_wait_for(self._all_gather(full, source, self._options.gather))
 
     def reduce_scatter(
         self,
@@ -141,7 +144,7 @@ class Communicator:
             direct = out.dtype == full.dtype and not accumulate
             target = out if direct else self.part(full)
             options = self._options.reduce_scatter[average]
-            work = _reduce_scatter(self.group, _as_reals(target), _as_reals(full), options)
+            work = self._reduce_scatter(_as_reals(target), _as_reals(full), options)
             yield self._to_wait_for(work)
             if not direct:
                 _store(out, target, accumulate, divisor)

@@ -60,7 +60,7 @@ def fully_shard(
         ``module``.
 
     Raises:
-        ValueError: an argument, or how arguments or initial values of ranks differ; on all ranks,
+        ValueError: an argument, or how arguments of ranks differ; on all ranks,
             before anything is changed.
         TypeError, NotImplementedError: likewise.
         RuntimeError: a rank did not come; names it.

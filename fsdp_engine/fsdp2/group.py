@@ -22,7 +22,7 @@ from fsdp_engine.devices.ranks import Ranks
 from fsdp_engine.engine import Engine, engine_within
 from fsdp_engine.planning.build import Ladders, Resources, agree_on_plan, build_unit
 from fsdp_engine.planning.dtensors import choose_written, ranks_of_model
-from fsdp_engine.planning.initial_values import SAME, Holdings, Start
+from fsdp_engine.planning.initial_values import OWN, Holdings, Start
 from fsdp_engine.planning.one_unit import plan_one
 from fsdp_engine.planning.plan import AxisPlans, Plan, PlannedUnit, PlanSettings
 from fsdp_engine.precision import MixedPrecisionPolicy
@@ -182,7 +182,7 @@ def make_group(
     except Exception as caught:
         error = caught
     tag = FIRST_TAG if resources is None else resources.next_tag
-    start = agree_on_plan(plan, holdings, error, signature, SAME, mesh, ranks, WHAT, tag)
+    start = agree_on_plan(plan, holdings, error, signature, OWN, mesh, ranks, WHAT, tag)
     if start.whole:
         raise ValueError(
             "module: expected parameters on the meta device on all ranks, or on none; found other "

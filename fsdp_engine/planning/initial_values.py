@@ -19,6 +19,7 @@ them (their *scope*).
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -31,8 +32,8 @@ from fsdp_engine.devices.collectives import broadcast_, gather_objects
 from fsdp_engine.devices.mesh import DataMesh
 from fsdp_engine.planning.plan import Plan, is_expert
 
-SAME, FIRST = "same", "rank0"
-CHOICES = (SAME, FIRST)
+SAME, FIRST, OWN = "same", "rank0", "own"
+CHOICES = (SAME, FIRST)  # of shard(); FSDP2 lets each rank keep slices of its own values
 
 # Words of a row: sums of rows and sums of columns tell apart two words that changed places.
 _ROW = 1024
@@ -133,7 +134,8 @@ def decide(
 
     Args:
         digests: of all ranks.
-        choice: what the user says, one of ``CHOICES``.
+        choice: what the user says, one of ``CHOICES``; or ``OWN``: values that differ are no error,
+            but a warning.
 
     Raises:
         ValueError: on all ranks: values differ, the first rank has not got one that others have,
@@ -149,8 +151,21 @@ def decide(
         return True, True
     if plan.lacks:
         raise ValueError(plan.lacks)
-    if choice == SAME and any(first[1] != pair[1] for first, pair in pairs):
-        _raise_first_other_value(holdings, mesh)
+    if choice != FIRST and any(first[1] != pair[1] for first, pair in pairs):
+        name, rank, other = _first_other_value(holdings, mesh)
+        found = f"{name}: expected the same initial values on all ranks; found others on "
+        found += f"data-parallel rank {rank} than on rank {other}"
+        if choice == SAME:
+            raise ValueError(
+                f"{found}. Build the model from one seed (torch.manual_seed) or load one "
+                'checkpoint on all ranks before shard(), or give initial_values="rank0" to start '
+                "from the first rank's; what ranks shall have of their own they can set afterwards"
+            )
+        warnings.warn(
+            f"{found}. Each rank keeps its slice of its own, as with FSDP2: seed all ranks alike, "
+            "or give parameters values afterwards",
+            stacklevel=2,
+        )
     return choice == FIRST, choice == FIRST
 
 
@@ -176,7 +191,9 @@ def _check_first_has_all(plan: Plan, holdings: Holdings, mesh: DataMesh) -> None
                 )
 
 
-def _raise_first_other_value(holdings: Holdings, mesh: DataMesh) -> None:
+def _first_other_value(holdings: Holdings, mesh: DataMesh) -> tuple[str, int, int]:
+    """The first parameter whose values differ, the rank of the others, and the first that has it.
+    Collective."""
     found: list[Any] = gather_objects(holdings.details, mesh.control_group)
     firsts: dict[str, tuple[int, dict[str, int]]] = {}
     for rank, details in enumerate(found):
@@ -184,13 +201,7 @@ def _raise_first_other_value(holdings: Holdings, mesh: DataMesh) -> None:
             first, expected = firsts.setdefault(scope, (rank, sums))
             for name, value in sums.items():
                 if expected.get(name) != value:
-                    raise ValueError(
-                        f"{name}: expected the same initial values on all ranks; found others on "
-                        f"data-parallel rank {rank} than on rank {first}. Build the model from one "
-                        "seed (torch.manual_seed) or load one checkpoint on all ranks before "
-                        'shard(), or give initial_values="rank0" to start from the first rank\'s; '
-                        "what ranks shall have of their own they can set afterwards"
-                    )
+                    return name, rank, first
     raise AssertionError("digests differ but checksums do not")
 
 

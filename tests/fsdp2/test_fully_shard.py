@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -173,3 +174,17 @@ def test_several_roots() -> None:
         return train(model, sgd(parameters), range(3), max_norm=1e6, num_microbatches=2)
 
     both(script)
+
+
+@pytest.mark.parametrize("api", APIS)
+@on_ranks(2)
+def test_each_rank_keeps_slices_of_its_own_values(api: str) -> None:
+    linear: Any = torch.nn.Linear(64, 64, bias=False)
+    with torch.no_grad():
+        linear.weight.fill_(dist.get_rank())
+    if api == "fsdp2":
+        APIS[api].fully_shard(linear)
+    else:  # FSDP2 says nothing
+        with pytest.warns(UserWarning, match="weight: expected the same initial values"):
+            APIS[api].fully_shard(linear)
+    assert linear.weight.to_local().unique().tolist() == [dist.get_rank()]
