@@ -5,7 +5,7 @@
 
 The two differ in one import. Both see the same batches and begin with the same weights, so that the
 losses in ``OUT/losses.csv`` can be compared. With ``--engine fsdp_engine``, ``--strategy`` takes
-every level. Runs on CPU, or on CUDA if there is a device for each rank.
+every level. Runs on CPU, or on CUDA if there is a device for each rank; without torchrun, on one rank.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from settings import LEVELS
 def make_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
-        description="Train a byte-level GPT by FSDP2's names, under torchrun.",
+        description="Train a byte-level GPT by FSDP2's names, under torchrun or by itself.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--engine", choices=("fsdp2", "fsdp_engine"), default="fsdp_engine")
@@ -119,7 +119,11 @@ def main(arguments: list[str] | None = None) -> None:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:  # without torchrun: one rank
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     losses = train(settings, device)
     if dist.get_rank() == 0:
         lines = ["step,loss", *(f"{step},{loss!r}" for step, loss in enumerate(losses))]
