@@ -5,7 +5,7 @@
 
 The two differ in one import. Both see the same batches and begin with the same weights, so that the
 losses in ``OUT/losses.csv`` can be compared. With ``--engine fsdp_engine``, ``--strategy`` takes
-every level. Runs on CPU, or on CUDA if there is a device for each rank; without torchrun, on one rank.
+every level. Runs on CPU, or on CUDA if there is a device for each rank; without torchrun on one.
 """
 
 from __future__ import annotations
