@@ -18,6 +18,7 @@ from fsdp_engine.engine import Engine, engine_within
 from fsdp_engine.planning.assignment import UnitSelector
 from fsdp_engine.planning.build import Ladders, Resources, agree_on_plan, build_units, owned_within
 from fsdp_engine.planning.dtensors import choose_written, ranks_of_model
+from fsdp_engine.planning.experts import place_experts
 from fsdp_engine.planning.initial_values import CHOICES, SAME, Holdings
 from fsdp_engine.planning.plan import AxisPlan, AxisPlans, Granule, Plan, PlanSettings, make_plan
 from fsdp_engine.precision import MixedPrecisionPolicy
@@ -178,6 +179,8 @@ def make_engine(
     if broadcast:
         start = start._replace(from_first=True)
     assert plan is not None
+    if experts is not None:
+        place_experts(model, plan.records, data, experts)
     experts_ladder = Ladder(experts) if experts is not None else None
     ladders = Ladders(axis_plans, ranks, Ladder(data), experts_ladder)
     resources = Resources(data, config)

@@ -40,6 +40,7 @@ from fsdp_engine.flat_dtensor.outside_reads import OutsideReads
 from fsdp_engine.flat_dtensor.param_hooks import ParamHooks
 from fsdp_engine.flat_dtensor.spread import Spread
 from fsdp_engine.layout import Layout
+from fsdp_engine.layout.expert_place import ExpertPlace
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Strategy
 
 # Messages of gathers outside the schedule; buffers' own tags start above it.
@@ -60,6 +61,8 @@ class ParamRecord:
             engine's. Set when it is planned.
         is_written: a checkpoint takes what this rank holds of it from here, and not from another
             place of others' mesh dimensions that holds the same. Set when it is planned.
+        expert: of one that not all data-parallel ranks share: which of them this rank has. Set when
+            ranks have told each other.
     """
 
     name: str
@@ -68,6 +71,7 @@ class ParamRecord:
     aliases: list[str] = field(default_factory=list)
     spread: Spread | None = None
     is_written: bool = True
+    expert: ExpertPlace | None = None
 
     @property
     def shard(self) -> nn.Parameter:

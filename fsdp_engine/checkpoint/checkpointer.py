@@ -44,7 +44,10 @@ from fsdp_engine.checkpoint.manifest import (
     library_versions,
     tensor_rows,
 )
-from fsdp_engine.checkpoint.model_state import EXTRA, RANKS
+from fsdp_engine.checkpoint.model_state import (
+    EXTRA,
+    RANKS,
+)
 from fsdp_engine.checkpoint.run_state import (
     Stateful,
     check_extra,

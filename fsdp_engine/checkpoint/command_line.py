@@ -38,7 +38,9 @@ from fsdp_engine.checkpoint.difference import compare, shared_bytes
 from fsdp_engine.checkpoint.directory import CheckpointDirectory
 from fsdp_engine.checkpoint.hugging_face import export_safetensors
 from fsdp_engine.checkpoint.inspection import describe, matches, tensor_bytes
-from fsdp_engine.checkpoint.model_state import MODEL
+from fsdp_engine.checkpoint.model_state import (
+    MODEL,
+)
 from fsdp_engine.checkpoint.offline import (
     StoredCheckpoint,
     Verdict,

@@ -18,7 +18,9 @@ from torch import Tensor
 
 from fsdp_engine.checkpoint.export_source import saved_parts
 from fsdp_engine.checkpoint.inspection import matches, shorten, tensor_bytes
-from fsdp_engine.checkpoint.model_state import RANKS
+from fsdp_engine.checkpoint.model_state import (
+    RANKS,
+)
 from fsdp_engine.checkpoint.offline import StoredCheckpoint
 from fsdp_engine.checkpoint.reader import READ_BUFFER_BYTES, ReadBuffer, Reader
 

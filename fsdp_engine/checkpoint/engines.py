@@ -7,6 +7,7 @@ module that holds both would be.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,9 +15,10 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_engine.checkpoint.model_state import NamedRecord, ShardedBuffer, ShardedModel
+from fsdp_engine.checkpoint.sharded_model import NamedRecord, ShardedBuffer, ShardedModel
 from fsdp_engine.devices.mesh import DataMesh
 from fsdp_engine.devices.ranks import Ranks
+from fsdp_engine.layout.expert_place import ExpertPlace
 from fsdp_engine.strategies import Axis, Strategy
 
 
@@ -37,6 +39,7 @@ class _Record:
     owners: list[tuple[nn.Module, str]]
     aliases: list[str]
     is_written: bool
+    expert: ExpertPlace | None
 
 
 @dataclass
@@ -88,7 +91,13 @@ class _Together:
 
 def _named(record: NamedRecord, engine: str) -> _Record:
     aliases = [f"{engine}.{alias}" for alias in record.aliases]
-    return _Record(f"{engine}.{record.name}", record.owners, aliases, record.is_written)
+    expert = record.expert
+    if expert is not None and expert.layer:
+        expert = dataclasses.replace(expert, layer=f"{engine}.{expert.layer}")
+    elif expert is not None:
+        names = tuple(f"{engine}.{name}" for name in expert.names)
+        expert = dataclasses.replace(expert, names=names)
+    return _Record(f"{engine}.{record.name}", record.owners, aliases, record.is_written, expert)
 
 
 def as_one(engine: Engines) -> ShardedModel:

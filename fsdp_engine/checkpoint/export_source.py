@@ -26,6 +26,7 @@ from fsdp_engine.checkpoint.model_state import (
     MODEL,
     Saved,
     check_at_rest,
+    check_shared,
     is_extra_state,
 )
 from fsdp_engine.checkpoint.reader import ReadBuffer, Reader
@@ -75,6 +76,7 @@ def engine_sources(engine: EngineLike, dtype: torch.dtype | None) -> list[Source
     """
     check_at_rest(engine)
     check_finished(engine)
+    check_shared("export_safetensors", engine)
     is_written = {
         id(param): record.is_written
         for buffer in engine.buffers

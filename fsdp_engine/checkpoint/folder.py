@@ -56,7 +56,6 @@ from fsdp_engine.checkpoint.model_state import (
     MODEL,
     OPTIMIZER,
     Saved,
-    ShardedModel,
     Targets,
     check_at_rest,
     match_model,
@@ -72,6 +71,7 @@ from fsdp_engine.checkpoint.optimizer_state import (
 from fsdp_engine.checkpoint.plain_errors import plain_errors
 from fsdp_engine.checkpoint.reader import Reader
 from fsdp_engine.checkpoint.run_state import pack, unpack
+from fsdp_engine.checkpoint.sharded_model import ShardedModel
 from fsdp_engine.checkpoint.unfinished_load import check_finished, replacing
 from fsdp_engine.checkpoint.writer import PREFIX, SUFFIX, SavePlanner, Writer
 from fsdp_engine.devices.agreement import agree

@@ -40,8 +40,8 @@ from fsdp_engine.checkpoint.hugging_face_folder import (
 )
 from fsdp_engine.checkpoint.model_state import (
     MODEL,
-    ShardedModel,
     check_at_rest,
+    check_shared,
     describe_tensor,
     is_extra_state,
 )
@@ -53,6 +53,7 @@ from fsdp_engine.checkpoint.safetensors_file import (
     read_elements,
     write_elements,
 )
+from fsdp_engine.checkpoint.sharded_model import ShardedModel
 from fsdp_engine.checkpoint.unfinished_load import replacing
 from fsdp_engine.devices.agreement import agree
 
@@ -191,6 +192,7 @@ def load_safetensors(
     error: Exception | None = None
     try:
         check_at_rest(engine)
+        check_shared("load_safetensors", engine)
         targets = _match(engine, Path(directory), rename)
     except Exception as caught:
         error = caught

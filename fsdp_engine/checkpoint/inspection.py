@@ -12,7 +12,11 @@ from typing import Any
 import torch
 
 from fsdp_engine.checkpoint.manifest import TensorRow
-from fsdp_engine.checkpoint.model_state import EXTRA, OPTIMIZER, RANKS
+from fsdp_engine.checkpoint.model_state import (
+    EXTRA,
+    OPTIMIZER,
+    RANKS,
+)
 from fsdp_engine.checkpoint.offline import StoredCheckpoint, count_files, stray_files
 from fsdp_engine.checkpoint.optimizer_state import GROUPS, KIND
 

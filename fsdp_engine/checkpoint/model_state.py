@@ -8,16 +8,15 @@ dtype for each key, and everything that does not fit is found in it before anyth
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from fsdp_engine.checkpoint.sharded_model import ShardedModel, saved_params
 from fsdp_engine.codecs.transformer_engine import extra_tensors
 from fsdp_engine.devices import memory
-from fsdp_engine.devices.mesh import DataMesh
-from fsdp_engine.devices.ranks import Ranks
 
 MODEL, OPTIMIZER, EXTRA, RANKS = "model", "optimizer", "extra", "ranks"
 
@@ -26,55 +25,6 @@ EXTRA_STATE = "_extra_state"  # torch's name for what nn.Module.get_extra_state 
 Path = tuple[str | int, ...]
 # What is read, by flat key: a tensor to fill, or None for an object.
 Targets = dict[str, Any]
-
-
-class NamedRecord(Protocol):
-    """What a checkpoint needs to know of a parameter; attributes as in ``ParamRecord``."""
-
-    name: str
-    owners: list[tuple[nn.Module, str]]
-    aliases: list[str]
-    is_written: bool
-
-
-class ShardedBuffer(Protocol):
-    """What a checkpoint needs to know of a buffer; attributes as in ``ParamAndGradBuffer``."""
-
-    @property
-    def records(self) -> Sequence[NamedRecord]:
-        """Its parameters."""
-        ...
-
-    @property
-    def sharded_params(self) -> Sequence[Tensor]:
-        """What users see of them."""
-        ...
-
-    @property
-    def mesh(self) -> DataMesh:
-        """Whose ranks share them."""
-        ...
-
-
-class ShardedModel(Protocol):
-    """What a checkpoint needs to know of an engine."""
-
-    model: nn.Module
-    mesh: DataMesh
-    ranks: Ranks
-
-    @property
-    def buffers(self) -> Sequence[ShardedBuffer]:
-        """All buffers of all units."""
-        ...
-
-    def weights_changed(self) -> None:
-        """Main weights were changed from outside."""
-        ...
-
-    def check_modules(self) -> None:
-        """Raise where modules have other parameters than at ``shard()``."""
-        ...
 
 
 class Saved:
@@ -134,22 +84,17 @@ def is_extra_state(name: str) -> bool:
 
 
 def check_at_rest(engine: ShardedModel) -> None:
-    """Whether the modules hold the sharded parameters, all of them the same ranks'.
+    """Whether the modules hold the sharded parameters.
 
     Raises:
         RuntimeError: they hold full ones: a forward or backward is under way, or
             ``engine.unsharded()``.
-        ValueError: ranks hold different experts under one name, or a module has another parameter
-            than at ``shard()``.
+        ValueError: a module has another parameter than at ``shard()``, or a layer of experts has
+            buffers that would be saved.
     """
     engine.check_modules()
+    _check_expert_buffers(engine)
     for buffer in engine.buffers:
-        if buffer.mesh.size < engine.mesh.size:
-            raise ValueError(
-                f"checkpoint: expected parameters that all ranks share; found the expert "
-                f"{buffer.records[0].name}, of which ranks hold different ones under one name. "
-                "Save state_dict_for_save_checkpoint() under names of your own"
-            )
         for record, param in zip(buffer.records, buffer.sharded_params, strict=True):
             if any(module._parameters.get(name) is not param for module, name in record.owners):
                 raise RuntimeError(
@@ -157,6 +102,34 @@ def check_at_rest(engine: ShardedModel) -> None:
                     "another (within a forward, a backward or engine.unsharded(); after an "
                     "exception, call engine.reset())"
                 )
+
+
+def _check_expert_buffers(engine: ShardedModel) -> None:
+    records = (record for buffer in engine.buffers for record in buffer.records)
+    layers = tuple({each.expert.layer for each in records if each.expert and each.expert.layer})
+    for name, module in engine.model.named_modules() if layers else ():
+        for attribute, value in module._buffers.items():
+            is_saved = value is not None and attribute not in module._non_persistent_buffers_set
+            if is_saved and f"{name}.".startswith(layers):
+                raise ValueError(
+                    f"checkpoint: expected experts without buffers that are saved; found "
+                    f"{name}.{attribute}, of which ranks hold different ones under one name"
+                )
+
+
+def check_shared(what: str, engine: ShardedModel) -> None:
+    """Whether all ranks share all parameters.
+
+    Raises:
+        ValueError: ranks hold different experts; names one.
+    """
+    for param in saved_params(engine).values():
+        if param.is_of_experts:
+            raise ValueError(
+                f"{what}: expected parameters that all ranks share; found the expert {param.name}, "
+                "of which other ranks hold others. Save a checkpoint, which knows all of them, and "
+                "export that"
+            )
 
 
 def _model_state(model: nn.Module) -> dict[str, Any]:
@@ -174,13 +147,15 @@ def _model_state(model: nn.Module) -> dict[str, Any]:
 def model_entries(engine: ShardedModel) -> dict[str, Any]:
     """What this rank contributes under ``model``: its slices, and from rank 0 all that is not a
     parameter, because ranks may differ in it."""
-    state = _model_state(engine.model)
-    params = {id(param) for buffer in engine.buffers for param in buffer.sharded_params}
-    return {
-        key: value.detach() if isinstance(value, Tensor) else value
-        for key, value in state.items()
-        if id(value) in params or engine.ranks.rank == 0
-    }
+    params, is_first = saved_params(engine), engine.ranks.rank == 0
+    entries: dict[str, Any] = {}
+    for key, value in _model_state(engine.model).items():
+        param = params.get(id(value))
+        if param is not None and param.is_of_experts:
+            entries.update(dict.fromkeys(param.aliases, param.saved.detach()))
+        elif param is not None or is_first:
+            entries[key] = value.detach() if isinstance(value, Tensor) else value
+    return entries
 
 
 def match_model(engine: ShardedModel, saved: Saved) -> tuple[Targets, list[str], list[str]]:
@@ -194,9 +169,14 @@ def match_model(engine: ShardedModel, saved: Saved) -> tuple[Targets, list[str],
     problems: list[str] = []
     known: set[str] = set()
     extra_states: list[str] = []
+    params = saved_params(engine)
     tensors: dict[int, tuple[Tensor, list[str]]] = {}
     for key, value in _model_state(engine.model).items():
-        if is_extra_state(key):
+        if (param := params.get(id(value))) is not None and param.is_of_experts:
+            known.update(f"{MODEL}.{each}" for each in param.of_others)
+            keys = [f"{MODEL}.{each}" for each in param.aliases]
+            tensors[id(value)] = (param.saved, keys)
+        elif is_extra_state(key):
             found = saved.below(MODEL, key)
             known.update(found)
             extra_states.append(key)

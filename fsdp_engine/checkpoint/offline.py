@@ -29,7 +29,13 @@ from fsdp_engine.checkpoint.manifest import (
     TensorRow,
     tensor_rows,
 )
-from fsdp_engine.checkpoint.model_state import EXTRA, MODEL, OPTIMIZER, RANKS, Saved
+from fsdp_engine.checkpoint.model_state import (
+    EXTRA,
+    MODEL,
+    OPTIMIZER,
+    RANKS,
+    Saved,
+)
 from fsdp_engine.checkpoint.objects import read_object
 from fsdp_engine.checkpoint.reader import Reader
 from fsdp_engine.checkpoint.run_state import unpack

@@ -18,7 +18,6 @@ of its 0-d states are of its shape; there the other parameters decide, by the st
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,13 +26,12 @@ from torch import Tensor
 from fsdp_engine.checkpoint.model_state import (
     MODEL,
     OPTIMIZER,
-    NamedRecord,
     Saved,
-    ShardedModel,
     Targets,
     describe_tensor,
     nested,
 )
+from fsdp_engine.checkpoint.sharded_model import SavedParam, ShardedModel, saved_params
 from fsdp_engine.devices import memory
 from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement
 
@@ -42,16 +40,7 @@ STATE, GROUPS, KIND = "state", "param_groups", "kind"
 _NOT_HYPERPARAMETERS = ("params", "param_names")
 
 
-@dataclass(frozen=True)
-class NamedParam:
-    """A parameter of an optimizer."""
-
-    record: NamedRecord
-    param: Tensor
-    placement: FlatPlacement | None  # None for a plain tensor
-
-
-def name_params(engine: ShardedModel, optimizer: torch.optim.Optimizer) -> list[list[NamedParam]]:
+def name_params(engine: ShardedModel, optimizer: torch.optim.Optimizer) -> list[list[SavedParam]]:
     """The parameters of each of the optimizer's groups, with their names.
 
     Raises:
@@ -60,11 +49,7 @@ def name_params(engine: ShardedModel, optimizer: torch.optim.Optimizer) -> list[
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer: expected a torch.optim.Optimizer or None; found {optimizer!r}")
-    named: dict[int, NamedParam] = {}
-    for buffer in engine.buffers:
-        for record, param in zip(buffer.records, buffer.sharded_params, strict=True):
-            placement = param.flat_placement if isinstance(param, FlatDTensor) else None
-            named[id(param)] = NamedParam(record, param, placement)
+    named = saved_params(engine)
     groups = []
     for number, group in enumerate(optimizer.param_groups):
         strangers = [tuple(p.shape) for p in group["params"] if id(p) not in named]
@@ -86,30 +71,33 @@ def optimizer_entries(engine: ShardedModel, optimizer: torch.optim.Optimizer) ->
     """
     groups = name_params(engine, optimizer)
     packed = optimizer.state_dict()
-    name_of = {
-        index: member.record.name
+    member_of = {
+        index: member
         for group, members in zip(packed[GROUPS], groups, strict=True)
         for index, member in zip(group["params"], members, strict=True)
     }
     is_first = engine.ranks.rank == 0
     states: dict[str, dict[str, Any]] = {}
     for index, state in packed[STATE].items():
-        if index not in name_of:
+        member = member_of.get(index)
+        if member is None:
             raise ValueError(f"optimizer: expected state of parameters; found state of {index!r}")
         for key, value in state.items():
             if isinstance(value, Mapping | list):
                 raise ValueError(
-                    f"optimizer: expected tensors and numbers in the state of {name_of[index]}; "
+                    f"optimizer: expected tensors and numbers in the state of {member.name}; "
                     f"found a {type(value).__name__} in {key!r}"
                 )
+            if isinstance(value, Tensor) and value.shape == member.held.shape:
+                value = member.as_saved(value)
             if is_first or isinstance(value, Tensor):
-                states.setdefault(name_of[index], {})[key] = value
+                states.setdefault(member.name, {})[key] = value
     if not is_first:
         return {STATE: states}
     hyperparameters = [
         {
             **_hyperparameters(group),
-            "params": [member.record.name for member in members],
+            "params": list(dict.fromkeys(name for each in members for name in _names(each))),
         }
         for group, members in zip(packed[GROUPS], groups, strict=True)
     ]
@@ -157,10 +145,7 @@ class OptimizerMatch:
         self._saved = saved
         self._members = name_params(engine, optimizer)
         self._canonical = {
-            alias: record.name
-            for buffer in engine.buffers
-            for record in buffer.records
-            for alias in record.aliases
+            alias: param.name for param in saved_params(engine).values() for alias in param.aliases
         }
         self.targets: Targets = {}
         self.problems: list[str] = []
@@ -188,8 +173,12 @@ class OptimizerMatch:
         states: dict[int, dict[str, Any]] = {}
         for group, members in zip(packed[GROUPS], self._members, strict=True):
             for index, member in zip(group["params"], members, strict=True):
-                keys = self._keys.get(member.record.name, {})
-                state = {name: read[key] for name, key in keys.items() if key in self.targets}
+                keys = self._keys.get(member.name, {})
+                state = {
+                    name: member.as_held(read[key]) if isinstance(read[key], Tensor) else read[key]
+                    for name, key in keys.items()
+                    if key in self.targets
+                }
                 if state:
                     states[index] = state
         groups = [
@@ -199,7 +188,7 @@ class OptimizerMatch:
         self._optimizer.load_state_dict({STATE: states, GROUPS: groups})
         for group, members in zip(packed[GROUPS], self._members, strict=True):
             for index, member in zip(group["params"], members, strict=True):
-                loaded = self._optimizer.state[member.param] if index in states else {}
+                loaded = self._optimizer.state[member.held] if index in states else {}
                 for name, value in states.get(index, {}).items():
                     # load_state_dict casts to the parameter's dtype; what was saved is the truth.
                     if isinstance(value, Tensor) and loaded[name].dtype != value.dtype:
@@ -219,20 +208,21 @@ class OptimizerMatch:
             )
 
     def _check_names(self) -> None:
-        names = {member.record.name for members in self._members for member in members}
+        names = {member.name for members in self._members for member in members}
+        of_others = {each for members in self._members for one in members for each in one.of_others}
         for name in sorted(names - self._group_of.keys()):
             self.problems.append(
                 f"missing {OPTIMIZER}.{STATE}.{name}: expected it in a param group; found nothing"
             )
-        for name in sorted(self._group_of.keys() - names):
+        for name in sorted(self._group_of.keys() - names - of_others):
             self.problems.append(
                 f"unexpected {OPTIMIZER}.{STATE}.{name}: expected parameters of the optimizer; "
                 "found another in a param group"
             )
 
-    def _merge(self, number: int, members: Sequence[NamedParam]) -> dict[str, Any]:
+    def _merge(self, number: int, members: Sequence[SavedParam]) -> dict[str, Any]:
         """The hyperparameters that all of a group's parameters had when they were saved."""
-        names = [m.record.name for m in members if m.record.name in self._group_of]
+        names = [m.name for m in members if m.name in self._group_of]
         merged: dict[str, Any] = {}
         origin: dict[str, str] = {}
         disputed: set[str] = set()
@@ -263,43 +253,41 @@ class OptimizerMatch:
                 )
         return found
 
-    def _match_state(self, member: NamedParam) -> None:
-        for state, key in self._keys.get(member.record.name, {}).items():
+    def _match_state(self, member: SavedParam) -> None:
+        for state, key in self._keys.get(member.name, {}).items():
             target = self._saved.empty(key)
-            if target is not None and self._is_like_parameter(member.record, state, key):
-                if target.shape == member.param.shape:
+            if target is not None and self._is_like_parameter(member, state, key):
+                if target.shape == member.saved.shape:
                     target = self._target_like(member, state, target.dtype)
                 else:
-                    expected = describe_tensor(tuple(member.param.shape), target.dtype)
+                    expected = describe_tensor(tuple(member.saved.shape), target.dtype)
                     self.problems.append(
                         f"{key}: expected {expected}; found {self._saved.describe(key)}"
                     )
                     continue
             self.targets[key] = target
 
-    def _target_like(self, member: NamedParam, state: str, dtype: torch.dtype) -> Tensor:
+    def _target_like(self, member: SavedParam, state: str, dtype: torch.dtype) -> Tensor:
         """The state that is there already, if it lies as the parameter does; else new memory."""
-        there = self._optimizer.state.get(member.param, {}).get(state)
+        there = self._optimizer.state.get(member.held, {}).get(state)
         if isinstance(there, Tensor) and there.dtype == dtype:
-            if isinstance(there, FlatDTensor):
-                fits = member.placement is not None and there.flat_placement == member.placement
-            else:
-                fits = member.placement is None and there.shape == member.param.shape
+            placement = _placement_of(member.held)
+            fits = there.shape == member.held.shape and _placement_of(there) == placement
             if fits:
-                return there.detach()
+                return member.as_saved(there.detach())
         return _like(member, dtype)
 
-    def _is_like_parameter(self, record: NamedRecord, state: str, key: str) -> bool:
+    def _is_like_parameter(self, member: SavedParam, state: str, key: str) -> bool:
         """Whether a state has its parameter's shape. See [Note: State without a step]."""
-        shape = self._saved_shape(record.aliases)
+        shape = self._saved_shape(member.aliases)
         if self._saved.shape(key) != shape:
             return False
         if shape:
             return True
         for members in self._members:
             for other in members:
-                other_shape = self._saved_shape(other.record.aliases)
-                other_key = self._keys.get(other.record.name, {}).get(state)
+                other_shape = self._saved_shape(other.aliases)
+                other_key = self._keys.get(other.name, {}).get(state)
                 if other_shape and other_key is not None:
                     return self._saved.shape(other_key) == other_shape
         return state != "step"
@@ -309,12 +297,22 @@ class OptimizerMatch:
         return next((shape for shape in shapes if shape is not None), None)
 
 
-def _like(member: NamedParam, dtype: torch.dtype) -> Tensor:
-    """Zeros that lie as the parameter does."""
-    if member.placement is None:
-        return memory.zeros(tuple(member.param.shape), dtype, member.param.device)
-    local = memory.zeros(member.placement.numel, dtype, member.param.device)
-    return FlatDTensor.from_flat_local(local, member.placement)
+def _like(member: SavedParam, dtype: torch.dtype) -> Tensor:
+    """Zeros that lie as the parameter does in a checkpoint."""
+    placement, device = _placement_of(member.saved), member.held.device
+    if placement is None:
+        return memory.zeros(tuple(member.saved.shape), dtype, device)
+    local = memory.zeros(placement.numel, dtype, device)
+    return FlatDTensor.from_flat_local(local, placement)
+
+
+def _placement_of(tensor: Tensor) -> FlatPlacement | None:
+    return tensor.flat_placement if isinstance(tensor, FlatDTensor) else None
+
+
+def _names(member: SavedParam) -> tuple[str, ...]:
+    """Its name; of an expert, those of all experts in its place."""
+    return member.of_others if member.is_of_experts else (member.name,)
 
 
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:

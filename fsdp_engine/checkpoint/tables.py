@@ -16,7 +16,11 @@ from fsdp_engine.checkpoint.inspection import (
     tensor_bytes,
 )
 from fsdp_engine.checkpoint.manifest import TensorRow
-from fsdp_engine.checkpoint.model_state import EXTRA, MODEL, RANKS
+from fsdp_engine.checkpoint.model_state import (
+    EXTRA,
+    MODEL,
+    RANKS,
+)
 from fsdp_engine.checkpoint.offline import StoredCheckpoint
 from fsdp_engine.terminal import format_bytes
 

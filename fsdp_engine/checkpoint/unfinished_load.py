@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from fsdp_engine.checkpoint.model_state import ShardedModel
+from fsdp_engine.checkpoint.sharded_model import ShardedModel
 
 
 class _Unfinished:

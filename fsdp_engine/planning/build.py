@@ -247,7 +247,7 @@ def build_units(
                 for record in part.records
             ]
             try:
-                materialize(tree, records, device, start.seed + index)
+                materialize(tree, records, device, start.seed + index, start.seed)
             except Exception as caught:
                 error = error or caught
         output_dtype = policy.output_dtype if not units else None

@@ -12,8 +12,9 @@ values as if it had none, and those are turned into what its parametrisations ke
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -94,7 +95,11 @@ class ModuleTree:
 
 
 def materialize(
-    tree: ModuleTree, records: Sequence[ParamRecord], device: torch.device, seed: int
+    tree: ModuleTree,
+    records: Sequence[ParamRecord],
+    device: torch.device,
+    seed: int,
+    base_seed: int = 0,
 ) -> None:
     """Give the meta parameters of one unit real values.
 
@@ -103,6 +108,8 @@ def materialize(
         records: the unit's parameters; ``record.param`` and the modules get the real ones.
         device: where.
         seed: the same on all ranks, so that all ranks draw the same values.
+        base_seed: likewise, and the same for all units: experts draw by their names among all
+            experts, so that they have the same values however many ranks they are cut over.
 
     Raises:
         ValueError: a tensor was left without values, or a parametrisation cannot turn
@@ -114,10 +121,13 @@ def materialize(
     for record in metas:
         # Of a DTensor the global tensor, so that values are those of the model without it.
         param, marks = record.param, record.shard.__dict__
-        if record.spread is None:
+        shape = tuple(param.shape)
+        if record.spread is None and not _is_cut(record):
             values = empty_like(param, device)
         else:
-            values = empty(tuple(param.shape), param.dtype, device)
+            if record.expert is not None and record.expert.is_cut:
+                shape = record.expert.whole_shape(shape)
+            values = empty(shape, param.dtype, device)
         real = nn.Parameter(values, requires_grad=param.requires_grad)
         real.__dict__.update(marks)
         record.param = real
@@ -125,7 +135,10 @@ def materialize(
             module._parameters[attribute] = real
     for module in modules:
         _real_buffers(module, device)
-    _reset(tree.model, modules, device, seed)
+    _reset(tree.model, modules, device, seed, _seeds_of_experts(modules, metas, base_seed))
+    for record in metas:
+        if _is_cut(record):
+            _keep_own_experts(record)
 
 
 def materialize_buffers(
@@ -158,10 +171,53 @@ def _metas_of(module: nn.Module) -> list[str]:
     return [name for name, tensor in own if tensor is not None and tensor.is_meta]
 
 
+def _is_cut(record: ParamRecord) -> bool:
+    return record.expert is not None and record.expert.is_cut
+
+
+def _keep_own_experts(record: ParamRecord) -> None:
+    """Of a tensor of all experts this rank's part takes its place."""
+    expert, whole = record.expert, record.param
+    assert expert is not None
+    values = whole.detach().chunk(expert.size)[expert.rank].clone()
+    own = nn.Parameter(values, requires_grad=whole.requires_grad)
+    own.__dict__.update(whole.__dict__)
+    record.param = own
+    for module, attribute in record.owners:
+        module._parameters[attribute] = own
+
+
+def _seeds_of_experts(
+    modules: Iterable[nn.Module], records: Sequence[ParamRecord], base_seed: int
+) -> dict[nn.Module, int]:
+    """Seeds of those modules that hold experts and nothing else."""
+    names = {
+        id(record.param): record.expert.rename(record.name)
+        for record in records
+        if record.expert is not None
+    }
+    if not names:
+        return {}
+    seeds = {}
+    for module in modules:
+        found = [names.get(id(param)) for param in module.parameters()]
+        if found and None not in found:
+            text = "\n".join([str(base_seed), *map(str, found)])
+            seeds[module] = int(hashlib.sha256(text.encode()).hexdigest()[:8], 16) >> 1
+    return seeds
+
+
 def _reset(
-    model: nn.Module, modules: Mapping[nn.Module, list[str]], device: torch.device, seed: int
+    model: nn.Module,
+    modules: Mapping[nn.Module, list[str]],
+    device: torch.device,
+    seed: int,
+    own_seeds: Mapping[nn.Module, int] | None = None,
 ) -> None:
-    """``modules``: children first, with the names of tensors that have no values yet."""
+    """``modules``: children first, with the names of tensors that have no values yet.
+
+    ``own_seeds``: of those that do not draw after the others.
+    """
     if not modules:
         return
     devices = [device] if device.type == "cuda" else []
@@ -173,10 +229,13 @@ def _reset(
                 continue  # the module that has it comes later
             if any(tensor.is_meta for _, tensor in _originals(module)):
                 continue  # another unit has them
-            if is_parametrized(module):
-                _reset_parametrized(module, names, init_weights)
-            else:
-                _reset_module(module, names, init_weights)
+            reset = _reset_parametrized if is_parametrized(module) else _reset_module
+            if own_seeds is None or module not in own_seeds:
+                reset(module, names, init_weights)
+                continue
+            with torch.random.fork_rng(devices=devices):
+                torch.manual_seed(own_seeds[module])
+                reset(module, names, init_weights)
 
 
 InitWeights = Callable[[nn.Module], Any] | None

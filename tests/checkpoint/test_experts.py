@@ -1,0 +1,215 @@
+"""Checkpoints of experts: over however many ranks they are cut, names and shapes are of all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import fsdp_engine as fe
+from tests.pool import Ranks, on_ranks
+
+NUM_EXPERTS, WIDTH = 4, 8
+
+
+class Grouped(nn.Module):
+    """Experts in one tensor."""
+
+    def __init__(self, num: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num, WIDTH, WIDTH))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bi,eij->bj", x, self.weight)
+
+
+class Layer(nn.Module):
+    """A linear that all share, ``num`` experts as modules, and as many in one tensor."""
+
+    def __init__(self, num: int) -> None:
+        super().__init__()
+        self.shared = nn.Linear(WIDTH, WIDTH)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(num))
+        self.grouped = nn.ModuleDict({"inner": Grouped(num)})
+        if num < NUM_EXPERTS:
+            for experts in (self.experts, self.grouped):
+                for param in experts.parameters():
+                    param.allreduce = False  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.shared(x)
+        y = self.grouped["inner"](x)
+        for expert in self.experts:
+            y = y + expert(x)
+        return x + y
+
+
+class Model(nn.Module):
+    def __init__(self, num: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Layer(num) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def own_part(name: str, value: Tensor, rank: int, size: int) -> tuple[str, Tensor | None]:
+    """This rank's name for a weight of the whole model, and its part; None: another rank's."""
+    each = NUM_EXPERTS // size
+    if ".experts." in name:
+        before, rest = name.split(".experts.")
+        number, _, last = rest.partition(".")
+        local = int(number) - rank * each
+        return f"{before}.experts.{local}.{last}", value if 0 <= local < each else None
+    if ".grouped." in name:
+        return name, value[rank * each : (rank + 1) * each]
+    return name, value
+
+
+def built(size: int, level: str, seed: int, *, on_meta: bool = False) -> tuple[fe.Engine, int]:
+    """The model with experts cut over ``size`` ranks, from one whole model's weights; and which of
+    these ranks this one is."""
+    world = dist.get_world_size()
+    if size == 1:
+        torch.manual_seed(seed)
+        with torch.device("meta" if on_meta else "cpu"):
+            model = Model(NUM_EXPERTS)
+        return fe.shard(model, strategy=level), 0
+    mesh = init_device_mesh("cpu", (world // size, size), mesh_dim_names=("copies", "experts"))
+    rank = mesh["experts"].get_local_rank()
+    torch.manual_seed(seed)
+    if on_meta:
+        with torch.device("meta"):
+            model = Model(NUM_EXPERTS // size)
+    else:
+        whole = Model(NUM_EXPERTS).state_dict()
+        model = Model(NUM_EXPERTS // size)
+        parts = [own_part(name, value, rank, size) for name, value in whole.items()]
+        model.load_state_dict({name: part for name, part in parts if part is not None})
+    return fe.shard(model, strategy=level, expert_mesh=mesh["copies"]), rank
+
+
+def stepped(engine: fe.Engine, steps: int) -> Any:
+    optimizer = torch.optim.AdamW(engine.model.parameters(), lr=0.1)
+    for step in range(steps):
+        torch.manual_seed(10 * step + engine.mesh.rank)
+        engine.model(torch.randn(3, WIDTH)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def by_global_name(engine: fe.Engine, optimizer: Any, rank: int, size: int) -> dict[str, Tensor]:
+    """Weights and states that this rank and those with the same experts hold; of experts in one
+    tensor, one by one."""
+
+    def full(value: Tensor) -> Tensor:
+        return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+
+    found: dict[str, Tensor] = {}
+    each = NUM_EXPERTS // size
+    for name, param in engine.model.named_parameters():
+        values = {"": full(param.detach())}
+        if optimizer is not None:
+            values |= {key: full(value) for key, value in optimizer.state[param].items()}
+        for key, value in values.items():
+            if ".experts." in name:
+                before, rest = name.split(".experts.")
+                number, _, last = rest.partition(".")
+                found[f"{before}.experts.{rank * each + int(number)}.{last} {key}"] = value
+            elif ".grouped." in name and value.ndim:
+                for index, part in enumerate(value):
+                    found[f"{name}[{rank * each + index}] {key}"] = part
+            else:
+                found[f"{name} {key}"] = value
+    return found
+
+
+def save(folder: str, size: int, level: str) -> dict[str, Tensor]:
+    engine, rank = built(size, level, 1)
+    optimizer = stepped(engine, 2)
+    fe.save_checkpoint(folder, engine, optimizer)
+    return by_global_name(engine, optimizer, rank, size)
+
+
+def load(folder: str, size: int, level: str, steps: int) -> dict[str, Tensor]:
+    engine, rank = built(size, level, 2)
+    optimizer = stepped(engine, steps)
+    fe.load_checkpoint(folder, engine, optimizer)
+    return by_global_name(engine, optimizer, rank, size)
+
+
+@pytest.mark.parametrize(
+    ("saved", "level"),
+    [
+        (2, "optim_grads_params"),
+        (4, "optim"),
+        pytest.param(2, "no_shard", marks=pytest.mark.thorough),
+        pytest.param(1, "optim_grads", marks=pytest.mark.thorough),
+    ],
+)
+def test_experts_load_on_other_numbers_of_ranks(
+    ranks: Ranks, tmp_path: Path, saved: int, level: str
+) -> None:
+    folder = str(tmp_path / "checkpoint")
+    expected: dict[str, Tensor] = {}
+    for each in ranks.run(save, folder, saved, level):
+        expected |= each
+    assert len({name for name in expected if ".experts." in name}) == 2 * NUM_EXPERTS * 2 * 4
+    for size, other, steps in ((4, "optim_grads_params", 1), (2, "no_shard", 0), (1, "optim", 0)):
+        found: dict[str, Tensor] = {}
+        for each in ranks.run(load, folder, size, other, steps):
+            found |= each
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.equal(found[name], value), f"{saved} to {size}: {name}"
+    # One process, without ranks of experts.
+    for name, value in ranks.run(load, folder, 1, "optim_grads", 0, world_size=1)[0].items():
+        assert torch.equal(value, expected[name]), name
+
+
+def from_meta(size: int) -> dict[str, Tensor]:
+    engine, rank = built(size, "optim_grads_params", 7, on_meta=True)
+    return by_global_name(engine, None, rank, size)
+
+
+def test_experts_on_the_meta_device_start_with_values_of_their_own(ranks: Ranks) -> None:
+    by_size = []
+    for size in (2, 4):
+        found: dict[str, Tensor] = {}
+        for each in ranks.run(from_meta, size):
+            for name, value in each.items():
+                assert name not in found or torch.equal(found[name], value), name
+            found |= each
+        by_size.append(found)
+    assert by_size[0].keys() == by_size[1].keys()
+    experts = {name: value for name, value in by_size[0].items() if "expert" in name or "[" in name}
+    for name, value in experts.items():
+        assert torch.equal(by_size[1][name], value), name
+    # No two of them alike.
+    weights = [value for value in experts.values() if value.ndim == 2]
+    sums = {float(value.double().sum()) for value in weights}
+    assert len(sums) == len(weights) == 2 * 2 * NUM_EXPERTS
+
+
+@on_ranks(4)
+def test_what_has_no_place_in_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    engine, _ = built(2, "optim", 1)
+    with pytest.raises(ValueError, match=r"experts\.[0-3]\.weight.*other ranks hold others"):
+        fe.export_safetensors(engine, tmp_path / "weights")
+    expert: Any = engine.model.get_submodule("blocks.1.experts.0")
+    expert.register_buffer("count", torch.zeros(1))
+    with pytest.raises(ValueError, match=r"blocks\.1\.experts\.0\.count"):
+        fe.save_checkpoint(tmp_path / "checkpoint", engine)
