@@ -198,7 +198,11 @@ class Engine:
         """
         self._reductions.wait()
         num_others = self.ranks.size // self.mesh.size
-        present = [part for buffer in self.buffers for part in buffer.counted_gradients(num_others)]
+        present = [
+            part
+            for buffer in self.buffers
+            for part in buffer.counted_gradients(self.ranks.size, num_others)
+        ]
         shards = [shard for shard, _ in present]
         group, copies = self._optim_group(), None
         if num_others > 1 or any(buffer.kind.is_expert for buffer in self.buffers):

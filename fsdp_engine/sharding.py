@@ -17,7 +17,7 @@ from fsdp_engine.devices.ranks import Ranks
 from fsdp_engine.engine import Engine, engine_within
 from fsdp_engine.planning.assignment import UnitSelector
 from fsdp_engine.planning.build import Ladders, Resources, agree_on_plan, build_units, owned_within
-from fsdp_engine.planning.dtensors import choose_written, ranks_of_model
+from fsdp_engine.planning.dtensors import choose_written, mark_experts, ranks_of_model
 from fsdp_engine.planning.experts import place_experts
 from fsdp_engine.planning.initial_values import CHOICES, SAME, Holdings
 from fsdp_engine.planning.plan import AxisPlan, AxisPlans, Granule, Plan, PlanSettings, make_plan
@@ -62,7 +62,8 @@ def shard(
         granule: ``granule(name, parameter)`` elements of a parameter stay on one rank; it must
             divide the parameter.
         expert_mesh: ranks that share the parameters whose attribute ``allreduce`` is False, such
-            as experts: each expert's own data-parallel ranks, (inner,) or (outer, inner).
+            as experts: each expert's own data-parallel ranks, (inner,) or (outer, inner). DTensors
+            that are cut over ranks of ``mesh`` are such, too.
         codec_rules: encodings of parameters on the wire, asked in turn before the default cast.
         initial_values: "same": all ranks have built the same values, which is checked; where the
             first rank has values and others are on the meta device, they get the first one's.
@@ -150,7 +151,9 @@ def make_engine(
     error: Exception | None = None
     ranks: Ranks = data
     try:
-        ranks = ranks_of_model(model.named_parameters(), data)
+        ranks = ranks_of_model(model.named_parameters(), data, experts)
+        if experts is not None:
+            mark_experts(model.parameters(), data)
         axis_plans = AxisPlans(
             axis_plan(data, levels), axis_plan(experts, levels) if experts is not None else None
         )

@@ -316,32 +316,37 @@ class ParamAndGradBuffer:
         spread = self._spreads[index]
         return grad if spread is None else spread.shard_of_gradient(grad, self.records[index].name)
 
-    def counted_gradients(self, num_others: int) -> list[tuple[Tensor, int]]:
+    def counted_gradients(self, num_ranks: int, num_others: int) -> list[tuple[Tensor, int]]:
         """This rank's reduced gradients in parts, 1-D, each with the number of ranks that hold its
         elements; none where there are no gradients.
 
         Args:
-            num_others: ranks of the model for each data-parallel rank.
+            num_ranks: all ranks of the model.
+            num_others: how many they are for each data-parallel rank.
         """
         grads = self.grads.optim_grads if self.grads is not None else None
         if grads is None:
             return []
-        holders = self.mesh.size * num_others // self.layout.num_shards
-        return [(grads[start:stop], holders // shards) for start, stop, shards in self._runs]
+        # Of a DTensor others' dimensions and the ranks that share it are all ranks.
+        parts, sharing = self.layout.num_shards, self.mesh.size * num_others
+        return [
+            (grads[start:stop], num_ranks // (parts * shards) if shards else sharing // parts)
+            for start, stop, shards in self._runs
+        ]
 
     @cached_property
     def _runs(self) -> list[tuple[int, int, int]]:
         """Ranges of this rank's part of a buffer, and into how many shards others' mesh dimensions
-        cut the parameters in them. Between parameters there are zeros."""
+        cut the DTensors in them; 0: they are plain. Between parameters there are zeros."""
         depth, at = self.spec.optim_depth, self.mesh.coordinate
         base, stop = self.layout.range(depth, at)
         if not self.has_dtensors:
-            return [(0, stop - base, 1)]
+            return [(0, stop - base, 0)]
         runs: list[tuple[int, int, int]] = []
         for index, spread in enumerate(self._spreads):
             low, high = self.layout.tensor_range(index, depth, at)
             first = self.layout.slots[index].offset - base
-            shards = 1 if spread is None else spread.num_shards
+            shards = 0 if spread is None else spread.num_shards
             if low < high:
                 if runs and runs[-1][2] == shards:
                     runs[-1] = (runs[-1][0], first + high, shards)

@@ -13,24 +13,30 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_engine.buffers.param_and_grad_buffer import ParamRecord
 from fsdp_engine.devices.mesh import DataMesh, joint_mesh
-from fsdp_engine.devices.ranks import Ranks
+from fsdp_engine.devices.ranks import Ranks, members_of
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.flat_dtensor.spread import Spread
 
 
-def ranks_of_model(params: Iterable[tuple[str, Tensor]], data: DataMesh) -> Ranks:
+def ranks_of_model(
+    params: Iterable[tuple[str, Tensor]], data: DataMesh, experts: DataMesh | None = None
+) -> Ranks:
     """All ranks over which a model lies: ``data``, and its like at every place of the mesh
     dimensions that DTensor parameters are over. Collective among all of these.
 
     Args:
         params: the model's, by name.
         data: the data-parallel ranks.
+        experts: those that share experts. DTensors over ranks of ``data`` are experts, cut over
+            those that share none.
 
     Raises:
-        ValueError: a DTensor is over ranks of ``data``, on another device type, or over a mesh that
-            ``data`` is not cut from; names it.
+        ValueError: a DTensor is over ranks that share it, on another device type, or over a mesh
+            that theirs is not cut from; names it.
     """
     meshes: list[DeviceMesh] = []
+    others: dict[str, DeviceMesh] = {}
+    within = set(data.ranks)
     for name, param in params:
         mesh = _other_mesh(param)
         if mesh is None or mesh in meshes:
@@ -41,11 +47,21 @@ def ranks_of_model(params: Iterable[tuple[str, Tensor]], data: DataMesh) -> Rank
                 f"{name}: expected a DTensor on {data.device_mesh.device_type}, as the mesh; found "
                 f"one on {mesh.device_type}"
             )
+        sharing = experts if experts is not None and is_of_experts(param, data) else data
         try:
-            joint_mesh(data.device_mesh, mesh)
+            joint_mesh(sharing.device_mesh, mesh)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
-    return data.joined_with(meshes)
+        for dim in mesh.mesh_dim_names or ():
+            if not within.issuperset(members_of(mesh[dim])):
+                others[dim] = mesh[dim]
+    return data.joined_with(list(others.values()))
+
+
+def is_of_experts(param: Tensor, data: Ranks) -> bool:
+    """Whether a parameter is a DTensor that is cut over data-parallel ranks."""
+    mesh = _other_mesh(param)
+    return mesh is not None and len(set(data.ranks).intersection(members_of(mesh))) > 1
 
 
 def _other_mesh(param: Tensor) -> DeviceMesh | None:
@@ -74,6 +90,17 @@ def choose_written(records: Sequence[ParamRecord], data: Ranks, ranks: Ranks) ->
     for record in records:
         shards = set() if record.spread is None else record.spread.shard_names
         record.is_written = not any(place for name, place in others.items() if name not in shards)
+
+
+def mark_experts(params: Iterable[Tensor], data: Ranks) -> None:
+    """Give DTensors that are cut over data-parallel ranks Megatron-Core's mark of experts."""
+    known: dict[DeviceMesh | None, bool] = {}
+    for param in params:
+        mesh = _other_mesh(param)
+        if mesh not in known:
+            known[mesh] = is_of_experts(param, data)
+        if known[mesh]:
+            param.allreduce = False  # type: ignore[attr-defined]
 
 
 def set_spreads(records: Sequence[ParamRecord]) -> None:

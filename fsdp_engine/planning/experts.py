@@ -26,7 +26,8 @@ def place_experts(
         data: all data-parallel ranks.
         experts: those that share this rank's experts.
     """
-    members = [record for record in records if is_expert(record.param)]
+    # DTensors know their places by themselves.
+    members = [each for each in records if is_expert(each.param) and each.spread is None]
     names = [record.name for record in members]
     heads: list[Any] = gather_objects((experts.ranks[0], names), data.control_group)
     firsts = sorted({first for first, _ in heads})

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import fsdp_engine as fe
 from tests.pool import Ranks, on_ranks
@@ -213,3 +213,66 @@ def test_what_has_no_place_in_a_checkpoint_is_refused(tmp_path: Path) -> None:
     expert.register_buffer("count", torch.zeros(1))
     with pytest.raises(ValueError, match=r"blocks\.1\.experts\.0\.count"):
         fe.save_checkpoint(tmp_path / "checkpoint", engine)
+
+
+class Spread(nn.Module):
+    """A linear that all share, and experts in one tensor, as a DTensor or marked as not shared."""
+
+    def __init__(self, experts: DeviceMesh, *, as_dtensor: bool) -> None:
+        super().__init__()
+        self.shared = nn.Linear(WIDTH, WIDTH)
+        whole = torch.randn(NUM_EXPERTS, WIDTH, WIDTH) / WIDTH
+        part = whole.chunk(experts.size())[experts.get_local_rank()].clone()
+        if as_dtensor:
+            part = DTensor.from_local(part, experts, [Shard(0)])
+        self.experts = nn.ParameterDict({"weight": nn.Parameter(part)})
+        if not as_dtensor:
+            self.experts["weight"].allreduce = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.experts["weight"]
+        part = weight.to_local() if isinstance(weight, DTensor) else weight
+        x = self.shared(x)
+        return (x + torch.einsum("bi,eij->bj", x, part)).square().mean()
+
+
+def with_and_without_dtensors(folder: str, level: str) -> None:
+    """The same steps, norms and weights; each loads what the other saved."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "experts"))
+    runs = []
+    for as_dtensor in (False, True):
+        torch.manual_seed(3)
+        model = Spread(mesh["experts"], as_dtensor=as_dtensor)
+        engine = fe.shard(model, strategy=level, expert_mesh=mesh["copies"])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        norms = []
+        for step in range(3):
+            torch.manual_seed(10 * step + dist.get_rank())
+            model(torch.randn(3, WIDTH)).backward()
+            norms.append(float(engine.clip_grad_norm_(0.01)))
+            optimizer.step()
+            optimizer.zero_grad()
+        fe.save_checkpoint(f"{folder}/{as_dtensor}", engine, optimizer)
+        runs.append((engine, optimizer, norms))
+    assert runs[0][2] == pytest.approx(runs[1][2], rel=1e-6)
+    for (engine, optimizer, _), saved in zip(runs, (True, False), strict=True):
+        weight = engine.model.get_parameter("experts.weight")
+        before = [weight.detach().clone(), optimizer.state[weight]["exp_avg"].clone()]
+        with torch.no_grad():
+            weight.zero_()
+            optimizer.state[weight]["exp_avg"].zero_()
+        fe.load_checkpoint(f"{folder}/{saved}", engine, optimizer)
+        after = [weight.detach(), optimizer.state[weight]["exp_avg"]]
+        for mine, theirs in zip(after, before, strict=True):
+            torch.testing.assert_close(local_of(mine), local_of(theirs), rtol=1e-5, atol=1e-6)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@pytest.mark.parametrize("level", ["no_shard", "optim_grads_params"])
+def test_experts_as_dtensors_over_data_parallel_ranks(
+    ranks: Ranks, tmp_path: Path, level: str
+) -> None:
+    ranks.run(with_and_without_dtensors, str(tmp_path), level)
