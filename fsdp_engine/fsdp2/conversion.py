@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from fsdp_engine.buffers.sharded_buffer import ShardedBuffer
 from fsdp_engine.devices import memory
 from fsdp_engine.fsdp2.group import Group
 
@@ -112,20 +113,19 @@ def _changes(
 def _whole_parameters(
     group: Group, changes: dict[torch.dtype, tuple[torch.dtype, torch.device]]
 ) -> dict[tuple[int, str], nn.Parameter]:
-    """By their first place; without values, where there were none."""
+    """By their first place, as users had them; without values, where there were none."""
     whole = {}
     for buffer in group.unit.buffers:
         main = buffer.weights.main.tensor
         dtype, device = changes[main.dtype]
-        full = None if main.is_meta else buffer.gather_main()
-        for index, (record, old) in enumerate(
-            zip(buffer.records, buffer.sharded_params, strict=True)
-        ):
-            if full is None:
-                value = memory.empty(old.numel(), dtype, device).view(old.shape)
-            else:
-                value = full.full(index).detach().to(dtype)
-            param = nn.Parameter(value, requires_grad=old.requires_grad)
+        if main.is_meta:
+            flat = memory.empty(buffer.layout.numel, dtype, device)
+            full = ShardedBuffer(buffer.layout, buffer.mesh.coordinate, 0, flat)
+        else:
+            full = buffer.gather_main()
+        params = zip(buffer.records, buffer.sharded_params, buffer.main_params(full), strict=True)
+        for record, old, main_param in params:
+            value = main_param.detach().to(dtype)
             module, attribute = record.owners[0]
-            whole[id(module), attribute] = param
+            whole[id(module), attribute] = nn.Parameter(value, requires_grad=old.requires_grad)
     return whole

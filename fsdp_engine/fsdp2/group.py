@@ -112,6 +112,7 @@ class Group:
                 module._parameters[attribute] = record.param
         known = {id(record.param): record for record in records}
         plan = plan_one(old.name, self.modules, lambda each: id(each.param) in known, self.settings)
+        choose_written(plan.records, self.ladders.data.mesh, self.ladders.ranks)
         built = _build(plan.units[0], self.ladders, self.resources, self.settings.policy, device)
         self.unit = Unit(built, self.resources.lanes)
         self.unit.wishes = old.wishes

@@ -195,3 +195,21 @@ def test_an_estimate_counts_what_is_here() -> None:
         held = engine.memory_bytes()
         assert held["grad"] == planned.grad_bytes
         assert sum(held.get(role, 0) for role in ("main", "model")) == planned.weight_bytes
+
+
+@on_ranks(4)
+def test_optimizer_state_of_whole_tensors_is_taken() -> None:
+    model, engine = both("optim_grads_params", **UNEVEN)
+    alone = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(tokens_for(0, 0, 0)).backward()
+    alone.step()
+    optimizer = fe.shard_optimizer(torch.optim.AdamW(engine.model.parameters(), lr=0.1))
+    optimizer.load_state_dict(copy.deepcopy(alone.state_dict()))
+    for each, stepped in ((model, alone), (engine.model, optimizer)):
+        for param in each.parameters():
+            param.grad = torch.zeros_like(param)
+        stepped.step()
+    for name, plain, param in pairs(model, engine):
+        for key in ("exp_avg", "exp_avg_sq"):
+            found, expected = optimizer.state[param][key], alone.state[plain][key]
+            assert torch.equal(whole(found), expected), (name, key)

@@ -57,3 +57,36 @@ def test_tensor_parallelism_and_two_axes_under_fully_shard() -> None:
         pool.run(both, (2, 2, 2), {}, world_size=8)
     finally:
         pool.close()
+
+
+def converted(how: str) -> None:
+    """Conversions keep what tensor parallelism has made of parameters."""
+    mesh = mesh_of((2, 2), ("dp", "tp"))
+    torch.manual_seed(4)
+    plain = Model(hidden=17)
+    with torch.device("meta" if how == "to_empty" else "cpu"):
+        torch.manual_seed(4)
+        model: Any = Model(hidden=17)
+    cut(model, mesh["tp"], sequence=True)
+    for block in model.blocks:
+        fsdp2.fully_shard(block, mesh=mesh["dp"])
+    fsdp2.fully_shard(model, mesh=mesh["dp"])
+    if how == "to_empty":
+        model.to_empty(device="cpu")
+        with torch.no_grad():
+            for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                mine.copy_(theirs)
+    else:
+        plain, model = plain.double(), model.double()
+    for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert mine.shape == theirs.shape, name
+        assert torch.equal(whole(mine), theirs.detach()), name
+        spread = mine.flat_placement.spread
+        assert spread is not None, name
+    loss, expected = model(tokens_for(0, 0, 0)), plain(tokens_for(0, 0, 0))
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("how", ["to_empty", "double"])
+def test_conversions_keep_tensor_parallelism(ranks: Ranks, how: str) -> None:
+    ranks.run(converted, how)
