@@ -40,7 +40,9 @@ STATE, GROUPS, KIND = "state", "param_groups", "kind"
 _NOT_HYPERPARAMETERS = ("params", "param_names")
 
 
-def name_params(engine: ShardedModel, optimizer: torch.optim.Optimizer) -> list[list[SavedParam]]:
+def name_params(
+    named: Mapping[int, SavedParam], optimizer: torch.optim.Optimizer
+) -> list[list[SavedParam]]:
     """The parameters of each of the optimizer's groups, with their names.
 
     Raises:
@@ -49,7 +51,6 @@ def name_params(engine: ShardedModel, optimizer: torch.optim.Optimizer) -> list[
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer: expected a torch.optim.Optimizer or None; found {optimizer!r}")
-    named = saved_params(engine)
     groups = []
     for number, group in enumerate(optimizer.param_groups):
         strangers = [tuple(p.shape) for p in group["params"] if id(p) not in named]
@@ -69,7 +70,7 @@ def optimizer_entries(engine: ShardedModel, optimizer: torch.optim.Optimizer) ->
         ValueError: a state holds a container, or belongs to no parameter.
         TypeError, ValueError: see :func:`name_params`.
     """
-    groups = name_params(engine, optimizer)
+    groups = name_params(saved_params(engine), optimizer)
     packed = optimizer.state_dict()
     member_of = {
         index: member
@@ -143,10 +144,9 @@ class OptimizerMatch:
     ) -> None:
         self._optimizer = optimizer
         self._saved = saved
-        self._members = name_params(engine, optimizer)
-        self._canonical = {
-            alias: param.name for param in saved_params(engine).values() for alias in param.aliases
-        }
+        named = saved_params(engine)
+        self._members = name_params(named, optimizer)
+        self._canonical = {alias: param.name for param in named.values() for alias in param.aliases}
         self.targets: Targets = {}
         self.problems: list[str] = []
         self.is_same_kind = True

@@ -131,18 +131,15 @@ class DataMesh(Ranks):
         All of them must call it.
 
         Args:
-            others: meshes of DTensors, slices of the mesh that this one is a slice of.
+            others: one mesh for each of these dimensions, slices of the mesh that this one is a
+                slice of.
 
         Raises:
             ValueError: see :func:`joint_mesh`.
         """
-        dims: dict[str, DeviceMesh] = {}
-        for mesh in others:
-            for name in mesh.mesh_dim_names or ():
-                dims.setdefault(name, mesh[name])
         if not others:
             return self
-        joint = joint_mesh(self.device_mesh, *dims.values())
+        joint = joint_mesh(self.device_mesh, *others)
         group = None
         if joint.size() > 1:
             group = group_of_ranks(members_of(joint), self.device_mesh.get_group(0), self.device)

@@ -114,18 +114,8 @@ def test_any_cut_loads_what_any_other_saved(
             assert torch.equal(found[name], value), f"{saved} to {loaded}: {name}"
 
 
-def with_fsdp2(folder: str, shape: dict[str, int], saves: bool) -> dict[str, Tensor]:
-    """The same model under FSDP2 with the same tensor parallelism, by DCP."""
-    torch.manual_seed(1 + saves)
-    model: Any = Model(**shape)
-    mesh = mesh_of((2, 2), ("dp", "tp"))
-    cut(model, mesh["tp"], sequence=True)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh["dp"])
-    fully_shard(model, mesh=mesh["dp"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model(tokens_for(0, 0, 0)).backward()
-    optimizer.step()
+def through_dcp(model: Any, optimizer: Any, folder: str, saves: bool) -> dict[str, Tensor]:
+    """Save, or load; the whole weights after that."""
     parts = get_state_dict(model, optimizer)
     state = {"model": parts[0], "optimizer": parts[1]}
     if saves:
@@ -138,22 +128,25 @@ def with_fsdp2(folder: str, shape: dict[str, int], saves: bool) -> dict[str, Ten
     return {name: whole(param) for name, param in model.named_parameters()}
 
 
+def with_fsdp2(folder: str, shape: dict[str, int], saves: bool) -> dict[str, Tensor]:
+    """The same model under FSDP2 with the same tensor parallelism, by DCP."""
+    torch.manual_seed(1 + saves)
+    model: Any = Model(**shape)
+    mesh = mesh_of((2, 2), ("dp", "tp"))
+    cut(model, mesh["tp"], sequence=True)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(tokens_for(0, 0, 0)).backward()
+    optimizer.step()
+    return through_dcp(model, optimizer, folder, saves)
+
+
 def by_dcp(folder: str, shape: dict[str, int], saves: bool) -> dict[str, Tensor]:
     """Ours, by DCP and torch's own functions for state dicts."""
     engine, optimizer = trained(CUTS["tp2 dp2"], shape, 2 if saves else 1)
-    parts = get_state_dict(engine.model, optimizer)
-    state = {"model": parts[0], "optimizer": parts[1]}
-    if saves:
-        dcp.save(state, checkpoint_id=folder)
-    else:
-        dcp.load(state, checkpoint_id=folder)
-        set_state_dict(
-            engine.model,
-            optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
-    return {name: whole(param) for name, param in engine.model.named_parameters()}
+    return through_dcp(engine.model, optimizer, folder, saves)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
