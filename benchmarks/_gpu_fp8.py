@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp_engine as fe
 from examples.gpt import GPT
-from fsdp_engine.simulation.planner import estimate
+from fsdp_engine.planner.estimates import estimate
 
 RANKS = 8
 POLICY = fe.MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16)

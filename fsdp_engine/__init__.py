@@ -15,17 +15,20 @@ from fsdp_engine.megatron.distributed_data_parallel import DistributedDataParall
 from fsdp_engine.megatron.finalize_model_grads import finalize_model_grads
 from fsdp_engine.megatron.groups import ModelParallelGroups
 from fsdp_engine.optimizer import shard_optimizer
+from fsdp_engine.planner.estimates import Estimate, estimate
+from fsdp_engine.planner.plan import plan
+from fsdp_engine.planner.planning import Planning
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.hooks import register_forward_method
 from fsdp_engine.sharding import shard
-from fsdp_engine.simulation.machine import B200, H100, H200, Machine
-from fsdp_engine.simulation.planner import Estimate, estimate
+from fsdp_engine.simulation.machine import A100, B200, H100, H200, Machine
 from fsdp_engine.simulation.result import Simulation
 from fsdp_engine.simulation.simulate import simulate
 
 __version__ = "0.1.0"  # the package's metadata read it here
 
 __all__ = [
+    "A100",
     "B200",
     "H100",
     "H200",
@@ -39,12 +42,14 @@ __all__ = [
     "Machine",
     "MixedPrecisionPolicy",
     "ModelParallelGroups",
+    "Planning",
     "Simulation",
     "estimate",
     "export_safetensors",
     "finalize_model_grads",
     "load_checkpoint",
     "load_safetensors",
+    "plan",
     "register_forward_method",
     "save_checkpoint",
     "shard",

@@ -1,4 +1,4 @@
-"""What command lines print: bytes for people, and tables that no narrow terminal cuts short."""
+"""What command lines print: numbers for people, and tables that no narrow terminal cuts short."""
 
 from __future__ import annotations
 
@@ -15,8 +15,30 @@ def format_bytes(count: float) -> str:
     return f"{count:,.0f} B" if unit == "B" else f"{count:,.1f} {unit}"
 
 
+def format_count(count: float) -> str:
+    """``count`` of anything, three digits of it: 8.03B, 517, 1.20M."""
+    for unit in ("", "k", "M", "B"):
+        if abs(count) < 999.5 or unit == "B":
+            break
+        count /= 1000
+    return f"{count:,.3g}{unit}" if abs(count) < 999.5 else f"{count:,.0f}{unit}"
+
+
+def format_seconds(seconds: float) -> str:
+    """``seconds``, with a unit that suits it."""
+    return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1e3:,.1f} ms"
+
+
 def print_whole(table: Table) -> None:
     """Print a table in full: where the terminal is too narrow, its lines go on in the next one."""
     console = Console()
     needed = console.measure(table, options=console.options.update(width=1000)).maximum
     Console(width=max(console.width, needed)).print(table, crop=False, soft_wrap=False)
+
+
+def table_text(table: Table) -> str:
+    """A table as text, in full."""
+    console = Console(width=1000, no_color=True)
+    with console.capture() as captured:
+        console.print(table, crop=False, soft_wrap=False)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())

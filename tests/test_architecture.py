@@ -41,8 +41,9 @@ FLOORS: dict[str, int] = {
     "fsdp2": 9,
     "megatron": 9,
     "simulation": 9,
-    "__init__": 10,
-    "__main__": 11,
+    "planner": 10,
+    "__init__": 11,
+    "__main__": 12,
 }
 
 MAX_LINES = 450
@@ -463,7 +464,7 @@ PLANTED: list[tuple[Callable[[Source], Iterator[Finding]], str, str]] = [
     (only_mesh_makes_groups, "engine", DIST + "dist.new_group([0])"),
     (
         only_mesh_makes_groups,
-        "simulation.planner",
+        "planner.estimates",
         MESH + "DeviceMesh('cpu', [0])",
     ),
     (
@@ -495,7 +496,7 @@ PLANTED: list[tuple[Callable[[Source], Iterator[Finding]], str, str]] = [
     ),
     (
         only_its_codec_imports_transformer_engine,
-        "simulation.command_line",
+        "planner.command_line",
         "import importlib\nimportlib.import_module('transformer_engine')",
     ),
     (nobody_asks_which_level_runs, "runtime.unit", "if strategy == 'no_shard':\n    pass"),

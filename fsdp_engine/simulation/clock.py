@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -195,6 +194,17 @@ class SimulatedLane:
         return []
 
 
+@dataclass
+class _Work:
+    """An operation that is carried out: seconds so far of its messages, of what it computes, and of
+    what it takes from compute."""
+
+    lane: SimulatedLane
+    sending: float = 0.0
+    computed: float = 0.0
+    stolen: float = 0.0
+
+
 class Clock:
     """The time of one rank, and what happened in it. See [Note: Two clocks].
 
@@ -203,6 +213,7 @@ class Clock:
         phase: what the program does: "build", "forward", "backward" or "step".
         spans: what was done, in the order in which it was issued.
         exposed: where compute waited for communication.
+        sent_bytes: of messages on lanes, by axis.
         memory_changed: is called when the engine's memory came or went.
     """
 
@@ -212,16 +223,15 @@ class Clock:
         self.phase = "build"
         self.spans: list[Span] = []
         self.exposed: list[Exposed] = []
+        self.sent_bytes: dict[str, float] = {}
         self.memory_changed: Callable[[], None] = lambda: None
         self.lanes = {name: SimulatedLane(self, name) for name in LANES}
         self._compute = self.lanes[COMPUTE]
         # What compute's next operation comes after, and the phase in which somebody said so.
         self._awaited: SimulatedTicket | None = None
         self._awaited_in = ""
-        # Of the operation that runs on another lane right now: its lane, and the seconds so far of
-        # its messages, of what it computes, and of what it takes from compute.
-        self._within: SimulatedLane | None = None
-        self._sent = self._computed = self._stolen = 0.0
+        # The operation that runs on another lane right now.
+        self._work: _Work | None = None
 
     def make_lanes(self, device: torch.device) -> Lanes:
         """The lanes of an engine."""
@@ -231,7 +241,7 @@ class Clock:
     @property
     def lane_at_work(self) -> str | None:
         """The lane whose operation is carried out right now; None: compute's."""
-        return None if self._within is None else self._within.name
+        return None if self._work is None else self._work.lane.name
 
     def call(self) -> None:
         """The host calls something."""
@@ -242,8 +252,8 @@ class Clock:
     def compute(self, label: str, seconds: float) -> None:
         """An operation of ``seconds`` on the lane that is at work."""
         self.call()
-        if self._within is not None:
-            self._computed += seconds
+        if self._work is not None:
+            self._work.computed += seconds
             return
         start = self._settle()
         self._compute.free = start + seconds
@@ -252,29 +262,36 @@ class Clock:
         if seconds:
             self.spans.append(Span(COMPUTE, label, self.phase, start, self._compute.free))
 
-    def send(self, seconds: float, of_compute: float = 0.0) -> None:
+    def send(self, num_bytes: float, seconds: float, of_compute: float = 0.0) -> None:
         """A message of ``seconds`` on the lane that is at work. Outside lanes messages are small,
         go beside everything else, and nobody waits for them.
 
         Args:
+            num_bytes: that this rank sends.
             of_compute: what it takes from compute, where one processor does both.
         """
         self.call()
-        if self._within is not None:
-            self._sent += seconds
-            self._stolen += of_compute
+        if self._work is not None:
+            self._work.sending += seconds
+            self._work.stolen += of_compute
+            axis = axis_of(self._work.lane.name)
+            self.sent_bytes[axis] = self.sent_bytes.get(axis, 0.0) + num_bytes
 
     def run(
         self, lane: SimulatedLane, label: str, operation: Operation, after: Sequence[Any]
     ) -> Moment:
         """Carry out an operation on ``lane``; returns when it is done."""
         start = max(self.host, lane.free, *(ticket.time for ticket in after))
-        with self._at_work(lane):
-            for works in operation():
-                for work in works:
-                    work.wait()
-            computed, stolen = self._computed, self._stolen
-            seconds = self._sent + computed
+        work = _Work(lane)
+        outside, self._work = self._work, work
+        try:
+            for messages in operation():
+                for message in messages:
+                    message.wait()
+        finally:
+            self._work = outside
+        computed, stolen = work.computed, work.stolen
+        seconds = work.sending + computed
         if not self.machine.host_runs_ahead:
             # The host computes its part itself; only messages go on by themselves.
             self.host += computed
@@ -339,14 +356,10 @@ class Clock:
             name = unit_of(due.label)
             self.exposed.append(Exposed(name, phase, due.lane, due.time - ready, ready))
 
-    @contextmanager
-    def _at_work(self, lane: SimulatedLane) -> Iterator[None]:
-        outside = (self._within, self._sent, self._computed, self._stolen)
-        self._within, self._sent, self._computed, self._stolen = lane, 0.0, 0.0, 0.0
-        try:
-            yield
-        finally:
-            self._within, self._sent, self._computed, self._stolen = outside
+
+def axis_of(lane: str) -> str:
+    """The axis whose messages ``lane`` carries: "inner" or "outer"."""
+    return lane.split()[0]
 
 
 def unit_of(label: str) -> str:

@@ -110,6 +110,22 @@ class Machine:
         path.write_text(json.dumps(content, indent=2) + "\n")
 
     @classmethod
+    def named(cls, name: str) -> Machine:
+        """A preset, such as "h100", or what :meth:`load` reads from a file.
+
+        Raises:
+            ValueError: there is no such preset or file, or the file says something else.
+        """
+        if name.lower() in PRESETS:
+            return PRESETS[name.lower()]
+        if not Path(name).is_file():
+            raise ValueError(
+                f"machine: expected one of {', '.join(PRESETS)}, or a file of `calibrate`; "
+                f"found {name!r}"
+            )
+        return cls.load(name)
+
+    @classmethod
     def load(cls, path: str | Path) -> Machine:
         """Read what :meth:`save`, or ``python -m fsdp_engine calibrate``, wrote.
 
@@ -117,8 +133,8 @@ class Machine:
             OSError: there is no such file.
             ValueError: it says something else.
         """
-        content = json.loads(Path(path).read_text())
         try:
+            content = json.loads(Path(path).read_text())
             processor = content.pop("processor")
             flops = {_DTYPES[name]: each for name, each in processor.pop("matrix_flops").items()}
             return cls(
@@ -127,7 +143,7 @@ class Machine:
                 between_nodes=Link(**content.pop("between_nodes")),
                 **content,
             )
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(
                 f"{path}: expected a machine as `calibrate` writes it; found {error!r}"
             ) from error
@@ -198,3 +214,29 @@ B200 = Machine(
     ranks_per_node=8,
     host_seconds=_HOST,
 )
+
+# "NVIDIA A100 Tensor Core GPU" data sheet, SXM 80 GB column: 312 TFLOPS bf16, 19.5 fp32 and fp64.
+# 2,039 GB/s. NVLink 3 600 GB/s, both directions. 200 Gb/s: one ConnectX-6 port for each GPU, as in
+# the DGX A100 data sheet.
+A100 = Machine(
+    "8 x A100 SXM 80 GB a node, 200 Gb/s a GPU",
+    Processor(
+        {
+            torch.bfloat16: 312e12,
+            torch.float16: 312e12,
+            torch.float32: 19.5e12,
+            torch.float64: 19.5e12,
+        },
+        2.039e12,
+        80e9,
+        _KERNEL,
+        _FLOPS,
+        _MEMORY,
+    ),
+    Link(300e9, _NVLINK_HOP, _NVLINK),
+    Link(25e9, _NETWORK_HOP, _NETWORK),
+    ranks_per_node=8,
+    host_seconds=_HOST,
+)
+
+PRESETS = {"a100": A100, "h100": H100, "h200": H200, "b200": B200}

@@ -19,7 +19,7 @@ from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fsdp_engine.simulation.clock import Clock
+from fsdp_engine.simulation.clock import Clock, axis_of
 from fsdp_engine.simulation.machine import Link
 from fsdp_engine.simulation.memory_watch import MemoryWatch
 
@@ -118,19 +118,24 @@ class Operations(TorchDispatchMode):
         num_bytes = max(_num_bytes(each) for each in _tensors(args))
         group = next(each for each in map(_as_group, args) if each is not None)
         link = self._link(group.size())
+        sent = sent_bytes(num_bytes, group.size(), ring)
         seconds = message_seconds(link, num_bytes, group.size(), ring)
-        self._clock.send(seconds, seconds * link.processor_share)
+        self._clock.send(sent, seconds, seconds * link.processor_share)
 
     def _link(self, num_ranks: int) -> Link:
         lane = self._clock.lane_at_work
-        is_outer = lane is not None and lane.startswith("outer")
+        is_outer = lane is not None and axis_of(lane) == "outer"
         return self._clock.machine.link(num_ranks, self._inner_size if is_outer else 1)
 
 
 def message_seconds(link: Link, num_bytes: int, num_ranks: int, ring: int = 1) -> float:
     """Of a collective of ``num_bytes`` over ``num_ranks``: ``ring`` times around a ring."""
-    sent = ring * num_bytes * (num_ranks - 1) / num_ranks
-    return link.seconds(sent, ring * (num_ranks - 1))
+    return link.seconds(sent_bytes(num_bytes, num_ranks, ring), ring * (num_ranks - 1))
+
+
+def sent_bytes(num_bytes: float, num_ranks: int, ring: int = 1) -> float:
+    """What each rank sends of such a collective."""
+    return ring * num_bytes * (num_ranks - 1) / num_ranks
 
 
 def _tensors(tree: Any) -> list[Tensor]:

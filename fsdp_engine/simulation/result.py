@@ -26,6 +26,7 @@ class Simulation:
         spans: what each lane did in it.
         exposed: where compute waited for communication.
         memory: by kind, at the moment when most was held.
+        sent_bytes: what a rank sends, by axis ("inner", "outer").
         budget: elements that the engine gathers ahead.
         staging_budget: gradients that it has on their way at a time.
     """
@@ -36,6 +37,7 @@ class Simulation:
     spans: tuple[Span, ...]
     exposed: tuple[Exposed, ...]
     memory: dict[str, int]
+    sent_bytes: dict[str, float]
     budget: int
     staging_budget: StagingBudget
 

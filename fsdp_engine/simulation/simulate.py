@@ -107,6 +107,7 @@ def simulate(
             memory.restart()
             clock.spans.clear()
             clock.exposed.clear()
+            clock.sent_bytes.clear()
             step.run(clock, memory)
         seconds = clock.finish() - start
     title = f"{engine.strategy} on {' x '.join(map(str, sizes))} ranks"
@@ -116,7 +117,8 @@ def simulate(
     exposed = tuple(replace(each, start=each.start - start) for each in clock.exposed)
     peak = dict(memory.peak)
     budgets = (engine.budget, engine.staging_budget)
-    return Simulation(title, machine, seconds, spans, exposed, peak, *budgets)
+    sent = dict(clock.sent_bytes)
+    return Simulation(title, machine, seconds, spans, exposed, peak, sent, *budgets)
 
 
 class _Step:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_engine as fe
-from fsdp_engine.simulation.planner import estimate
+from fsdp_engine.planner.estimates import estimate
 from tests.codecs import te_on_cpu
 from tests.codecs.te_on_cpu import QuantisedLinear
 from tests.pool import Ranks

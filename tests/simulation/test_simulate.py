@@ -38,7 +38,7 @@ def a_machine(host_seconds: float = 0.0, host_runs_ahead: bool = True) -> Machin
 
 def sending(clock: Clock, seconds: float) -> Operation:
     def steps() -> Any:
-        clock.send(seconds)
+        clock.send(0, seconds)
         yield ()
 
     return steps
@@ -95,7 +95,7 @@ def test_a_message_takes_its_share_from_compute_while_it_goes_on() -> None:
     lanes = clock.make_lanes(torch.device("cpu"))
 
     def steps() -> Any:
-        clock.send(3.0, 1.5)
+        clock.send(0, 3.0, 1.5)
         yield ()
 
     ticket = lanes.inner_gather.submit("all-gather of a", steps)

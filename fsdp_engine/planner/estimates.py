@@ -31,11 +31,7 @@ from torch import nn
 from fsdp_engine.codecs import CastCodec, CodecRule
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.layout.placement import TensorRequest, plan_layouts
-from fsdp_engine.planning.assignment import Expected, UnitSelector, collect_records, expect
-from fsdp_engine.planning.dtensors import set_spreads
-from fsdp_engine.planning.plan import AxisPlan, AxisPlans, Granule, PlanSettings, plan_units
-from fsdp_engine.precision import MixedPrecisionPolicy
-from fsdp_engine.simulation.footprint import (
+from fsdp_engine.planner.footprint import (
     AxisSizes,
     BufferPlan,
     Footprint,
@@ -43,6 +39,10 @@ from fsdp_engine.simulation.footprint import (
     peak_full_bytes,
     peak_staging_bytes,
 )
+from fsdp_engine.planning.assignment import Expected, UnitSelector, collect_records, expect
+from fsdp_engine.planning.dtensors import set_spreads
+from fsdp_engine.planning.plan import AxisPlan, AxisPlans, Granule, PlanSettings, plan_units
+from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.strategies import ALL_STRATEGIES, NO_SHARD, Axis, Role, Strategy
 
 NOT_INCLUDED = "Activations are not included, nor what kernels and allocators take for themselves."

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_engine as fe
+from fsdp_engine.planner.estimates import Estimate, compare, estimate
 from fsdp_engine.runtime.description import Description, UnitRow
-from fsdp_engine.simulation.planner import Estimate, compare, estimate
 from fsdp_engine.strategies import ALL_STRATEGIES, LEVELS, Axis
 from tests import models
 from tests.messages import watched

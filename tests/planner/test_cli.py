@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fsdp_engine.simulation.command_line import app, build_on_meta
+from fsdp_engine.planner.command_line import app, build_on_meta
 from fsdp_engine.strategies import ALL_STRATEGIES, LEVELS
 from fsdp_engine.terminal import format_bytes
 

@@ -24,9 +24,9 @@ from rich.table import Table
 from torch import nn
 
 from fsdp_engine.checkpoint.command_line import app as checkpoint_app
+from fsdp_engine.planner.estimates import NOT_INCLUDED, Estimate, compare
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.simulation.calibrate import calibrate
-from fsdp_engine.simulation.planner import NOT_INCLUDED, Estimate, compare
 from fsdp_engine.terminal import format_bytes, print_whole
 
 DTYPES = {
@@ -153,50 +153,6 @@ def build_on_meta(spec: str) -> nn.Module:
             f"--model: expected {spec} to return a torch.nn.Module; found {type(model).__name__}"
         )
     return model
-
-
-def estimates_table(estimates: Sequence[Estimate], memory_gib: float | None = None) -> Table:
-    """A row for each estimate.
-
-    Args:
-        estimates: of one model on one number of ranks.
-        memory_gib: memory of a rank; adds what is left of it.
-    """
-    first = estimates[0]
-    padding = max(each.padding for each in estimates)
-    table = Table(
-        title=(
-            f"{first.num_elements:,} elements (and at most {padding:,} of padding) on "
-            f"{first.outer_size} x {first.inner_size} ranks (outer x inner); bytes of one rank"
-        ),
-        caption=f"+: for a moment, at most. Sent: in a step, at most. {NOT_INCLUDED}",
-        title_justify="left",
-        caption_justify="left",
-    )
-    has_outer = first.outer_size > 1
-    table.add_column("strategy", no_wrap=True)
-    if has_outer:
-        table.add_column("outer", no_wrap=True)
-    columns = ["weights", "gradients", "optimizer", "at rest", "+ full", "+ staging", "at most"]
-    columns += ["sent inner", "sent outer"] if has_outer else ["sent"]
-    if memory_gib is not None:
-        columns.append("left")
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    for each in estimates:
-        cells = [each.strategy.inner.name]
-        if has_outer:
-            cells.append(each.strategy.outer.name)
-        counts = [each.weight_bytes, each.grad_bytes, each.optimizer_bytes, each.rest_bytes]
-        counts += [each.full_bytes, each.staging_bytes, each.peak_bytes, each.inner_traffic_bytes]
-        if has_outer:
-            counts.append(each.outer_traffic_bytes)
-        cells += [format_bytes(count) for count in counts]
-        if memory_gib is not None:
-            left = memory_gib * 2**30 - each.peak_bytes
-            cells.append(format_bytes(left) if left > 0 else f"[red]-{format_bytes(-left)}[/red]")
-        table.add_row(*cells)
-    return table
 
 
 def _dtype(name: str, option: str) -> torch.dtype:

@@ -2,7 +2,7 @@
 
 ``buffers/weights.py`` and ``gradients.py`` say which tensors a buffer has at rest and for a moment,
 ``scheduler.py`` and ``reductions.py`` how many of the momentary ones there are at a time. Here the
-same is counted without making any; ``tests/simulation/test_planner.py`` holds the two together.
+same is counted without making any; ``tests/planner/test_estimates.py`` holds the two together.
 """
 
 from __future__ import annotations

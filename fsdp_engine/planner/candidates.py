@@ -1,0 +1,85 @@
+"""What there is to choose from: meshes, strategies, activation checkpointing, microbatch sizes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from fsdp_engine.strategies import ALL_STRATEGIES, Axis, Role, Strategy
+
+Mesh = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run a job.
+
+    Attributes:
+        mesh: ranks on each axis, (inner,) or (outer, inner).
+        strategy, outer_strategy: names of the levels.
+        checkpointing: each unit's activations are computed again in backward.
+        microbatch_size: what the batch was made for; None: it has one size.
+    """
+
+    mesh: Mesh
+    strategy: str
+    outer_strategy: str
+    checkpointing: bool
+    microbatch_size: int | None = None
+
+    @property
+    def levels(self) -> str:
+        """The strategy in a word or two: "optim", or "optim_grads_params + optim" on two axes."""
+        if len(self.mesh) == 1:
+            return self.strategy
+        return f"{self.strategy} + {self.outer_strategy}"
+
+    @property
+    def ranks(self) -> str:
+        """The mesh as people write it: "1024", or "128 x 8" (outer x inner)."""
+        return " x ".join(map(str, self.mesh))
+
+    def __str__(self) -> str:
+        parts = [f"{self.levels} on {self.ranks} ranks"]
+        if self.microbatch_size is not None:
+            parts.append(f"microbatches of {self.microbatch_size}")
+        parts.append("activation checkpointing" if self.checkpointing else "no checkpointing")
+        return ", ".join(parts)
+
+
+def fitting_meshes(world_size: int, ranks_per_node: int) -> list[Mesh]:
+    """One axis, and nodes x ranks of a node where the ranks fill two nodes or more."""
+    meshes: list[Mesh] = [(world_size,)]
+    if 1 < ranks_per_node < world_size and world_size % ranks_per_node == 0:
+        meshes.append((world_size // ranks_per_node, ranks_per_node))
+    return meshes
+
+
+def check_meshes(meshes: Iterable[Sequence[int]], world_size: int) -> list[Mesh]:
+    """Meshes of a user.
+
+    Raises:
+        ValueError: one has not ``world_size`` ranks, or neither one nor two axes.
+    """
+    found = [tuple(mesh) for mesh in meshes]
+    for mesh in found:
+        if len(mesh) not in (1, 2) or math.prod(mesh) != world_size or min(mesh) < 1:
+            raise ValueError(
+                f"meshes: expected one or two sizes of {world_size} ranks each; found {mesh}"
+            )
+    return found
+
+
+def candidates(
+    meshes: Iterable[Mesh], checkpointing: Iterable[bool], microbatch_sizes: Iterable[int | None]
+) -> Iterator[Candidate]:
+    """Every combination: four levels on one axis, ten pairs on two."""
+    for size, recompute, mesh in itertools.product(microbatch_sizes, checkpointing, meshes):
+        for pair in _pairs(mesh):
+            yield Candidate(mesh, pair.inner.name, pair.outer.name, recompute, size)
+
+
+def _pairs(mesh: Mesh) -> list[Strategy]:
+    return [s for s in ALL_STRATEGIES if len(mesh) == 2 or not s.cuts(Role.OPTIM, Axis.OUTER)]

@@ -1,0 +1,250 @@
+"""``plan``: every strategy tried on the simulated clock, and the fastest that fits."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from fsdp_engine.planner.candidates import Candidate, candidates, check_meshes, fitting_meshes
+from fsdp_engine.planner.estimates import estimate
+from fsdp_engine.planner.inputs import named
+from fsdp_engine.planner.outcome import Outcome, Setting, Trial, sorted_outcomes
+from fsdp_engine.planner.planning import Planning
+from fsdp_engine.simulation.machine import H100, Machine
+from fsdp_engine.simulation.result import Simulation
+from fsdp_engine.simulation.simulate import MakeOptimizer, simulate
+
+SimulationError = RuntimeError
+
+# Of a machine's memory, where no other limit is given: the driver's context, buffers of NCCL and
+# kernels, and gaps between an allocator's blocks take the rest (docs/planner.md).
+USABLE = 0.9
+
+# Microbatches, in place of one, that are tried for the chosen candidate.
+_MORE_MICROBATCHES = 4
+
+
+def plan(
+    build: Callable[[], nn.Module] | str,
+    batch: Any,
+    *,
+    world_size: int,
+    machine: Machine | str = H100,
+    memory: float | None = None,
+    meshes: Iterable[Sequence[int]] | None = None,
+    checkpointing: Iterable[bool] = (False, True),
+    microbatch_sizes: Sequence[int] | None = None,
+    microbatches: int = 1,
+    loss: Callable[[Any], Tensor] | None = None,
+    optimizer: MakeOptimizer | None = None,
+    progress: bool = False,
+    **options: Any,
+) -> Planning:
+    """Which strategy to take: the engine runs the model under each, on a machine that need not be
+    there, with fake tensors, in this process.
+
+    Args:
+        build: makes the model, or ``module:function`` that does.
+        batch: what the model is called with on one rank, or a function that makes it; with
+            ``microbatch_sizes`` a function of the size. See :func:`~.simulation.simulate`.
+        world_size: data-parallel ranks.
+        machine: what it would run on: a machine, the name of a preset, or a file of ``calibrate``.
+        memory: bytes that a rank may hold. None: 0.9 of what the machine's have.
+        meshes: sizes of the axes to try, (inner,) or (outer, inner). None: one axis, and nodes x
+            ranks of a node.
+        checkpointing: whether each unit's activations are computed again in backward; both are
+            tried.
+        microbatch_sizes: sizes to try. None: the batch is as it is.
+        microbatches: forwards and backwards in a step.
+        loss, optimizer: see :func:`~.simulation.simulate`.
+        progress: show a bar on stderr.
+        **options: arguments of ``fe.shard`` for all candidates: ``units``, ``mp_policy``,
+            ``config``, ...
+
+    Returns:
+        A :class:`~fsdp_engine.planner.planning.Planning`. Where the model cannot run with fake
+        tensors, its rows come from formulas, without activations and times, and it says why.
+
+    Raises:
+        RuntimeError: torch.distributed is initialised in this process.
+        ValueError: an argument, or what ``fe.shard`` would refuse.
+    """
+    where = machine if isinstance(machine, Machine) else Machine.named(machine)
+    if not isinstance(world_size, int) or world_size < 1:
+        raise ValueError(f"world_size: expected 1 rank or more; found {world_size!r}")
+    if meshes is None:
+        sizes = fitting_meshes(world_size, where.ranks_per_node)
+    else:
+        sizes = check_meshes(meshes, world_size)
+    limit = USABLE * where.processor.memory_bytes if memory is None else memory
+    make = named(build, "build") if isinstance(build, str) else build
+    model = _on_meta(make)
+    job = _Job(make, batch, world_size, where, microbatches, loss, optimizer, options)
+    every = list(candidates(sizes, checkpointing, microbatch_sizes or (None,)))
+    if not every:
+        raise ValueError("meshes, checkpointing: expected something to try; found nothing")
+    setting = Setting(
+        model=type(model).__name__,
+        num_elements=sum(param.numel() for param in model.parameters()),
+        machine=where.name,
+        world_size=world_size,
+        ranks_per_node=where.ranks_per_node,
+        memory=limit,
+        item=number_of_items(job.inputs(every[0].microbatch_size))[0],
+        microbatches=microbatches,
+    )
+    bar = Console(stderr=True)
+    told = track(every, "planning", console=bar, transient=True, disable=not progress)
+    try:
+        outcomes = sorted_outcomes([job.outcome(each, limit) for each in told])
+    except SimulationError as error:
+        setting = replace(setting, why_unknown=str(error))
+        return Planning(setting, _by_formulas(model, job, every, limit), options=options)
+    trials = job.trials(outcomes[0], limit) if outcomes[0].fits else ()
+    return Planning(setting, outcomes, trials, options, job.simulate)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What all candidates have in common; see :func:`plan`."""
+
+    build: Callable[[], nn.Module]
+    batch: Any
+    world_size: int
+    machine: Machine
+    microbatches: int
+    loss: Callable[[Any], Tensor] | None
+    optimizer: MakeOptimizer | None
+    options: dict[str, Any]
+
+    def inputs(self, size: int | None) -> Any:
+        """A rank's batch."""
+        if not callable(self.batch):
+            if size is not None:
+                raise ValueError(
+                    "batch: expected a function of the microbatch size, since microbatch_sizes "
+                    f"are given; found {type(self.batch).__name__}"
+                )
+            return self.batch
+        return self.batch() if size is None else self.batch(size)
+
+    def simulate(
+        self, candidate: Candidate, *, inputs: Any = None, microbatches: int | None = None
+    ) -> Simulation:
+        """A step of ``candidate``."""
+        return simulate(
+            self.build,
+            self.world_size,
+            batch=self.inputs(candidate.microbatch_size) if inputs is None else inputs,
+            mesh=candidate.mesh,
+            machine=self.machine,
+            loss=self.loss,
+            optimizer=self.optimizer,
+            microbatches=microbatches or self.microbatches,
+            strategy=candidate.strategy,
+            outer_strategy=candidate.outer_strategy,
+            checkpointing=candidate.checkpointing,
+            **self.options,
+        )
+
+    def outcome(self, candidate: Candidate, limit: float) -> Outcome:
+        """``candidate``, tried."""
+        return Outcome.of_simulation(
+            candidate, self.simulate(candidate), self._items(candidate, 1), limit
+        )
+
+    def trials(self, chosen: Outcome, limit: float) -> tuple[Trial, ...]:
+        """``chosen`` with a larger batch, and with more microbatches."""
+        candidate = chosen.candidate
+        inputs = self.inputs(candidate.microbatch_size)
+        more = _MORE_MICROBATCHES * self.microbatches
+        tries: dict[str, tuple[int, Callable[[], Simulation]]] = {
+            "a microbatch twice as large": (
+                2,
+                functools.partial(self.simulate, candidate, inputs=_twice(inputs)),
+            ),
+            f"{more} microbatches a step": (
+                _MORE_MICROBATCHES,
+                functools.partial(self.simulate, candidate, microbatches=more),
+            ),
+        }
+        found = []
+        for change, (factor, run) in tries.items():
+            outcome = Outcome.of_simulation(
+                candidate, run(), self._items(candidate, factor), limit
+            )
+            found.append(Trial(change, outcome.rate / chosen.rate, outcome.lacking))
+        return tuple(found)
+
+    def _items(self, candidate: Candidate, factor: int) -> int:
+        _, count = number_of_items(self.inputs(candidate.microbatch_size))
+        return factor * count * self.microbatches * self.world_size
+
+
+def number_of_items(inputs: Any) -> tuple[str, int]:
+    """What a rank's batch is counted in, and how much of it there is: elements of its first matrix
+    of integers are tokens; without one, rows of its first tensor are samples.
+
+    Raises:
+        ValueError: there is no tensor.
+    """
+    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    for tensor in tensors:
+        if tensor.dtype in (torch.int64, torch.int32) and tensor.ndim == 2:
+            return "tokens", tensor.numel()
+    for tensor in tensors:
+        return "samples", tensor.shape[0] if tensor.ndim else 1
+    raise ValueError("batch: expected tensors; found none")
+
+
+def _on_meta(build: Callable[[], nn.Module]) -> nn.Module:
+    """The model, of which nothing is allocated."""
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.device("meta"):
+        model = build()
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"build: expected a torch.nn.Module; found {type(model).__name__}")
+    return model
+
+
+def _twice(inputs: Any) -> Any:
+    """The batch, and itself once more behind it."""
+    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim]
+    rows = tensors[0].shape[0] if tensors else 0
+
+    def twice(tensor: Tensor) -> Tensor:
+        has_rows = tensor.ndim > 0 and tensor.shape[0] == rows
+        return torch.cat([tensor, tensor]) if has_rows else tensor
+
+    return tree_map_only(Tensor, twice, inputs)
+
+
+def _by_formulas(
+    model: nn.Module, job: _Job, every: Sequence[Candidate], limit: float
+) -> tuple[Outcome, ...]:
+    """What is known without a simulation, of candidates that differ in it."""
+    known = ("units", "mp_policy", "config", "granule", "codec_rules", "min_unit_size")
+    options = {name: value for name, value in job.options.items() if name in known}
+    outcomes = []
+    for each in dict.fromkeys(
+        replace(each, checkpointing=False, microbatch_size=None) for each in every
+    ):
+        found = estimate(
+            model,
+            world_size=job.world_size,
+            outer_size=each.mesh[0] if len(each.mesh) == 2 else 1,
+            strategy=each.strategy,
+            outer_strategy=each.outer_strategy,
+            num_microbatches=job.microbatches,
+            **options,
+        )
+        outcomes.append(Outcome.of_estimate(each, found, limit))
+    return sorted_outcomes(outcomes)
