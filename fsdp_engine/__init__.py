@@ -15,6 +15,7 @@ from fsdp_engine.megatron.distributed_data_parallel import DistributedDataParall
 from fsdp_engine.megatron.finalize_model_grads import finalize_model_grads
 from fsdp_engine.megatron.groups import ModelParallelGroups
 from fsdp_engine.optimizer import shard_optimizer
+from fsdp_engine.planning.checkpointing import checkpoint_units
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.hooks import register_forward_method
 from fsdp_engine.sharding import shard
@@ -40,6 +41,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "ModelParallelGroups",
     "Simulation",
+    "checkpoint_units",
     "estimate",
     "export_safetensors",
     "finalize_model_grads",
