@@ -18,6 +18,7 @@ from fsdp_engine.optimizer import shard_optimizer
 from fsdp_engine.planner.estimates import Estimate, estimate
 from fsdp_engine.planner.plan import plan
 from fsdp_engine.planner.planning import Planning
+from fsdp_engine.planning.checkpointing import checkpoint_units
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.hooks import register_forward_method
 from fsdp_engine.sharding import shard
@@ -44,6 +45,7 @@ __all__ = [
     "ModelParallelGroups",
     "Planning",
     "Simulation",
+    "checkpoint_units",
     "estimate",
     "export_safetensors",
     "finalize_model_grads",

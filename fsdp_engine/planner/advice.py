@@ -93,7 +93,9 @@ def _help(setting: Setting, chosen: Outcome, trials: Sequence[Trial]) -> list[st
     lines = []
     for trial in trials:
         fits = "fits" if not trial.lacking else f"lacks {format_bytes(trial.lacking)}"
-        lines.append(f"With {trial.change}: {trial.speedup:.2f} times the {setting.item}/s; {fits}.")
+        lines.append(
+            f"With {trial.change}: {trial.speedup:.2f} times the {setting.item}/s; {fits}."
+        )
     if chosen.times is not None and chosen.times.shares()["host"] >= 2 * _LITTLE:
         lines.append(
             "The host issues work too slowly: larger microbatches, fewer and larger operations "

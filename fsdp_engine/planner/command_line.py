@@ -14,20 +14,18 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from rich.table import Table
 from torch import nn
 
 from fsdp_engine.checkpoint.command_line import app as checkpoint_app
-from fsdp_engine.planner.estimates import NOT_INCLUDED, Estimate, compare
+from fsdp_engine.planner.estimates import compare
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.simulation.calibrate import calibrate
-from fsdp_engine.terminal import format_bytes, print_whole
+from fsdp_engine.terminal import print_whole
 
 DTYPES = {
     "fp32": torch.float32,

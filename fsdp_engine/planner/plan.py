@@ -179,9 +179,7 @@ class _Job:
         }
         found = []
         for change, (factor, run) in tries.items():
-            outcome = Outcome.of_simulation(
-                candidate, run(), self._items(candidate, factor), limit
-            )
+            outcome = Outcome.of_simulation(candidate, run(), self._items(candidate, factor), limit)
             found.append(Trial(change, outcome.rate / chosen.rate, outcome.lacking))
         return tuple(found)
 

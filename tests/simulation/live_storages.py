@@ -1,0 +1,80 @@
+"""What tensors really hold in a step: every storage that is alive, looked at after every operation.
+
+It knows nothing of the engine, its ledger or the simulation. Storages are held weakly, and asked
+for their size each time, since the engine's come and go by being resized or swapped. Those made
+outside dispatch are found as soon as an operation reads them, and by a look at all objects when a
+step begins. What a kernel takes and frees within itself nobody sees.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveStorages(TorchDispatchMode):
+    """Within it, storages that operations read and make are watched.
+
+    Attributes:
+        peak: most bytes at once since :meth:`restart`.
+        where: the operation after which that was.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self.where = ""
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(each not in (Tensor, nn.Parameter) for each in types):
+            return NotImplemented  # what the subclass makes of it comes here again
+        self._look(str(func))  # what came outside operations
+        out = func(*args, **kwargs)
+        self._note(each for each in tree_leaves((args, kwargs, out)) if isinstance(each, Tensor))
+        self._look(str(func))
+        return out
+
+    def restart(self) -> None:
+        """A step begins."""
+        gc.collect()
+        for each in gc.get_objects():
+            if issubclass(type(each), Tensor):
+                self._note([each])
+        self.peak = 0
+        self._look("restart")
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all storages that are alive now."""
+        total = 0
+        for key, reference in list(self._known.items()):
+            storage = reference()
+            if storage is None:
+                del self._known[key]
+            else:
+                total += storage.nbytes()
+        return total
+
+    def _note(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            local = getattr(tensor, "_local_tensor", tensor)
+            storage = local.untyped_storage()
+            if storage.device.type == "meta":
+                continue  # of a fake tensor, or of a wrapper
+            known = self._known.get(storage._cdata)
+            if known is None or known() is not storage:
+                self._known[storage._cdata] = weakref.ref(storage)
+
+    def _look(self, where: str) -> None:
+        now = self.num_bytes
+        if now > self.peak:
+            self.peak, self.where = now, where
