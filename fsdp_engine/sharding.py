@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,6 +18,7 @@ from fsdp_engine.devices.ranks import Ranks
 from fsdp_engine.engine import Engine, engine_within
 from fsdp_engine.planning.assignment import UnitSelector
 from fsdp_engine.planning.build import Ladders, Resources, agree_on_plan, build_units, owned_within
+from fsdp_engine.planning.checkpointing import checkpoint_units
 from fsdp_engine.planning.dtensors import choose_written, mark_experts, ranks_of_model
 from fsdp_engine.planning.experts import place_experts
 from fsdp_engine.planning.initial_values import CHOICES, SAME, Holdings
@@ -26,6 +28,17 @@ from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.strategies import Axis, Strategy
 
 WHAT = "shard()"
+AUTO = "auto"
+
+
+class Chooses(Protocol):
+    """Knows which strategy to take: a :class:`~fsdp_engine.planner.planning.Planning`."""
+
+    def arguments(
+        self, mesh: tuple[int, ...] | None, world_size: int, given: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Arguments of :func:`shard` for a mesh of these sizes, or for so many ranks, with those
+        that are given."""
 
 
 def shard(
@@ -42,6 +55,8 @@ def shard(
     codec_rules: Iterable[CodecRule] = (),
     initial_values: str = SAME,
     min_unit_size: int | None = None,
+    checkpointing: bool = False,
+    plan: Chooses | None = None,
 ) -> Engine:
     """Shard ``model``'s parameters, gradients and optimizer state; the model is changed in place.
 
@@ -53,7 +68,8 @@ def shard(
         model: any module, also on the meta device.
         mesh: data-parallel ranks: (inner,) or (outer, inner). None: all ranks on one axis.
         strategy: level of the inner axis: "no_shard", "optim", "optim_grads" or
-            "optim_grads_params". None: what ``config`` says, else "optim_grads_params".
+            "optim_grads_params". None: what ``config`` says, else "optim_grads_params". "auto":
+            the fastest of ``plan`` that fits, on ``mesh`` if there is one.
         outer_strategy: level of the outer axis, at most ``strategy``. None: what ``config`` says,
             else "no_shard".
         units: what is gathered and reduced as one: see :func:`~.assignment.find_units`.
@@ -71,6 +87,11 @@ def shard(
             by unit.
         min_unit_size: default units of fewer elements are joined with their neighbours; 0: none
             are. None: as measured, see [Note: Size of a unit] in ``planning/unit_size.py``.
+        checkpointing: blocks compute what they kept for backward again there; see
+            :func:`~fsdp_engine.checkpoint_units`.
+        plan: for ``strategy="auto"``, equal on all ranks: what :func:`~fsdp_engine.plan` found. It
+            says whether to checkpoint, too, and what of ``units``, ``mp_policy``, ``config``,
+            ``granule``, ``codec_rules`` and ``min_unit_size`` is not given here.
 
     Raises:
         ValueError: an argument, or how arguments or initial values of ranks differ; on all ranks,
@@ -80,6 +101,23 @@ def shard(
             RuntimeError with that rank and error.
         RuntimeError: a rank did not come; names it.
     """
+    if strategy == AUTO or plan is not None:
+        with telling(WHAT, ranks := ranks_that_meet(mesh)):
+            chooses = _chooses(strategy, outer_strategy, plan)
+            given_here = {
+                "units": units,
+                "mp_policy": mp_policy,
+                "config": config,
+                "granule": granule,
+                "codec_rules": tuple(codec_rules) or None,
+                "min_unit_size": min_unit_size,
+                "checkpointing": checkpointing or None,
+                "initial_values": initial_values,
+                "expert_mesh": expert_mesh,
+            }
+            sizes = None if mesh is None else tuple(mesh.mesh.shape)
+            arguments = chooses.arguments(sizes, len(ranks), given_here)
+        return shard(model, mesh, **arguments)
     with telling(WHAT, ranks_that_meet(mesh)):
         given = config if config is not None else DistributedDataParallelConfig()
         check_types(model, mp_policy, given)
@@ -107,6 +145,7 @@ def shard(
         codec_rules=rules,
         initial_values=initial_values,
         min_unit_size=min_unit_size,
+        checkpointing=checkpointing,
     )
 
 
@@ -124,6 +163,7 @@ def make_engine(
     codec_rules: Sequence[CodecRule] = (),
     initial_values: str = SAME,
     min_unit_size: int | None = None,
+    checkpointing: bool = False,
     broadcast: bool = False,
     what: str = WHAT,
 ) -> Engine:
@@ -134,7 +174,7 @@ def make_engine(
         broadcast: parameters start from the first rank's values, which are not compared.
         what: who asks, in messages.
         model, mesh, levels, policy, config, units, granule, expert_mesh, codec_rules,
-            initial_values, min_unit_size: see :func:`shard`.
+            initial_values, min_unit_size, checkpointing: see :func:`shard`.
     """
     if expert_mesh is not None:
         with telling(what, ranks_that_meet(mesh)):
@@ -175,6 +215,7 @@ def make_engine(
         compare = data.size > 1 and initial_values == SAME and not broadcast
         holdings = Holdings(plan, experts, compare=compare)
         options = f"{levels}, {policy}, {config}, {initial_values}, min_unit_size={min_unit_size}"
+        options += f", checkpointing={checkpointing}"
         signature = [options, *plan.signature()]
     except Exception as caught:  # units, granule and codec rules are the user's, and raise anything
         error = caught
@@ -184,6 +225,8 @@ def make_engine(
     assert plan is not None
     if experts is not None:
         place_experts(model, plan.records, data, experts)
+    if checkpointing:
+        checkpoint_units(model, units)
     experts_ladder = Ladder(experts) if experts is not None else None
     ladders = Ladders(axis_plans, ranks, Ladder(data), experts_ladder)
     resources = Resources(data, config)
@@ -208,6 +251,19 @@ def check_types(model: object, policy: object, config: object) -> None:
         raise TypeError(
             f"config: expected a DistributedDataParallelConfig or None; found {config!r}"
         )
+
+
+def _chooses(strategy: str | None, outer_strategy: str | None, plan: Chooses | None) -> Chooses:
+    """``plan``, if it and "auto" are given together, and nothing else that says the levels."""
+    if strategy != AUTO:
+        raise ValueError(f'strategy: expected "auto" with a plan; found {strategy!r}')
+    if plan is None:
+        raise ValueError('plan: expected what fe.plan found, for strategy="auto"; found None')
+    if outer_strategy is not None:
+        raise ValueError(
+            f'outer_strategy: expected None with strategy="auto"; found {outer_strategy!r}'
+        )
+    return plan
 
 
 def _check_agreement(

@@ -1,19 +1,20 @@
 """The command line ``fsdp-engine``, also as ``python -m fsdp_engine``.
 
+    fsdp-engine plan --model my_package.models:build --batch 4x4096 --world 64 --dtype bf16
+    fsdp-engine plan --model llama/config.json --batch 1x8192 --world 1024 --figure plan.png
     fsdp-engine plan --elements 8e9 --world 64 --outer 8 --dtype bf16 --memory 80
-    fsdp-engine plan --model my_package.models:build --world 8 --dtype bf16
     fsdp-engine calibrate machine.json
     fsdp-engine checkpoint inspect PATH
 
-``plan`` tells what a rank would hold and send. Nothing is trained or allocated: a model is built on
-the meta device. ``calibrate`` measures this machine for ``fe.simulate``. ``checkpoint`` looks into
-checkpoints (``checkpoint/command_line.py``).
+``plan`` with a batch simulates every strategy and says which one to take; without one it tells what
+formulas know. Nothing is trained or allocated. ``calibrate`` measures this machine. ``checkpoint``
+looks into checkpoints (``checkpoint/command_line.py``).
 """
 
 from __future__ import annotations
 
-import importlib
-import sys
+from collections.abc import Callable
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,9 +23,16 @@ import typer
 from torch import nn
 
 from fsdp_engine.checkpoint.command_line import app as checkpoint_app
+from fsdp_engine.planner.advice import advice
 from fsdp_engine.planner.estimates import compare
+from fsdp_engine.planner.figure import save_figure
+from fsdp_engine.planner.inputs import any_loss, batch_shape, inputs_of, model_builder, named
+from fsdp_engine.planner.plan import plan as plan_job
+from fsdp_engine.planner.planning import Planning
+from fsdp_engine.planner.tables import estimates_table, planning_table
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.simulation.calibrate import calibrate
+from fsdp_engine.simulation.machine import PRESETS
 from fsdp_engine.terminal import print_whole
 
 DTYPES = {
@@ -34,8 +42,19 @@ DTYPES = {
     "fp64": torch.float64,
 }
 
+# The exit status where nothing fits.
+NOTHING_FITS = 3
+
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(checkpoint_app, name="checkpoint")
+
+
+class Recompute(StrEnum):
+    """Which candidates compute activations again in backward."""
+
+    both = "both"
+    on = "on"
+    off = "off"
 
 
 @app.callback()
@@ -46,14 +65,40 @@ def _root() -> None:
 @app.command()
 def plan(
     world: Annotated[int, typer.Option(help="ranks in all")],
-    elements: Annotated[
-        float | None, typer.Option(help="parameter elements of the model, such as 8e9")
-    ] = None,
     model: Annotated[
         str | None,
-        typer.Option(help="module:factory, a function without arguments that returns the model"),
+        typer.Option(
+            help="module:function that returns the model, or a config.json of transformers"
+        ),
     ] = None,
-    outer: Annotated[int, typer.Option(help="how many of the ranks are on the outer axis")] = 1,
+    batch: Annotated[
+        str | None,
+        typer.Option(
+            help="module:function that returns one rank's inputs, or for a model of transformers "
+            "their sizes, such as 4x4096; without it activations and times are not known"
+        ),
+    ] = None,
+    elements: Annotated[
+        float | None,
+        typer.Option(help="instead of a model: its parameter elements, such as 8e9; formulas only"),
+    ] = None,
+    machine: Annotated[
+        str, typer.Option(help=f"{', '.join(PRESETS)}, or a file that calibrate wrote")
+    ] = "h100",
+    memory: Annotated[
+        float | None, typer.Option(help="GiB that a rank may hold; else 0.9 of the machine's")
+    ] = None,
+    outer: Annotated[
+        int | None,
+        typer.Option(help="ranks on the outer axis; else one axis, and with --batch nodes, too"),
+    ] = None,
+    recompute: Annotated[
+        Recompute, typer.Option(help="candidates with activation checkpointing of each block")
+    ] = Recompute.both,
+    microbatch_sizes: Annotated[
+        str | None, typer.Option(help="sizes to try, such as 1,2,4; --batch is called with each")
+    ] = None,
+    microbatches: Annotated[int, typer.Option(help="microbatches of a step")] = 1,
     dtype: Annotated[str, typer.Option(help="of weights in forward and backward")] = "fp32",
     main_dtype: Annotated[str, typer.Option(help="of the optimizer's weights")] = "fp32",
     grad_dtype: Annotated[str, typer.Option(help="of gradients between microbatches")] = "fp32",
@@ -61,9 +106,15 @@ def plan(
         str | None, typer.Option(help="of gradients on the wire; as --grad-dtype unless given")
     ] = None,
     optimizer_bytes: Annotated[
-        float, typer.Option(help="optimizer state, bytes an element: AdamW 8, SGD momentum 4")
+        float, typer.Option(help="without --batch: optimizer state, bytes an element: AdamW 8")
     ] = 8,
-    microbatches: Annotated[int, typer.Option(help="microbatches of a step")] = 1,
+    optimizer: Annotated[
+        str | None,
+        typer.Option(help="with --batch: module:function of the parameters; else AdamW"),
+    ] = None,
+    loss: Annotated[
+        str | None, typer.Option(help="with --batch: module:function of the model's output")
+    ] = None,
     units: Annotated[
         list[str] | None,
         typer.Option(help="with --model: name patterns of units, such as layers.*"),
@@ -73,35 +124,69 @@ def plan(
         typer.Option(help="with --model: elements below which default units are joined; 0: never"),
     ] = None,
     num_units: Annotated[int, typer.Option(help="with --elements: how many equal units")] = 32,
-    memory: Annotated[
-        float | None, typer.Option(help="GiB of a rank; shows what is left for activations")
+    figure: Annotated[Path | None, typer.Option(help="draw it, into this file")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="write the chosen step's timeline, for ui.perfetto.dev")
+    ] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="write it as JSON, for fe.Planning.load")
     ] = None,
 ) -> None:
-    """Bytes and traffic of one rank for every strategy."""
+    """Which strategy to take: time and memory of every one; bytes alone without --batch."""
     if (elements is None) == (model is None):
         raise typer.BadParameter("expected one of --elements and --model; found both or neither")
+    if batch is None and (wrong := _given(figure=figure, trace=trace, save=save)):
+        raise typer.BadParameter(f"{wrong}: expected with --batch; found without")
     policy = MixedPrecisionPolicy(
         param_dtype=_dtype(dtype, "--dtype"),
         main_params_dtype=_dtype(main_dtype, "--main-dtype"),
         main_grads_dtype=_dtype(grad_dtype, "--grad-dtype"),
         reduce_dtype=None if reduce_dtype is None else _dtype(reduce_dtype, "--reduce-dtype"),
     )
-    subject: Any = build_on_meta(model) if model is not None else elements
+    options: dict[str, Any] = {
+        "world_size": world,
+        "units": units or None,
+        "min_unit_size": min_unit_size,
+        "mp_policy": policy,
+    }
     try:
-        estimates = compare(
-            subject,
-            world_size=world,
-            outer_size=outer,
-            units=units or None,
-            min_unit_size=min_unit_size,
-            mp_policy=policy,
-            optimizer_bytes_per_element=optimizer_bytes,
-            num_microbatches=microbatches,
-            num_units=num_units,
+        if batch is None:
+            subject: Any = elements if model is None else build_on_meta(model)
+            estimates = compare(
+                subject,
+                outer_size=outer or 1,
+                optimizer_bytes_per_element=optimizer_bytes,
+                num_microbatches=microbatches,
+                num_units=num_units,
+                **options,
+            )
+            print_whole(estimates_table(estimates, memory))
+            limit = float("inf") if memory is None else memory * 2**30
+            raise typer.Exit(
+                0 if any(each.peak_bytes <= limit for each in estimates) else NOTHING_FITS
+            )
+        if model is None:
+            raise typer.BadParameter("--batch: expected with --model; found with --elements")
+        build = model_builder(model, "--model")
+        build_on_meta(model)  # what is wrong with it is told without a traceback
+        sizes = None if microbatch_sizes is None else _sizes(microbatch_sizes)
+        planning = plan_job(
+            build,
+            _batch(batch, build, has_sizes=sizes is not None),
+            machine=machine,
+            memory=None if memory is None else memory * 2**30,
+            meshes=None if outer is None else _meshes(world, outer),
+            checkpointing={"both": (False, True), "on": (True,), "off": (False,)}[recompute],
+            microbatch_sizes=sizes,
+            microbatches=microbatches,
+            loss=any_loss if loss is None else named(loss, "--loss"),
+            optimizer=None if optimizer is None else named(optimizer, "--optimizer"),
+            progress=True,
+            **options,
         )
     except (ValueError, TypeError) as error:
         raise typer.BadParameter(str(error)) from error
-    print_whole(estimates_table(estimates, memory))
+    _show(planning, figure, trace, save)
 
 
 @app.command("calibrate")
@@ -115,42 +200,68 @@ def measure_machine(
 
 
 def build_on_meta(spec: str) -> nn.Module:
-    """The model that ``module:factory`` names, built on the meta device.
-
-    Modules are looked for in the working directory too.
+    """The model that ``spec`` names (:func:`~fsdp_engine.planner.inputs.model_builder`), built.
 
     Raises:
-        typer.BadParameter: there is no such module or factory, or it returns no module.
+        ValueError: it cannot be built on the meta device without arguments.
     """
-    module_name, colon, attribute = spec.partition(":")
-    if not (module_name and colon and attribute):
-        raise typer.BadParameter(f"--model: expected module:factory; found {spec!r}")
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
+    build = model_builder(spec, "--model")
     try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise typer.BadParameter(
-            f"--model: expected a module that can be imported; found {module_name!r} ({error})"
-        ) from error
-    factory = getattr(module, attribute, None)
-    if not callable(factory):
-        raise typer.BadParameter(
-            f"--model: expected a function {attribute!r} in {module_name}; found {factory!r}"
-        )
-    try:
-        with torch.device("meta"):
-            model = factory()
+        model = build()
     except Exception as error:
-        raise typer.BadParameter(
+        raise ValueError(
             f"--model: expected {spec} to build a model on the meta device without arguments; "
             f"found {type(error).__name__}: {error}"
         ) from error
     if not isinstance(model, nn.Module):
-        raise typer.BadParameter(
+        raise ValueError(
             f"--model: expected {spec} to return a torch.nn.Module; found {type(model).__name__}"
         )
     return model
+
+
+def _show(planning: Planning, figure: Path | None, trace: Path | None, save: Path | None) -> None:
+    """Print it, write what was asked for, and end with a status that says whether anything fits."""
+    print_whole(planning_table(planning.setting, planning.outcomes))
+    print(advice(planning.setting, planning.outcomes, planning.trials))
+    if save is not None:
+        planning.save(save)
+    if figure is not None:
+        save_figure(planning, figure)
+    if trace is not None and planning.simulate is not None:
+        planning.simulate(planning.outcomes[0].candidate).save_trace(trace)
+    raise typer.Exit(0 if planning.chosen is not None else NOTHING_FITS)
+
+
+def _batch(spec: str, build: Callable[[], nn.Module], *, has_sizes: bool) -> Any:
+    """What ``fe.plan`` takes as its batch."""
+    shape = batch_shape(spec)
+    if shape is None:
+        return named(spec, "--batch")
+    model = build()
+    if has_sizes:
+        return lambda size: inputs_of(model, (size, *shape[1:]))
+    return inputs_of(model, shape)
+
+
+def _sizes(text: str) -> list[int]:
+    try:
+        sizes = [int(each) for each in text.split(",")]
+    except ValueError:
+        sizes = []
+    if not sizes or min(sizes) < 1:
+        raise typer.BadParameter(f"--microbatch-sizes: expected such as 1,2,4; found {text!r}")
+    return sizes
+
+
+def _meshes(world: int, outer: int) -> list[tuple[int, ...]]:
+    if outer < 1 or world % outer:
+        raise typer.BadParameter(f"--outer: expected a divisor of the {world} ranks; found {outer}")
+    return [(world,)] if outer == 1 else [(world,), (outer, world // outer)]
+
+
+def _given(**options: object) -> str:
+    return ", ".join(f"--{name}" for name, value in options.items() if value is not None)
 
 
 def _dtype(name: str, option: str) -> torch.dtype:

@@ -52,8 +52,11 @@ def named(spec: str, what: str) -> Callable[..., Any]:
 
 
 def model_builder(spec: str, what: str) -> Callable[[], nn.Module]:
-    """A function that builds the model that ``spec`` names, on the meta device: ``module:function``,
-    or a config.json of transformers, or the folder that it is in.
+    """A function that builds a model on the meta device.
+
+    Args:
+        spec: ``module:function``, or a config.json of transformers, or the folder that it is in.
+        what: whose it is, for messages.
 
     Raises:
         ValueError: there is no such thing.

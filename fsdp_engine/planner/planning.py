@@ -7,12 +7,13 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.planner.advice import advice
 from fsdp_engine.planner.candidates import Candidate, Mesh
-from fsdp_engine.planner.outcome import Outcome, Setting, Trial
+from fsdp_engine.planner.outcome import Outcome, Setting, Trial, sorted_outcomes
 from fsdp_engine.planner.tables import planning_table
 from fsdp_engine.simulation.result import Simulation
 from fsdp_engine.terminal import table_text
@@ -50,17 +51,31 @@ class Planning:
         Raises:
             ValueError: nothing fits; the message has the table.
         """
-        return self.arguments(None)
+        return self.arguments()
 
-    def arguments(self, mesh: Mesh | None) -> dict[str, Any]:
-        """Arguments for ``fe.shard``: strategies, checkpointing, and a config that makes the axes.
+    def arguments(
+        self,
+        mesh: Mesh | None = None,
+        world_size: int | None = None,
+        given: Mapping[str, Any] = MappingProxyType({}),
+    ) -> dict[str, Any]:
+        """Arguments for ``fe.shard``: strategies, checkpointing, a config that makes the axes, and
+        what all candidates shared.
 
         Args:
             mesh: sizes of the axes that the job has; None: any.
+            world_size: data-parallel ranks that it has; None: those planned for.
+            given: arguments that the job gives itself; None: those planned with.
 
         Raises:
-            ValueError: nothing that was planned for ``mesh`` fits; the message has the table.
+            ValueError: another number of ranks was planned for, or nothing that was planned for
+                ``mesh`` fits; the message has the table.
         """
+        if world_size not in (None, self.setting.world_size):
+            raise ValueError(
+                f"plan: expected a planning for {world_size} ranks; "
+                f"found one for {self.setting.world_size}"
+            )
         chosen = self._chosen_of(mesh)
         if chosen is None:
             where = "" if mesh is None else f" on {' x '.join(map(str, mesh))} ranks"
@@ -68,9 +83,10 @@ class Planning:
         candidate = chosen.candidate
         found = {
             **self.options,
+            "checkpointing": candidate.checkpointing,
+            **{name: value for name, value in given.items() if value is not None},
             "strategy": candidate.strategy,
             "outer_strategy": candidate.outer_strategy,
-            "checkpointing": candidate.checkpointing,
         }
         if mesh is None and len(candidate.mesh) == 2:
             config = found.get("config") or DistributedDataParallelConfig()
@@ -78,6 +94,19 @@ class Planning:
                 config, num_distributed_optimizer_instances=candidate.mesh[0]
             )
         return found
+
+    def within(self, memory: float) -> Planning:
+        """The same with ``memory`` bytes for a rank. Nothing is simulated again, so there are no
+        trials."""
+        return dataclasses.replace(
+            self,
+            setting=dataclasses.replace(self.setting, memory=memory),
+            outcomes=sorted_outcomes(
+                dataclasses.replace(each, lacking=max(each.peak_bytes - memory, 0.0))
+                for each in self.outcomes
+            ),
+            trials=(),
+        )
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON, without ``options``."""

@@ -8,13 +8,18 @@ from rich.table import Table
 
 from fsdp_engine.planner.estimates import NOT_INCLUDED, Estimate
 from fsdp_engine.planner.outcome import KINDS, Outcome, Setting
-from fsdp_engine.terminal import format_bytes, format_count, format_seconds
+from fsdp_engine.terminal import format_bytes, format_count
 
-_UNKNOWN = "unknown"
+_UNKNOWN = "?"
+_MIB, _GIB = 2**20, 2**30
 
 
 def planning_table(setting: Setting, outcomes: Sequence[Outcome]) -> Table:
-    """A row for each outcome."""
+    """A row for each outcome; those that do not fit are dim."""
+    has_outer = any(len(each.candidate.mesh) == 2 for each in outcomes)
+    has_sizes = len({each.candidate.microbatch_size for each in outcomes}) > 1
+    unit = _GIB if max(each.peak_bytes for each in outcomes) >= 4 * _GIB else _MIB
+    name = "GiB" if unit == _GIB else "MiB"
     table = Table(
         title=(
             f"{setting.model}, {format_count(setting.num_elements)} parameters, on "
@@ -22,55 +27,47 @@ def planning_table(setting: Setting, outcomes: Sequence[Outcome]) -> Table:
             f"microbatch{'es' * (setting.microbatches > 1)} a step"
         ),
         caption=(
-            f"Of one rank, at the moment when most is held; free: of {format_bytes(setting.memory)}"
-            ". Exposed: what compute waits for messages. Ranks: outer x inner."
+            f"{name} of one rank: held at the moment when most is; free of "
+            f"{format_bytes(setting.memory)}; sent in a step. ms: a step, and what of it compute "
+            "waits for messages. Ranks: outer x inner. Recompute: activation checkpointing."
         ),
         title_justify="left",
         caption_justify="left",
     )
-    has_outer = any(len(each.candidate.mesh) == 2 for each in outcomes)
-    has_sizes = len({each.candidate.microbatch_size for each in outcomes}) > 1
-    names = ["strategy"] + ["outer", "ranks"] * has_outer
-    for name in names:
-        table.add_column(name, no_wrap=True)
-    numbers = ["recompute"] + ["microbatch"] * has_sizes
-    numbers += [*KINDS, "at most", "free", "step", f"{setting.item}/s", "exposed"]
+    for column in ("strategy", *("outer", "ranks") * has_outer, "recompute"):
+        table.add_column(column, no_wrap=True)
+    numbers = [*("size",) * has_sizes, *KINDS, "at most", "free"]
+    numbers += ["step", "exposed", f"{setting.item}/s"]
     numbers += ["sent inner", "sent outer"] if has_outer else ["sent"]
-    for name in numbers:
-        table.add_column(name, justify="right", no_wrap=True)
+    for column in numbers:
+        table.add_column(column, justify="right", no_wrap=True)
     for each in outcomes:
         candidate = each.candidate
         cells = [candidate.strategy]
         if has_outer:
-            two = len(candidate.mesh) == 2
-            cells += [candidate.outer_strategy if two else "", candidate.ranks]
-        cells.append("units" if candidate.checkpointing else "no")
+            cells += [candidate.outer_strategy if len(candidate.mesh) == 2 else "", candidate.ranks]
+        cells.append("blocks" if candidate.checkpointing else "no")
         if has_sizes:
             cells.append(str(candidate.microbatch_size))
-        cells += [_bytes(each.memory.get(kind)) for kind in KINDS]
-        cells += [format_bytes(each.peak_bytes), _free(setting, each), *_times(each)]
-        cells.append(_bytes(each.sent.get("inner", 0)))
-        if has_outer:
-            cells.append(_bytes(each.sent.get("outer", 0)))
+        counts = [*(each.memory.get(kind) for kind in KINDS), each.peak_bytes]
+        cells += [_in_units(count, unit) for count in counts]
+        free = _in_units(setting.memory - each.peak_bytes, unit)
+        cells.append(free if each.fits else f"[red]{free}[/red]")
+        if each.times is None:
+            cells += [_UNKNOWN] * 3
+        else:
+            cells += [f"{each.times.step * 1e3:,.1f}", f"{each.times.exposed_sum * 1e3:,.1f}"]
+            cells.append(format_count(each.rate))
+        axes = ("inner", "outer") if has_outer else ("inner",)
+        cells += [_in_units(each.sent.get(axis, 0), unit) for axis in axes]
         table.add_row(*cells, style="" if each.fits else "dim")
     return table
 
 
-def _bytes(count: float | None) -> str:
-    return _UNKNOWN if count is None else format_bytes(count)
-
-
-def _free(setting: Setting, outcome: Outcome) -> str:
-    if outcome.fits:
-        return format_bytes(setting.memory - outcome.peak_bytes)
-    return f"[red]-{format_bytes(outcome.lacking)}[/red]"
-
-
-def _times(outcome: Outcome) -> list[str]:
-    if outcome.times is None:
-        return [_UNKNOWN] * 3
-    exposed = format_seconds(outcome.times.exposed_sum)
-    return [format_seconds(outcome.times.step), format_count(outcome.rate), exposed]
+def _in_units(count: float | None, unit: int) -> str:
+    if count is None:
+        return _UNKNOWN
+    return f"{count / unit:,.2f}" if unit == _GIB else f"{count / unit:,.0f}"
 
 
 def estimates_table(estimates: Sequence[Estimate], memory_gib: float | None = None) -> Table:

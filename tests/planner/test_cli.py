@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fsdp_engine.planner.command_line import app, build_on_meta
+import fsdp_engine as fe
+from fsdp_engine.planner.command_line import NOTHING_FITS, app, build_on_meta
 from fsdp_engine.strategies import ALL_STRATEGIES, LEVELS
 from fsdp_engine.terminal import format_bytes
 
@@ -36,7 +38,43 @@ def fails():
 
 def needs(argument):
     return nn.Linear(2, 2)
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(64, 32)
+        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x).relu()
+        return x.square().mean()
+
+
+def batch(size=4):
+    return torch.zeros(size, 16, dtype=torch.long)
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def negated(output):
+    return -output
 """
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+}
 
 
 @pytest.fixture
@@ -49,9 +87,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run(arguments: str, *, succeeds: bool = True) -> str:
+def run(arguments: str, *, status: int = 0) -> str:
     result = CliRunner().invoke(app, arguments.split(), env={"COLUMNS": "60", "TERM": "dumb"})
-    assert (result.exit_code == 0) == succeeds, result.output
+    assert result.exit_code == status, result.output
     return result.output
 
 
@@ -86,6 +124,10 @@ def test_memory_that_does_not_suffice_is_shown_as_missing() -> None:
     assert [row[-1].startswith("-") for row in table] == [True, False, False, False]
 
 
+def test_where_nothing_fits_there_is_the_table_and_a_status_that_says_so() -> None:
+    assert len(cells(run("plan --elements 8e9 --world 8 --memory 1", status=NOTHING_FITS))) == 4
+
+
 def test_a_table_is_never_cut_short_by_a_narrow_terminal() -> None:
     output = run("plan --elements 1e9 --world 64 --outer 8")
     assert "…" not in output
@@ -101,13 +143,55 @@ def test_precision_and_optimizer_change_the_bytes() -> None:
     assert reduced[3][-1] != plain[3][-1]
 
 
-def test_a_factory_is_built_on_the_meta_device(folder: Path) -> None:
+def test_a_model_is_built_on_the_meta_device(folder: Path) -> None:
     model = "plan --model planned_models:build --world 4"
     assert f"{4 * 1024**2:,} elements" in run(model)
     *_, one_unit_each = cells(run(model))
     *_, all_in_the_root = cells(run(f"{model} --units 3"))
     assert one_unit_each[5] == "8.0 MiB"  # its own and two gathered ahead, of 4 MiB
     assert all_in_the_root[5] == "16.0 MiB"
+
+
+COUNTING = "plan --model planned_models:Counting --batch planned_models:batch --world 2"
+
+
+def test_with_a_batch_every_strategy_is_simulated(folder: Path) -> None:
+    output = run(f"{COUNTING} --figure plan.svg --trace step.json --save plan.json")
+    table = cells(output)
+    assert sorted(row[:2] for row in table) == sorted(
+        [level, recompute] for level in LEVELS for recompute in ("blocks", "no")
+    )
+    assert "Counting, 4.16k parameters, on 2 ranks of 8 x H100" in output
+    assert "Take " in output
+    assert "Bottleneck: " in output
+    assert "plan.svg" in {path.name for path in folder.iterdir()}
+    assert json.loads((folder / "step.json").read_text())["traceEvents"]
+    planning = fe.Planning.load(folder / "plan.json")
+    assert planning.chosen is not None
+    assert f"Take {planning.chosen.candidate}: " in output
+
+
+def test_too_little_memory_gives_the_table_and_a_status(folder: Path) -> None:
+    output = run(f"{COUNTING} --recompute off --memory 0.000001", status=NOTHING_FITS)
+    assert len(cells(output)) == 4
+    assert "Nothing fits 1.0 KiB." in output
+
+
+def test_sizes_optimizer_and_loss_may_be_named(folder: Path) -> None:
+    named = "--optimizer planned_models:sgd --loss planned_models:negated"
+    output = run(f"{COUNTING} {named} --microbatch-sizes 1,2 --recompute off")
+    table = cells(output)
+    assert sorted(row[2] for row in table) == ["1"] * 4 + ["2"] * 4
+    assert {row[5] for row in table} == {"0"}  # SGD has no state
+
+
+def test_a_config_of_transformers_needs_no_code(folder: Path) -> None:
+    (folder / "llama").mkdir()
+    (folder / "llama" / "config.json").write_text(json.dumps(LLAMA))
+    output = run("plan --model llama --batch 2x16 --world 4 --outer 2 --recompute off")
+    assert len(cells(output)) == 14
+    assert "LlamaForCausalLM" in output
+    assert "tokens/s" in output
 
 
 BAD: list[tuple[str, str]] = [
@@ -118,7 +202,7 @@ BAD: list[tuple[str, str]] = [
     ("--world 8 --elements 1e9 --outer 3", "outer_size: expected a divisor of the 8 ranks"),
     ("--world 8 --elements -1", "model: expected 1 or more; found -1.0"),
     ("--world 8 --elements many", "Invalid value for '--elements'"),
-    ("--world 8 --model planned_models", "expected module:factory; found 'planned_models'"),
+    ("--world 8 --model planned_models", "expected module:function; found 'planned_models'"),
     ("--world 8 --model nowhere_at_all:f", "found 'nowhere_at_all' (No module named"),
     ("--world 8 --model planned_models:f", "expected a function 'f' in planned_models; found None"),
     ("--world 8 --model planned_models:not_callable", "found 3"),
@@ -126,6 +210,25 @@ BAD: list[tuple[str, str]] = [
     ("--world 8 --model planned_models:fails", "found KeyError: 'config.json'"),
     ("--world 8 --model planned_models:needs", "without arguments; found TypeError"),
     ("--world 8 --model planned_models:build --units x.*", "units: expected pattern 'x.*'"),
+    ("--world 8 --elements 1 --batch 4x16", "--batch: expected with --model; found with"),
+    ("--world 8 --elements 1 --figure a.png --save b", "--figure, --save: expected with --batch"),
+    ("--world 8 --model planned_models:build --batch 2x1024", "not of transformers; found the"),
+    ("--world 8 --model planned_models:build --batch a", "--batch: expected module:function"),
+    ("--world 8 --model nowhere.json --batch 2x16", "config.json of transformers; found no"),
+    ("--world 8 --model planned_models:fails --batch 2x16", "found KeyError: 'config.json'"),
+    (
+        "--world 8 --model planned_models:Counting --batch planned_models:batch --outer 3",
+        "--outer: expected a divisor of the 8 ranks; found 3",
+    ),
+    (
+        "--world 8 --model planned_models:Counting --batch planned_models:batch --machine abacus",
+        "machine: expected one of a100, h100, h200, b200, or a file of `calibrate`",
+    ),
+    (
+        "--world 8 --model planned_models:Counting --batch planned_models:batch "
+        "--microbatch-sizes 1,x",
+        "--microbatch-sizes: expected such as 1,2,4; found '1,x'",
+    ),
     (
         "--world 8 --model planned_models:build --min-unit-size -1",
         "min_unit_size: expected 0 or more elements",
@@ -135,7 +238,7 @@ BAD: list[tuple[str, str]] = [
 
 @pytest.mark.parametrize(("arguments", "message"), BAD)
 def test_mistakes_are_told_without_a_traceback(folder: Path, arguments: str, message: str) -> None:
-    output = run(f"plan {arguments}", succeeds=False)
+    output = run(f"plan {arguments}", status=2)
     # The box around an error breaks lines; only the words matter.
     assert " ".join(message.split()) in " ".join(re.sub("[│|╭╮╰╯─]", " ", output).split())
     assert "Traceback" not in output

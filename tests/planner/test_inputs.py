@@ -1,0 +1,101 @@
+"""Inputs of transformers' models, by their signatures and configs alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import fsdp_engine as fe
+from fsdp_engine.planner.inputs import any_loss, batch_shape, inputs_of
+
+_TEXT = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+_TEXT |= {"intermediate_size": 32, "vocab_size": 64}
+
+_T5 = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 64}
+_T5["decoder_start_token_id"] = 0
+
+# Class, config, sizes, and the shapes that its forward should get.
+FAMILIES: dict[str, tuple[str, Any, tuple[int, ...], dict[str, tuple[int, ...]]]] = {
+    "decoder": (
+        "LlamaForCausalLM",
+        transformers.LlamaConfig(**_TEXT),
+        (2, 8),
+        {"input_ids": (2, 8), "labels": (2, 8)},
+    ),
+    "classifier": (
+        "BertForSequenceClassification",
+        transformers.BertConfig(**_TEXT),
+        (2, 8),
+        {"input_ids": (2, 8), "labels": (2,)},
+    ),
+    "base model": ("BertModel", transformers.BertConfig(**_TEXT), (2, 8), {"input_ids": (2, 8)}),
+    "encoder-decoder": (
+        "T5ForConditionalGeneration",
+        transformers.T5Config(**_T5),
+        (2, 8),
+        {"input_ids": (2, 8), "labels": (2, 8)},
+    ),
+    "encoder-decoder without a head": (
+        "T5Model",
+        transformers.T5Config(**_T5),
+        (2, 8),
+        {"input_ids": (2, 8), "decoder_input_ids": (2, 8)},
+    ),
+    "images": (
+        "ViTForImageClassification",
+        transformers.ViTConfig(**_TEXT, image_size=16, patch_size=8),
+        (2,),
+        {"pixel_values": (2, 3, 16, 16), "labels": (2,)},
+    ),
+    "spectrograms": (
+        "WhisperForAudioClassification",
+        transformers.WhisperConfig(
+            d_model=16,
+            encoder_layers=1,
+            encoder_attention_heads=2,
+            encoder_ffn_dim=32,
+            num_mel_bins=8,
+            max_source_positions=10,
+        ),
+        (2,),
+        {"input_features": (2, 8, 20), "labels": (2,)},
+    ),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_is_called_with_what_it_takes(family: str) -> None:
+    name, config, sizes, shapes = FAMILIES[family]
+    architecture = getattr(transformers, name)
+
+    def build() -> nn.Module:
+        with torch.device("meta"):
+            model: nn.Module = architecture(config)
+        return model
+
+    inputs = inputs_of(build(), sizes)
+    assert {key: tuple(value.shape) for key, value in inputs.items()} == shapes
+    found = fe.simulate(build, 2, batch=inputs, loss=any_loss)
+    assert found.seconds > 0
+
+
+def test_sizes_are_read() -> None:
+    assert batch_shape("4x4096") == (4, 4096)
+    assert batch_shape("32") == (32,)
+    assert batch_shape("models:batch") is None
+
+
+def test_other_models_need_a_function() -> None:
+    with pytest.raises(ValueError, match=r"batch: .* not of transformers; found the sizes 2x8"):
+        inputs_of(nn.Linear(2, 2), (2, 8))
+    with pytest.raises(ValueError, match="batch: expected rows x length, such as 4x4096; found 4"):
+        inputs_of(transformers.LlamaForCausalLM(transformers.LlamaConfig(**_TEXT)), (4,))
+
+
+def test_an_output_without_numbers_has_no_loss() -> None:
+    with pytest.raises(ValueError, match="loss: expected a tensor in the output; found dict"):
+        any_loss({"tokens": torch.zeros(2, dtype=torch.long)})

@@ -1,0 +1,405 @@
+"""``fe.plan``: rows, the choice, what is said of it, and what ``fe.shard`` makes of it."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fsdp_engine as fe
+from fsdp_engine.planner.candidates import fitting_meshes
+from fsdp_engine.planner.estimates import estimate
+from fsdp_engine.planner.figure import save_figure
+from fsdp_engine.planner.outcome import KINDS, Outcome
+from fsdp_engine.simulation.result import Simulation
+from fsdp_engine.strategies import ALL_STRATEGIES, LEVELS
+from tests.models import LENGTH, Transformer, token_batch
+from tests.pool import RankError, Ranks
+
+WORLD = 4
+MACHINE = replace(fe.H100, ranks_per_node=2)
+POLICY = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+ROWS = 8
+
+
+def build() -> nn.Module:
+    return Transformer(num_blocks=3, dim=32)
+
+
+def batch(size: int = ROWS) -> tuple[Tensor, Tensor]:
+    return token_batch(size, 1)
+
+
+OPTIONS = {"mp_policy": POLICY, "min_unit_size": 0}
+
+
+@functools.cache
+def planned() -> fe.Planning:
+    """Of the model above, its blocks apart, with memory for all."""
+    return fe.plan(build, batch, world_size=WORLD, machine=MACHINE, memory=2.0**30, **OPTIONS)
+
+
+@functools.cache
+def planned_tightly() -> fe.Planning:
+    """The same with too little for the fastest."""
+    return planned().within(a_limit())
+
+
+def at_most() -> dict[tuple[object, ...], int]:
+    """Peaks of all candidates."""
+    return {_key(each): each.peak_bytes for each in planned().outcomes}
+
+
+def _key(outcome: Outcome) -> tuple[object, ...]:
+    each = outcome.candidate
+    return (each.mesh, each.strategy, each.outer_strategy, each.checkpointing)
+
+
+def a_limit() -> float:
+    """Bytes that the fastest needs more than, and the smallest less."""
+    peaks = sorted(at_most().values())
+    assert peaks[0] < planned().outcomes[0].peak_bytes
+    return (peaks[0] + planned().outcomes[0].peak_bytes) / 2
+
+
+def test_rows_are_every_strategy_of_both_meshes_with_and_without_checkpointing() -> None:
+    expected = {
+        (mesh, pair.inner.name, pair.outer.name, recompute)
+        for mesh in ((4,), (2, 2))
+        for pair in ALL_STRATEGIES
+        for recompute in (False, True)
+        if len(mesh) == 2 or pair.outer.name == "no_shard"
+    }
+    assert set(at_most()) == expected
+    assert len(planned().outcomes) == len(expected) == 28
+
+
+@pytest.mark.parametrize(
+    ("world", "node", "expected"),
+    [
+        (1024, 8, [(1024,), (128, 8)]),
+        (8, 8, [(8,)]),
+        (4, 8, [(4,)]),
+        (12, 8, [(12,)]),  # no whole nodes
+        (4, 1, [(4,)]),
+        (1, 8, [(1,)]),
+    ],
+)
+def test_meshes_that_fit(world: int, node: int, expected: list[tuple[int, ...]]) -> None:
+    assert fitting_meshes(world, node) == expected
+
+
+def test_a_row_is_what_a_simulation_of_it_finds() -> None:
+    for outcome in planned().outcomes[::9]:
+        candidate = outcome.candidate
+        found = fe.simulate(
+            build,
+            WORLD,
+            batch=batch(),
+            mesh=candidate.mesh,
+            machine=MACHINE,
+            strategy=candidate.strategy,
+            outer_strategy=candidate.outer_strategy,
+            checkpointing=candidate.checkpointing,
+            **OPTIONS,
+        )
+        assert outcome.times is not None
+        assert (outcome.times.step, outcome.memory) == (found.seconds, found.memory)
+        assert outcome.times.exposed_sum == pytest.approx(found.exposed_seconds)
+        assert sum(outcome.times.shares().values()) == pytest.approx(1.0)
+        assert outcome.items == WORLD * ROWS * LENGTH
+        assert outcome.rate == outcome.items / found.seconds
+
+
+def test_bytes_sent_are_those_of_the_formulas() -> None:
+    for outcome in planned().outcomes:
+        candidate = outcome.candidate
+        formula = estimate(
+            build(),
+            world_size=WORLD,
+            outer_size=candidate.mesh[0] if len(candidate.mesh) == 2 else 1,
+            strategy=candidate.strategy,
+            outer_strategy=candidate.outer_strategy,
+            **OPTIONS,
+        )
+        assert outcome.sent.get("inner", 0) == formula.inner_traffic_bytes, candidate
+        assert outcome.sent.get("outer", 0) == formula.outer_traffic_bytes, candidate
+
+
+def test_those_that_fit_come_first_and_the_fastest_of_them_is_chosen() -> None:
+    limit = a_limit()
+    outcomes = planned_tightly().outcomes
+    fits = [each.fits for each in outcomes]
+    assert fits == sorted(fits, reverse=True)
+    assert 0 < sum(fits) < len(fits)
+    assert {_key(each): each.peak_bytes for each in outcomes} == at_most()
+    assert all(each.fits == (each.peak_bytes <= limit) for each in outcomes)
+    assert all(each.lacking == max(each.peak_bytes - limit, 0) for each in outcomes)
+    chosen = planned_tightly().chosen
+    assert chosen is outcomes[0]
+    assert chosen.rate == max(each.rate for each in outcomes if each.fits)
+
+
+def test_words_say_what_why_and_what_would_help() -> None:
+    text = str(planned_tightly())
+    chosen, *_ = planned_tightly().outcomes
+    assert f"Take {chosen.candidate}: " in text
+    faster = [
+        each for each in planned_tightly().outcomes if not each.fits and each.rate > chosen.rate
+    ]
+    nearest = min(faster, key=lambda each: each.rate)
+    assert f"The next faster one, {nearest.candidate}, is " in text
+    assert f"most of what it holds is {nearest.largest_kind}" in text
+    assert "Bottleneck: the host; compute takes" in text  # so small a model on so large a machine
+    loose = str(planned())
+    assert "Nothing that does not fit would be faster." in loose
+    assert "With a microbatch twice as large: " in loose
+    assert "With 4 microbatches a step: " in loose
+
+
+def test_trials_are_simulated() -> None:
+    trials = {each.change: each for each in planned().trials}
+    chosen = planned().outcomes[0]
+    found = fe.simulate(
+        build,
+        WORLD,
+        batch=batch(2 * ROWS),
+        mesh=chosen.candidate.mesh,
+        machine=MACHINE,
+        strategy=chosen.candidate.strategy,
+        outer_strategy=chosen.candidate.outer_strategy,
+        checkpointing=chosen.candidate.checkpointing,
+        **OPTIONS,
+    )
+    rate = 2 * chosen.items / found.seconds
+    assert trials["a microbatch twice as large"].speedup == pytest.approx(rate / chosen.rate)
+    assert trials["4 microbatches a step"].speedup > 1
+
+
+def test_what_is_waited_for_is_named() -> None:
+    slow = fe.A100.between_nodes.__class__(1e6, 0.0)
+    runs = {"world_size": WORLD, "checkpointing": (False,), "min_unit_size": 0}
+    between = fe.plan(build, batch, machine=replace(MACHINE, between_nodes=slow), **runs)
+    assert between.chosen is not None
+    assert between.chosen.candidate.mesh == (2, 2)
+    assert "Bottleneck: the outer link (between nodes)" in str(between)
+    within = replace(MACHINE, within_node=slow, ranks_per_node=4)
+    assert "Bottleneck: the inner link (within a node)" in str(
+        fe.plan(build, batch, machine=within, **runs)
+    )
+
+
+def test_microbatch_sizes_are_tried_and_compared_by_what_they_get_done() -> None:
+    planning = fe.plan(
+        build,
+        batch,
+        world_size=2,
+        machine=MACHINE,
+        microbatch_sizes=(2, 8),
+        checkpointing=(False,),
+    )
+    by_size = {
+        size: [each for each in planning.outcomes if each.candidate.microbatch_size == size]
+        for size in (2, 8)
+    }
+    assert [len(found) for found in by_size.values()] == [4, 4]
+    assert {each.items for each in by_size[8]} == {2 * 8 * LENGTH}
+    assert planning.outcomes[0].candidate.microbatch_size == 8  # the host is the bottleneck
+    assert "microbatches of 8" in str(planning)
+
+
+class Searching(nn.Module):
+    """Goes on as long as a value says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        if x.sum() > 0:
+            x = x * 2
+        return x.sum()
+
+
+def test_a_model_that_reads_values_is_planned_by_formulas() -> None:
+    planning = fe.plan(Searching, torch.ones(2, 8), world_size=WORLD, machine=MACHINE)
+    assert "test_plan.py" in planning.setting.why_unknown
+    assert "if x.sum() > 0:" in planning.setting.why_unknown
+    assert len(planning.outcomes) == 14
+    for each in planning.outcomes:
+        assert each.times is None
+        assert "activations" not in each.memory
+    assert planning.simulate is None
+    assert planning.chosen is not None
+    assert "Activations and times are unknown" in str(planning)
+    assert planning.best["strategy"] in LEVELS
+
+
+def test_nothing_fits() -> None:
+    planning = planned().within(2.0**10)
+    assert planning.chosen is None
+    text = str(planning)
+    assert "Nothing fits 1.0 KiB. The nearest is" in text
+    with pytest.raises(ValueError, match="plan: expected a way that fits; found none"):
+        _ = planning.best
+
+
+def test_it_is_saved_and_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    planned_tightly().save(path)
+    loaded = fe.Planning.load(path)
+    assert loaded.setting == planned_tightly().setting
+    assert loaded.outcomes == planned_tightly().outcomes
+    assert str(loaded) == str(planned_tightly())
+    path.write_text(json.dumps({"setting": {}}))
+    with pytest.raises(ValueError, match=r"plan\.json: expected a planning as `save` writes it"):
+        fe.Planning.load(path)
+    path.write_text("{")
+    with pytest.raises(ValueError, match="expected a planning"):
+        fe.Planning.load(path)
+
+
+def test_its_picture_shows_every_row_and_the_limit(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    import matplotlib as mpl
+
+    mpl.rcParams["svg.fonttype"] = "none"
+    planning = planned_tightly()
+    save_figure(planning, tmp_path / "plan.svg")
+    drawn = (tmp_path / "plan.svg").read_text()
+    for outcome in planning.outcomes:
+        assert outcome.candidate.levels in drawn
+    for word in (*KINDS, "compute", "waits for the inner link", "there are", "ms of a step"):
+        assert word in drawn
+    unknown = fe.plan(Searching, torch.ones(2, 8), world_size=WORLD, machine=MACHINE)
+    save_figure(unknown, tmp_path / "unknown.png")
+    assert (tmp_path / "unknown.png").stat().st_size > 1000
+
+
+def test_the_chosen_step_can_be_simulated_again() -> None:
+    planning = planned()
+    assert planning.simulate is not None
+    assert planning.chosen is not None
+    found = planning.simulate(planning.chosen.candidate)
+    assert isinstance(found, Simulation)
+    assert found.spans
+    assert planning.chosen.times is not None
+    assert found.seconds == planning.chosen.times.step
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"world_size": 0}, "world_size: expected 1 rank or more; found 0"),
+        ({"machine": "abacus"}, "machine: expected one of a100, h100, h200, b200, or a file"),
+        ({"meshes": [(3,)]}, "meshes: expected one or two sizes of 4 ranks each; found"),
+        ({"meshes": []}, "expected something to try; found nothing"),
+        ({"microbatch_sizes": (1,), "batch": batch()}, "batch: expected a function of the"),
+        ({"microbatches": 0}, "microbatches: expected at least 1; found 0"),
+        ({"build": "tests.models:nothing"}, "build: expected a function 'nothing'"),
+        ({"build": "tests.models"}, "build: expected module:function"),
+        ({"build": int}, "build: expected a torch.nn.Module; found int"),
+        ({"batch": 3}, "batch: expected tensors; found none"),
+        ({"units": "nobody.*"}, "units: expected pattern"),
+    ],
+)
+def test_wrong_arguments(changes: dict[str, object], message: str) -> None:
+    arguments = {"build": build, "batch": batch, "world_size": WORLD, "machine": MACHINE}
+    with pytest.raises(ValueError, match=message):
+        fe.plan(**{**arguments, **changes})  # type: ignore[arg-type]
+    assert not dist.is_initialized()
+
+
+def _shard_by_plan(path: str, mesh_sizes: tuple[int, ...] | None) -> tuple[object, ...]:
+    planning = fe.Planning.load(path)
+    mesh = None if mesh_sizes is None else init_device_mesh("cpu", mesh_sizes)
+    model = build()
+    engine = fe.shard(
+        model, mesh, strategy="auto", plan=planning, min_unit_size=0, initial_values="rank0"
+    )
+    loss = model(*batch())
+    loss.backward()
+    wrapped = {type(block.forward).__name__ for block in model.blocks}
+    sizes = (engine.mesh.outer.size, engine.mesh.inner.size)
+    return str(engine.strategy), sizes, sorted(wrapped)
+
+
+@pytest.mark.parametrize("mesh", [None, (4,), (2, 2)])
+def test_auto_takes_the_best_of_a_planning(
+    ranks: Ranks, tmp_path: Path, mesh: tuple[int, ...] | None
+) -> None:
+    planning = planned_tightly()
+    planning.save(tmp_path / "plan.json")
+    chosen = next(
+        each for each in planning.outcomes if mesh is None or each.candidate.mesh == mesh
+    ).candidate
+    found = ranks.run(_shard_by_plan, str(tmp_path / "plan.json"), mesh, world_size=WORLD)
+    forward = "CheckpointedForward" if chosen.checkpointing else "method"
+    sizes = chosen.mesh if len(chosen.mesh) == 2 else (1, *chosen.mesh)
+    levels = f"({chosen.strategy}, {chosen.outer_strategy})"
+    assert found == [(levels, sizes, [forward])] * WORLD
+
+
+def _refusals(path: str, small: str) -> list[str]:
+    planning, nothing = fe.Planning.load(path), fe.Planning.load(small)
+    told = []
+    tries = [
+        {"strategy": "auto"},
+        {"strategy": "optim", "plan": planning},
+        {"strategy": "auto", "plan": planning, "outer_strategy": "optim"},
+        {"strategy": "auto", "plan": nothing},
+        # One rank has another plan.
+        {"strategy": "auto", "plan": nothing if dist.get_rank() == 1 else planning},
+    ]
+    for arguments in tries:
+        try:
+            fe.shard(build(), initial_values="rank0", **arguments)
+        except (ValueError, RuntimeError) as error:
+            told.append(str(error))
+    return told
+
+
+def test_auto_refuses_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    replace(planned(), setting=replace(planned().setting, world_size=2)).save(tmp_path / "a.json")
+    nothing = planned().within(2.0**10)
+    replace(nothing, setting=replace(nothing.setting, world_size=2)).save(tmp_path / "b.json")
+    paths = (str(tmp_path / "a.json"), str(tmp_path / "b.json"))
+    for told in ranks.run(_refusals, *paths, world_size=2):
+        assert len(told) == 5
+        assert "plan: expected what fe.plan found" in told[0]
+        assert 'strategy: expected "auto" with a plan' in told[1]
+        assert "outer_strategy: expected None with" in told[2]
+        assert "expected a way that fits; found none" in told[3]
+        assert "Nothing fits 1.0 KiB" in told[3]
+        assert "expected a way that fits; found none" in told[4]
+
+
+def _shard_on_two(path: str) -> None:
+    dist.get_rank()
+    fe.shard(build(), strategy="auto", plan=fe.Planning.load(path))
+
+
+def test_a_planning_for_other_ranks_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    planned().save(tmp_path / "plan.json")
+    with pytest.raises(RankError, match="plan: expected a planning for 2 ranks; found one for 4"):
+        ranks.run(_shard_on_two, str(tmp_path / "plan.json"), world_size=2)
+
+
+def test_best_gives_what_was_planned_with() -> None:
+    best = planned().best
+    assert best["mp_policy"] is POLICY
+    assert best["min_unit_size"] == 0
+    assert planned().chosen is not None
+    if len(planned().chosen.candidate.mesh) == 2:
+        assert best["config"].num_distributed_optimizer_instances == 2
+    given = planned().arguments((2, 2), WORLD, {"mp_policy": fe.MixedPrecisionPolicy()})
+    assert given["mp_policy"] != POLICY
+    assert "config" not in given  # the mesh says the axes
