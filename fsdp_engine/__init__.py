@@ -19,6 +19,7 @@ from fsdp_engine.planning.checkpointing import checkpoint_units
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.hooks import register_forward_method
 from fsdp_engine.sharding import shard
+from fsdp_engine.simulation.errors import SimulationError
 from fsdp_engine.simulation.machine import B200, H100, H200, Machine
 from fsdp_engine.simulation.planner import Estimate, estimate
 from fsdp_engine.simulation.result import Simulation
@@ -41,6 +42,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "ModelParallelGroups",
     "Simulation",
+    "SimulationError",
     "checkpoint_units",
     "estimate",
     "export_safetensors",

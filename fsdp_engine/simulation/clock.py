@@ -87,7 +87,7 @@ class Moment:
 class SimulatedTicket:
     """A moment of a lane's work; where the host computes, known once the work has begun."""
 
-    __slots__ = ("_clock", "_lane", "_start", "moment")
+    __slots__ = ("_clock", "_holds", "_lane", "_start", "done", "moment")
 
     def __init__(
         self, lane: SimulatedLane, clock: Clock, moment: Moment, start: Callable[[], Moment] | None
@@ -95,24 +95,30 @@ class SimulatedTicket:
         self._lane = lane
         self._clock = clock
         self._start = start
+        self._holds: Sequence[Tensor] = ()
         self.moment = moment
+        # Whether the host knows it to be reached. Like a HostTicket's: waiting tells, or that there
+        # was nothing to wait for.
+        self.done = False
 
     @property
     def time(self) -> float:
         """When it is reached."""
         return self.moment.time
 
-    @property
-    def done(self) -> bool:
-        """Whether the host knows it to be reached."""
-        one_clock = not self._clock.machine.host_runs_ahead
-        return one_clock and self._start is None and self.time <= self._clock.host
-
     def begin(self) -> None:
         """Begin what has waited at its lane."""
         if self._start is not None:
             start, self._start = self._start, None
             self.moment = start()
+            self._holds, waits = self._clock.take_left_over()
+            if not waits:
+                self.finish()
+
+    def finish(self) -> None:
+        """The host has waited for it: what it took for itself goes."""
+        self.done = True
+        self._holds = ()
 
     def begin_in_turn(self) -> None:
         """Begin everything on its lane up to it."""
@@ -172,7 +178,9 @@ class SimulatedLane:
     def record(self) -> SimulatedTicket:
         """See :class:`~fsdp_engine.devices.lanes.Lane`."""
         moment = Moment(self._clock.reached(self), self.name, self.name)
-        return SimulatedTicket(self, self._clock, moment, None)
+        ticket = SimulatedTicket(self, self._clock, moment, None)
+        ticket.done = not self.runs_ahead  # what the host has submitted it waits for by itself
+        return ticket
 
     def wait(self, ticket: Any) -> None:
         """See :class:`~fsdp_engine.devices.lanes.Lane`."""
@@ -222,6 +230,8 @@ class Clock:
         # its messages, of what it computes, and of what it takes from compute.
         self._within: SimulatedLane | None = None
         self._sent = self._computed = self._stolen = 0.0
+        self._made: list[Tensor] = []
+        self._left_over: tuple[Sequence[Tensor], bool] = ((), False)
 
     def make_lanes(self, device: torch.device) -> Lanes:
         """The lanes of an engine."""
@@ -264,17 +274,31 @@ class Clock:
             self._sent += seconds
             self._stolen += of_compute
 
+    def made(self, tensors: Sequence[Tensor]) -> None:
+        """These have been made. Where the host computes, what an operation on a lane takes for
+        itself stays until somebody has waited for it."""
+        if self._within is not None and not self.machine.host_runs_ahead:
+            self._made += tensors
+
+    def take_left_over(self) -> tuple[Sequence[Tensor], bool]:
+        """Of the operation that ended last: what it has made, and whether it is waited for."""
+        taken, self._left_over = self._left_over, ((), False)
+        return taken
+
     def run(
         self, lane: SimulatedLane, label: str, operation: Operation, after: Sequence[Any]
     ) -> Moment:
         """Carry out an operation on ``lane``; returns when it is done."""
         start = max(self.host, lane.free, *(ticket.time for ticket in after))
+        waits = False
         with self._at_work(lane):
             for works in operation():
+                waits = True
                 for work in works:
                     work.wait()
             computed, stolen = self._computed, self._stolen
             seconds = self._sent + computed
+            self._left_over = self._made, waits
         if not self.machine.host_runs_ahead:
             # The host computes its part itself; only messages go on by themselves.
             self.host += computed
@@ -305,6 +329,7 @@ class Clock:
         ticket.begin_in_turn()
         self._note_exposed(ticket, self.host, self.phase)
         self.host = self._compute.free = max(self.host, ticket.time)
+        ticket.finish()
 
     def reached(self, lane: SimulatedLane) -> float:
         """When everything submitted to ``lane`` so far will be done."""
@@ -341,12 +366,12 @@ class Clock:
 
     @contextmanager
     def _at_work(self, lane: SimulatedLane) -> Iterator[None]:
-        outside = (self._within, self._sent, self._computed, self._stolen)
-        self._within, self._sent, self._computed, self._stolen = lane, 0.0, 0.0, 0.0
+        outside = (self._within, self._sent, self._computed, self._stolen, self._made)
+        self._within, self._sent, self._computed, self._stolen, self._made = lane, 0.0, 0.0, 0.0, []
         try:
             yield
         finally:
-            self._within, self._sent, self._computed, self._stolen = outside
+            self._within, self._sent, self._computed, self._stolen, self._made = outside
 
 
 def unit_of(label: str) -> str:
