@@ -22,6 +22,7 @@ from fsdp_engine.planning.checkpointing import checkpoint_units
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.hooks import register_forward_method
 from fsdp_engine.sharding import shard
+from fsdp_engine.simulation.errors import SimulationError
 from fsdp_engine.simulation.machine import A100, B200, H100, H200, Machine
 from fsdp_engine.simulation.result import Simulation
 from fsdp_engine.simulation.simulate import simulate
@@ -45,6 +46,7 @@ __all__ = [
     "ModelParallelGroups",
     "Planning",
     "Simulation",
+    "SimulationError",
     "checkpoint_units",
     "estimate",
     "export_safetensors",

@@ -335,6 +335,12 @@ class Engine:
         """Bytes that the engine holds now on this rank, by role."""
         return {role: count for role, count in self._memory.ledger.held.items() if count}
 
+    @property
+    def idle_memory_bytes(self) -> int:
+        """Bytes beside those of :meth:`memory_bytes` that wait for the next transient storage; they
+        go back with a step's last backward. None on CUDA, whose allocator keeps them itself."""
+        return self._memory.idle_bytes
+
     def peak_memory_bytes(self, *, reset: bool = False) -> dict[str, int]:
         """Most bytes held so far by role, and "total" (of a moment, not a sum of peaks).
 

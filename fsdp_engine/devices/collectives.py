@@ -28,6 +28,7 @@ from torch.distributed import distributed_c10d
 
 from fsdp_engine.devices import memory, watch
 from fsdp_engine.devices.groups import backend_of
+from fsdp_engine.devices.pretence import pretends_host
 from fsdp_engine.devices.watch import naming
 
 Work = dist.Work
@@ -83,7 +84,7 @@ class Communicator:
             full.copy_(host)
         elif self._gloo:
             own = self.part(full)
-            if source.data_ptr() != own.data_ptr():
+            if not _at_one_place(source, own):
                 # Sent from where it lies, so that the copy overlaps with the sending.
                 works = self._start_gather(full, source, tag)
                 own.copy_(source)
@@ -189,7 +190,7 @@ class Communicator:
         own = self.part(full)
         # The first part to come may land in its destination, if that is free: no scratch at all
         # for two ranks.
-        in_place = out.data_ptr() == own.data_ptr()
+        in_place = _at_one_place(out, own)
         lands = not accumulate and not in_place and out.dtype == full.dtype and wide is None
         num_scratch = self.size - 1 - int(lands)
         scratch = memory.empty(num_scratch * own.numel(), full.dtype, full.device)
@@ -339,7 +340,15 @@ def _as_reals(tensor: Tensor) -> Tensor:
 
 
 def _is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
-    return getattr(backend_of(group, device), "name", lambda: "")() == "gloo"
+    name = getattr(backend_of(group, device), "name", lambda: "")()
+    return name == "gloo" or (name == "fake" and pretends_host())
+
+
+def _at_one_place(first: Tensor, second: Tensor) -> bool:
+    """Whether they begin at one address; a fake tensor has none."""
+    if pretends_host():
+        return memory.begin_together(first, second)
+    return first.data_ptr() == second.data_ptr()
 
 
 def _stays_on_stream(group: dist.ProcessGroup, device: torch.device) -> bool:

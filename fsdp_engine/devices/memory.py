@@ -33,7 +33,8 @@ first plan on, and storages that are filled from it add nothing.
 
 Where torch cannot swap data pointers (before 2.13), and under ``FakeTensorMode``, where there is no
 memory, no addresses are planned and all fills are ordinary ones; from the pool, if there is one and
-it may grow at any time.
+it may grow at any time. Idle memory is kept under ``FakeTensorMode``, too, unless a device is
+pretended: sizes of storages are swapped then.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ from typing import Protocol
 import torch
 
 from fsdp_engine.devices.arena import Arena
+from fsdp_engine.devices.pretence import pretends_device
 
 _CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 # See [Note: Freed pages].
@@ -175,8 +177,9 @@ class Memory:
         self._in_use = 0
         self._most_in_use = 0
         self.ledger = Ledger()
-        # Not by the device's name: under FakeTensorMode storages are on none.
-        self._swaps = _CAN_SWAP and empty_storage(device).device.type == "cpu"
+        # A device's own allocator keeps what is idle.
+        self._swaps = _CAN_SWAP and device.type == "cpu" and not pretends_device()
+        self._swap = _swap_sizes if empty_storage(device).device.type == "meta" else _swap
         self._idle: dict[int, list[torch.UntypedStorage]] = {}
         # Storage objects that have given their memory away, to take some again.
         self._hollow: list[torch.UntypedStorage] = []
@@ -265,7 +268,7 @@ class Memory:
         blocks = self._idle.get(num_bytes)
         if blocks:
             block = blocks.pop()
-            storage._swap_data_ptr_(block)  # type: ignore[attr-defined]
+            self._swap(storage, block)
             self._hollow.append(block)
             return
         idle = self.idle_bytes
@@ -280,13 +283,25 @@ class Memory:
         self._in_use -= num_bytes
         if self._swaps:
             block = self._hollow.pop() if self._hollow else empty_storage(self.device)
-            storage._swap_data_ptr_(block)  # type: ignore[attr-defined]
+            self._swap(storage, block)
             blocks = self._idle.get(num_bytes)
             if blocks is None:
                 blocks = self._idle[num_bytes] = []
             blocks.append(block)
         else:
             storage.resize_(0)
+
+
+def _swap(full: torch.UntypedStorage, hollow: torch.UntypedStorage) -> None:
+    full._swap_data_ptr_(hollow)  # type: ignore[attr-defined]
+
+
+def _swap_sizes(first: torch.UntypedStorage, second: torch.UntypedStorage) -> None:
+    """Of storages under ``FakeTensorMode``. Torch refuses to swap those of two sizes, and operations
+    on fake tensors over an empty storage give it one."""
+    sizes = first.nbytes(), second.nbytes()
+    first.resize_(sizes[1])
+    second.resize_(sizes[0])
 
 
 def _find_malloc_trim() -> Callable[[int], int] | None:

@@ -27,6 +27,7 @@ from fsdp_engine.devices.groups import (
     timeout_of_group,
 )
 from fsdp_engine.devices.meeting import meet, telling
+from fsdp_engine.devices.pretence import pretending
 from fsdp_engine.devices.ranks import Ranks, members_of
 from fsdp_engine.layout import Coordinate
 from fsdp_engine.strategies import Axis
@@ -173,9 +174,13 @@ def ranks_that_meet(device_mesh: object) -> list[int]:
 
 
 @contextmanager
-def pretended_ranks(sizes: Sequence[int]) -> Iterator[DeviceMesh]:
+def pretended_ranks(sizes: Sequence[int], *, on_host: bool = False) -> Iterator[DeviceMesh]:
     """Within it, this process is rank 0 of a mesh of ``sizes`` whose other ranks do not exist:
     what it sends goes nowhere, what it receives is whatever was there.
+
+    Args:
+        sizes: of each axis.
+        on_host: messages go as they do over gloo, between CPUs, and not as between devices.
 
     Raises:
         RuntimeError: torch.distributed is initialised already.
@@ -190,7 +195,8 @@ def pretended_ranks(sizes: Sequence[int]) -> Iterator[DeviceMesh]:
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=math.prod(sizes))
     try:
-        yield init_device_mesh("cpu", tuple(sizes))
+        with pretending(on_host=on_host):
+            yield init_device_mesh("cpu", tuple(sizes))
     finally:
         dist.destroy_process_group()
 

@@ -19,11 +19,10 @@ from fsdp_engine.planner.estimates import estimate
 from fsdp_engine.planner.inputs import named
 from fsdp_engine.planner.outcome import Outcome, Setting, Trial, sorted_outcomes
 from fsdp_engine.planner.planning import Planning
+from fsdp_engine.simulation.errors import SimulationError
 from fsdp_engine.simulation.machine import H100, Machine
 from fsdp_engine.simulation.result import Simulation
 from fsdp_engine.simulation.simulate import MakeOptimizer, simulate
-
-SimulationError = RuntimeError
 
 # Of a machine's memory, where no other limit is given: the driver's context, buffers of NCCL and
 # kernels, and gaps between an allocator's blocks take the rest (docs/planner.md).

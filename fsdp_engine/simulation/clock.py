@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -86,7 +86,7 @@ class Moment:
 class SimulatedTicket:
     """A moment of a lane's work; where the host computes, known once the work has begun."""
 
-    __slots__ = ("_clock", "_lane", "_start", "moment")
+    __slots__ = ("_clock", "_holds", "_lane", "_start", "done", "moment")
 
     def __init__(
         self, lane: SimulatedLane, clock: Clock, moment: Moment, start: Callable[[], Moment] | None
@@ -94,24 +94,30 @@ class SimulatedTicket:
         self._lane = lane
         self._clock = clock
         self._start = start
+        self._holds: Sequence[Tensor] = ()
         self.moment = moment
+        # Whether the host knows it to be reached. Like a HostTicket's: waiting tells, or that there
+        # was nothing to wait for.
+        self.done = False
 
     @property
     def time(self) -> float:
         """When it is reached."""
         return self.moment.time
 
-    @property
-    def done(self) -> bool:
-        """Whether the host knows it to be reached."""
-        one_clock = not self._clock.machine.host_runs_ahead
-        return one_clock and self._start is None and self.time <= self._clock.host
-
     def begin(self) -> None:
         """Begin what has waited at its lane."""
         if self._start is not None:
             start, self._start = self._start, None
             self.moment = start()
+            self._holds, waits = self._clock.take_left_over()
+            if not waits:
+                self.finish()
+
+    def finish(self) -> None:
+        """The host has waited for it: what it took for itself goes."""
+        self.done = True
+        self._holds = ()
 
     def begin_in_turn(self) -> None:
         """Begin everything on its lane up to it."""
@@ -171,7 +177,9 @@ class SimulatedLane:
     def record(self) -> SimulatedTicket:
         """See :class:`~fsdp_engine.devices.lanes.Lane`."""
         moment = Moment(self._clock.reached(self), self.name, self.name)
-        return SimulatedTicket(self, self._clock, moment, None)
+        ticket = SimulatedTicket(self, self._clock, moment, None)
+        ticket.done = not self.runs_ahead  # what the host has submitted it waits for by itself
+        return ticket
 
     def wait(self, ticket: Any) -> None:
         """See :class:`~fsdp_engine.devices.lanes.Lane`."""
@@ -197,12 +205,13 @@ class SimulatedLane:
 @dataclass
 class _Work:
     """An operation that is carried out: seconds so far of its messages, of what it computes, and of
-    what it takes from compute."""
+    what it takes from compute; tensors that it has made."""
 
     lane: SimulatedLane
     sending: float = 0.0
     computed: float = 0.0
     stolen: float = 0.0
+    made: list[Tensor] = field(default_factory=list)
 
 
 class Clock:
@@ -232,6 +241,7 @@ class Clock:
         self._awaited_in = ""
         # The operation that runs on another lane right now.
         self._work: _Work | None = None
+        self._left_over: tuple[Sequence[Tensor], bool] = ((), False)
 
     def make_lanes(self, device: torch.device) -> Lanes:
         """The lanes of an engine."""
@@ -277,6 +287,17 @@ class Clock:
             axis = axis_of(self._work.lane.name)
             self.sent_bytes[axis] = self.sent_bytes.get(axis, 0.0) + num_bytes
 
+    def made(self, tensors: Sequence[Tensor]) -> None:
+        """These have been made. Where the host computes, what an operation on a lane takes for
+        itself stays until somebody has waited for it."""
+        if self._work is not None and not self.machine.host_runs_ahead:
+            self._work.made += tensors
+
+    def take_left_over(self) -> tuple[Sequence[Tensor], bool]:
+        """Of the operation that ended last: what it has made, and whether it is waited for."""
+        taken, self._left_over = self._left_over, ((), False)
+        return taken
+
     def run(
         self, lane: SimulatedLane, label: str, operation: Operation, after: Sequence[Any]
     ) -> Moment:
@@ -284,12 +305,15 @@ class Clock:
         start = max(self.host, lane.free, *(ticket.time for ticket in after))
         work = _Work(lane)
         outside, self._work = self._work, work
+        waits = False
         try:
             for messages in operation():
+                waits = True
                 for message in messages:
                     message.wait()
         finally:
             self._work = outside
+        self._left_over = work.made, waits
         computed, stolen = work.computed, work.stolen
         seconds = work.sending + computed
         if not self.machine.host_runs_ahead:
@@ -322,6 +346,7 @@ class Clock:
         ticket.begin_in_turn()
         self._note_exposed(ticket, self.host, self.phase)
         self.host = self._compute.free = max(self.host, ticket.time)
+        ticket.finish()
 
     def reached(self, lane: SimulatedLane) -> float:
         """When everything submitted to ``lane`` so far will be done."""

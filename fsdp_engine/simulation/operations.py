@@ -100,6 +100,7 @@ class Operations(TorchDispatchMode):
                 num_bytes *= 2
             self._clock.compute(name, self._seconds(packet, args, kwargs, out, num_bytes))
         self._memory.made(results)
+        self._clock.made(results)
 
     def _seconds(self, packet: Any, args: Any, kwargs: Any, out: Any, num_bytes: int) -> float:
         flops = 0
@@ -112,14 +113,18 @@ class Operations(TorchDispatchMode):
         return self._clock.machine.processor.seconds(flops, num_bytes, dtype)
 
     def _message(self, func: Any, args: Any) -> None:
-        ring = _RINGS.get(func._overloadpacket.__name__)
-        if ring is None:
-            return  # no message: a barrier, a wait
+        name = func._overloadpacket.__name__
+        ring = _RINGS.get(name)
+        if ring is None and name != "send":
+            return  # no message of its own: a barrier, a wait, the other end of one
         num_bytes = max(_num_bytes(each) for each in _tensors(args))
         group = next(each for each in map(_as_group, args) if each is not None)
         link = self._link(group.size())
-        sent = sent_bytes(num_bytes, group.size(), ring)
-        seconds = message_seconds(link, num_bytes, group.size(), ring)
+        if ring is None:
+            sent, seconds = float(num_bytes), link.seconds(num_bytes, 1)  # a ring's hop
+        else:
+            sent = sent_bytes(num_bytes, group.size(), ring)
+            seconds = message_seconds(link, num_bytes, group.size(), ring)
         self._clock.send(sent, seconds, seconds * link.processor_share)
 
     def _link(self, num_ranks: int) -> Link:

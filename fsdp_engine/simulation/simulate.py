@@ -8,6 +8,7 @@ engine itself runs, what is found cannot drift from what it does.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
@@ -17,15 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from fsdp_engine.devices.lanes import lanes_made_by
-from fsdp_engine.devices.memory import empty_like
 from fsdp_engine.devices.mesh import pretended_ranks
 from fsdp_engine.engine import Engine
 from fsdp_engine.optimizer import shard_optimizer
 from fsdp_engine.sharding import shard
+from fsdp_engine.simulation.building import built, on_no_device
 from fsdp_engine.simulation.clock import Clock
+from fsdp_engine.simulation.errors import explained
 from fsdp_engine.simulation.machine import H100, Machine
 from fsdp_engine.simulation.memory_watch import MemoryWatch
 from fsdp_engine.simulation.operations import Operations
@@ -69,9 +71,13 @@ def simulate(
             ``units``, ``mp_policy``, ``config``, ...
 
     Raises:
+        SimulationError: the model, the loss or the optimizer cannot be run with fake tensors (they
+            read values, say), or raised anything themselves; names the line.
         RuntimeError: torch.distributed is initialised in this process.
+        TypeError: ``build`` makes no module, or its forward does not take ``batch``.
         ValueError: ``mesh`` has not ``world_size`` ranks, or there is no microbatch, or the config
-            has values of gradients looked at.
+            has values of gradients looked at, or nothing is trained, or there is no loss, or none
+            that requires grad.
     """
     sizes = (world_size,) if mesh is None else tuple(mesh)
     if math.prod(sizes) != world_size or len(sizes) not in (1, 2):
@@ -88,19 +94,25 @@ def simulate(
     clock.memory_changed = memory.sample
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with (
-        pretended_ranks(sizes) as device_mesh,
+        pretended_ranks(sizes, on_host=not machine.host_runs_ahead) as device_mesh,
         lanes_made_by(clock.make_lanes),
         fake,
         Operations(clock, memory, sizes[-1]),
     ):
-        model = _built(build)
+        with explained("building the model"):
+            model = built(build)
+        signature = _signature(model)
         # Values are fake: nobody can compare them, and nothing tells ranks apart.
         engine = shard(model, device_mesh, **options, initial_values="rank0")
-        trained = (optimizer or _adamw)(model.parameters())
+        memory.watch(lambda: _held_by(engine))
+        with explained("making the optimizer"):
+            trained = (optimizer or _adamw)(model.parameters())
         shard_optimizer(trained)
-        inputs = _on_no_device(batch() if callable(batch) else batch, fake)
-        buffers = sum(buffer.nbytes for buffer in model.buffers())
-        memory.watch(engine.memory_bytes, buffers)
+        memory.settle("optimizer")
+        with explained("making the batch"):
+            inputs = on_no_device(batch() if callable(batch) else batch, fake)
+        memory.made([leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)])
+        _check_call(signature, inputs, model)
         step = _Step(engine, trained, inputs, loss, microbatches)
         for _ in range(STEPS):
             start = clock.finish()
@@ -140,7 +152,7 @@ class _Step:
         self._engine = engine
         self._optimizer = optimizer
         self._inputs = inputs
-        self._loss = loss or _loss_in
+        self._loss = loss
         self._microbatches = microbatches
 
     def run(self, clock: Clock, memory: MemoryWatch) -> None:
@@ -149,48 +161,75 @@ class _Step:
             is_last = number == self._microbatches - 1
             with nullcontext() if is_last else self._engine.no_sync():
                 clock.phase = "forward"
-                loss = self._loss(_called(self._engine.model, self._inputs))
+                with explained("forward"):
+                    output = _called(self._engine.model, self._inputs)
+                loss = self._loss_of(output)
+                del output
                 clock.phase = "backward"
-                loss.backward()
+                with explained("backward"):
+                    loss.backward()
                 del loss
         clock.phase = "step"
-        self._optimizer.step()
-        memory.optimizer_stepped()
+        before = memory.known()
+        with explained("the optimizer's step"):
+            self._optimizer.step()
+        memory.settle("optimizer", but=before)
         self._optimizer.zero_grad()
 
+    def _loss_of(self, output: Any) -> Tensor:
+        """The loss of the model's ``output``.
 
-def _built(build: Callable[[], nn.Module]) -> nn.Module:
-    """The model; what it has on the meta device gets off it, where nothing needs values."""
-    model = build()
-    made: dict[int, Tensor] = {}
-    for module in model.modules():
-        both: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for tensors in both:
-            for name, tensor in tensors.items():
-                if tensor is not None and tensor.is_meta:
-                    tensors[name] = made.setdefault(id(tensor), _off_meta(tensor))
-    return model
-
-
-def _off_meta(tensor: Tensor) -> Tensor:
-    twin = empty_like(tensor.detach(), torch.device("cpu"))
-    if isinstance(tensor, nn.Parameter):
-        twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
-    # Marks of users; what a fake tensor keeps there itself (torch 2.11: its device, say) stays.
-    marks = {key: mark for key, mark in vars(tensor).items() if key not in vars(twin)}
-    twin.__dict__.update({key: mark for key, mark in marks.items() if key[0] != "_"})
-    return twin
-
-
-def _on_no_device(batch: Any, fake: FakeTensorMode) -> Any:
-    def converted(tensor: Tensor) -> Tensor:
-        return tensor if tensor.is_meta or _is_fake(tensor) else fake.from_tensor(tensor)
-
-    return tree_map_only(Tensor, converted, batch)
+        Raises:
+            ValueError: there is none, or it needs no gradient.
+            SimulationError: the user's function raised.
+        """
+        if self._loss is None:
+            found = _loss_in(output)
+        else:
+            with explained("the loss"):
+                found = self._loss(output)
+            if not isinstance(found, Tensor) or found.numel() != 1:
+                raise ValueError(
+                    "loss: expected a function that makes a tensor of one element; found "
+                    f"{_described(found)}"
+                )
+        if not found.requires_grad:
+            raise ValueError(
+                "loss: expected one that requires grad; found one that no parameter of "
+                f"{type(self._engine.model).__name__} takes part in (detached, within no_grad(), "
+                "or of frozen parameters alone)"
+            )
+        return found
 
 
-def _is_fake(tensor: Tensor) -> bool:
-    return hasattr(tensor, "fake_mode")
+def _described(value: object) -> str:
+    name = f"a {type(value).__name__}"
+    return f"{name} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else name
+
+
+def _held_by(engine: Engine) -> dict[str, int]:
+    """Bytes by role, with what the engine keeps to fill transient storages from."""
+    return {**engine.memory_bytes(), "idle": engine.idle_memory_bytes}
+
+
+def _signature(model: nn.Module) -> inspect.Signature | None:
+    """Of its forward; None: hooks of the user's may change what it is called with."""
+    return inspect.signature(model.forward) if not model._forward_pre_hooks else None
+
+
+def _check_call(signature: inspect.Signature | None, inputs: Any, model: nn.Module) -> None:
+    if signature is None:
+        return
+    named = inputs if isinstance(inputs, dict) else {}
+    given = inputs if isinstance(inputs, tuple) else (inputs,)
+    try:
+        signature.bind(*(() if isinstance(inputs, dict) else given), **named)
+    except TypeError as error:
+        found = ", ".join(map(str, named)) if named else f"{len(given)} without names"
+        raise TypeError(
+            f"batch: expected arguments of {type(model).__name__}.forward{signature}; found "
+            f"{found}: {error}"
+        ) from None
 
 
 def _called(model: nn.Module, inputs: Any) -> Any:

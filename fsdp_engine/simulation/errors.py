@@ -1,0 +1,100 @@
+"""What keeps a model from being simulated: which line of whose code, and why."""
+
+from __future__ import annotations
+
+import linecache
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+
+_READS = (
+    "it reads a value (by .item(), int(), float(), bool(), `if`, a loop over what a tensor says), "
+    "and tensors of a simulation have none"
+)
+
+
+class SimulationError(RuntimeError):
+    """A model, its loss or its optimizer cannot be run in a simulation, or raised something.
+
+    Attributes:
+        file, line: of the user's code that was being executed: the innermost that is neither
+            torch's nor this package's nor Python's. None: there is none, as in a backward of
+            torch's own functions.
+        code: that line.
+        reason: why it could not go on.
+        phase: what was being done: "building the model", "forward", ...
+    """
+
+    def __init__(
+        self, phase: str, reason: str, place: traceback.FrameSummary | None = None
+    ) -> None:
+        self.phase = phase
+        self.reason = reason
+        self.file = place.filename if place is not None else None
+        self.line = place.lineno if place is not None else None
+        self.code = (place.line or "").strip() if place is not None else None
+        where = "" if place is None else f" at {self.file}:{self.line}, `{self.code}`"
+        super().__init__(f"simulate: {phase} cannot go on{where}: {reason}")
+
+
+@contextmanager
+def explained(phase: str) -> Iterator[None]:
+    """Within it the user's code runs; what it raises becomes a :class:`SimulationError`."""
+    try:
+        yield
+    except SimulationError:
+        raise
+    except Exception as error:
+        raise SimulationError(phase, _reason(error), _place(error.__traceback__)) from error
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, DataDependentOutputException):
+        return f"{_READS} ({error.func})"
+    if isinstance(error, DynamicOutputShapeException):
+        return (
+            f"{error.func} returns as many elements as values say, and tensors of a simulation "
+            "have none"
+        )
+    if isinstance(error, UnsupportedOperatorException):
+        return f"{error.func} has no implementation for shapes alone (torch.library.register_fake)"
+    message = str(error).strip()
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def _place(trace: TracebackType | None) -> traceback.FrameSummary | None:
+    """The innermost frame of the user's."""
+    found = None
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if _is_users(code.co_filename):
+            text = linecache.getline(code.co_filename, trace.tb_lineno)
+            found = traceback.FrameSummary(
+                code.co_filename, trace.tb_lineno, code.co_name, line=text
+            )
+        trace = trace.tb_next
+    return found
+
+
+def _is_users(file: str) -> bool:
+    path = Path(file)
+    if any(path.is_relative_to(folder) for folder in _OTHERS):
+        return False
+    # Installed packages lie within Python's own folder, and are users'.
+    is_installed = "site-packages" in path.parts or "dist-packages" in path.parts
+    is_python = any(path.is_relative_to(folder) for folder in _PYTHON) and not is_installed
+    return not is_python and not file.startswith("<frozen")
+
+
+_OTHERS = [Path(torch.__file__).parent, Path(__file__).parents[1]]
+_PYTHON = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
