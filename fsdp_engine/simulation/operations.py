@@ -14,12 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fsdp_engine.simulation.clock import Clock, axis_of
+from fsdp_engine.simulation.known_operations import KnownOperations, Recipe
 from fsdp_engine.simulation.machine import Link
 from fsdp_engine.simulation.memory_watch import MemoryWatch
 
@@ -57,6 +58,9 @@ _MORE_FLOPS: dict[Any, Callable[..., int]] = {
 }
 
 
+_DEVICE = torch.ops.prim.device.default
+
+
 class Operations(TorchDispatchMode):
     """Within it, every operation takes its time on the clock.
 
@@ -65,13 +69,30 @@ class Operations(TorchDispatchMode):
         memory: sees what operations allocate.
         inner_size: ranks on the inner axis, which are neighbours; those of the outer one lie so
             many apart.
+        fake: the mode of the tensors that there are.
+        known: what it need not work out.
     """
 
-    def __init__(self, clock: Clock, memory: MemoryWatch, inner_size: int) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        memory: MemoryWatch,
+        inner_size: int,
+        fake: FakeTensorMode,
+        known: KnownOperations,
+    ) -> None:
         super().__init__()
+        self._fake = fake
+        self._known = known
+        self._seconds_by: dict[Recipe, float | None] = {}
         self._clock = clock
         self._memory = memory
         self._inner_size = inner_size
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # True has every call say so to the compiler, which takes longer than all else here.
+        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
@@ -80,29 +101,42 @@ class Operations(TorchDispatchMode):
         if any(each not in (Tensor, FakeTensor, torch.nn.Parameter) for each in types):
             return NotImplemented  # what the subclass makes of it comes here again
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        if func is _DEVICE:
+            return args[0].fake_device  # autograd asks it of every tensor
+        out, recipe = self._known.run(self._fake, func, args, kwargs)
         if func.namespace == "c10d":
             self._message(func, args)
         elif func.namespace != "prim":
-            self._operation(func, args, kwargs, out)
+            self._operation(func, args, kwargs, out, recipe)
         return out
 
-    def _operation(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        packet = func._overloadpacket
-        name = packet.__name__
-        results = _tensors(out)
-        if func.is_view or name in _NOTHING:
+    def _operation(
+        self, func: Any, args: Any, kwargs: Any, out: Any, recipe: Recipe | None
+    ) -> None:
+        if recipe is None:
+            seconds = self._seconds(func, args, kwargs, out)
+        elif recipe in self._seconds_by:
+            seconds = self._seconds_by[recipe]
+        else:
+            seconds = self._seconds_by[recipe] = self._seconds(func, args, kwargs, out)
+        if seconds is None:
             self._clock.call()
         else:
-            operands = [] if name in _LOOKUPS else _tensors((args, kwargs))
-            num_bytes = sum(_num_bytes(each) for each in (*operands, *results))
-            if name in _LOOKUPS:
-                num_bytes *= 2
-            self._clock.compute(name, self._seconds(packet, args, kwargs, out, num_bytes))
+            self._clock.compute(func._overloadpacket.__name__, seconds)
+        results = (out,) if type(out) is FakeTensor else _tensors(out)
         self._memory.made(results)
         self._clock.made(results)
 
-    def _seconds(self, packet: Any, args: Any, kwargs: Any, out: Any, num_bytes: int) -> float:
+    def _seconds(self, func: Any, args: Any, kwargs: Any, out: Any) -> float | None:
+        """None: it is a call for the host, and nothing for the device."""
+        packet = func._overloadpacket
+        name = packet.__name__
+        if func.is_view or name in _NOTHING:
+            return None
+        operands = [] if name in _LOOKUPS else _tensors((args, kwargs))
+        num_bytes = sum(_num_bytes(each) for each in (*operands, *_tensors(out)))
+        if name in _LOOKUPS:
+            num_bytes *= 2
         flops = 0
         formula: Any = flop_counter.flop_registry.get(packet)
         if packet in _MORE_FLOPS:

@@ -28,6 +28,7 @@ from fsdp_engine.sharding import shard
 from fsdp_engine.simulation.building import built, on_no_device
 from fsdp_engine.simulation.clock import Clock
 from fsdp_engine.simulation.errors import explained
+from fsdp_engine.simulation.known_operations import KnownOperations
 from fsdp_engine.simulation.machine import H100, Machine
 from fsdp_engine.simulation.memory_watch import MemoryWatch
 from fsdp_engine.simulation.operations import Operations
@@ -49,6 +50,7 @@ def simulate(
     loss: Callable[[Any], Tensor] | None = None,
     optimizer: MakeOptimizer | None = None,
     microbatches: int = 1,
+    known: KnownOperations | None = None,
     **options: Any,
 ) -> Simulation:
     """A step of training, simulated: its time, what communication it exposes, its memory.
@@ -67,6 +69,8 @@ def simulate(
             ``loss``; else its sum is.
         optimizer: makes the optimizer from the sharded parameters. None: AdamW.
         microbatches: forwards and backwards in a step, all but the last under ``no_sync``.
+        known: operations worked out in earlier simulations, which those of this one join; saves
+            time where there are many. None: none.
         **options: of :func:`~fsdp_engine.sharding.shard`: ``strategy``, ``outer_strategy``,
             ``units``, ``mp_policy``, ``config``, ...
 
@@ -97,7 +101,7 @@ def simulate(
         pretended_ranks(sizes, on_host=not machine.host_runs_ahead) as device_mesh,
         lanes_made_by(clock.make_lanes),
         fake,
-        Operations(clock, memory, sizes[-1]),
+        Operations(clock, memory, sizes[-1], fake, known or KnownOperations()),
     ):
         with explained("building the model"):
             model = built(build)

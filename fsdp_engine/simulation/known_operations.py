@@ -1,0 +1,260 @@
+"""What operations return, worked out once for each shape.
+
+[Note: Known operations]
+A model of eighty blocks runs the same few hundred operations eighty times, forward and backward, in
+each of three steps, and a planning does so for every strategy. What an operation on fake tensors
+returns follows from its arguments' metadata: dtype, shape, strides, offset, device. To find it
+torch runs shape functions in Python, which took three quarters of a simulation's time. Here each
+operation is worked out once, and how its results come about is kept as a recipe. Who comes with the
+same arguments again gets results by the recipe, each of them
+
+    an argument      x.add_(y)    the very tensor
+    a view of one    x.t()        a tensor over its storage
+    a new tensor     x + y        over a storage of its own
+
+That is all that is left out. The model, autograd, hooks and the engine run as ever; operations take
+their time on the clock, storages come and go before the memory watch. So nothing has to be known of
+blocks, units, checkpointing or side effects, and what is found is the same to the last bit
+(``tests/simulation/test_known_operations.py``).
+
+There is a recipe only where it says all. Every time anew torch works out: operations that are not
+its own (messages), those that change an argument's shape or storage, or return something else than
+tensors; arguments that are not fake, or fakes that know their value (``torch.tensor(1.0)``);
+complex and sparse tensors; results that do not lie in their storage as those of ``empty_strided``
+do. Operations whose result's shape hangs on values raise, and leave no recipe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+
+# Values that are their own metadata. 1, 1.0 and True are equal, so types belong to the key.
+_PLAIN = {type(None), bool, int, float, str}
+_PLAIN |= {torch.dtype, torch.device, torch.layout, torch.memory_format}
+_SEQUENCES = {tuple, list, torch.Size}
+
+# They change an argument's shape or storage, or make a tensor that knows its value. (Operations
+# with a tag for the former, ``transpose_``, do not have to be named.)
+_UNFIT = {"set_", "resize_", "resize_as_", "_resize_output_", "lift", "lift_fresh"}
+
+_DEVICE_NAMES = ("fake_device", "_fake_device")  # of a fake tensor, in torch 2.11 and since
+
+
+@dataclass(frozen=True)
+class _View:
+    """Elements of a storage; of dtype, too."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Result:
+    """How one tensor comes about.
+
+    Attributes:
+        argument: which of the arguments' tensors it is, or is a view of; None: it is new.
+        view: where its elements lie; None: it is that argument.
+        device: that it seems to be on.
+        attributes: of the fake tensor, but for its mode.
+    """
+
+    argument: int | None
+    view: _View | None
+    device: torch.device
+    attributes: dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """How an operation's results come about. One stands for all calls that have it.
+
+    Attributes:
+        results: in order; None where it returned None.
+        container: of the results; None: there is one, and no container.
+    """
+
+    results: tuple[_Result | None, ...]
+    container: Callable[[Any], Any] | None
+
+
+class KnownOperations:
+    """Recipes by operation and metadata, also for several simulations one after the other.
+
+    Attributes:
+        num_known: calls whose results were made by a recipe.
+        num_worked_out: those that torch worked out.
+    """
+
+    def __init__(self) -> None:
+        self._recipes: dict[Any, Recipe | None] = {}
+        self.num_known = self.num_worked_out = 0
+
+    def run(
+        self, mode: FakeTensorMode, func: Any, args: Any, kwargs: Any
+    ) -> tuple[Any, Recipe | None]:
+        """Call ``func(*args, **kwargs)`` below all dispatch modes but ``mode``.
+
+        Returns:
+            What it returns, and the recipe. Calls with the same recipe do the same on the same
+            metadata; None: nothing is known of it.
+        """
+        tensors: list[FakeTensor] = []
+        key = self._key(mode, func, args, kwargs, tensors)
+        if key is not None and key in self._recipes:
+            recipe = self._recipes[key]
+            if recipe is not None:
+                self.num_known += 1
+                return _made_by(recipe, mode, tensors), recipe
+        out = func(*args, **kwargs)
+        self.num_worked_out += 1
+        if key is None or key in self._recipes:
+            return out, None
+        recipe = self._recipes[key] = _recipe_of(out, mode, tensors)
+        return out, recipe
+
+    @staticmethod
+    def _key(
+        mode: FakeTensorMode, func: Any, args: Any, kwargs: Any, tensors: list[FakeTensor]
+    ) -> Any:
+        if not _is_fit(func):
+            return None
+        given = _metadata(args, mode, tensors)
+        named = _metadata(kwargs.values(), mode, tensors) if kwargs else ()
+        if given is None or named is None:
+            return None
+        settings = (torch.get_default_dtype(), torch.is_inference_mode_enabled())
+        return func, given, named, *kwargs, settings
+
+
+_fit: dict[Any, bool] = {}
+
+
+def _is_fit(func: Any) -> bool:
+    found = _fit.get(func)
+    if found is None:
+        found = func.namespace == "aten" and torch.Tag.inplace_view not in func.tags
+        found = _fit[func] = found and func._overloadpacket.__name__ not in _UNFIT
+    return found
+
+
+def _metadata(
+    values: Any, mode: FakeTensorMode, tensors: list[FakeTensor]
+) -> tuple[Any, ...] | None:
+    """Of arguments, to be compared; None: they hold something that has more to it. Their tensors
+    are added to ``tensors``."""
+    found: list[Any] = []
+    for value in values:
+        kind = type(value)
+        if kind is FakeTensor:
+            if not _is_plain(value, mode):
+                return None
+            place = (value.shape, value.stride(), value.storage_offset())
+            found += (value.dtype, *place, value.fake_device)
+            tensors.append(value)
+        elif kind in _PLAIN:
+            found += (kind, value)
+        elif kind in _SEQUENCES:
+            inner = _metadata(value, mode, tensors)
+            if inner is None:
+                return None
+            found.append(inner)
+        else:
+            return None
+    return tuple(found)
+
+
+def _is_plain(tensor: FakeTensor, mode: FakeTensorMode) -> bool:
+    return (
+        tensor.fake_mode is mode
+        and tensor.constant is None
+        and tensor.layout is torch.strided
+        and not tensor.dtype.is_complex
+    )
+
+
+def _recipe_of(out: Any, mode: FakeTensorMode, tensors: Sequence[FakeTensor]) -> Recipe | None:
+    container = type(out) if type(out) in (tuple, list) else None
+    results: list[_Result | None] = []
+    storages = {_storage_of(tensor): i for i, tensor in enumerate(tensors)}
+    for each in (out,) if container is None else out:
+        result = None
+        if each is not None:
+            result = _result_of(each, mode, tensors, storages)
+            if result is None:
+                return None
+            # Another result over the same new storage would not get its own.
+            storages.setdefault(_storage_of(each), -1)
+        results.append(result)
+    return Recipe(tuple(results), container)
+
+
+def _result_of(
+    tensor: Any, mode: FakeTensorMode, tensors: Sequence[FakeTensor], storages: dict[int, int]
+) -> _Result | None:
+    if type(tensor) is not FakeTensor or not _is_plain(tensor, mode):
+        return None
+    device = tensor.fake_device
+    for number, argument in enumerate(tensors):
+        if argument is tensor:
+            return _Result(number, None, device, {})
+    attributes = {name: value for name, value in vars(tensor).items() if name != "fake_mode"}
+    if any(attributes[name] is not None for name in attributes if name not in _DEVICE_NAMES):
+        return None
+    offset = int(tensor.storage_offset())
+    view = _View(tuple(tensor.shape), tensor.stride(), offset, tensor.dtype)
+    base = storages.get(_storage_of(tensor))
+    if base is None:
+        fits = tensor.untyped_storage().nbytes() == _least_bytes(view)
+    else:
+        fits = base >= 0 and tensors[base].dtype == view.dtype
+    if tensor.requires_grad or not fits:
+        return None
+    return _Result(base, view, device, attributes)
+
+
+def _storage_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _least_bytes(view: _View) -> int:
+    """Of the storage that ``empty_strided`` makes; -1: it makes none such."""
+    if view.offset:
+        return -1
+    if 0 in view.shape:
+        return 0
+    steps = zip(view.shape, view.stride, strict=True)
+    return view.dtype.itemsize * (1 + sum((size - 1) * step for size, step in steps))
+
+
+def _made_by(recipe: Recipe, mode: FakeTensorMode, tensors: Sequence[FakeTensor]) -> Any:
+    made = [None if each is None else _tensor_by(each, mode, tensors) for each in recipe.results]
+    return made[0] if recipe.container is None else recipe.container(made)
+
+
+def _tensor_by(result: _Result, mode: FakeTensorMode, tensors: Sequence[FakeTensor]) -> FakeTensor:
+    view = result.view
+    if view is None:
+        assert result.argument is not None
+        return tensors[result.argument]
+    with in_kernel_invocation_manager(mode):
+        if result.argument is None:
+            inner = torch.empty_strided(view.shape, view.stride, dtype=view.dtype, device="meta")
+        else:
+            base = tensors[result.argument]
+            inner = torch.as_strided(base, view.shape, view.stride, view.offset)
+    # As FakeTensor.__new__ does, but for its checks.
+    fake: FakeTensor = Tensor._make_subclass(
+        FakeTensor, inner, False, dispatch_device=True, device_for_backend_keys=result.device
+    )
+    torch._C._set_throw_on_mutable_data_ptr(fake)
+    vars(fake).update(result.attributes, fake_mode=mode)
+    return fake
