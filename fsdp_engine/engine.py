@@ -26,6 +26,7 @@ from fsdp_engine.runtime.description import Description, describe_units
 from fsdp_engine.runtime.gradient_checks import GradientChecks
 from fsdp_engine.runtime.hooks import hook_gradients, hook_recomputation
 from fsdp_engine.runtime.late_gradients import hook_delayed_gradients
+from fsdp_engine.runtime.measuring import Measurement
 from fsdp_engine.runtime.microbatches import Microbatches
 from fsdp_engine.runtime.model_hooks import ModelHooks
 from fsdp_engine.runtime.reductions import Reductions
@@ -106,6 +107,7 @@ class Engine:
             hook_recomputation(self._scheduler, unit)
             hook_gradients(self._scheduler, unit)
             hook_delayed_gradients(self._scheduler, unit)
+        self._measured: Measurement | None = None
         self._sharded_ids = {id(param) for each in self.buffers for param in each.sharded_params}
         for module in model.modules():
             _ENGINES[module] = weakref.ref(self)
@@ -328,8 +330,24 @@ class Engine:
         self._scheduler.reset()
 
     def describe(self) -> Description:
-        """What each unit holds and sends; ``print`` it for a table."""
-        return describe_units(self.units, self.strategy, self.mesh, self.budget)
+        """What each unit holds and sends, and what :meth:`measure` has found; ``print`` it for a
+        table."""
+        return describe_units(self.units, self.strategy, self.mesh, self.budget, self._measured)
+
+    @contextmanager
+    def measure(self) -> Iterator[Measurement]:
+        """Within it, note how long compute waits for gathers and reductions, and what is held.
+
+        Steps go on as they do without, and nobody waits for a device; on CUDA torch's peak of
+        allocated memory starts anew. It may be open more than once at a time, and at any time;
+        what is found counts from there. Not collective: one rank may measure alone.
+
+        Yields:
+            What is found; it may be read within, too. The latest is also part of :meth:`describe`.
+        """
+        self._measured = Measurement(self._memory, self._scheduler)
+        with self._measured.noting(self._lanes, self._is_stepped_by) as measured:
+            yield measured
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes that the engine holds now on this rank, by role."""

@@ -13,20 +13,43 @@ submission if what it comes after is done, else with the next submission or wait
 
 Submissions name the tensors they read and write. These lanes ignore that; the lanes that tests put
 in their place record it and prove that every two conflicting accesses are ordered.
+
+Lanes and operations have one name each, wherever they are shown: by the profiler, in what
+``engine.measure()`` found, in errors, in a simulation's timeline.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from fsdp_engine.devices.meter import Meter
 from fsdp_engine.strategies import Axis
 
 Steps = Iterator[Sequence[Any]]
 Operation = Callable[[], Steps]
+
+COMPUTE = "compute"
+# In the order of the fields of Lanes.
+LANES = (COMPUTE, "inner gather", "inner reduce", "outer gather", "outer reduce")
+
+# "reduce-scatter of blocks.1 over the inner axis", "encode blocks.1 (buffer 0)".
+_LABEL = re.compile(r"^[\w-]+ (?:of )?(.+?)(?: \(buffer \d+\))?(?: over the \w+ axis)?$")
+
+
+def unit_of(label: str) -> str:
+    """The unit that the label of an operation names."""
+    found = _LABEL.match(label)
+    return found.group(1) if found else label
+
+
+def name_of_wait(lane: str, unit: str) -> str:
+    """What is waited for, for people: "inner gather of blocks.1"."""
+    return f"{lane} of {unit}"
 
 
 class Ticket(Protocol):
@@ -39,9 +62,15 @@ class Ticket(Protocol):
 
 
 class Lane(Protocol):
-    """An ordered queue of work; ``runs_ahead``: whatever the host does. See [Note: Lanes]."""
+    """An ordered queue of work. See [Note: Lanes].
+
+    Attributes:
+        runs_ahead: whatever the host does.
+        meters: are told what compute waits for: see [Note: What compute waits for] in ``meter.py``.
+    """
 
     runs_ahead: bool
+    meters: tuple[Meter, ...]
 
     def submit(
         self,
@@ -86,10 +115,16 @@ class Lanes:
     outer_gather: Lane
     outer_reduce: Lane
 
+    @property
+    def all(self) -> tuple[Lane, ...]:
+        """Compute, and the other four."""
+        others = (self.inner_gather, self.inner_reduce, self.outer_gather, self.outer_reduce)
+        return (self.compute, *others)
+
     def drain(self) -> list[RuntimeError]:
         """End everything on every lane; what failed is returned, not raised."""
-        lanes = (self.inner_gather, self.inner_reduce, self.outer_gather, self.outer_reduce)
-        return [error for lane in (*lanes, self.compute) for error in lane.drain()]
+        compute, *others = self.all
+        return [error for lane in (*others, compute) for error in lane.drain()]
 
     def gather(self, axis: Axis) -> Lane:
         """The lane for gathers along ``axis``."""

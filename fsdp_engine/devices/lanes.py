@@ -5,6 +5,7 @@ See [Note: Lanes] in ``lane.py``.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -16,7 +17,8 @@ import torch
 from torch import Tensor
 
 from fsdp_engine.devices import watch
-from fsdp_engine.devices.lane import Lanes, Operation, Steps, Ticket
+from fsdp_engine.devices.lane import LANES, Lanes, Operation, Steps, Ticket, name_of_wait, unit_of
+from fsdp_engine.devices.meter import Meter, TimedWork
 from fsdp_engine.devices.watch import NOW
 
 # Of a lane on CUDA, how many submissions are kept to tell which of them is stuck.
@@ -37,11 +39,15 @@ def make_lanes(device: torch.device, ranks: Sequence[int] = ()) -> Lanes:
         return _MAKERS[-1](device)
     if device.type == "cuda":
         # High priority: a gather that starts late stalls the model, compute that yields does not.
-        streams = [torch.cuda.Stream(device, priority=-1) for _ in range(4)]
-        lanes = [DeviceLane(device, stream, ranks) for stream in streams]
+        compute, *others = LANES
+        streams = [torch.cuda.Stream(device, priority=-1) for _ in others]
+        lanes = [
+            DeviceLane(device, stream, ranks, name)
+            for stream, name in zip(streams, others, strict=True)
+        ]
         watch.SLOW.update(lanes)
-        return Lanes(DeviceLane(device, None), *lanes)
-    return Lanes(*(HostLane(ranks) for _ in range(5)))
+        return Lanes(DeviceLane(device, None, name=compute), *lanes)
+    return Lanes(*(HostLane(ranks, name) for name in LANES))
 
 
 @contextmanager
@@ -135,8 +141,11 @@ class HostTicket:
         try:
             if self._works:
                 NOW.waits = self
-                for work in self._works:
-                    work.wait()
+                if self._lane.meters or _is_profiled():
+                    self._wait_seen()
+                else:
+                    for work in self._works:
+                        work.wait()
                 NOW.waits = None
             if _is_profiled():
                 with torch.profiler.record_function(f"fsdp_engine: {self._label}"):
@@ -153,6 +162,17 @@ class HostTicket:
             self._steps = None
             NOW.done = self._label
 
+    def _wait_seen(self) -> None:
+        """Wait for what is under way, while a profiler or a meter looks."""
+        lane = self._lane
+        begin = time.perf_counter()
+        with _labelled(f"compute waits for {name_of_wait(lane.name, unit_of(self._label))}"):
+            for work in self._works:
+                work.wait()
+        seconds = time.perf_counter() - begin
+        for meter in lane.meters:
+            meter.waited(lane.name, self._label, seconds)
+
 
 _DONE = SimpleNamespace(done=True)  # the ticket of work that the host has already done
 
@@ -162,12 +182,15 @@ class HostLane:
 
     Args:
         ranks: global ranks that take part, for messages; none: all.
+        name: one of ``LANES``.
     """
 
     runs_ahead = False
 
-    def __init__(self, ranks: Sequence[int] = ()) -> None:
+    def __init__(self, ranks: Sequence[int] = (), name: str = "") -> None:
         self.ranks = ranks
+        self.name = name
+        self.meters: tuple[Meter, ...] = ()
         self._waiting: deque[HostTicket] = deque()
         self._unfinished: deque[HostTicket] = deque()
 
@@ -235,13 +258,18 @@ class HostLane:
 
 
 class DeviceTicket:
-    """An event on a stream."""
+    """An event on a stream.
 
-    __slots__ = ("event",)
+    Attributes:
+        works: while somebody measures, what ends with it, and what that came right after.
+    """
+
+    __slots__ = ("event", "works")
     done = False
 
     def __init__(self, event: torch.cuda.Event) -> None:
         self.event = event
+        self.works: tuple[TimedWork, ...] = ()
 
 
 class DeviceLane:
@@ -251,6 +279,7 @@ class DeviceLane:
         device: where.
         stream: None: the stream that is current at each call.
         ranks: global ranks that take part, for messages; none: all.
+        name: one of ``LANES``.
     """
 
     runs_ahead = True
@@ -260,10 +289,13 @@ class DeviceLane:
         device: torch.device,
         stream: torch.cuda.Stream | None,
         ranks: Sequence[int] = (),
+        name: str = "",
     ) -> None:
         self._device = device
         self._stream = stream
         self.ranks = ranks
+        self.name = name
+        self.meters: tuple[Meter, ...] = ()
         self._recent: deque[tuple[str, Any]] = deque(maxlen=_MOST_RECENT)
         self._awaited: tuple[str, Any] | None = None  # the newest when last looked
         self._awaited_since = 0.0
@@ -285,10 +317,14 @@ class DeviceLane:
         stream = self._target()
         for ticket in after:
             self.wait(ticket)
+        begin = self._timed_event(stream) if self.meters else None
         with torch.cuda.stream(stream), _labelled(label):
             for work in chain.from_iterable(operation()):
                 work.wait()  # makes the current stream wait, not the host
         ticket = self.record()
+        if begin is not None:
+            before = [work for each in after for work in getattr(each, "works", ())]
+            ticket.works = (TimedWork(self.name, label, begin, ticket.event), *before)
         NOW.last = label
         self._recent.append((label, ticket.event))
         return ticket
@@ -307,14 +343,31 @@ class DeviceLane:
 
     def record(self) -> DeviceTicket:
         """See :class:`Lane`."""
+        if self.meters:
+            return DeviceTicket(self._timed_event(self._target()))
         event = torch.cuda.Event()
         event.record(self._target())
         return DeviceTicket(event)
 
     def wait(self, ticket: Ticket) -> None:
         """See :class:`Lane`; the stream waits, not the host."""
-        if isinstance(ticket, DeviceTicket):
-            self._target().wait_event(ticket.event)
+        if not isinstance(ticket, DeviceTicket):
+            return
+        stream = self._target()
+        if self._stream is None and self.meters and ticket.works:
+            begin = self._timed_event(stream)
+            stream.wait_event(ticket.event)
+            end = self._timed_event(stream)
+            for meter in self.meters:
+                meter.waits(begin, end, ticket.works)
+        else:
+            stream.wait_event(ticket.event)
+
+    @staticmethod
+    def _timed_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream)
+        return event
 
     def access(self, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
         """See :class:`Lane`."""

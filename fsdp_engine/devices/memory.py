@@ -59,9 +59,14 @@ BACKWARDS_PER_TRIM = 100
 
 
 class Ledger:
-    """Bytes held now, and at most so far, by role and in total."""
+    """Bytes held now, and at most so far, by role and in total.
+
+    Attributes:
+        peaks: peaks of their own that somebody looks for.
+    """
 
     def __init__(self) -> None:
+        self.peaks: tuple[Peak, ...] = ()
         self.held: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
         self.total = 0
@@ -76,11 +81,45 @@ class Ledger:
             self.peak[role] = held
         if self.total > self.peak_total:
             self.peak_total = self.total
+        if self.peaks:
+            for peak in self.peaks:
+                peak.look(self)
 
     def reset_peak(self) -> None:
         """Start a new peak from what is held now."""
         self.peak = Counter(self.held)
         self.peak_total = self.total
+
+
+class Peak:
+    """The moment when most was held since this was made, whoever starts other peaks meanwhile.
+
+    Attributes:
+        held: bytes by role at that moment.
+        total: their sum.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.held = Counter(ledger.held)
+        self.total = ledger.total
+
+    def look(self, ledger: Ledger) -> None:
+        """The ledger has changed."""
+        if ledger.total > self.total:
+            self.held = Counter(ledger.held)
+            self.total = ledger.total
+
+
+def begin_device_peak(device: torch.device) -> None:
+    """Torch's own peak of what is allocated on ``device`` starts anew; nothing on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def device_peak(device: torch.device) -> int | None:
+    """Most bytes that torch had allocated on ``device`` since :func:`begin_device_peak`; None on a
+    CPU, where nobody counts them."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
 def empty(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from fsdp_engine.planner.inputs import named
 from fsdp_engine.planner.outcome import Outcome, Setting, Trial, sorted_outcomes
 from fsdp_engine.planner.planning import Planning
 from fsdp_engine.simulation.errors import SimulationError
+from fsdp_engine.simulation.known_operations import KnownOperations
 from fsdp_engine.simulation.machine import H100, Machine
 from fsdp_engine.simulation.result import Simulation
 from fsdp_engine.simulation.simulate import MakeOptimizer, simulate
@@ -114,7 +115,8 @@ def plan(
 
 @dataclass(frozen=True)
 class _Job:
-    """What all candidates have in common; see :func:`plan`."""
+    """What all candidates have in common; see :func:`plan`. Their operations are worked out once
+    for all."""
 
     build: Callable[[], nn.Module]
     batch: Any
@@ -124,6 +126,7 @@ class _Job:
     loss: Callable[[Any], Tensor] | None
     optimizer: MakeOptimizer | None
     options: dict[str, Any]
+    known: KnownOperations = field(default_factory=KnownOperations)
 
     def inputs(self, size: int | None) -> Any:
         """A rank's batch."""
@@ -152,6 +155,7 @@ class _Job:
             strategy=candidate.strategy,
             outer_strategy=candidate.outer_strategy,
             checkpointing=candidate.checkpointing,
+            known=self.known,
             **self.options,
         )
 

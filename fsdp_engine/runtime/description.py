@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from fsdp_engine.devices.mesh import DataMesh
 from fsdp_engine.planning.assignment import expect
+from fsdp_engine.runtime.measuring import Measurement
 from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.strategies import Axis, Role, Strategy
 
@@ -44,10 +45,18 @@ class UnitRow:
 
 @dataclass(frozen=True)
 class Description:
-    """Rows and totals; ``str`` gives a table."""
+    """Rows and totals; ``str`` gives a table.
+
+    Attributes:
+        title: of the table.
+        rows: of each unit.
+        measured: what the latest ``engine.measure()`` has found, a table of its own; None: nobody
+            has measured.
+    """
 
     title: str
     rows: tuple[UnitRow, ...]
+    measured: Measurement | None = None
 
     def __str__(self) -> str:
         # Only here: training without tables needs no library for them.
@@ -78,13 +87,18 @@ class Description:
             table.add_row(label, *(show(getattr(row, field)) for _, field, show in columns))
         text = io.StringIO()
         Console(file=text, width=132).print(table)
-        return text.getvalue().rstrip()
+        described = text.getvalue().rstrip()
+        return described if self.measured is None else f"{described}\n{self.measured}"
 
 
 def describe_units(
-    units: Sequence[Unit], strategy: Strategy, mesh: DataMesh, budget: int
+    units: Sequence[Unit],
+    strategy: Strategy,
+    mesh: DataMesh,
+    budget: int,
+    measured: Measurement | None = None,
 ) -> Description:
-    """Rows for ``units`` as they lie on this rank."""
+    """Rows for ``units`` as they lie on this rank, and what was ``measured`` of them."""
     title = (
         f"{strategy} on {mesh.outer.size} x {mesh.inner.size} ranks (outer x inner), "
         f"up to {budget:,} elements gathered ahead. Bytes are this rank's; gathers and reductions "
@@ -92,7 +106,7 @@ def describe_units(
     )
     expected = expect(units[0].built.modules[0], [unit.built.modules for unit in units])
     rows = (_row(unit, strategy, mesh, expected.num_gathers(unit.index)) for unit in units)
-    return Description(title, tuple(rows))
+    return Description(title, tuple(rows), measured)
 
 
 def _row(unit: Unit, strategy: Strategy, mesh: DataMesh, num_uses: int) -> UnitRow:

@@ -120,6 +120,11 @@ class Reductions:
         """Whether the step's gradients are reduced, and shown."""
         return self._phase is Phase.FINAL
 
+    @property
+    def num_steps(self) -> int:
+        """Steps whose last reductions were issued."""
+        return self._message.num_started
+
     def order_seen(self, order: list[int]) -> None:
         """Forward has recorded an order of all units."""
         self._seen_order = order

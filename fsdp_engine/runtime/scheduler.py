@@ -388,6 +388,13 @@ class Scheduler:
         """Whether neither a forward nor a backward is under way."""
         return not self._open and not self._backward.is_open
 
+    @property
+    def phase(self) -> str:
+        """What the program does, for people: "forward", "backward", else "step"."""
+        if self._backward.is_open:
+            return "backward"
+        return "forward" if self._open else "step"
+
     def reset(self) -> None:
         """Forget what was under way; communication must be over."""
         self._open.clear()

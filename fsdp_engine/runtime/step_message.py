@@ -68,6 +68,9 @@ class StepMessage:
         group: all data-parallel ranks; None for one.
         device: where messages travel from.
         checks: what looks at gradients, if anything does.
+
+    Attributes:
+        num_started: steps whose message was sent.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class StepMessage:
         self._device = device
         self._checks = checks
         self._group = group
+        self.num_started = 0
         parts = {id(group): _Part(group)} if group is not None else {}
         for buffer in buffers:
             if (other := buffer.control_group) is not None:
@@ -89,6 +93,7 @@ class StepMessage:
 
     def start(self, order: Sequence[int]) -> None:
         """Send what this rank knows; ``order`` is the order of units that it has seen."""
+        self.num_started += 1
         for part in self._parts:
             flags = bytearray()
             for buffer in part.buffers:

@@ -15,7 +15,6 @@ next submission or wait on its lane, and waiting for it blocks.
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,15 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_engine.devices.lane import Lanes, Operation
+from fsdp_engine.devices.lane import COMPUTE, LANES, Lanes, Operation, unit_of
+from fsdp_engine.devices.meter import Meter
 from fsdp_engine.simulation.machine import Machine
 
-COMPUTE = "compute"
-LANES = (COMPUTE, "inner gather", "inner reduce", "outer gather", "outer reduce")
 HOST = "host"
-
-# "reduce-scatter of blocks.1 over the inner axis", "encode blocks.1 (buffer 0)".
-_LABEL = re.compile(r"^[\w-]+ (?:of )?(.+?)(?: \(buffer \d+\))?(?: over the \w+ axis)?$")
 
 
 @dataclass(frozen=True)
@@ -129,7 +124,7 @@ class SimulatedLane:
 
     Attributes:
         free: when everything submitted so far will be done.
-        runs_ahead: see :class:`~fsdp_engine.devices.lanes.Lane`.
+        runs_ahead, meters: see :class:`~fsdp_engine.devices.lanes.Lane`.
     """
 
     def __init__(self, clock: Clock, name: str) -> None:
@@ -137,6 +132,7 @@ class SimulatedLane:
         self.name = name
         self.free = 0.0
         self.runs_ahead = clock.machine.host_runs_ahead
+        self.meters: tuple[Meter, ...] = ()  # the clock's own list of what is exposed says more
         self._waiting: deque[SimulatedTicket] = deque()
 
     def submit(
@@ -385,9 +381,3 @@ class Clock:
 def axis_of(lane: str) -> str:
     """The axis whose messages ``lane`` carries: "inner" or "outer"."""
     return lane.split()[0]
-
-
-def unit_of(label: str) -> str:
-    """The unit that the label of an operation names."""
-    found = _LABEL.match(label)
-    return found.group(1) if found else label

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_engine.config import StagingBudget
-from fsdp_engine.simulation.clock import COMPUTE, Exposed, Span
+from fsdp_engine.devices.lane import COMPUTE, name_of_wait
+from fsdp_engine.simulation.clock import Exposed, Span
 from fsdp_engine.simulation.machine import Machine
 
 _WAITS = "compute waits for"
@@ -76,7 +77,7 @@ class Simulation:
             event = self._event(rows.index(span.lane), span.label, span.start, span.end)
             events.append({**event, "args": {"phase": span.phase}})
         for each in self.exposed:
-            name = f"{each.lane} of {each.unit}"
+            name = name_of_wait(each.lane, each.unit)
             event = self._event(rows.index(_WAITS), name, each.start, each.start + each.seconds)
             events.append({**event, "args": {"phase": each.phase}})
         return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -52,6 +52,7 @@ class TraceLane:
     """One lane of a :class:`Tracer`; see ``fsdp_engine.devices.lanes.Lane``."""
 
     runs_ahead = True  # as on CUDA
+    meters = ()
 
     def __init__(self, tracer: Tracer, name: str) -> None:
         self._tracer = tracer

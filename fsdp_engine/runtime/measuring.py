@@ -1,0 +1,231 @@
+"""``engine.measure()``: how long units waited for their communication, and what was really held.
+
+Off, it costs nothing: lanes look at an empty tuple where they wait anyway. How waits are seen is
+[Note: What compute waits for] in ``devices/meter.py``. Names of lanes, units and phases are those
+of a simulation (``fe.Simulation.exposed``) and of the profiler's ranges. Kinds of memory are those
+of a simulation, too; what autograd keeps is only known where the allocator counts, on CUDA.
+"""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from fsdp_engine.devices.lane import LANES, Lanes, name_of_wait, unit_of
+from fsdp_engine.devices.memory import Memory, Peak, begin_device_peak, device_peak
+from fsdp_engine.devices.meter import WaitMeter
+from fsdp_engine.runtime.scheduler import Scheduler
+
+# By role of the engine's ledger; anything else is weights.
+_KINDS = {"grad": "gradients", "full": "transient", "staging": "transient"}
+
+Steps = Callable[[torch.optim.Optimizer], bool]
+
+
+@dataclass(frozen=True)
+class Waited:
+    """Compute had nothing to do but to wait for communication.
+
+    Attributes:
+        unit: whose, by its label: "the root module" for the root.
+        lane: which that was on: "inner gather", "inner reduce", "outer gather", "outer reduce".
+        phase: "forward", "backward" or "step", what was under way.
+        seconds: how long, in all steps.
+        count: in how many waits.
+    """
+
+    unit: str
+    lane: str
+    phase: str
+    seconds: float
+    count: int
+
+
+class Measurement:
+    """What one ``engine.measure()`` found on this rank, so far or in all; ``str`` gives a table.
+
+    Args:
+        memory: of the engine.
+        scheduler: of the engine.
+    """
+
+    def __init__(self, memory: Memory, scheduler: Scheduler) -> None:
+        self._units = [unit.label for unit in scheduler.units]
+        self._memory = memory
+        self._scheduler: Scheduler | None = scheduler
+        self._peak = Peak(memory.ledger)
+        self._meter = WaitMeter(self._phase)
+        self._allocated: int | None = None
+        self._optimizers: dict[int, int] = {}  # bytes of state, by id
+        self._began = time.perf_counter()
+        self._first_step = scheduler.reductions.num_steps
+        self._seconds = 0.0
+        self._steps = 0
+
+    @contextmanager
+    def noting(self, lanes: Lanes, is_own: Steps) -> Iterator[Measurement]:
+        """Within it, all is noted.
+
+        Args:
+            lanes: of the engine.
+            is_own: whether an optimizer steps the engine's parameters.
+        """
+
+        def stepped(optimizer: torch.optim.Optimizer, *args: object) -> None:
+            if is_own(optimizer):
+                self._optimizers[id(optimizer)] = _state_bytes(optimizer)
+
+        ledger, meter, device = self._memory.ledger, self._meter, self._memory.device
+        begin_device_peak(device)
+        ledger.peaks = (*ledger.peaks, self._peak)
+        for lane in lanes.all:
+            lane.meters = (*lane.meters, meter)
+        hook = register_optimizer_step_post_hook(stepped)
+        try:
+            yield self
+        finally:
+            hook.remove()
+            for lane in lanes.all:
+                lane.meters = tuple(each for each in lane.meters if each is not meter)
+            ledger.peaks = tuple(each for each in ledger.peaks if each is not self._peak)
+            self._look()
+            self._scheduler = None
+
+    @property
+    def num_steps(self) -> int:
+        """Steps whose gradients were all reduced, or about to be."""
+        self._look()
+        return self._steps
+
+    @property
+    def seconds(self) -> float:
+        """How long it was open, by the host's clock, whatever happened meanwhile."""
+        self._look()
+        return self._seconds
+
+    @property
+    def waited(self) -> tuple[Waited, ...]:
+        """What compute waited for, longest first. On CUDA it waits for the last of it."""
+        self._meter.read(wait=True)
+        sums: dict[tuple[str, str, str], list[float]] = {}
+        for (lane, label, phase), waits in self._meter.found.items():
+            both = sums.setdefault((unit_of(label), lane, phase), [0.0, 0.0])
+            both[0] += waits.seconds
+            both[1] += waits.count
+        found = (Waited(*key, seconds, int(count)) for key, (seconds, count) in sums.items())
+        return tuple(sorted(found, key=lambda each: -each.seconds))
+
+    @property
+    def waited_seconds(self) -> float:
+        """What compute waited for communication, in all."""
+        return sum(each.seconds for each in self.waited)
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes by kind at the moment when the engine held most: "weights", "gradients",
+        "transient" (full parameters and gradients on their way), and the "optimizer"'s state.
+
+        On CUDA also "activations": the rest of what torch had allocated at its peak, at least;
+        whatever else lives on the device counts there.
+        """
+        kinds = dict.fromkeys(("weights", "gradients", "optimizer", "transient"), 0)
+        for role, count in self._peak.held.items():
+            kinds[_KINDS.get(role, "weights")] += count
+        kinds["optimizer"] = sum(self._optimizers.values())
+        self._look()
+        if self._allocated is not None:
+            kinds["activations"] = max(self._allocated - sum(kinds.values()), 0)
+        return kinds
+
+    @property
+    def peak_bytes(self) -> int:
+        """Their sum."""
+        return sum(self.memory.values())
+
+    def by_unit(self) -> dict[str, dict[str, float]]:
+        """Seconds waited, in all steps, by unit and lane; units that made nobody wait are not in
+        it."""
+        sums: dict[str, dict[str, float]] = {}
+        for each in self.waited:
+            lanes = sums.setdefault(each.unit, {})
+            lanes[each.lane] = lanes.get(each.lane, 0.0) + each.seconds
+        order = {name: place for place, name in enumerate(self._units)}
+        return {unit: sums[unit] for unit in sorted(sums, key=lambda u: order.get(u, len(order)))}
+
+    def __str__(self) -> str:
+        # Only here: measuring without tables needs no library for them.
+        from rich.console import Console
+        from rich.table import Table
+
+        units = self.by_unit()
+        lanes = [lane for lane in LANES if any(lane in each for each in units.values())]
+        table = Table(show_footer=True)
+        table.add_column("waited for", footer="all", overflow="fold")
+        for lane in lanes:
+            in_lane = sum(each.get(lane, 0.0) for each in units.values())
+            table.add_column(lane, footer=self._ms(in_lane), justify="right", no_wrap=True)
+        table.add_column("ms", footer=self._ms(self.waited_seconds), justify="right", no_wrap=True)
+        for unit, each in units.items():
+            cells = [self._ms(each[lane]) if lane in each else "" for lane in lanes]
+            table.add_row(unit, *cells, self._ms(sum(each.values())))
+        text = io.StringIO()
+        console = Console(file=text, width=132)
+        console.print(self._title(), soft_wrap=True, highlight=False)
+        if units:
+            console.print(table)
+        console.print(self._held(), soft_wrap=True, highlight=False)
+        return text.getvalue().rstrip()
+
+    def _title(self) -> str:
+        share = self.waited_seconds / self.seconds if self.seconds else 0.0
+        of_step = f", {self._ms(self.seconds)} ms a step" if self.num_steps else ""
+        text = (
+            f"Measured: {self.num_steps} steps in {self.seconds:.3f} s{of_step}. Compute waited "
+            f"{share:.1%} of it for communication"
+        )
+        if not self.waited:
+            return f"{text}."
+        most = self.waited[0]
+        name = name_of_wait(most.lane, most.unit)
+        how = "Milliseconds of a step" if self.num_steps else "Milliseconds in all"
+        return f"{text}, longest for the {name} in {most.phase}. {how}:"
+
+    def _held(self) -> str:
+        from fsdp_engine.terminal import format_bytes
+
+        kinds = ", ".join(f"{kind} {format_bytes(n)}" for kind, n in self.memory.items() if n)
+        known = "" if self._allocated is not None else "; activations are not seen on a CPU"
+        return f"Held at most: {format_bytes(self.peak_bytes)}: {kinds}{known}"
+
+    def _ms(self, seconds: float) -> str:
+        return f"{seconds * 1e3 / max(self.num_steps, 1):.3f}"
+
+    def _phase(self) -> str:
+        return self._scheduler.phase if self._scheduler is not None else "step"
+
+    def _look(self) -> None:
+        """While it is open: how far it is."""
+        if self._scheduler is not None:
+            self._seconds = time.perf_counter() - self._began
+            self._steps = self._scheduler.reductions.num_steps - self._first_step
+            self._allocated = device_peak(self._memory.device)
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Of this rank's part of its state."""
+    storages = {}
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, Tensor):
+                local = value.to_local() if isinstance(value, DTensor) else value
+                storage = local.untyped_storage()
+                storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())

@@ -1,0 +1,272 @@
+"""``engine.measure()``: who is waited for, what is held, and that nobody pays who does not ask."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsdp_engine as fe
+from fsdp_engine.devices.lane import LANES, name_of_wait
+from fsdp_engine.runtime.measuring import Measurement
+from tests.models import DIM, Mlp, Regression, vector_batch
+from tests.pool import on_few_ranks, on_ranks
+
+LATE_SECONDS = 0.3
+
+
+class Stack(Regression):
+    """Three blocks between two layers of the root's own; ``late``: what a block does first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList([Mlp(hidden=64) for _ in range(3)])
+        self.last = nn.Linear(DIM, DIM, bias=False)
+        self.late: Callable[[int], None] = lambda index: None
+
+    def predict(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for index, block in enumerate(self.blocks):
+            self.late(index)
+            x = block(x)
+        return self.last(x)
+
+
+def sharded(*levels: str, **options: Any) -> tuple[Stack, Any, Callable[[], None]]:
+    """(model, engine, step); AdamW."""
+    model = Stack()
+    engine = fe.shard(model, None, *levels, min_unit_size=0, **options)
+    optimizer = torch.optim.AdamW(model.parameters())
+    fe.shard_optimizer(optimizer)
+
+    def step() -> None:
+        model(*vector_batch(2, dist.get_rank() if dist.is_initialized() else 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, engine, step
+
+
+@on_ranks(2)
+def test_who_waits_for_a_late_rank_sees_whose_gather_it_was() -> None:
+    config = fe.DistributedDataParallelConfig(suggested_communication_unit_size=0)
+    model, engine, step = sharded("optim_grads_params", config=config)
+    step()
+
+    def late(index: int) -> None:
+        if index == 1 and dist.get_rank() == 1:
+            time.sleep(LATE_SECONDS)
+
+    model.late = late
+    with engine.measure() as measured:
+        step()
+        step()
+    assert measured.num_steps == 2
+    assert measured.seconds >= 2 * LATE_SECONDS
+    assert {each.lane for each in measured.waited} <= set(LANES[1:])
+    assert measured.waited_seconds == pytest.approx(sum(each.seconds for each in measured.waited))
+    if dist.get_rank() == 0:
+        longest = measured.waited[0]
+        assert (longest.unit, longest.lane, longest.phase) == (
+            "blocks.1",
+            "inner gather",
+            "forward",
+        )
+        assert longest.seconds >= 1.8 * LATE_SECONDS
+        assert longest.count >= 2
+        assert measured.by_unit()["blocks.1"]["inner gather"] >= longest.seconds
+        text = str(engine.describe())
+        assert "longest for the inner gather of blocks.1 in forward" in text
+        assert "2 steps" in text
+        assert "Held at most" in text
+
+
+@on_ranks(2)
+def test_what_was_held_is_of_the_moment_when_most_was() -> None:
+    for levels in (("no_shard",), ("optim",), ("optim_grads_params",)):
+        _, engine, step = sharded(*levels)
+        engine.peak_memory_bytes(reset=True)
+        with engine.measure() as measured:
+            step()
+            step()
+        peak = engine.peak_memory_bytes()
+        kinds = measured.memory
+        assert sum(kinds.values()) - kinds["optimizer"] == peak["total"]
+        assert kinds["weights"] == sum(row.weight_bytes for row in engine.describe().rows)
+        shards = sum(
+            param.to_local().nbytes if isinstance(param, fe.FlatDTensor) else param.nbytes
+            for param in engine.model.parameters()
+        )
+        assert kinds["optimizer"] >= 2 * shards  # AdamW's two moments, and step counters
+        assert kinds["optimizer"] <= 2 * shards + 4 * len(list(engine.model.parameters()))
+        assert "activations" not in kinds
+
+
+@on_ranks(2)
+def test_names_are_those_of_the_profiler_and_of_a_simulation() -> None:
+    logging.getLogger("torch.profiler").setLevel(logging.ERROR)
+    _, engine, step = sharded("optim_grads_params")
+    step()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with engine.measure() as measured, torch.profiler.profile(activities=activities) as profile:
+        step()
+    prefix = "fsdp_engine: compute waits for "
+    seen = Counter(
+        {
+            event.key.removeprefix(prefix): event.count
+            for event in profile.key_averages()
+            if event.key.startswith(prefix)
+        }
+    )
+    noted: Counter[str] = Counter()
+    for each in measured.waited:
+        noted[name_of_wait(each.lane, each.unit)] += each.count
+    assert seen == noted
+    assert seen
+    units = {unit.label for unit in engine.units if unit.buffers}
+    assert {each.unit for each in measured.waited} <= units
+    assert {each.phase for each in measured.waited} <= {"forward", "backward", "step"}
+
+
+def test_a_simulation_names_what_it_exposes_as_a_measurement_does() -> None:
+    slow = fe.Machine(
+        "slow links",
+        fe.H100.processor,
+        within_node=(link := type(fe.H100.within_node)(1e6, 1e-3)),
+        between_nodes=link,
+        ranks_per_node=2,
+    )
+    found = fe.simulate(
+        Stack,
+        2,
+        batch=vector_batch(2, 0),
+        machine=slow,
+        strategy="optim_grads_params",
+        min_unit_size=0,
+    )
+    assert found.exposed
+    names = {name_of_wait(each.lane, each.unit) for each in found.exposed}
+    trace = {event["name"] for event in found.trace()["traceEvents"]}
+    assert names <= trace
+    assert {each.lane for each in found.exposed} <= set(LANES[1:])
+    assert "inner gather of blocks.1" in names
+
+
+@on_few_ranks
+def test_measurements_nest_and_each_sees_what_came_while_it_was_open() -> None:
+    _, engine, step = sharded("optim_grads_params")
+    step()
+    with engine.measure() as outer:
+        step()
+        with engine.measure() as inner:
+            step()
+            assert (outer.num_steps, inner.num_steps) == (2, 1)
+        assert engine.describe().measured is inner
+        step()
+    assert (outer.num_steps, inner.num_steps) == (3, 1)
+    assert inner.seconds < outer.seconds
+    assert inner.waited_seconds <= outer.waited_seconds
+    assert sum(each.count for each in outer.waited) >= 2 * sum(e.count for e in inner.waited)
+    step()
+    assert outer.num_steps == 3
+    assert not any(lane.meters for lane in engine._lanes.all)
+    assert not engine._memory.ledger.peaks
+
+
+@on_ranks(1)
+def test_one_rank_waits_for_nobody() -> None:
+    for levels in (("no_shard",), ("optim_grads_params",)):
+        _, engine, step = sharded(*levels)
+        with engine.measure() as measured:
+            step()
+        assert (measured.num_steps, measured.waited, measured.by_unit()) == (1, (), {})
+        assert "waited 0.0% of it for communication." in str(measured)
+
+
+@on_ranks(2)
+def test_only_what_waits_for_messages_counts_at_the_lowest_level() -> None:
+    _, engine, step = sharded("no_shard")
+    with engine.measure() as measured:
+        step()
+    assert {each.lane for each in measured.waited} <= {"inner reduce"}
+    with engine.measure() as measured, torch.no_grad():
+        engine.model(*vector_batch(2, 0))
+    assert (measured.num_steps, measured.waited) == (0, ())
+    assert "0 steps" in str(measured)
+
+
+@on_ranks(2)
+def test_microbatches_are_one_step() -> None:
+    model, engine, step = sharded("optim_grads")
+    with engine.measure() as measured:
+        with engine.no_sync():
+            model(*vector_batch(2, 0)).backward()
+            model(*vector_batch(2, 1)).backward()
+        step()
+    assert measured.num_steps == 1
+
+
+@on_ranks(2)
+def test_an_exception_within_ends_it_and_what_was_found_stays() -> None:
+    _, engine, step = sharded("optim_grads_params")
+
+    def fail() -> Measurement:
+        with engine.measure() as measured:
+            step()
+            raise KeyError("a bad sample")
+        return measured
+
+    with pytest.raises(KeyError, match="a bad sample"):
+        fail()
+    measured = engine.describe().measured
+    assert measured.num_steps == 1
+    assert "1 steps" in str(measured)
+    assert not any(lane.meters for lane in engine._lanes.all)
+    step()
+    assert measured.num_steps == 1
+
+
+@on_ranks(2)
+def test_nobody_pays_who_does_not_ask() -> None:
+    _, engine, step = sharded("optim_grads_params")
+    step()
+    step()
+    before = calls_of(step)
+    assert not [name for name in before if name[0] in ("meter.py", "measuring.py")]
+    assert not [name for name in before if name[1] in ("_wait_seen", "_timed_event")]
+    with engine.measure():
+        within = calls_of(step)
+    assert [name for name in within if name[0] == "meter.py"]
+    # Afterwards it is as if nobody had ever asked. What depends on when messages come is no part
+    # of it.
+    after = calls_of(step)
+    assert set(after) == set(before)
+
+
+def calls_of(action: Callable[[], None]) -> Counter[tuple[str, str]]:
+    """Calls of the engine's functions, by (file, name)."""
+    package = str(Path(fe.__file__).parent)
+    calls: Counter[tuple[str, str]] = Counter()
+
+    def note(frame: Any, event: str, argument: object) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(package):
+            calls[Path(code.co_filename).name, code.co_name] += 1
+
+    sys.setprofile(note)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return calls
