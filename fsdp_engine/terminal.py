@@ -1,9 +1,12 @@
-"""What command lines print: numbers for people, and tables that no narrow terminal cuts short."""
+"""What command lines print: numbers for people, and tables that no narrow terminal cuts short. Only
+tables need rich: training imports nothing beside torch."""
 
 from __future__ import annotations
 
-from rich.console import Console
-from rich.table import Table
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 def format_bytes(count: float) -> str:
@@ -31,6 +34,8 @@ def format_seconds(seconds: float) -> str:
 
 def print_whole(table: Table) -> None:
     """Print a table in full: where the terminal is too narrow, its lines go on in the next one."""
+    from rich.console import Console
+
     console = Console()
     needed = console.measure(table, options=console.options.update(width=1000)).maximum
     Console(width=max(console.width, needed)).print(table, crop=False, soft_wrap=False)
@@ -38,6 +43,8 @@ def print_whole(table: Table) -> None:
 
 def table_text(table: Table) -> str:
     """A table as text, in full."""
+    from rich.console import Console
+
     console = Console(width=1000, no_color=True)
     with console.capture() as captured:
         console.print(table, crop=False, soft_wrap=False)

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -102,8 +100,7 @@ def plan(
         item=number_of_items(job.inputs(every[0].microbatch_size))[0],
         microbatches=microbatches,
     )
-    bar = Console(stderr=True)
-    told = track(every, "planning", console=bar, transient=True, disable=not progress)
+    told = _with_bar(every) if progress else every
     try:
         outcomes = sorted_outcomes([job.outcome(each, limit) for each in told])
     except SimulationError as error:
@@ -205,6 +202,13 @@ def number_of_items(inputs: Any) -> tuple[str, int]:
     for tensor in tensors:
         return "samples", tensor.shape[0] if tensor.ndim else 1
     raise ValueError("batch: expected tensors; found none")
+
+
+def _with_bar(every: Sequence[Candidate]) -> Iterable[Candidate]:
+    from rich.console import Console
+    from rich.progress import track
+
+    return track(every, "planning", console=Console(stderr=True), transient=True)
 
 
 def _on_meta(build: Callable[[], nn.Module]) -> nn.Module:

@@ -14,7 +14,6 @@ from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.planner.advice import advice
 from fsdp_engine.planner.candidates import Candidate, Mesh
 from fsdp_engine.planner.outcome import Outcome, Setting, Trial, sorted_outcomes
-from fsdp_engine.planner.tables import planning_table
 from fsdp_engine.simulation.result import Simulation
 from fsdp_engine.terminal import table_text
 
@@ -135,6 +134,8 @@ class Planning:
             ) from error
 
     def __str__(self) -> str:
+        from fsdp_engine.planner.tables import planning_table  # needs rich
+
         table = table_text(planning_table(self.setting, self.outcomes))
         return f"{table}\n{advice(self.setting, self.outcomes, self.trials)}"
 
