@@ -43,6 +43,10 @@ _SEQUENCES = {tuple, list, torch.Size}
 # with a tag for the former, ``transpose_``, do not have to be named.)
 _UNFIT = {"set_", "resize_", "resize_as_", "_resize_output_", "lift", "lift_fresh"}
 
+# The engine's way to tensors over storages of its own. That a fake tensor lies elsewhere now, its
+# mode need not know.
+_SET = torch.ops.aten.set_.source_Storage_storage_offset
+
 _DEVICE_NAMES = ("fake_device", "_fake_device")  # of a fake tensor, in torch 2.11 and since
 
 
@@ -107,43 +111,41 @@ class KnownOperations:
             What it returns, and the recipe. Calls with the same recipe do the same on the same
             metadata; None: nothing is known of it.
         """
+        if func is _SET and _is_ours(args[0], mode):
+            with in_kernel_invocation_manager(mode):
+                func(*args, **kwargs)
+            return args[0], None
         tensors: list[FakeTensor] = []
-        key = self._key(mode, func, args, kwargs, tensors)
-        if key is not None and key in self._recipes:
-            recipe = self._recipes[key]
-            if recipe is not None:
-                self.num_known += 1
-                return _made_by(recipe, mode, tensors), recipe
-        out = func(*args, **kwargs)
+        key = _key(mode, func, args, kwargs, tensors)
+        recipe = self._recipes.get(key)
+        if recipe is not None:
+            self.num_known += 1
+            return _made_by(recipe, mode, tensors), recipe
         self.num_worked_out += 1
-        if key is None or key in self._recipes:
-            return out, None
-        recipe = self._recipes[key] = _recipe_of(out, mode, tensors)
+        out = func(*args, **kwargs)
+        if key is not None and key not in self._recipes:
+            recipe = _recipe_of(out, mode, tensors) if _is_fit(func) else None
+            self._recipes[key] = recipe
         return out, recipe
-
-    @staticmethod
-    def _key(
-        mode: FakeTensorMode, func: Any, args: Any, kwargs: Any, tensors: list[FakeTensor]
-    ) -> Any:
-        if not _is_fit(func):
-            return None
-        given = _metadata(args, mode, tensors)
-        named = _metadata(kwargs.values(), mode, tensors) if kwargs else ()
-        if given is None or named is None:
-            return None
-        settings = (torch.get_default_dtype(), torch.is_inference_mode_enabled())
-        return func, given, named, *kwargs, settings
-
-
-_fit: dict[Any, bool] = {}
 
 
 def _is_fit(func: Any) -> bool:
-    found = _fit.get(func)
-    if found is None:
-        found = func.namespace == "aten" and torch.Tag.inplace_view not in func.tags
-        found = _fit[func] = found and func._overloadpacket.__name__ not in _UNFIT
-    return found
+    return (
+        func.namespace == "aten"
+        and torch.Tag.inplace_view not in func.tags
+        and func._overloadpacket.__name__ not in _UNFIT
+    )
+
+
+def _key(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any, tensors: list[FakeTensor]) -> Any:
+    given = _metadata(args, mode, tensors)
+    if given is None:
+        return None
+    settings = (torch.get_default_dtype(), torch.is_inference_mode_enabled())
+    if not kwargs:
+        return func, settings, given
+    named = _metadata(kwargs.values(), mode, tensors)
+    return None if named is None else (func, settings, given, named, *kwargs)
 
 
 def _metadata(
@@ -155,7 +157,7 @@ def _metadata(
     for value in values:
         kind = type(value)
         if kind is FakeTensor:
-            if not _is_plain(value, mode):
+            if not _is_ours(value, mode):
                 return None
             place = (value.shape, value.stride(), value.storage_offset())
             found += (value.dtype, *place, value.fake_device)
@@ -172,9 +174,10 @@ def _metadata(
     return tuple(found)
 
 
-def _is_plain(tensor: FakeTensor, mode: FakeTensorMode) -> bool:
+def _is_ours(tensor: Any, mode: FakeTensorMode) -> bool:
     return (
-        tensor.fake_mode is mode
+        type(tensor) is FakeTensor
+        and tensor.fake_mode is mode
         and tensor.constant is None
         and tensor.layout is torch.strided
         and not tensor.dtype.is_complex
@@ -200,7 +203,7 @@ def _recipe_of(out: Any, mode: FakeTensorMode, tensors: Sequence[FakeTensor]) ->
 def _result_of(
     tensor: Any, mode: FakeTensorMode, tensors: Sequence[FakeTensor], storages: dict[int, int]
 ) -> _Result | None:
-    if type(tensor) is not FakeTensor or not _is_plain(tensor, mode):
+    if not _is_ours(tensor, mode):
         return None
     device = tensor.fake_device
     for number, argument in enumerate(tensors):
@@ -245,10 +248,11 @@ def _tensor_by(result: _Result, mode: FakeTensorMode, tensors: Sequence[FakeTens
     if view is None:
         assert result.argument is not None
         return tensors[result.argument]
-    with in_kernel_invocation_manager(mode):
-        if result.argument is None:
+    if result.argument is None:
+        with torch._C._DisableTorchDispatch():
             inner = torch.empty_strided(view.shape, view.stride, dtype=view.dtype, device="meta")
-        else:
+    else:
+        with in_kernel_invocation_manager(mode):
             base = tensors[result.argument]
             inner = torch.as_strided(base, view.shape, view.stride, view.offset)
     # As FakeTensor.__new__ does, but for its checks.

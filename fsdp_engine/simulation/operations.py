@@ -58,6 +58,7 @@ _MORE_FLOPS: dict[Any, Callable[..., int]] = {
 }
 
 
+_OURS = {Tensor, FakeTensor, torch.nn.Parameter}
 _DEVICE = torch.ops.prim.device.default
 
 
@@ -98,11 +99,11 @@ class Operations(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         """An operation of the model, of autograd, the optimizer or the engine."""
-        if any(each not in (Tensor, FakeTensor, torch.nn.Parameter) for each in types):
+        if func is _DEVICE and type(args[0]) is FakeTensor:
+            return args[0].fake_device  # autograd asks it of every tensor, more than once
+        if not _OURS.issuperset(types):
             return NotImplemented  # what the subclass makes of it comes here again
         kwargs = kwargs or {}
-        if func is _DEVICE:
-            return args[0].fake_device  # autograd asks it of every tensor
         out, recipe = self._known.run(self._fake, func, args, kwargs)
         if func.namespace == "c10d":
             self._message(func, args)
