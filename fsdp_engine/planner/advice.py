@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsdp_engine.planner.outcome import ACTIVATIONS, Outcome, Setting, Times, Trial
+from fsdp_engine.planner.outcome import ACTIVATIONS, Outcome, Setting, Times, Trial, is_faster
 from fsdp_engine.terminal import format_bytes, format_count, format_seconds
 
 # Below this share of a step, what is waited for is not worth a word.
@@ -49,7 +49,7 @@ def _choice(setting: Setting, chosen: Outcome) -> str:
 
 
 def _next_faster(setting: Setting, chosen: Outcome, outcomes: Sequence[Outcome]) -> str:
-    faster = [each for each in outcomes if not each.fits and each.rate > chosen.rate]
+    faster = [each for each in outcomes if not each.fits and is_faster(each, chosen)]
     if not faster:
         return "Nothing that does not fit would be faster."
     nearest = min(faster, key=lambda each: each.rate)

@@ -175,5 +175,17 @@ class Trial:
 
 
 def sorted_outcomes(outcomes: Iterable[Outcome]) -> tuple[Outcome, ...]:
-    """Those that fit, the fastest first; then the others, by what they lack."""
-    return tuple(sorted(outcomes, key=lambda each: (each.lacking, -each.rate)))
+    """Those that fit, the fastest first, of equally fast ones the smallest; then the others, by
+    what they lack."""
+    found = list(outcomes)
+    fastest = max(found, key=lambda each: each.rate)
+    # Within a thousandth rates are equal.
+    step = abs(fastest.rate) / 1000 or 1.0
+    return tuple(
+        sorted(found, key=lambda each: (each.lacking, -round(each.rate / step), each.peak_bytes))
+    )
+
+
+def is_faster(outcome: Outcome, other: Outcome) -> bool:
+    """Whether it is, by more than what :func:`sorted_outcomes` takes for equal."""
+    return outcome.rate - other.rate > 2 * abs(other.rate) / 1000

@@ -17,7 +17,7 @@ import fsdp_engine as fe
 from fsdp_engine.planner.candidates import fitting_meshes
 from fsdp_engine.planner.estimates import estimate
 from fsdp_engine.planner.figure import save_figure
-from fsdp_engine.planner.outcome import KINDS, Outcome
+from fsdp_engine.planner.outcome import KINDS, Outcome, is_faster
 from fsdp_engine.simulation.result import Simulation
 from fsdp_engine.strategies import ALL_STRATEGIES, LEVELS
 from tests.models import LENGTH, Transformer, token_batch
@@ -144,7 +144,7 @@ def test_those_that_fit_come_first_and_the_fastest_of_them_is_chosen() -> None:
     assert all(each.lacking == max(each.peak_bytes - limit, 0) for each in outcomes)
     chosen = planned_tightly().chosen
     assert chosen is outcomes[0]
-    assert chosen.rate == max(each.rate for each in outcomes if each.fits)
+    assert chosen.rate >= 0.998 * max(each.rate for each in outcomes if each.fits)
 
 
 def test_words_say_what_why_and_what_would_help() -> None:
@@ -152,7 +152,7 @@ def test_words_say_what_why_and_what_would_help() -> None:
     chosen, *_ = planned_tightly().outcomes
     assert f"Take {chosen.candidate}: " in text
     faster = [
-        each for each in planned_tightly().outcomes if not each.fits and each.rate > chosen.rate
+        each for each in planned_tightly().outcomes if not each.fits and is_faster(each, chosen)
     ]
     nearest = min(faster, key=lambda each: each.rate)
     assert f"The next faster one, {nearest.candidate}, is " in text
