@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _KIND_COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#E69F00")
 _TIME_COLOURS = {
     "compute": "#0072B2",
-    "inner link": "#E69F00",
+    "inner link": "#CC79A7",
     "outer link": "#D55E00",
     "host": "#999999",
 }
