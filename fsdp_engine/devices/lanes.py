@@ -72,6 +72,17 @@ def finish_compute(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
+def device_seconds(device: torch.device, action: Callable[[], object]) -> float:
+    """How long a CUDA device works on what ``action`` gives it; the host waits for that."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    stream = torch.cuda.current_stream(device)
+    begin.record(stream)
+    action()
+    end.record(stream)
+    end.synchronize()
+    return float(begin.elapsed_time(end)) * 1e-3
+
+
 _is_profiled: Any = torch.autograd._profiler_enabled
 
 

@@ -1,14 +1,25 @@
-"""This machine, measured: two ranks on its cores, each with so many threads, over gloo.
+"""This machine, measured: the ranks of torchrun, on GPUs or on a CPU's cores; without it two gloo
+ranks of this machine.
 
-Both ranks measure at the same time, since in training both compute at the same time. What is taken
-is the median of repetitions. Half a minute in all.
+All ranks measure at the same time, since in training all compute at the same time; of each figure
+what the slowest needs is taken. Some twenty seconds in all. What is timed of one rank is in
+``kernels.py``; links are timed with the engine's own messages, which on a crowded machine wait for
+their turn: then only the processor's time for them is known, and taken for all of it.
+
+[Note: What a message takes from compute]
+Where one processor does both, whoever sends loses its thread's own share of a message (issuing,
+copies, sums) in any case. What the backend's threads take is lost only where they have no core to
+themselves: of 2 ranks on 2 cores all of it, on 4 cores none. Both are processor times, so that
+other programs change nothing.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,152 +31,214 @@ import torch.multiprocessing as mp
 
 from fsdp_engine.devices import memory
 from fsdp_engine.devices.collectives import Communicator, Steps, all_reduce_
-from fsdp_engine.devices.mesh import DataMesh
-from fsdp_engine.simulation.machine import Link, Machine, Processor
+from fsdp_engine.devices.lanes import device_seconds
+from fsdp_engine.devices.mesh import DataMesh, MeshAxis
+from fsdp_engine.simulation.kernels import Kernels
+from fsdp_engine.simulation.machine import Link, Machine
 
 RANKS = 2
-_DTYPES = (torch.float32, torch.bfloat16)
-_CPU = torch.device("cpu")
-# Of a matrix product: rows, and both of its other sizes, as in a small transformer.
-_ROWS, _WIDTH = 512, 768
-_LARGE = 2**24  # bytes: more than caches hold, and a unit's worth of message
+_LARGE = {"cpu": 2**22, "cuda": 2**27}  # bytes: a unit's worth of message
 _SMALL = 2**12
-_NUM_CALLS = 100
+_CACHES = 2**27
+_LEAST, _MOST = 8, 100  # repetitions
+_CROWDED = 0.1  # a share of the processor that others take
+_DTYPES = {
+    "cpu": (torch.float32, torch.bfloat16),
+    "cuda": (torch.float32, torch.float16, torch.bfloat16),
+}
 
 
-def calibrate(threads: int = 1, *, seconds: float = 1.5) -> Machine:
-    """Measure this machine as a machine of two gloo ranks.
+def calibrate(threads: int = 1, *, seconds: float = 1.0, tell: bool = False) -> Machine:
+    """Measure this machine.
+
+    Under torchrun all ranks must call it, and all get the same machine: ranks of one node within a
+    node, and where there are several nodes, those between them. Ranks that have GPUs measure these,
+    and NCCL. Elsewhere two gloo ranks are started on this machine's CPU.
 
     Args:
-        threads: of each rank.
+        threads: of each rank on a CPU.
         seconds: how long to measure each of its figures.
+        tell: the first rank says what it measures, on stderr.
+
+    Raises:
+        ValueError: nodes have different numbers of ranks.
     """
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return _measure(threads, seconds, tell)
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "machine.json"
-        mp.spawn(_measure_rank, (port, threads, seconds, str(path)), RANKS)
+        mp.spawn(_measure_spawned, (port, threads, seconds, tell, str(path)), RANKS)
         return Machine.load(path)
 
 
-def _measure_rank(rank: int, port: int, threads: int, seconds: float, path: str) -> None:
+def _measure_spawned(
+    rank: int, port: int, threads: int, seconds: float, tell: bool, path: str
+) -> None:
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(RANKS),
+        LOCAL_WORLD_SIZE=str(RANKS),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         CUDA_VISIBLE_DEVICES="",  # it is the cores that are measured
     )
-    torch.set_num_threads(threads)
-    meter = _Meter(DataMesh.create(None, what="calibrate"), seconds)
-    machine = meter.measure(threads)
+    machine = _measure(threads, seconds, tell)
     if rank == 0:
         machine.save(Path(path))
-    meter.agree(0.0)  # both are done
     dist.destroy_process_group()
 
 
+def _measure(threads: int, seconds: float, tell: bool) -> Machine:
+    world_size = int(os.environ["WORLD_SIZE"])
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    if world_size % per_node:
+        raise ValueError(
+            f"calibrate: expected as many ranks on each node; found {world_size} ranks, of them "
+            f"{per_node} on this node"
+        )
+    mesh = DataMesh.create(None, num_instances=world_size // per_node, what="calibrate")
+    if mesh.device.type == "cpu":
+        torch.set_num_threads(threads)
+    return _Meter(mesh, threads, seconds, tell).measure()
+
+
 class _Meter:
-    """Measures one rank's share of this machine, while the other does the same.
+    """Measures one rank's share of this machine, while the others do the same.
 
     Args:
-        mesh: both ranks.
+        mesh: all ranks: nodes on its outer axis, ranks of a node on the inner one.
+        threads: of each rank on a CPU.
         seconds: how long to measure each figure.
+        tell: say what is measured.
     """
 
-    def __init__(self, mesh: DataMesh, seconds: float) -> None:
-        group = mesh.inner.gather_group
-        assert group is not None
-        self._group = group
-        self._comm = Communicator(group, _CPU)
+    def __init__(self, mesh: DataMesh, threads: int, seconds: float, tell: bool) -> None:
+        self._mesh = mesh
+        self._device = mesh.device
+        self._threads = threads
         self._seconds = seconds
+        self._tells = tell and mesh.rank == 0
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        self._cores = cores or 1
+        self._is_crowded = False
 
-    def measure(self, threads: int) -> Machine:
+    def measure(self) -> Machine:
         """All figures."""
-        work = 2 * _ROWS * _WIDTH**2
-        flops = {dtype: work / self.time(_product(dtype)) for dtype in _DTYPES}
-        source, target = (memory.zeros(_LARGE, torch.uint8, _CPU) for _ in range(2))
-        bandwidth = 2 * _LARGE / self.time(lambda: target.copy_(source))
-        large, small = (self.time(self._messages(size)) / 2 for size in (_LARGE, _SMALL))
-        # In a message of N bytes over two ranks each sends N / 2, in one hop.
-        share_sent = (RANKS - 1) / RANKS
-        link_bandwidth = (_LARGE - _SMALL) * share_sent / max(large - small, 1e-9)
-        latency = max(small - _SMALL * share_sent / link_bandwidth, 0.0)
-        link = Link(link_bandwidth, latency, processor_share=self._processor_share(large))
-        num_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        nodes, ranks = self._mesh.outer.size, self._mesh.inner.size
+        on_host = self._device.type == "cpu"
+        kind = f"gloo ranks of {self._threads} thread(s)"
+        if not on_host:
+            kind = torch.cuda.get_device_name(self._device)
+        self._say(f"{nodes} x {ranks} {kind}: products, memory, attention, functions, calls")
+        turns = max(ranks * self._threads / self._cores, 1.0) if on_host else 1.0
+        kernels = Kernels(self._device, turns, self._seconds, self._agree)
+        if turns > 1:
+            self._say(f"  ranks take turns: {ranks * self._threads} threads, {self._cores} cores")
+        processor = kernels.processor(_DTYPES[self._device.type], self._memory_bytes(ranks))
+        for dtype, flops in processor.matrix_flops.items():
+            self._say(f"  products, {str(dtype).removeprefix('torch.')}: {flops / 1e9:,.1f} GFLOP/s")
+        self._say(f"  memory: {processor.memory_bandwidth / 1e9:,.1f} GB/s")
+        self._say(f"  of moving, beside computing: {processor.overlap:.0%}")
+        self._say(f"  attention: {processor.attention_share:.0%} of what products reach")
+        self._say(f"  functions: {processor.function_seconds * 1e9:.2f} ns an element")
+        host = kernels.host_seconds()
+        self._say(f"  a call of the host: {host * 1e6:.1f} us")
+        self._is_crowded = (crowd := kernels.crowd()) > _CROWDED
+        if self._is_crowded:
+            self._say(
+                f"  other programs take {crowd:.0%} of the processor: of messages only the "
+                "processor's time is told from theirs. Better measure without them"
+            )
+        alone = Link(processor.memory_bandwidth / 2, 0.0)  # of one rank, which sends nothing
+        within = self._link("within a node", self._mesh.inner) or alone
+        between = self._link("between nodes", self._mesh.outer) or within
         return Machine(
-            f"this machine, {RANKS} gloo ranks of {threads} thread(s)",
-            Processor(flops, bandwidth, num_bytes / RANKS),
-            link,
-            link,
-            ranks_per_node=RANKS,
-            host_seconds=self.time(_calls) / _NUM_CALLS,
-            host_runs_ahead=False,
+            f"this machine, {nodes * ranks} {kind}" if nodes == 1 else f"{nodes} x {ranks} {kind}",
+            processor,
+            within if ranks > 1 else between,
+            between,
+            ranks_per_node=ranks,
+            host_seconds=host,
+            host_runs_ahead=not on_host,
         )
 
-    def time(self, action: Callable[[], object]) -> float:
-        """Median of its seconds, the longer of both ranks'."""
-        for _ in range(2):
-            action()
-        once = self.agree(_timed(action))
-        count = min(max(round(self._seconds / once), 5), 200)
-        return self.agree(statistics.median(_timed(action) for _ in range(count)))
+    def _memory_bytes(self, ranks: int) -> float:
+        if self._device.type == "cuda":
+            return float(torch.cuda.get_device_properties(self._device).total_memory)
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks
 
-    def agree(self, value: float) -> float:
-        """The larger of both ranks'."""
-        found = memory.zeros(1, torch.float64, _CPU).fill_(value)
-        return float(all_reduce_(found, self._group, "max"))
+    def _link(self, what: str, axis: MeshAxis) -> Link | None:
+        """Between the ranks of one axis, all rows or columns at once; None: there is one rank."""
+        if axis.gather_group is None:
+            return None
+        self._say(f"link {what}: gathers of {axis.size} ranks")
+        comm = Communicator(axis.gather_group, self._device)
+        sizes = (_LARGE[self._device.type], _SMALL)
+        messages = [self._message(comm, num_bytes) for num_bytes in sizes]
+        (large, busy), (small, _) = messages
+        # In a message of N bytes over n ranks each sends (n - 1) / n of N, in n - 1 hops.
+        sent = [num_bytes * (comm.size - 1) / comm.size for num_bytes in sizes]
+        bandwidth = (sent[0] - sent[1]) / max(large - small, 1e-9)
+        latency = max(small - sent[1] / bandwidth, 0.0) / (comm.size - 1)
+        share = min(busy / large, 1.0)
+        self._say(f"  {bandwidth / 1e6:,.0f} MB/s, {latency * 1e6:,.0f} us a hop")
+        if self._device.type == "cpu":
+            self._say(f"  of a message's time compute pays {share:.0%}")
+        return Link(bandwidth, latency, processor_share=share)
 
-    def _messages(self, num_bytes: int) -> Callable[[], None]:
-        """A gather and a reduction, as the engine sends them."""
-        full = memory.zeros(num_bytes // 4, torch.float32, _CPU)
-        part = memory.zeros(num_bytes // 4 // RANKS, torch.float32, _CPU)
+    def _message(self, comm: Communicator, num_bytes: int) -> tuple[float, float]:
+        """Seconds of a gather as the engine sends it, in place, of cold tensors, and how many of
+        them compute pays. (Sums of reductions are operations of their own.)"""
+        count = min(max(_CACHES // num_bytes, 2), 64)
+        tensors = itertools.cycle(
+            [memory.zeros(num_bytes // 4, torch.float32, self._device) for _ in range(count)]
+        )
 
         def send() -> None:
-            _run(self._comm.all_gather(full, part))
-            _run(self._comm.reduce_scatter(full, part))
+            _run(comm.all_gather(next(tensors)))
 
-        return send
+        for _ in range(3):
+            send()
+        once = self._agree(self._elapsed(send))
+        found = []
+        for _ in range(min(max(round(self._seconds / once), _LEAST), _MOST)):
+            self._agree(0.0)  # ranks begin together
+            thread, process = time.thread_time(), time.process_time()
+            elapsed = self._elapsed(send)
+            own = time.thread_time() - thread
+            found.append((elapsed, own + self._stolen(time.process_time() - process - own)))
+        # Messages wait for whatever runs on these cores now and then: the fast ones are theirs.
+        low, *_ = statistics.quantiles([elapsed for elapsed, _ in found], n=10)
+        busy = statistics.median(busy for _, busy in found)
+        if self._device.type == "cuda":
+            busy = 0.0
+        elif self._is_crowded:
+            low = busy
+        return self._agree(low), self._agree(busy)
 
-    def _processor_share(self, message: float) -> float:
-        """How much longer products take while a message is under way, of the message's time."""
-        full = memory.zeros(_LARGE // 4, torch.float32, _CPU)
-        product = _product(torch.float32)
-        count = max(1, round(2 * message / self.time(product)))
+    def _stolen(self, of_other_threads: float) -> float:
+        """See [Note: What a message takes from compute]."""
+        spare = self._cores / self._mesh.inner.size - self._threads
+        return of_other_threads * (1.0 - min(max(spare, 0.0), 1.0))
 
-        def compute() -> None:
-            for _ in range(count):
-                product()
+    def _elapsed(self, action: Callable[[], object]) -> float:
+        if self._device.type == "cuda":
+            return device_seconds(self._device, action)
+        start = time.perf_counter()
+        action()
+        return time.perf_counter() - start
 
-        def both() -> None:
-            for works in self._comm.all_gather(full):
-                compute()
-                for work in works:
-                    work.wait()
+    def _agree(self, value: float) -> float:
+        """The largest of all ranks'."""
+        found = memory.zeros(1, torch.float64, self._device).fill_(value)
+        return float(all_reduce_(found, self._mesh.control_group, "max"))
 
-        return min(max((self.time(both) - self.time(compute)) / message, 0.0), 1.0)
-
-
-def _product(dtype: torch.dtype) -> Callable[[], object]:
-    a = memory.zeros((_ROWS, _WIDTH), dtype, _CPU) + 1
-    b = memory.zeros((_WIDTH, _WIDTH), dtype, _CPU) + 1
-    return lambda: a @ b
-
-
-def _calls() -> object:
-    """Operations on next to nothing, under autograd."""
-    x = torch.ones((), requires_grad=True)
-    y: torch.Tensor = x
-    for _ in range(_NUM_CALLS):
-        y = y + x
-    return y
-
-
-def _timed(action: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    action()
-    return time.perf_counter() - start
+    def _say(self, text: str) -> None:
+        if self._tells:
+            print(text, file=sys.stderr, flush=True)
 
 
 def _run(steps: Steps) -> None:

@@ -57,6 +57,13 @@ class Processor:
         call_seconds: the least that any operation takes, however small.
         achievable_flops: the fraction of ``matrix_flops`` that large products reach.
         achievable_bandwidth: the fraction of ``memory_bandwidth`` that large operations reach.
+        overlap: of an operation that both computes and moves bytes, the fraction of the shorter of
+            the two that goes on beside the longer. 1 is a roofline, as of a GPU, where thousands of
+            threads wait for memory while others compute. 0 is a core that computes with what it
+            has waited for: then operations take as long as both.
+        attention_share: the fraction of what products reach that attention kernels reach.
+        function_seconds: of one element of a function such as gelu, softmax or a norm, beyond
+            moving it. 0 where there are processors enough to hide it.
     """
 
     matrix_flops: Mapping[torch.dtype, float]
@@ -65,13 +72,35 @@ class Processor:
     call_seconds: float = 0.0
     achievable_flops: float = 1.0
     achievable_bandwidth: float = 1.0
+    overlap: float = 1.0
+    attention_share: float = 1.0
+    function_seconds: float = 0.0
 
-    def seconds(self, flops: float, num_bytes: float, dtype: torch.dtype) -> float:
-        """A roofline: matrix products or memory, whatever takes longer."""
+    def seconds(
+        self,
+        flops: float,
+        num_bytes: float,
+        dtype: torch.dtype,
+        *,
+        is_attention: bool = False,
+        function_elements: int = 0,
+    ) -> float:
+        """Of one operation: what it computes and what it moves, one beside the other as far as
+        ``overlap`` says.
+
+        Args:
+            flops: of matrix products.
+            num_bytes: read and written.
+            dtype: of the products.
+            is_attention: it is attention.
+            function_elements: of a function's result.
+        """
         peak = self.matrix_flops.get(dtype, self.matrix_flops[torch.float32])
-        computing = flops / (peak * self.achievable_flops)
+        peak *= self.achievable_flops * (self.attention_share if is_attention else 1.0)
+        computing = flops / peak + function_elements * self.function_seconds
         moving = num_bytes / (self.memory_bandwidth * self.achievable_bandwidth)
-        return max(computing, moving, self.call_seconds)
+        both = computing + moving - self.overlap * min(computing, moving)
+        return max(both, self.call_seconds)
 
 
 @dataclass(frozen=True)
