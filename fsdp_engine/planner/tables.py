@@ -28,8 +28,9 @@ def planning_table(setting: Setting, outcomes: Sequence[Outcome]) -> Table:
         ),
         caption=(
             f"{name} of one rank: held at the moment when most is; free of "
-            f"{format_bytes(setting.memory)}; sent in a step. ms: a step, and what of it compute "
-            "waits for messages. Ranks: outer x inner. Recompute: activation checkpointing."
+            f"{format_bytes(setting.memory)}, or lacking and what takes most; sent in a step. ms: "
+            "a step, and what of it compute waits for messages. Ranks: outer x inner. Recompute: "
+            "activation checkpointing."
         ),
         title_justify="left",
         caption_justify="left",
@@ -52,7 +53,7 @@ def planning_table(setting: Setting, outcomes: Sequence[Outcome]) -> Table:
         counts = [*(each.memory.get(kind) for kind in KINDS), each.peak_bytes]
         cells += [_in_units(count, unit) for count in counts]
         free = _in_units(setting.memory - each.peak_bytes, unit)
-        cells.append(free if each.fits else f"[red]{free}[/red]")
+        cells.append(free if each.fits else f"[red]{free}, {each.largest_kind}[/red]")
         if each.times is None:
             cells += [_UNKNOWN] * 3
         else:

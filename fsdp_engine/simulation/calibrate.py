@@ -139,7 +139,9 @@ class _Meter:
             self._say(f"  ranks take turns: {ranks * self._threads} threads, {self._cores} cores")
         processor = kernels.processor(_DTYPES[self._device.type], self._memory_bytes(ranks))
         for dtype, flops in processor.matrix_flops.items():
-            self._say(f"  products, {str(dtype).removeprefix('torch.')}: {flops / 1e9:,.1f} GFLOP/s")
+            self._say(
+                f"  products, {str(dtype).removeprefix('torch.')}: {flops / 1e9:,.1f} GFLOP/s"
+            )
         self._say(f"  memory: {processor.memory_bandwidth / 1e9:,.1f} GB/s")
         self._say(f"  of moving, beside computing: {processor.overlap:.0%}")
         self._say(f"  attention: {processor.attention_share:.0%} of what products reach")

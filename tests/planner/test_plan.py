@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -158,6 +159,10 @@ def test_words_say_what_why_and_what_would_help() -> None:
     assert f"The next faster one, {nearest.candidate}, is " in text
     assert f"most of what it holds is {nearest.largest_kind}" in text
     assert "Bottleneck: the host; compute takes" in text  # so small a model on so large a machine
+    for row in (line for line in text.splitlines() if ", " in line and "│" in line):
+        assert re.search(rf"│ -[\d,]+, ({'|'.join(KINDS)}) │", row), row
+    lacking = [each for each in planned_tightly().outcomes if not each.fits]
+    assert text.count(f", {lacking[0].largest_kind} │") > 0
     loose = str(planned())
     assert "Nothing that does not fit would be faster." in loose
     assert "With a microbatch twice as large: " in loose
