@@ -297,8 +297,8 @@ def _swap(full: torch.UntypedStorage, hollow: torch.UntypedStorage) -> None:
 
 
 def _swap_sizes(first: torch.UntypedStorage, second: torch.UntypedStorage) -> None:
-    """Of storages under ``FakeTensorMode``. Torch refuses to swap those of two sizes, and operations
-    on fake tensors over an empty storage give it one."""
+    """Of storages under ``FakeTensorMode``: torch refuses to swap those of two sizes, and
+    operations on fake tensors over an empty storage give it one."""
     sizes = first.nbytes(), second.nbytes()
     first.resize_(sizes[1])
     second.resize_(sizes[0])

@@ -26,7 +26,12 @@ from fsdp_engine.planning.assignment import (
 
 # Arguments by which layers of ``transformers`` fill a cache of keys and values. A second run would
 # fill it twice, so that its own checkpointing leaves them out, too.
-_NO_CACHE = {"use_cache": False, "past_key_values": None, "past_key_value": None, "layer_past": None}
+_NO_CACHE = {
+    "use_cache": False,
+    "past_key_values": None,
+    "past_key_value": None,
+    "layer_past": None,
+}
 
 
 def checkpoint_units(

@@ -10,7 +10,9 @@ the time between the moment when compute could have begun, had it not to wait fo
 
 On a machine where the host computes, both clocks are one. Then lanes are FIFOs like those of
 ``HostLane``: an operation begins at its submission if what it comes after is done, else with the
-next submission or wait on its lane, and waiting for it blocks.
+next submission or wait on its lane, and waiting for it blocks. What it does when its messages have
+come (sums, casts) the host does when somebody has waited for it, and the scratch that it has taken
+stays until then. So nothing about memory depends on how long messages take.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_engine.devices.lane import Lanes, Operation
+from fsdp_engine.devices.lane import Lanes, Operation, Steps
 from fsdp_engine.simulation.machine import Machine
 
 COMPUTE = "compute"
@@ -87,7 +89,7 @@ class Moment:
 class SimulatedTicket:
     """A moment of a lane's work; where the host computes, known once the work has begun."""
 
-    __slots__ = ("_clock", "_holds", "_lane", "_start", "done", "moment")
+    __slots__ = ("_clock", "_lane", "_start", "_steps", "done", "moment")
 
     def __init__(
         self, lane: SimulatedLane, clock: Clock, moment: Moment, start: Callable[[], Moment] | None
@@ -95,7 +97,7 @@ class SimulatedTicket:
         self._lane = lane
         self._clock = clock
         self._start = start
-        self._holds: Sequence[Tensor] = ()
+        self._steps: Steps | None = None  # what is to be done when its messages are
         self.moment = moment
         # Whether the host knows it to be reached. Like a HostTicket's: waiting tells, or that there
         # was nothing to wait for.
@@ -111,14 +113,15 @@ class SimulatedTicket:
         if self._start is not None:
             start, self._start = self._start, None
             self.moment = start()
-            self._holds, waits = self._clock.take_left_over()
-            if not waits:
-                self.finish()
+            self._steps = self._clock.take_rest()
+            self.done = self._steps is None
 
     def finish(self) -> None:
-        """The host has waited for it: what it took for itself goes."""
+        """The host has waited for it, and does the rest."""
         self.done = True
-        self._holds = ()
+        if self._steps is not None:
+            steps, self._steps = self._steps, None
+            self._clock.run_rest(self._lane, steps)
 
     def begin_in_turn(self) -> None:
         """Begin everything on its lane up to it."""
@@ -230,8 +233,7 @@ class Clock:
         # its messages, of what it computes, and of what it takes from compute.
         self._within: SimulatedLane | None = None
         self._sent = self._computed = self._stolen = 0.0
-        self._made: list[Tensor] = []
-        self._left_over: tuple[Sequence[Tensor], bool] = ((), False)
+        self._rest: Steps | None = None
 
     def make_lanes(self, device: torch.device) -> Lanes:
         """The lanes of an engine."""
@@ -274,35 +276,24 @@ class Clock:
             self._sent += seconds
             self._stolen += of_compute
 
-    def made(self, tensors: Sequence[Tensor]) -> None:
-        """These have been made. Where the host computes, what an operation on a lane takes for
-        itself stays until somebody has waited for it."""
-        if self._within is not None and not self.machine.host_runs_ahead:
-            self._made += tensors
-
-    def take_left_over(self) -> tuple[Sequence[Tensor], bool]:
-        """Of the operation that ended last: what it has made, and whether it is waited for."""
-        taken, self._left_over = self._left_over, ((), False)
-        return taken
-
     def run(
         self, lane: SimulatedLane, label: str, operation: Operation, after: Sequence[Any]
     ) -> Moment:
-        """Carry out an operation on ``lane``; returns when it is done."""
+        """Carry out an operation on ``lane``; returns when it is done. Where the host computes
+        itself, up to its first messages: see :meth:`take_rest`."""
         start = max(self.host, lane.free, *(ticket.time for ticket in after))
-        waits = False
+        steps = operation()
         with self._at_work(lane):
-            for works in operation():
-                waits = True
-                for work in works:
-                    work.wait()
+            if self.machine.host_runs_ahead:
+                while _issue(steps):
+                    pass
+            elif _issue(steps):
+                self._rest = steps
             computed, stolen = self._computed, self._stolen
             seconds = self._sent + computed
-            self._left_over = self._made, waits
         if not self.machine.host_runs_ahead:
             # The host computes its part itself; only messages go on by themselves.
-            self.host += computed
-            self._compute.free = self.host
+            self._host_computes(computed)
             start, seconds = max(start, self.host), seconds - computed
         lane.free = max(start + seconds, self.host) if seconds else start
         if seconds:
@@ -313,6 +304,27 @@ class Clock:
         if last is not None and last.time >= start and last.seconds > seconds:
             return Moment(lane.free, last.label, last.lane, last.seconds)
         return Moment(lane.free, label, lane.name, seconds)
+
+    def take_rest(self) -> Steps | None:
+        """What the operation that ran last does when its messages have come, if it waits for any;
+        what it has taken for itself it holds until then."""
+        steps, self._rest = self._rest, None
+        return steps
+
+    def run_rest(self, lane: SimulatedLane, steps: Steps) -> None:
+        """The host goes on with an operation on ``lane``, and waits for what else it sends."""
+        goes_on = True
+        while goes_on:
+            with self._at_work(lane):
+                goes_on = _issue(steps)
+                computed, sent = self._computed, self._sent
+            self._host_computes(computed)
+            lane.free = max(lane.free, self.host) + sent
+            self._host_computes(lane.free - self.host if sent else 0.0)
+
+    def _host_computes(self, seconds: float) -> None:
+        self.host += seconds
+        self._compute.free = self.host
 
     def wait(self, lane: SimulatedLane, ticket: SimulatedTicket) -> None:
         """What ``lane`` does later comes after ``ticket``."""
@@ -366,12 +378,20 @@ class Clock:
 
     @contextmanager
     def _at_work(self, lane: SimulatedLane) -> Iterator[None]:
-        outside = (self._within, self._sent, self._computed, self._stolen, self._made)
-        self._within, self._sent, self._computed, self._stolen, self._made = lane, 0.0, 0.0, 0.0, []
+        outside = (self._within, self._sent, self._computed, self._stolen)
+        self._within, self._sent, self._computed, self._stolen = lane, 0.0, 0.0, 0.0
         try:
             yield
         finally:
-            self._within, self._sent, self._computed, self._stolen, self._made = outside
+            self._within, self._sent, self._computed, self._stolen = outside
+
+
+def _issue(steps: Steps) -> bool:
+    """Take the next step of an operation; whether it waits for something then."""
+    works = next(steps, None)
+    for work in works or ():
+        work.wait()
+    return works is not None
 
 
 def unit_of(label: str) -> str:

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fsdp_engine.simulation.clock import Clock
+from fsdp_engine.simulation.kernels import as_returned
 from fsdp_engine.simulation.machine import Link
 from fsdp_engine.simulation.memory_watch import MemoryWatch
 
@@ -80,7 +81,7 @@ class Operations(TorchDispatchMode):
         if any(each not in (Tensor, FakeTensor, torch.nn.Parameter) for each in types):
             return NotImplemented  # what the subclass makes of it comes here again
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        out = as_returned(func, args, func(*args, **kwargs))
         if func.namespace == "c10d":
             self._message(func, args)
         elif func.namespace != "prim":
@@ -100,7 +101,6 @@ class Operations(TorchDispatchMode):
                 num_bytes *= 2
             self._clock.compute(name, self._seconds(packet, args, kwargs, out, num_bytes))
         self._memory.made(results)
-        self._clock.made(results)
 
     def _seconds(self, packet: Any, args: Any, kwargs: Any, out: Any, num_bytes: int) -> float:
         flops = 0

@@ -33,9 +33,7 @@ class LiveStorages(TorchDispatchMode):
         self.where = ""
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(each not in (Tensor, nn.Parameter) for each in types):
             return NotImplemented  # what the subclass makes of it comes here again
