@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map_only
 
 from fsdp_engine.devices.memory import empty_like
+from fsdp_engine.simulation.errors import explained
 
 _aten = torch.ops.aten
 _ROWS = (_aten.linspace.default, _aten.arange.default, _aten.arange.start, _aten.arange.start_step)
@@ -30,10 +31,11 @@ def built(build: Callable[[], nn.Module]) -> nn.Module:
     """The model; what it has on the meta device gets off it, where nothing needs values.
 
     Raises:
+        SimulationError: ``build`` raised.
         TypeError: ``build`` makes something else.
         ValueError: nothing in it is trained.
     """
-    with _FirstValues():
+    with explained("building the model"), _FirstValues():
         model = build()
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -81,8 +83,8 @@ class _FirstValues(TorchDispatchMode):
         if func is _aten._local_scalar_dense.default:
             row = self._rows.get(args[0].untyped_storage()._cdata)
             if row is not None:
-                here = args[0]
-                return row.as_strided(here.shape, here.stride(), here.storage_offset()).item()
+                with _disable_current_modes():
+                    return row[args[0].storage_offset()].item()
             if _initialises():
                 return False if args[0].dtype == torch.bool else 0
         out = func(*args, **kwargs)

@@ -10,20 +10,23 @@ the time between the moment when compute could have begun, had it not to wait fo
 
 On a machine where the host computes, both clocks are one. Then lanes are FIFOs like those of
 ``HostLane``: an operation begins at its submission if what it comes after is done, else with the
-next submission or wait on its lane, and waiting for it blocks.
+next submission or wait on its lane, and waiting for it blocks. What it does when its messages have
+come (sums, casts) the host does when somebody has waited for it, and the scratch that it has taken
+stays until then. So nothing about memory depends on how long messages take.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsdp_engine.devices.lane import COMPUTE, LANES, Lanes, Operation, unit_of
+from fsdp_engine.devices.lane import COMPUTE, LANES, Lanes, Operation, Steps, unit_of
 from fsdp_engine.devices.meter import Meter
 from fsdp_engine.simulation.machine import Machine
 
@@ -81,7 +84,7 @@ class Moment:
 class SimulatedTicket:
     """A moment of a lane's work; where the host computes, known once the work has begun."""
 
-    __slots__ = ("_clock", "_holds", "_lane", "_start", "done", "moment")
+    __slots__ = ("_clock", "_lane", "_start", "_steps", "done", "moment")
 
     def __init__(
         self, lane: SimulatedLane, clock: Clock, moment: Moment, start: Callable[[], Moment] | None
@@ -89,7 +92,7 @@ class SimulatedTicket:
         self._lane = lane
         self._clock = clock
         self._start = start
-        self._holds: Sequence[Tensor] = ()
+        self._steps: Steps | None = None  # what is to be done when its messages are
         self.moment = moment
         # Whether the host knows it to be reached. Like a HostTicket's: waiting tells, or that there
         # was nothing to wait for.
@@ -105,14 +108,15 @@ class SimulatedTicket:
         if self._start is not None:
             start, self._start = self._start, None
             self.moment = start()
-            self._holds, waits = self._clock.take_left_over()
-            if not waits:
-                self.finish()
+            self._steps = self._clock.take_rest()
+            self.done = self._steps is None
 
     def finish(self) -> None:
-        """The host has waited for it: what it took for itself goes."""
+        """The host has waited for it, and does the rest."""
         self.done = True
-        self._holds = ()
+        if self._steps is not None:
+            steps, self._steps = self._steps, None
+            self._clock.run_rest(self._lane, steps)
 
     def begin_in_turn(self) -> None:
         """Begin everything on its lane up to it."""
@@ -201,13 +205,12 @@ class SimulatedLane:
 @dataclass
 class _Work:
     """An operation that is carried out: seconds so far of its messages, of what it computes, and of
-    what it takes from compute; tensors that it has made."""
+    what it takes from compute."""
 
     lane: SimulatedLane
     sending: float = 0.0
     computed: float = 0.0
     stolen: float = 0.0
-    made: list[Tensor] = field(default_factory=list)
 
 
 class Clock:
@@ -235,9 +238,9 @@ class Clock:
         # What compute's next operation comes after, and the phase in which somebody said so.
         self._awaited: SimulatedTicket | None = None
         self._awaited_in = ""
-        # The operation that runs on another lane right now.
+        # The operation that runs on another lane right now, and what the last one left to be done.
         self._work: _Work | None = None
-        self._left_over: tuple[Sequence[Tensor], bool] = ((), False)
+        self._rest: Steps | None = None
 
     def make_lanes(self, device: torch.device) -> Lanes:
         """The lanes of an engine."""
@@ -283,39 +286,24 @@ class Clock:
             axis = axis_of(self._work.lane.name)
             self.sent_bytes[axis] = self.sent_bytes.get(axis, 0.0) + num_bytes
 
-    def made(self, tensors: Sequence[Tensor]) -> None:
-        """These have been made. Where the host computes, what an operation on a lane takes for
-        itself stays until somebody has waited for it."""
-        if self._work is not None and not self.machine.host_runs_ahead:
-            self._work.made += tensors
-
-    def take_left_over(self) -> tuple[Sequence[Tensor], bool]:
-        """Of the operation that ended last: what it has made, and whether it is waited for."""
-        taken, self._left_over = self._left_over, ((), False)
-        return taken
-
     def run(
         self, lane: SimulatedLane, label: str, operation: Operation, after: Sequence[Any]
     ) -> Moment:
-        """Carry out an operation on ``lane``; returns when it is done."""
+        """Carry out an operation on ``lane``; returns when it is done. Where the host computes
+        itself, up to its first messages: see :meth:`take_rest`."""
         start = max(self.host, lane.free, *(ticket.time for ticket in after))
-        work = _Work(lane)
-        outside, self._work = self._work, work
-        waits = False
-        try:
-            for messages in operation():
-                waits = True
-                for message in messages:
-                    message.wait()
-        finally:
-            self._work = outside
-        self._left_over = work.made, waits
+        steps = operation()
+        with self._at_work(lane) as work:
+            if self.machine.host_runs_ahead:
+                while _issue(steps):
+                    pass
+            elif _issue(steps):
+                self._rest = steps
         computed, stolen = work.computed, work.stolen
         seconds = work.sending + computed
         if not self.machine.host_runs_ahead:
             # The host computes its part itself; only messages go on by themselves.
-            self.host += computed
-            self._compute.free = self.host
+            self._host_computes(computed)
             start, seconds = max(start, self.host), seconds - computed
         lane.free = max(start + seconds, self.host) if seconds else start
         if seconds:
@@ -326,6 +314,26 @@ class Clock:
         if last is not None and last.time >= start and last.seconds > seconds:
             return Moment(lane.free, last.label, last.lane, last.seconds)
         return Moment(lane.free, label, lane.name, seconds)
+
+    def take_rest(self) -> Steps | None:
+        """What the operation that ran last does when its messages have come, if it waits for any;
+        what it has taken for itself it holds until then."""
+        steps, self._rest = self._rest, None
+        return steps
+
+    def run_rest(self, lane: SimulatedLane, steps: Steps) -> None:
+        """The host goes on with an operation on ``lane``, and waits for what else it sends."""
+        goes_on = True
+        while goes_on:
+            with self._at_work(lane) as work:
+                goes_on = _issue(steps)
+            self._host_computes(work.computed)
+            lane.free = max(lane.free, self.host) + work.sending
+            self._host_computes(lane.free - self.host if work.sending else 0.0)
+
+    def _host_computes(self, seconds: float) -> None:
+        self.host += seconds
+        self._compute.free = self.host
 
     def wait(self, lane: SimulatedLane, ticket: SimulatedTicket) -> None:
         """What ``lane`` does later comes after ``ticket``."""
@@ -376,6 +384,22 @@ class Clock:
         if due.time > ready and due.lane != COMPUTE:
             name = unit_of(due.label)
             self.exposed.append(Exposed(name, phase, due.lane, due.time - ready, ready))
+
+    @contextmanager
+    def _at_work(self, lane: SimulatedLane) -> Iterator[_Work]:
+        outside, self._work = self._work, _Work(lane)
+        try:
+            yield self._work
+        finally:
+            self._work = outside
+
+
+def _issue(steps: Steps) -> bool:
+    """Take the next step of an operation; whether it waits for something then."""
+    works = next(steps, None)
+    for work in works or ():
+        work.wait()
+    return works is not None
 
 
 def axis_of(lane: str) -> str:

@@ -23,6 +23,7 @@ from fsdp_engine.simulation.clock import Clock, axis_of
 from fsdp_engine.simulation.known_operations import KnownOperations, Recipe
 from fsdp_engine.simulation.machine import Link
 from fsdp_engine.simulation.memory_watch import MemoryWatch
+from fsdp_engine.simulation.workspaces import as_returned
 
 _aten = torch.ops.aten
 
@@ -109,6 +110,7 @@ class Operations(TorchDispatchMode):
             return NotImplemented  # what the subclass makes of it comes here again
         kwargs = kwargs or {}
         out, recipe = self._known.run(self._fake, func, args, kwargs)
+        out = as_returned(func, args, out)
         if func.namespace == "c10d":
             self._message(func, args)
         elif func.namespace != "prim":
@@ -130,7 +132,6 @@ class Operations(TorchDispatchMode):
             self._clock.compute(func._overloadpacket.__name__, seconds)
         results = (out,) if type(out) is FakeTensor else _tensors(out)
         self._memory.made(results)
-        self._clock.made(results)
 
     def _seconds(self, func: Any, args: Any, kwargs: Any, out: Any) -> float | None:
         """None: it is a call for the host, and nothing for the device."""

@@ -103,8 +103,7 @@ def simulate(
         fake,
         Operations(clock, memory, sizes[-1], fake, known or KnownOperations()),
     ):
-        with explained("building the model"):
-            model = built(build)
+        model = built(build)
         signature = _signature(model)
         # Values are fake: nobody can compare them, and nothing tells ranks apart.
         engine = shard(model, device_mesh, **options, initial_values="rank0")
@@ -207,8 +206,9 @@ class _Step:
 
 
 def _described(value: object) -> str:
-    name = f"a {type(value).__name__}"
-    return f"{name} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else name
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"
 
 
 def _held_by(engine: Engine) -> dict[str, int]:
@@ -231,8 +231,8 @@ def _check_call(signature: inspect.Signature | None, inputs: Any, model: nn.Modu
     except TypeError as error:
         found = ", ".join(map(str, named)) if named else f"{len(given)} without names"
         raise TypeError(
-            f"batch: expected arguments of {type(model).__name__}.forward{signature}; found "
-            f"{found}: {error}"
+            f"batch: expected arguments of {type(model).__name__}.forward("
+            f"{', '.join(signature.parameters)}); found {found}: {error}"
         ) from None
 
 

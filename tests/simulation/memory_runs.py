@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,49 +20,82 @@ from tests.simulation.memory_models import MODELS
 NUM_RANKS = 2
 # One whose host computes, as two gloo ranks do.
 _LINK = Link(1e9, 1e-4, processor_share=0.5)
-_SPEED = {torch.float32: 1e11}
+_SPEED = {torch.float32: 1e11, torch.bfloat16: 1e11}
 HOST = Machine("a host", Processor(_SPEED, 1e10, 1e10), _LINK, _LINK, NUM_RANKS, 1e-5, False)
 
 
-def built(name: str, checkpointed: bool) -> nn.Module:
-    model = MODELS[name].build()
-    if checkpointed:
-        fe.checkpoint_units(model)
-    return model
+@dataclass(frozen=True)
+class Run:
+    """What is trained, and how.
+
+    Attributes:
+        name: of the model.
+        level: of the strategy.
+        checkpointed: ``fe.checkpoint_units`` was called.
+        in_bf16: compute and messages in bf16.
+        microbatches: of a step.
+    """
+
+    name: str
+    level: str
+    checkpointed: bool = False
+    in_bf16: bool = False
+    microbatches: int = 1
+
+    def build(self) -> nn.Module:
+        """The model."""
+        model = MODELS[self.name].build()
+        if self.checkpointed:
+            fe.checkpoint_units(model)
+        return model
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of ``fe.shard``."""
+        policy = None
+        if self.in_bf16:
+            policy = fe.MixedPrecisionPolicy(torch.bfloat16, grad_comm_dtype=torch.bfloat16)
+        return {"strategy": self.level, "min_unit_size": 0, "mp_policy": policy}
 
 
-def planned(name: str, level: str, checkpointed: bool) -> fe.Simulation:
+def planned(run: Run) -> fe.Simulation:
     """What ``fe.simulate`` says."""
     return fe.simulate(
-        lambda: built(name, checkpointed),
+        run.build,
         NUM_RANKS,
-        batch=MODELS[name].batch,
+        batch=MODELS[run.name].batch,
         machine=HOST,
-        strategy=level,
-        min_unit_size=0,
+        microbatches=run.microbatches,
+        **run.options,
     )
 
 
-def measured(name: str, level: str, checkpointed: bool) -> int:
-    """Most bytes that this rank held in its third step; on all ranks."""
+def measured(run: Run, num_steps: int = STEPS) -> int:
+    """Most bytes that this rank held in the last step; to be called on all ranks."""
     gc.collect()  # of models before
     torch.manual_seed(0)
-    watch = LiveStorages()
-    with watch:
-        model = built(name, checkpointed)
-        engine = fe.shard(model, strategy=level, min_unit_size=0)
+    with LiveStorages() as watch:
+        model = run.build()
+        engine = fe.shard(model, **run.options)
         optimizer = fe.shard_optimizer(torch.optim.AdamW(model.parameters(), fused=True))
-        batch = MODELS[name].batch()
-        for step in range(STEPS):
-            if step == STEPS - 1:
+        batch = MODELS[run.name].batch()
+        for step in range(num_steps):
+            if step == num_steps - 1:
                 watch.restart()
-            output = model(**batch)
-            loss = output if isinstance(output, torch.Tensor) else output.loss
-            del output
-            loss.backward()
-            del loss
+            for number in range(run.microbatches):
+                is_last = number == run.microbatches - 1
+                with nullcontext() if is_last else engine.no_sync():
+                    output = model(**batch)
+                    loss = output if isinstance(output, torch.Tensor) else output.loss
+                    del output
+                    loss.backward()
+                    del loss
             optimizer.step()
             optimizer.zero_grad()
-    del engine
     dist.barrier()
     return watch.peak
+
+
+def measured_all(runs: list[Run]) -> list[int]:
+    """Each of them, one after another."""
+    return [measured(run) for run in runs]

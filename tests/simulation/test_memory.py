@@ -1,0 +1,157 @@
+"""Planned memory against what two gloo ranks hold, and which kind it is.
+
+The whole table is ``benchmarks/planner_memory.py``'s, and that of the thorough test.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fsdp_engine as fe
+from fsdp_engine.simulation import simulate as simulate_module
+from fsdp_engine.simulation.workspaces import lstm_workspace
+from fsdp_engine.strategies import LEVELS
+from tests.models import Transformer, token_batch
+from tests.pool import Ranks
+from tests.simulation.memory_models import MODELS
+from tests.simulation.memory_runs import NUM_RANKS, Run, measured_all, planned
+
+# What is promised is 5 % too much and 2 % too little; what is found is next to nothing.
+MOST = 0.005
+
+SOME = [
+    Run("LSTM", "no_shard"),
+    Run("buffers", "optim", in_bf16=True, microbatches=2, checkpointed=True),
+    Run("mixture of experts", "optim_grads"),
+    Run("custom function", "optim_grads_params", checkpointed=True),
+]
+ALL = [
+    Run(name, level, checkpointed)
+    for name in MODELS
+    for level in LEVELS
+    for checkpointed in (False, True)
+]
+OTHERS = [
+    Run(name, level, checkpointed=True, in_bf16=in_bf16, microbatches=2)
+    for name in ("decoder", "buffers")
+    for level in LEVELS
+    for in_bf16 in (False, True)
+]
+
+
+def compare(ranks: Ranks, runs: list[Run]) -> None:
+    found = ranks.run(measured_all, runs, world_size=NUM_RANKS)
+    for run, *held in zip(runs, *found, strict=True):
+        assert held == [pytest.approx(planned(run).peak_bytes, rel=MOST)] * NUM_RANKS, run
+
+
+def test_planned_memory_is_what_ranks_hold(ranks: Ranks) -> None:
+    compare(ranks, SOME)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", MODELS)
+def test_planned_memory_of_ten_models_at_four_levels(ranks: Ranks, name: str) -> None:
+    compare(ranks, [run for run in ALL if run.name == name])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("level", LEVELS)
+def test_planned_memory_with_microbatches_and_bf16(ranks: Ranks, level: str) -> None:
+    compare(ranks, [run for run in OTHERS if run.level == level])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_third_step_is_a_steady_one(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def peak() -> dict[str, int]:
+        return fe.simulate(
+            lambda: Transformer(4), 2, batch=token_batch(4, 0), strategy=level, min_unit_size=0
+        ).memory
+
+    third = peak()
+    monkeypatch.setattr(simulate_module, "STEPS", 6)
+    assert peak() == third
+
+
+WIDTH = 64
+
+
+class Kinds(nn.Module):
+    """Weights and a buffer of one size; nothing in forward is as large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+        self.register_buffer("scale", torch.ones(WIDTH, WIDTH))
+        self.kept = [torch.ones(WIDTH, WIDTH)]  # a tensor that nobody has registered
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return (x @ (self.scale + self.kept[0])).sum()
+
+
+def kinds(level: str) -> dict[str, int]:
+    batch = torch.zeros(2, WIDTH)
+    return fe.simulate(Kinds, 4, batch=batch, strategy=level, min_unit_size=0).memory
+
+
+def test_kinds_of_memory_by_hand() -> None:
+    one = WIDTH * WIDTH * 4
+    # The peak is in the optimizer's step, or in backward just before: all gradients are there.
+    whole = kinds("no_shard")
+    assert whole["weights"] == 4 * one
+    assert whole["gradients"] == 2 * one
+    assert whole["optimizer"] == pytest.approx(4 * one, abs=64)
+    assert whole["transient"] == 0
+    state = kinds("optim")
+    assert state["weights"] == 4 * one
+    assert state["gradients"] == 2 * one
+    assert state["optimizer"] == pytest.approx(one, abs=64)
+    cut = kinds("optim_grads_params")
+    assert cut["weights"] == pytest.approx(2.5 * one, abs=64)
+    assert cut["optimizer"] == pytest.approx(one, abs=64)
+    assert cut["gradients"] <= 0.5 * one
+    assert cut["transient"] in (one, 2 * one, 3 * one)
+
+
+def test_a_batch_counts() -> None:
+    class Large(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor, unused: Tensor) -> Tensor:
+            return (x * self.scale).sum()
+
+    found = fe.simulate(Large, 2, batch=(torch.zeros(4), torch.zeros(1000)), strategy="no_shard")
+    assert found.memory["activations"] >= 4016
+
+
+def test_a_host_holds_what_a_device_does_not() -> None:
+    """Idle memory, which a device's allocator keeps itself, and scratch of gloo's reductions."""
+    if not hasattr(torch.UntypedStorage, "_swap_data_ptr_"):
+        pytest.skip("torch before 2.13 keeps no idle memory")
+    for level, checkpointed in (("optim", True), ("optim_grads_params", False)):
+        run = Run("custom function", level, checkpointed)
+        model = MODELS[run.name]
+        on_device = fe.simulate(run.build, NUM_RANKS, batch=model.batch, **run.options)
+        assert planned(run).peak_bytes > 1.03 * on_device.peak_bytes
+
+
+def test_what_oneDNN_s_LSTM_keeps() -> None:
+    choose = random.Random(0)
+    sizes = [1, 3, 16, 33, 64, 100, 128, 250, 256]
+    for _ in range(20):
+        steps, rows, width, hidden = (choose.choice(sizes) for _ in range(4))
+        x = torch.zeros(steps, rows, width)
+        weights = [torch.zeros(4 * hidden, n, requires_grad=True) for n in (width, hidden)]
+        biases = [torch.zeros(4 * hidden, requires_grad=True) for _ in range(2)]
+        states = [torch.zeros(rows, hidden) for _ in range(2)]
+        options = (False, [], 2, hidden, 1, True, False, False, True)
+        out = torch.ops.aten.mkldnn_rnn_layer(x, *weights, *biases, *states, *options)
+        assert lstm_workspace(x, hidden) == out[3].nbytes
