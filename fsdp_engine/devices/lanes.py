@@ -149,16 +149,17 @@ class HostTicket:
             # A generator that raised is over; nobody may take that for success.
             raise RuntimeError(self._failure)
         assert self._steps is not None
+        profiled = _is_profiled()
         try:
             if self._works:
                 NOW.waits = self
-                if self._lane.meters or _is_profiled():
+                if profiled or self._lane.meters:
                     self._wait_seen()
                 else:
                     for work in self._works:
                         work.wait()
                 NOW.waits = None
-            if _is_profiled():
+            if profiled:
                 with torch.profiler.record_function(f"fsdp_engine: {self._label}"):
                     works = next(self._steps, None)
             else:  # a range that nobody looks at costs time, too

@@ -13,6 +13,7 @@ looks into checkpoints (``checkpoint/command_line.py``).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
@@ -192,11 +193,14 @@ def plan(
 @app.command("calibrate")
 def measure_machine(
     path: Annotated[Path, typer.Argument(help="where its figures are written, as JSON")],
-    threads: Annotated[int, typer.Option(help="of each of the two ranks")] = 1,
+    threads: Annotated[int, typer.Option(help="of each rank on a CPU")] = 1,
+    seconds: Annotated[float, typer.Option(help="how long to measure each figure")] = 1.0,
 ) -> None:
-    """Measure this machine with two gloo ranks, in half a minute, for fe.simulate."""
-    calibrate(threads).save(path)
-    print(path.read_text(), end="")
+    """Measure this machine, in half a minute: the ranks of torchrun, else two gloo ranks."""
+    machine = calibrate(threads, seconds=seconds, tell=True)
+    if os.environ.get("RANK", "0") == "0":
+        machine.save(path)
+        print(path.read_text(), end="")
 
 
 def build_on_meta(spec: str) -> nn.Module:

@@ -63,7 +63,7 @@ def calibrate(threads: int = 1, *, seconds: float = 1.0, tell: bool = False) -> 
     Raises:
         ValueError: nodes have different numbers of ranks.
     """
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if dist.is_initialized() or ("RANK" in os.environ and "WORLD_SIZE" in os.environ):
         return _measure(threads, seconds, tell)
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -88,21 +88,26 @@ def _measure_spawned(
     machine = _measure(threads, seconds, tell)
     if rank == 0:
         machine.save(Path(path))
-    dist.destroy_process_group()
 
 
 def _measure(threads: int, seconds: float, tell: bool) -> Machine:
-    world_size = int(os.environ["WORLD_SIZE"])
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    if world_size % per_node:
+    is_guest = dist.is_initialized()
+    num_ranks = dist.get_world_size() if is_guest else int(os.environ["WORLD_SIZE"])
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+    if num_ranks % per_node:
         raise ValueError(
-            f"calibrate: expected as many ranks on each node; found {world_size} ranks, of them "
+            f"calibrate: expected as many ranks on each node; found {num_ranks} ranks, of them "
             f"{per_node} on this node"
         )
-    mesh = DataMesh.create(None, num_instances=world_size // per_node, what="calibrate")
+    mesh = DataMesh.create(None, num_instances=num_ranks // per_node, what="calibrate")
     if mesh.device.type == "cpu":
         torch.set_num_threads(threads)
-    return _Meter(mesh, threads, seconds, tell).measure()
+    meter = _Meter(mesh, threads, seconds, tell)
+    machine = meter.measure()
+    meter.agree(0.0)  # all are done
+    if not is_guest:
+        dist.destroy_process_group()
+    return machine
 
 
 class _Meter:
@@ -134,7 +139,7 @@ class _Meter:
             kind = torch.cuda.get_device_name(self._device)
         self._say(f"{nodes} x {ranks} {kind}: products, memory, attention, functions, calls")
         turns = max(ranks * self._threads / self._cores, 1.0) if on_host else 1.0
-        kernels = Kernels(self._device, turns, self._seconds, self._agree)
+        kernels = Kernels(self._device, turns, self._seconds, self.agree)
         if turns > 1:
             self._say(f"  ranks take turns: {ranks * self._threads} threads, {self._cores} cores")
         processor = kernels.processor(_DTYPES[self._device.type], self._memory_bytes(ranks))
@@ -178,13 +183,16 @@ class _Meter:
             return None
         self._say(f"link {what}: gathers of {axis.size} ranks")
         comm = Communicator(axis.gather_group, self._device)
-        sizes = (_LARGE[self._device.type], _SMALL)
-        messages = [self._message(comm, num_bytes) for num_bytes in sizes]
-        (large, busy), (small, _) = messages
-        # In a message of N bytes over n ranks each sends (n - 1) / n of N, in n - 1 hops.
-        sent = [num_bytes * (comm.size - 1) / comm.size for num_bytes in sizes]
-        bandwidth = (sent[0] - sent[1]) / max(large - small, 1e-9)
-        latency = max(small - sent[1] / bandwidth, 0.0) / (comm.size - 1)
+        large_bytes = _LARGE[self._device.type]
+        small, _ = self._message(comm, _SMALL)
+        large, busy = self._message(comm, large_bytes)
+        # In a message of N bytes over n ranks each sends (n - 1) / n of N, in n - 1 hops. Should
+        # small ones have met with a crowd, most of a large one's time is still its bytes'.
+        small = min(small, large / 2)
+        hops = comm.size - 1
+        sent = [num_bytes * hops / comm.size for num_bytes in (large_bytes, _SMALL)]
+        bandwidth = (sent[0] - sent[1]) / (large - small)
+        latency = max(small - sent[1] / bandwidth, 0.0) / hops
         share = min(busy / large, 1.0)
         self._say(f"  {bandwidth / 1e6:,.0f} MB/s, {latency * 1e6:,.0f} us a hop")
         if self._device.type == "cpu":
@@ -192,34 +200,38 @@ class _Meter:
         return Link(bandwidth, latency, processor_share=share)
 
     def _message(self, comm: Communicator, num_bytes: int) -> tuple[float, float]:
-        """Seconds of a gather as the engine sends it, in place, of cold tensors, and how many of
-        them compute pays. (Sums of reductions are operations of their own.)"""
+        """Seconds of a gather as the engine sends it, in place, and how many of them compute pays.
+        (Sums of reductions are operations of their own.) Nothing of it is in a cache, as where a
+        model has computed since the last one."""
         count = min(max(_CACHES // num_bytes, 2), 64)
         tensors = itertools.cycle(
             [memory.zeros(num_bytes // 4, torch.float32, self._device) for _ in range(count)]
         )
+
+        others = [memory.zeros(_LARGE["cpu"], torch.float32, self._device) for _ in range(2)]
 
         def send() -> None:
             _run(comm.all_gather(next(tensors)))
 
         for _ in range(3):
             send()
-        once = self._agree(self._elapsed(send))
+        once = self.agree(self._elapsed(send))
         found = []
         for _ in range(min(max(round(self._seconds / once), _LEAST), _MOST)):
-            self._agree(0.0)  # ranks begin together
+            others[0].copy_(others[1])
+            self.agree(0.0)  # ranks begin together
             thread, process = time.thread_time(), time.process_time()
             elapsed = self._elapsed(send)
             own = time.thread_time() - thread
             found.append((elapsed, own + self._stolen(time.process_time() - process - own)))
-        # Messages wait for whatever runs on these cores now and then: the fast ones are theirs.
-        low, *_ = statistics.quantiles([elapsed for elapsed, _ in found], n=10)
-        busy = statistics.median(busy for _, busy in found)
+        # Where a rank is late the others' threads look for its message again and again: the fast
+        # ones show what messages take.
+        low, busy = (statistics.quantiles(each, n=10)[0] for each in zip(*found, strict=True))
         if self._device.type == "cuda":
             busy = 0.0
         elif self._is_crowded:
             low = busy
-        return self._agree(low), self._agree(busy)
+        return self.agree(low), self.agree(busy)
 
     def _stolen(self, of_other_threads: float) -> float:
         """See [Note: What a message takes from compute]."""
@@ -233,7 +245,7 @@ class _Meter:
         action()
         return time.perf_counter() - start
 
-    def _agree(self, value: float) -> float:
+    def agree(self, value: float) -> float:
         """The largest of all ranks'."""
         found = memory.zeros(1, torch.float64, self._device).fill_(value)
         return float(all_reduce_(found, self._mesh.control_group, "max"))

@@ -10,7 +10,8 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,13 +56,11 @@ class Kernels:
 
     def matrix_flops(self, dtype: torch.dtype) -> float:
         """A second, of products with warm operands."""
-        a, b, out = self._operands(dtype)
-        return self._flops() / self._time(lambda: torch.mm(a, b, out=out))
+        return self._flops() / self._time(partial(_product, *self._operands(dtype)))
 
     def memory_bandwidth(self) -> float:
         """Bytes a second that copies of cold tensors read and write."""
-        pairs = self._cold(lambda: [self._ones(self._elements) for _ in range(2)])
-        seconds = self._time(lambda: _copy(*next(pairs)))
+        seconds = self._time(partial(_with_next, _copy, self._cold(partial(self._matrices, 2))))
         return 2 * 4 * self._elements / seconds
 
     def overlap(self, flops: float, bandwidth: float) -> float:
@@ -73,16 +72,11 @@ class Kernels:
         """
         if not self._on_host:
             return 1.0
-        sets = self._cold(lambda: self._operands(torch.float32))
-
-        def product() -> None:
-            a, b, out = next(sets)
-            torch.mm(a, b, out=out)
-
+        sets = self._cold(partial(self._operands, torch.float32))
         computing = self._flops() / flops
         rows, inner, columns = self._sizes
         moving = 4 * (rows * inner + inner * columns + rows * columns) / bandwidth
-        hidden = computing + moving - self._time(product)
+        hidden = computing + moving - self._time(partial(_with_next, _product, sets))
         return min(max(hidden / min(computing, moving), 0.0), 1.0)
 
     def attention_share(self, flops: float, dtype: torch.dtype) -> float:
@@ -98,15 +92,10 @@ class Kernels:
         moving takes. ``bandwidth``: bytes a second of the memory."""
         if not self._on_host:
             return 0.0
-        rows = self._elements // 512
         found = []
         for num_tensors, function in ((2, _gelu), (3, _gelu_backward), (2, _softmax)):
-            sets = self._cold(
-                lambda count=num_tensors: [
-                    self._ones(rows * 512).view(rows, 512) for _ in range(count)
-                ]
-            )
-            seconds = self._time(lambda function=function, sets=sets: function(*next(sets)))
+            sets = self._cold(partial(self._matrices, num_tensors))
+            seconds = self._time(partial(_with_next, function, sets))
             moving = num_tensors * 4 * self._elements / bandwidth
             found.append(max(seconds - moving, 0.0) / self._elements)
         return statistics.mean(found)
@@ -149,10 +138,10 @@ class Kernels:
         """The share of a CPU's time that other programs took from products; 0 on a device."""
         if not self._on_host:
             return 0.0
-        a, b, out = self._operands(torch.float32)
+        operands = self._operands(torch.float32)
         wall, own = time.perf_counter(), time.thread_time()
         while time.perf_counter() - wall < self._seconds:
-            torch.mm(a, b, out=out)
+            _product(*operands)
         own = time.thread_time() - own
         return self._agree(1.0 - own / (time.perf_counter() - wall))
 
@@ -184,6 +173,9 @@ class Kernels:
         rows, inner, columns = self._sizes
         shapes = ((rows, inner), (inner, columns), (rows, columns))
         return [memory.zeros(shape, dtype, self._device) + 1 for shape in shapes]
+
+    def _matrices(self, count: int) -> list[Tensor]:
+        return [self._ones(self._elements).view(-1, 512) for _ in range(count)]
 
     def _ones(self, numel: int) -> Tensor:
         return memory.zeros(numel, torch.float32, self._device) + 1
@@ -223,6 +215,14 @@ class _Calls(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.number += 1
         return func(*args, **(kwargs or {}))
+
+
+def _with_next(function: Callable[..., object], operands: Iterator[list[Tensor]]) -> None:
+    function(*next(operands))
+
+
+def _product(a: Tensor, b: Tensor, out: Tensor) -> None:
+    torch.mm(a, b, out=out)
 
 
 def _copy(source: Tensor, target: Tensor) -> None:

@@ -2,8 +2,9 @@
 
 Matrix products and attention take their flops from ``torch.utils.flop_counter``; anything else none
 and the time of the bytes that it reads and writes, and a function (gelu, softmax, a norm) that of
-its elements. Causal attention counts in full, as it does there. Messages take the time of a ring: of an all-gather and a reduce-scatter of N bytes over n
-ranks each rank sends (n - 1) / n of N in n - 1 hops, of an all-reduce twice that.
+its elements. Causal attention counts in full, as it does there. Messages take the time of a ring:
+of an all-gather and a reduce-scatter of N bytes over n ranks each rank sends (n - 1) / n of N in
+n - 1 hops, of an all-reduce twice that.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ _LOOKUPS = {"embedding", "index", "index_select", "gather"}
 # They make or name memory, and move nothing.
 _NOTHING = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _NOTHING |= {"set_", "resize_", "detach", "detach_", "alias", "lift_fresh", "_unsafe_view"}
-# They compute each element at length; by the beginnings of their names and those of their backwards.
-_FUNCTIONS = ("gelu", "silu", "sigmoid", "tanh", "elu", "softplus", "mish", "hardswish", "glu")
-_FUNCTIONS += ("_softmax", "_log_softmax", "exp", "log", "pow", "sin", "cos", "erf", "rsqrt")
-_FUNCTIONS += ("native_layer_norm", "_fused_rms_norm", "native_batch_norm", "native_group_norm")
+# They compute each element at length, and so do their backwards.
+_FUNCTIONS = {"gelu", "silu", "sigmoid", "tanh", "elu", "softplus", "mish", "hardswish", "glu"}
+_FUNCTIONS |= {"_softmax", "_log_softmax", "logsumexp", "log_sigmoid_forward", "log_sigmoid"}
+_FUNCTIONS |= {"exp", "expm1", "log", "log1p", "pow", "sin", "cos", "erf", "rsqrt"}
+_FUNCTIONS |= {"native_layer_norm", "_fused_rms_norm", "native_batch_norm", "native_group_norm"}
 # By how many (n - 1) / n of a message's bytes each rank sends, in how many times n - 1 hops.
 _RINGS = {
     "_allgather_base_": 1,
@@ -152,7 +154,7 @@ class Operations(TorchDispatchMode):
         dtype = next((t.dtype for t in _tensors(args) if t.is_floating_point()), torch.float32)
         name = packet.__name__
         elements = 0
-        if name.startswith(_FUNCTIONS):
+        if name.removesuffix("_").removesuffix("_data").removesuffix("_backward") in _FUNCTIONS:
             elements = max((each.numel() for each in _tensors(out)), default=0)
         return self._clock.machine.processor.seconds(
             flops,

@@ -17,8 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
 from fsdp_engine.devices.lane import Operation
-from fsdp_engine.devices.mesh import DataMesh
-from fsdp_engine.simulation.calibrate import _Meter, calibrate
+from fsdp_engine.simulation.calibrate import calibrate
 from fsdp_engine.simulation.clock import Clock, unit_of
 from fsdp_engine.simulation.machine import Link, Machine, Processor
 from fsdp_engine.simulation.operations import message_seconds
@@ -351,7 +350,7 @@ def test_what_calibration_measures_on_each_of_two_ranks(ranks: Ranks) -> None:
 
 
 def measured() -> Machine:
-    return _Meter(DataMesh.create(None, what="calibrate"), 0.01).measure(1)
+    return calibrate(seconds=0.01)
 
 
 def is_of_this_machine(found: Machine) -> None:

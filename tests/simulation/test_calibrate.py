@@ -1,0 +1,176 @@
+"""What ``calibrate`` measures, and what a machine makes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+import fsdp_engine as fe
+from fsdp_engine.simulation import calibrate as calibrate_module
+from fsdp_engine.simulation import kernels as kernels_module
+from fsdp_engine.simulation.kernels import Kernels
+from fsdp_engine.simulation.machine import Link, Machine, Processor
+from tests.pool import on_ranks
+
+ROOT = Path(__file__).parents[2]
+F32 = torch.float32
+HOST = Processor({F32: 1e9}, 1e8, 1e9, overlap=0.0)
+
+
+def machine_of(processor: Processor) -> Machine:
+    link = Link(1e9, 0.0)
+    return Machine("a host", processor, link, link, 8, host_runs_ahead=False)
+
+
+def test_an_operation_computes_beside_what_it_moves_as_far_as_it_overlaps() -> None:
+    computing, moving = 3.0, 2.0
+    for overlap, seconds in ((1.0, 3.0), (0.5, 4.0), (0.0, 5.0)):
+        processor = dataclasses.replace(HOST, overlap=overlap)
+        assert processor.seconds(computing * 1e9, moving * 1e8, F32) == pytest.approx(seconds)
+        assert processor.seconds(moving * 1e9, computing * 1e8, F32) == pytest.approx(seconds)
+
+
+def test_attention_reaches_less_and_functions_take_time_for_each_element() -> None:
+    processor = dataclasses.replace(HOST, attention_share=0.5, function_seconds=1e-9)
+    assert processor.seconds(1e9, 0, F32) == pytest.approx(1.0)
+    assert processor.seconds(1e9, 0, F32, is_attention=True) == pytest.approx(2.0)
+    assert processor.seconds(0, 1e8, F32, function_elements=10**9) == pytest.approx(2.0)
+
+
+def test_presets_are_rooflines() -> None:
+    for machine in (fe.H100, fe.H200, fe.B200):
+        processor = machine.processor
+        assert (processor.overlap, processor.attention_share) == (1.0, 1.0)
+        assert processor.function_seconds == 0.0
+        computing = processor.seconds(1e15, 0, torch.bfloat16)
+        moving = processor.seconds(0, 1e12, torch.bfloat16)
+        assert processor.seconds(1e15, 1e12, torch.bfloat16) == max(computing, moving)
+
+
+def test_files_of_before_these_figures_are_read(tmp_path: Path) -> None:
+    machine = machine_of(
+        dataclasses.replace(HOST, attention_share=0.5, function_seconds=1e-9, overlap=0.25)
+    )
+    path = tmp_path / "machine.json"
+    machine.save(path)
+    assert Machine.load(path) == machine
+    content = json.loads(path.read_text())
+    for field in ("overlap", "attention_share", "function_seconds"):
+        del content["processor"][field]
+    path.write_text(json.dumps(content))
+    processor = Processor({F32: 1e9}, 1e8, 1e9)
+    assert Machine.load(path).processor == processor
+
+
+class Parts(torch.nn.Module):
+    """Attention and a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.scale
+        return F.gelu(F.scaled_dot_product_attention(x, x, x)).sum()
+
+
+def test_a_simulation_takes_these_times() -> None:
+    def spans(**figures: float) -> dict[str, float]:
+        processor = Processor({F32: 1e9}, 1e30, 1e9, overlap=0.0)
+        found = fe.simulate(
+            Parts,
+            2,
+            batch=torch.zeros(2, 4, 32, 16),
+            machine=machine_of(dataclasses.replace(processor, **figures)),
+        )
+        return {each.label: each.end - each.start for each in found.spans}
+
+    plain = spans()
+    attention = [label for label in plain if "scaled_dot_product" in label]
+    assert len(attention) == 2  # and its backward
+    slow = spans(attention_share=0.25, function_seconds=1e-3)
+    for label in attention:
+        assert slow[label] == pytest.approx(4 * plain[label])
+    elements = 2 * 4 * 32 * 16
+    for label in ("gelu", "gelu_backward"):
+        assert slow[label] == pytest.approx(1e-3 * elements)
+    assert slow["mul"] == pytest.approx(plain["mul"])
+
+
+def few(function: Any) -> Any:
+    """With little memory and few repetitions."""
+    caches = (patch.object(each, "_CACHES", 2**22) for each in (kernels_module, calibrate_module))
+    for each in caches:
+        function = each(function)
+    return function
+
+
+@on_ranks(4)
+@few
+def test_ranks_measure_together_and_nodes_apart() -> None:
+    with patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "2"}):
+        machine = fe.simulation.calibrate.calibrate(seconds=0.02)
+    everybody: list[Any] = [None] * 4
+    dist.all_gather_object(everybody, machine)
+    assert everybody == [machine] * 4
+    assert machine.name == "2 x 2 gloo ranks of 1 thread(s)"
+    assert machine.ranks_per_node == 2
+    assert not machine.host_runs_ahead
+    processor = machine.processor
+    assert set(processor.matrix_flops) == {torch.float32, torch.bfloat16}
+    assert 1e8 < processor.memory_bandwidth < 1e12
+    assert 1e8 < processor.matrix_flops[torch.float32] < 1e13
+    assert 0 <= processor.overlap <= 1
+    assert 0 < processor.attention_share <= 1
+    assert 0 <= processor.function_seconds < 1e-6
+    assert 1e-7 < machine.host_seconds < 1e-3
+    assert machine.within_node != machine.between_nodes
+    for link in (machine.within_node, machine.between_nodes):
+        assert 1e6 < link.bandwidth < 1e12
+        assert 0 <= link.latency < 1
+        assert 0 < link.processor_share <= 1
+    with (
+        patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "3"}),
+        pytest.raises(ValueError, match="expected as many ranks on each node; found 4 ranks, of"),
+    ):
+        fe.simulation.calibrate.calibrate(seconds=0.02)
+
+
+@few
+def test_ranks_that_share_a_core_take_turns() -> None:
+    torch.set_num_threads(1)
+    alone, shared = (
+        Kernels(torch.device("cpu"), turns, 0.05, lambda value: value).matrix_flops(F32)
+        for turns in (1.0, 4.0)
+    )
+    assert 2 < alone / shared < 8
+
+
+def test_torchrun_measures_its_ranks_and_the_first_one_writes(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", "-m", "fsdp_engine", "calibrate", str(path)]
+    done = subprocess.run(
+        [*command, "--seconds", "0.01"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=True,
+    )
+    machine = Machine.load(path)
+    assert machine.name == "this machine, 2 gloo ranks of 1 thread(s)"
+    assert done.stdout == path.read_text()
+    assert done.stderr.count("GB/s") == 1  # one rank says what it measures
+    assert "link within a node" in done.stderr
