@@ -2,7 +2,7 @@
 
 [Note: Known operations]
 A model of eighty blocks runs the same few hundred operations eighty times, forward and backward, in
-each of three steps, and a planning does so for every strategy. What an operation on fake tensors
+each of two steps, and a planning does so for every strategy. What an operation on fake tensors
 returns follows from its arguments' metadata: dtype, shape, strides, offset, device. To find it
 torch runs shape functions in Python, which took three quarters of a simulation's time. Here each
 operation is worked out once, and how its results come about is kept as a recipe. Who comes with the

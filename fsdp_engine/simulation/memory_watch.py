@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -40,6 +42,7 @@ class MemoryWatch:
         self.peak: dict[str, int] = {}
         self._held: Callable[[], Mapping[str, int]] = dict
         self._sizes: dict[int, int] = {}  # of storages by their address
+        self._storages: dict[int, weakref.ref[Any]] = {}
         self._kinds: dict[int, str] = {}
         self._made = dict.fromkeys(KINDS, 0)
         self._booked_before = 0
@@ -68,7 +71,9 @@ class MemoryWatch:
                 self._kinds[key] = _NEW
                 self._made[_NEW] += size
                 grew = grew or size > 0
-                weakref.finalize(storage, self._gone, key).atexit = False
+                # Not `finalize`, whose list of all there are would keep the watch, with it the
+                # engine, and so every storage.
+                self._storages[key] = weakref.ref(storage, partial(self._gone, key))
         if grew:
             self.sample()
 
@@ -105,5 +110,6 @@ class MemoryWatch:
             now[_ROLES.get(role, "weights")] += count
         return now
 
-    def _gone(self, key: int) -> None:
+    def _gone(self, key: int, _: object) -> None:
+        del self._storages[key]
         self._made[self._kinds.pop(key)] -= self._sizes.pop(key)

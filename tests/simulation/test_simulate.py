@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import weakref
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -255,6 +257,19 @@ def test_no_process_group_is_left_and_none_is_taken() -> None:
         model(*token_batch(2, 0)).backward()
     finally:
         dist.destroy_process_group()
+
+
+def test_nothing_of_a_simulation_stays() -> None:
+    built: list[weakref.ref[nn.Module]] = []
+
+    def build() -> nn.Module:
+        model = Transformer(2)
+        built.append(weakref.ref(model))
+        return model
+
+    fe.simulate(build, 8, batch=token_batch(4, 0), strategy="optim_grads_params")
+    gc.collect()
+    assert [model() for model in built] == [None]
 
 
 def test_many_ranks_cost_no_more_than_few() -> None:

@@ -1,0 +1,80 @@
+"""A simulation tells of its second step; a third would come out the same."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp_engine as fe
+from fsdp_engine.simulation.machine import Link, Machine, Processor
+from tests.models import CalledTwice, EncoderDecoder, vector_batch
+from tests.pairs import PAIRS
+
+LEVEL_3 = ("optim_grads_params", "no_shard")
+NARROW, BLOCKING = [
+    Machine(
+        "narrow", Processor({torch.float32: 1e9}, 1e9, 1e12), Link(1e6, 1e-6), Link(3e5, 2e-6), 4
+    ),
+    Machine(
+        "the host computes",
+        Processor({torch.float32: 1e9}, 1e9, 1e12),
+        Link(1e7, 1e-6, processor_share=0.5),
+        Link(3e6, 2e-6, processor_share=0.5),
+        ranks_per_node=4,
+        host_seconds=1e-6,
+        host_runs_ahead=False,
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("pair", "on", "build"),
+    [
+        pytest.param(
+            pair,
+            on,
+            build,
+            id=f"{'-'.join(pair)}-{on.name}-{build.__name__}",
+            marks=()
+            if (pair, on) in [(LEVEL_3, fe.H100), (("optim", "optim"), BLOCKING)]
+            else pytest.mark.thorough,
+        )
+        for pair in PAIRS
+        for on in (fe.H100, NARROW, BLOCKING)
+        for build in (EncoderDecoder, CalledTwice)
+    ],
+)
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_third_step_adds_nothing(
+    pair: tuple[str, str],
+    on: Machine,
+    build: type[nn.Module],
+    microbatches: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = []
+    for steps in (2, 3):
+        monkeypatch.setattr(
+            importlib.import_module("fsdp_engine.simulation.simulate"), "STEPS", steps
+        )
+        found.append(
+            fe.simulate(
+                build,
+                8,
+                batch=vector_batch(8, 0),
+                mesh=(2, 4),
+                machine=on,
+                microbatches=microbatches,
+                strategy=pair[0],
+                outer_strategy=pair[1],
+                min_unit_size=0,
+            )
+        )
+    second, third = found
+    assert second.seconds == pytest.approx(third.seconds, rel=1e-9)
+    assert second.exposed_seconds == pytest.approx(third.exposed_seconds, abs=1e-9 * third.seconds)
+    assert second.memory == third.memory
+    assert [(s.lane, s.label) for s in second.spans] == [(s.lane, s.label) for s in third.spans]
