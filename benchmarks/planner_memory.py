@@ -4,7 +4,8 @@
 
 Ten small models at four levels, with and without activation checkpointing of units: the third step
 with AdamW. Measured is every storage that is alive, after every operation, by a dispatch mode that
-knows nothing of the engine (``tests/simulation/live_storages.py``); the larger of both ranks counts.
+knows nothing of the engine (``tests/simulation/live_storages.py``); the larger of both ranks
+counts.
 Planned is the same step with fake tensors on a machine whose host computes. Goal: within 5 %, and
 never more than 2 % too low.
 """

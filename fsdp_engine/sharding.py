@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -43,7 +44,7 @@ class Chooses(Protocol):
 
 def shard(
     model: nn.Module,
-    mesh: DeviceMesh | None = None,
+    mesh: DeviceMesh | Sequence[int] | None = None,
     strategy: str | None = None,
     outer_strategy: str | None = None,
     units: UnitSelector | Iterable[UnitSelector] | None = None,
@@ -66,7 +67,8 @@ def shard(
 
     Args:
         model: any module, also on the meta device.
-        mesh: data-parallel ranks: (inner,) or (outer, inner). None: all ranks on one axis.
+        mesh: data-parallel ranks: (inner,) or (outer, inner). Or the sizes of such a mesh of all
+            ranks, inner ranks next to each other. None: all ranks on one axis.
         strategy: level of the inner axis: "no_shard", "optim", "optim_grads" or
             "optim_grads_params". None: what ``config`` says, else "optim_grads_params". "auto":
             the fastest of ``plan`` that fits, on ``mesh`` if there is one.
@@ -102,7 +104,8 @@ def shard(
         RuntimeError: a rank did not come; names it.
     """
     if strategy == AUTO or plan is not None:
-        with telling(WHAT, ranks := ranks_that_meet(mesh)):
+        is_mesh = isinstance(mesh, DeviceMesh)
+        with telling(WHAT, ranks := ranks_that_meet(mesh if is_mesh else None)):
             chooses = _chooses(strategy, outer_strategy, plan)
             given_here = {
                 "units": units,
@@ -115,10 +118,12 @@ def shard(
                 "initial_values": initial_values,
                 "expert_mesh": expert_mesh,
             }
-            sizes = None if mesh is None else tuple(mesh.mesh.shape)
-            arguments = chooses.arguments(sizes, len(ranks), given_here)
-        return shard(model, mesh, **arguments)
-    with telling(WHAT, ranks_that_meet(mesh)):
+            arguments = chooses.arguments(_sizes_of(mesh), len(ranks), given_here)
+        return shard(model, arguments.pop("mesh", mesh), **arguments)
+    rows = 1
+    with telling(WHAT, ranks := ranks_that_meet(mesh if isinstance(mesh, DeviceMesh) else None)):
+        if mesh is not None and not isinstance(mesh, DeviceMesh):
+            rows = _rows_of(mesh, len(ranks))
         given = config if config is not None else DistributedDataParallelConfig()
         check_types(model, mp_policy, given)
         options = given.checked()
@@ -134,7 +139,7 @@ def shard(
         rules = tuple(codec_rules)
     return make_engine(
         model,
-        mesh,
+        mesh if isinstance(mesh, DeviceMesh) else None,
         levels,
         mp_policy if mp_policy is not None else MixedPrecisionPolicy(),
         options,
@@ -146,6 +151,7 @@ def shard(
         initial_values=initial_values,
         min_unit_size=min_unit_size,
         checkpointing=checkpointing,
+        num_rows=rows,
     )
 
 
@@ -164,6 +170,7 @@ def make_engine(
     initial_values: str = SAME,
     min_unit_size: int | None = None,
     checkpointing: bool = False,
+    num_rows: int = 1,
     broadcast: bool = False,
     what: str = WHAT,
 ) -> Engine:
@@ -171,6 +178,8 @@ def make_engine(
 
     Args:
         timing: when gradients are reduced and weights gathered.
+        num_rows: without a mesh: ranks of the outer axis, each with as many consecutive ones; where
+            it is 1, as many as ``config`` says.
         broadcast: parameters start from the first rank's values, which are not compared.
         what: who asks, in messages.
         model, mesh, levels, policy, config, units, granule, expert_mesh, codec_rules,
@@ -179,7 +188,7 @@ def make_engine(
     if expert_mesh is not None:
         with telling(what, ranks_that_meet(mesh)):
             check_device_mesh(expert_mesh)
-    num_instances = config.num_distributed_optimizer_instances
+    num_instances = num_rows if num_rows > 1 else config.num_distributed_optimizer_instances
     note = "" if expert_mesh is None else "an expert_mesh"
     data = DataMesh.create(mesh, num_instances=num_instances, what=what, note=note)
     experts = None
@@ -251,6 +260,28 @@ def check_types(model: object, policy: object, config: object) -> None:
         raise TypeError(
             f"config: expected a DistributedDataParallelConfig or None; found {config!r}"
         )
+
+
+def _sizes_of(mesh: DeviceMesh | Sequence[int] | None) -> tuple[int, ...] | None:
+    if mesh is None:
+        return None
+    return tuple(mesh.mesh.shape) if isinstance(mesh, DeviceMesh) else tuple(mesh)
+
+
+def _rows_of(sizes: object, num_ranks: int) -> int:
+    """Ranks of the outer axis, of a mesh of all ranks that has these sizes."""
+    is_sizes = isinstance(sizes, list | tuple) and all(isinstance(size, int) for size in sizes)
+    if not is_sizes:
+        raise TypeError(
+            "mesh: expected a DeviceMesh, sizes such as (2, 8), or None; "
+            f"found {type(sizes).__name__}"
+        )
+    assert isinstance(sizes, list | tuple)
+    if len(sizes) not in (1, 2) or math.prod(sizes) != num_ranks or min(sizes) < 1:
+        raise ValueError(
+            f"mesh: expected one or two sizes of {num_ranks} ranks; found {tuple(sizes)}"
+        )
+    return sizes[0] if len(sizes) == 2 else 1
 
 
 def _chooses(strategy: str | None, outer_strategy: str | None, plan: Chooses | None) -> Chooses:

@@ -199,9 +199,11 @@ class FlatPlacement:
             )
         if self.num_cut_axes is None:
             object.__setattr__(self, "num_cut_axes", len(self.split_groups))
-        if not len(self.split_groups) <= self._num_cut <= self.mesh.ndim:
+        # One axis of a mesh may be two of the engine's: ranks of a row, and rows.
+        least = min(len(self.split_groups), self.mesh.ndim)
+        if not least <= self._num_cut <= self.mesh.ndim:
             raise ValueError(
-                f"placement: expected {len(self.split_groups)} to {self.mesh.ndim} cut axes; "
+                f"placement: expected {least} to {self.mesh.ndim} cut axes; "
                 f"found {self.num_cut_axes}"
             )
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.planner.advice import advice
 from fsdp_engine.planner.candidates import Candidate, Mesh
 from fsdp_engine.planner.outcome import Outcome, Setting, Trial, sorted_outcomes
@@ -58,8 +57,8 @@ class Planning:
         world_size: int | None = None,
         given: Mapping[str, Any] = MappingProxyType({}),
     ) -> dict[str, Any]:
-        """Arguments for ``fe.shard``: strategies, checkpointing, a config that makes the axes, and
-        what all candidates shared.
+        """Arguments for ``fe.shard``: strategies, checkpointing, sizes of the mesh unless the job
+        has one, and what all candidates shared.
 
         Args:
             mesh: sizes of the axes that the job has; None: any.
@@ -87,11 +86,8 @@ class Planning:
             "strategy": candidate.strategy,
             "outer_strategy": candidate.outer_strategy,
         }
-        if mesh is None and len(candidate.mesh) == 2:
-            config = found.get("config") or DistributedDataParallelConfig()
-            found["config"] = dataclasses.replace(
-                config, num_distributed_optimizer_instances=candidate.mesh[0]
-            )
+        if mesh is None:
+            found["mesh"] = candidate.mesh
         return found
 
     def within(self, memory: float) -> Planning:

@@ -373,9 +373,9 @@ def _refusals(path: str, small: str) -> list[str]:
 
 
 def test_auto_refuses_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
-    replace(planned(), setting=replace(planned().setting, world_size=2)).save(tmp_path / "a.json")
-    nothing = planned().within(2.0**10)
-    replace(nothing, setting=replace(nothing.setting, world_size=2)).save(tmp_path / "b.json")
+    planning = fe.plan(build, batch, world_size=2, meshes=[(2,)], checkpointing=(False,))
+    planning.save(tmp_path / "a.json")
+    planning.within(2.0**10).save(tmp_path / "b.json")
     paths = (str(tmp_path / "a.json"), str(tmp_path / "b.json"))
     for told in ranks.run(_refusals, *paths, world_size=2):
         assert len(told) == 5
@@ -403,8 +403,7 @@ def test_best_gives_what_was_planned_with() -> None:
     assert best["mp_policy"] is POLICY
     assert best["min_unit_size"] == 0
     assert planned().chosen is not None
-    if len(planned().chosen.candidate.mesh) == 2:
-        assert best["config"].num_distributed_optimizer_instances == 2
+    assert best["mesh"] == planned().chosen.candidate.mesh
     given = planned().arguments((2, 2), WORLD, {"mp_policy": fe.MixedPrecisionPolicy()})
     assert given["mp_policy"] != POLICY
-    assert "config" not in given  # the mesh says the axes
+    assert "mesh" not in given  # the job has one
