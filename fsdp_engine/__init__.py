@@ -20,6 +20,7 @@ from fsdp_engine.planner.plan import plan
 from fsdp_engine.planner.planning import Planning
 from fsdp_engine.planning.checkpointing import checkpoint_units
 from fsdp_engine.precision import MixedPrecisionPolicy
+from fsdp_engine.pretrained.load import load_pretrained
 from fsdp_engine.runtime.hooks import register_forward_method
 from fsdp_engine.sharding import shard
 from fsdp_engine.simulation.errors import SimulationError
@@ -52,6 +53,7 @@ __all__ = [
     "export_safetensors",
     "finalize_model_grads",
     "load_checkpoint",
+    "load_pretrained",
     "load_safetensors",
     "plan",
     "register_forward_method",

@@ -41,6 +41,7 @@ FLOORS: dict[str, int] = {
     "fsdp2": 9,
     "megatron": 9,
     "simulation": 9,
+    "pretrained": 9,
     "planner": 10,
     "__init__": 11,
     "__main__": 12,

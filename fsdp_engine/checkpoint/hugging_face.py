@@ -15,19 +15,15 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from fsdp_engine.checkpoint.engines import EngineLike
 from fsdp_engine.checkpoint.export_source import (
     Source,
     checkpoint_sources,
     engine_sources,
-    parts_of,
 )
 from fsdp_engine.checkpoint.hugging_face_folder import (
     ExportFolder,
@@ -42,15 +38,13 @@ from fsdp_engine.checkpoint.model_state import (
     MODEL,
     check_at_rest,
     check_shared,
-    describe_tensor,
-    is_extra_state,
 )
 from fsdp_engine.checkpoint.reader import ReadBuffer
+from fsdp_engine.checkpoint.reading_weights import Target, match, read, whole
 from fsdp_engine.checkpoint.safetensors_file import (
     TensorInFile,
     dtype_name,
     plan_file,
-    read_elements,
     write_elements,
 )
 from fsdp_engine.checkpoint.sharded_model import ShardedModel
@@ -188,18 +182,21 @@ def load_safetensors(
     """
     what = "load_safetensors"
     group = engine.ranks.control_group
-    targets: list[_Target] = []
+    targets: list[Target] = []
     error: Exception | None = None
     try:
         check_at_rest(engine)
         check_shared("load_safetensors", engine)
-        targets = _match(engine, Path(directory), rename)
+        stored = _stored(Path(directory), rename)
+        found = match(engine, {name: list(map(whole, each)) for name, each in stored.items()})
+        found.raise_for(str(directory), strict=True)
+        targets = found.targets
     except Exception as caught:
         error = caught
     agree(what, error, group)
     with replacing(engine, [f"{MODEL}.{name}" for name in engine.model.state_dict()]):
         try:
-            _read(targets, ReadBuffer(BUFFER_BYTES))
+            read(targets)
         except Exception as caught:
             error = RuntimeError(
                 f"{what} failed while reading, and weights are partly replaced: "
@@ -263,68 +260,17 @@ def _write(
                 os.close(descriptor)
 
 
-# --- reading ---
+# --- names ---
 
 
-@dataclass(frozen=True)
-class _Target:
-    """What to read: as many elements as ``local`` has, from element ``first`` of ``stored`` on."""
-
-    stored: TensorInFile
-    first: int
-    local: Tensor
-
-
-def _match(engine: ShardedModel, directory: Path, rename: Rename | None) -> list[_Target]:
-    """What this rank has to read, if everything fits.
-
-    Raises:
-        OSError, TypeError, ValueError: see :func:`load_safetensors`.
-    """
-    stored: dict[str, TensorInFile] = {}
-    problems: list[str] = []
+def _stored(directory: Path, rename: Rename | None) -> dict[str, list[TensorInFile]]:
+    """By the model's name, the tensors of the files that become it."""
+    found: dict[str, list[TensorInFile]] = {}
     for each in read_folder(directory):
         name = _renamed(each.name, rename)
-        if name is None:
-            continue
-        if name in stored:
-            problems.append(
-                f"{name}: expected one tensor of the files to become it; found "
-                f"{stored[name].name} and {each.name}"
-            )
-        stored[name] = each
-    owned: dict[int, tuple[Tensor, list[str]]] = {}
-    for name, value in engine.model.state_dict(keep_vars=True).items():
-        if isinstance(value, Tensor) and not is_extra_state(name):
-            owned.setdefault(id(value), (value, []))[1].append(name)
-    unexpected = dict(stored)
-    targets = []
-    for tensor, names in owned.values():
-        expected = describe_tensor(tuple(tensor.shape), tensor.dtype)
-        present = [unexpected.pop(name) for name in names if name in stored]
-        if not present:
-            problems.append(f"missing {names[0]}: expected {expected}; found nothing")
-        for found in present:
-            # Rounding is meant; a number without its fraction, or a count from one, is not.
-            if found.shape != tuple(tensor.shape) or not torch.can_cast(found.dtype, tensor.dtype):
-                problems.append(
-                    f"{names[0]}: expected {expected}; found "
-                    f"{describe_tensor(found.shape, found.dtype)} ({_place(found)})"
-                )
-        if present:
-            targets += [_Target(present[0], *part) for part in parts_of(tensor)]
-    problems += [
-        f"unexpected {name}: expected nothing; found "
-        f"{describe_tensor(found.shape, found.dtype)} ({_place(found)})"
-        for name, found in unexpected.items()
-    ]
-    if problems:
-        lines = "\n  ".join(problems)
-        raise ValueError(
-            f"{directory}: expected the tensors of this model; found {len(problems)} that differ\n"
-            f"  {lines}"
-        )
-    return targets
+        if name is not None:
+            found.setdefault(name, []).append(each)
+    return found
 
 
 def _renamed(name: str, rename: Rename | None) -> str | None:
@@ -339,21 +285,3 @@ def _renamed(name: str, rename: Rename | None) -> str | None:
     if not isinstance(new, str | None):
         raise TypeError(f"rename: expected a name or None for {name}; found {new!r}")
     return new
-
-
-def _place(tensor: TensorInFile) -> str:
-    return f"{tensor.name} in {tensor.path.name}"
-
-
-def _read(targets: Sequence[_Target], buffer: ReadBuffer) -> None:
-    """Fill what this rank holds, file by file and in the files' order."""
-    wanted = sorted(targets, key=lambda target: (target.stored.path, target.stored.start))
-    for path, members in groupby(wanted, lambda target: target.stored.path):
-        # Unbuffered: what is read ahead belongs to others.
-        with open(path, "rb", buffering=0) as file:
-            for target in members:
-                start = target.stored.start + target.first * target.stored.dtype.itemsize
-                read_elements(file, start, target.stored.dtype, target.local, buffer)
-
-
-# --- together ---

@@ -29,7 +29,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import fsdp_engine as fe
-from fsdp_engine.checkpoint import hugging_face, safetensors_file
+from fsdp_engine.checkpoint import hugging_face, reading_weights, safetensors_file
 from fsdp_engine.checkpoint.hugging_face import export_safetensors, load_safetensors
 from fsdp_engine.checkpoint.hugging_face_folder import INDEX, SINGLE, ExportFolder, parse_size
 from fsdp_engine.checkpoint.safetensors_file import plan_file, read_header
@@ -436,11 +436,11 @@ def count_bytes(folder: str, strategy: str, outer: str) -> tuple[int, int, int]:
 
     with patch.object(os, "pwrite", counting_pwrite):
         export_safetensors(engine, folder, max_shard_size="5KB")
-    hugging_face.open = lambda path, mode, buffering: CountingFile(path, mode)  # type: ignore[attr-defined]
+    reading_weights.open = lambda path, mode, buffering: CountingFile(path, mode)  # type: ignore[attr-defined]
     try:
         load_safetensors(engine, folder)
     finally:
-        del hugging_face.open  # type: ignore[attr-defined]
+        del reading_weights.open  # type: ignore[attr-defined]
     state = engine.full_state_dict()
     return sum(written), sum(read), sum(value.nbytes for value in state.values())
 
@@ -473,7 +473,10 @@ def test_memory_is_bounded_by_the_buffer() -> None:
     model.register_buffer("turned", torch.randn(300, 700).t())
     bound = 1 << 16
     out, alone = f"{folder}/out", f"{folder}/out-{dist.get_rank()}"
-    with patch.object(hugging_face, "BUFFER_BYTES", bound):
+    with (
+        patch.object(hugging_face, "BUFFER_BYTES", bound),
+        patch.object(reading_weights, "BUFFER_BYTES", bound // reading_weights.READERS),
+    ):
         for dtype in (None, torch.bfloat16):
             for function in (
                 lambda dtype=dtype: export_safetensors(engine, out, dtype, "1.5MB"),
@@ -827,10 +830,10 @@ def test_a_failure_while_reading_is_raised_on_all() -> None:
     def fails(*arguments: Any) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    original = hugging_face.read_elements
+    original = reading_weights.read_box
     on_this_rank = fails if dist.get_rank() == 1 else original
     with (
-        patch.object(hugging_face, "read_elements", on_this_rank),
+        patch.object(reading_weights, "read_box", on_this_rank),
         pytest.raises(RuntimeError, match=r"weights are partly replaced: OSError: .*Input/output"),
     ):
         load_safetensors(engine, folder)

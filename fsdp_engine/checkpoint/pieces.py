@@ -1,0 +1,436 @@
+"""A tensor that is put together of stored ones, as a list of boxes: nothing is read or moved.
+
+[Note: Pieces]
+Libraries keep in files other tensors than in memory: transformers 5 fuses the experts of a layer
+into one tensor, joins q, k and v, transposes, interleaves. All of that is reindexing: each element
+in memory is one element of a file. So a tensor is a set of *boxes*, each a box of a stored tensor
+at some place, its dims in some order. Joining, cutting, transposing and reshaping of tensors are small
+computations with the integers of their boxes. :class:`Pieces` can be given to code that was written
+for tensors (``torch.stack``, ``torch.cat``, ``x.reshape(...)``): what comes out says which bytes of
+which file each part of the result is, and each rank reads those of its slices.
+
+A box has the stored tensor's shape *refined*: a reshape that cuts a dim in two cuts that dim, which
+changes nothing for row-major elements. A reshape that joins two dims whose elements do not follow
+each other makes a box for each index of the first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+# A result of more boxes is no reindexing that pays to be read box by box.
+MOST_BOXES = 1 << 16
+
+# In a box: a dim of one element that the stored tensor has not.
+_NEW = -1
+
+
+@dataclass(frozen=True)
+class Box:
+    """Elements of a stored tensor, at a place of the whole.
+
+    Attributes:
+        stored: whatever says which stored tensor it is.
+        shape: of the stored tensor, refined.
+        starts, lengths: of the box in it, for each of its dims.
+        at: where the box begins in the whole, for each dim of the whole.
+        dims: of ``shape``, for each dim of the whole; -1: none. Those that are not named have
+            length 1.
+    """
+
+    stored: Any
+    shape: tuple[int, ...]
+    starts: tuple[int, ...]
+    lengths: tuple[int, ...]
+    at: tuple[int, ...]
+    dims: tuple[int, ...]
+
+    def length(self, dim: int) -> int:
+        """Of the box along a dim of the whole."""
+        own = self.dims[dim]
+        return 1 if own == _NEW else self.lengths[own]
+
+    def moved(self, dim: int, at: int) -> Box:
+        """The same elements, beginning at ``at`` along a dim of the whole."""
+        return replace(self, at=_put(self.at, dim, at))
+
+    def narrowed(self, dim: int, start: int, stop: int) -> Box | None:
+        """What of it lies within [start, stop) of a dim of the whole; None: nothing."""
+        first = max(start, self.at[dim])
+        last = min(stop, self.at[dim] + self.length(dim))
+        if first >= last:
+            return None
+        own = self.dims[dim]
+        if own == _NEW:
+            return self
+        return replace(
+            self.moved(dim, first),
+            starts=_put(self.starts, own, self.starts[own] + first - self.at[dim]),
+            lengths=_put(self.lengths, own, last - first),
+        )
+
+
+class Pieces:
+    """A tensor of boxes, which do not overlap and make it up. See [Note: Pieces].
+
+    Attributes:
+        shape: of the whole.
+        dtype: of its elements.
+        boxes: it.
+    """
+
+    def __init__(
+        self, shape: Iterable[int], dtype: torch.dtype, boxes: Iterable[Box | None]
+    ) -> None:
+        self.shape = torch.Size(shape)
+        self.dtype = dtype
+        self.boxes = tuple(box for box in boxes if box is not None)
+        if len(self.boxes) > MOST_BOXES:
+            raise ValueError(f"expected at most {MOST_BOXES} pieces; found {len(self.boxes)}")
+
+    @classmethod
+    def of(cls, stored: Any, shape: Sequence[int], dtype: torch.dtype) -> Pieces:
+        """A whole stored tensor of this shape."""
+        sizes = tuple(shape)
+        zeros = (0,) * len(sizes)
+        box = Box(stored, sizes, zeros, sizes, zeros, tuple(range(len(sizes))))
+        return cls(sizes, dtype, [box] if math.prod(sizes) else [])
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims."""
+        return len(self.shape)
+
+    def dim(self) -> int:
+        """Number of dims."""
+        return len(self.shape)
+
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        """All sizes, or one."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def contiguous(self) -> Pieces:
+        """Itself."""
+        return self
+
+    clone = contiguous
+
+    def narrow(self, dim: int, start: int, length: int) -> Pieces:
+        """A part of it along one dim."""
+        dim %= self.ndim
+        parts = (box.narrowed(dim, start, start + length) for box in self.boxes)
+        moved = (box.moved(dim, box.at[dim] - start) for box in parts if box is not None)
+        return Pieces(_put(self.shape, dim, length), self.dtype, moved)
+
+    def split(self, sizes: int | Sequence[int], dim: int = 0) -> tuple[Pieces, ...]:
+        """Parts of these sizes, or of this size, along one dim."""
+        whole = self.shape[dim]
+        if isinstance(sizes, int):
+            sizes = [min(sizes, whole - low) for low in range(0, whole, sizes)]
+        if sum(sizes) != whole:
+            raise ValueError(f"split: expected sizes that make up {whole}; found {list(sizes)}")
+        starts = [sum(sizes[:index]) for index in range(len(sizes))]
+        return tuple(
+            self.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=True)
+        )
+
+    def chunk(self, count: int, dim: int = 0) -> tuple[Pieces, ...]:
+        """At most ``count`` parts of one size along one dim."""
+        return self.split(max(math.ceil(self.shape[dim] / count), 1), dim)
+
+    def unbind(self, dim: int = 0) -> tuple[Pieces, ...]:
+        """The slices along one dim, without it."""
+        return tuple(part.squeeze(dim) for part in self.split(1, dim))
+
+    def permute(self, *dims: Any) -> Pieces:
+        """With its dims in this order."""
+        order = [dim % self.ndim for dim in _sizes(dims)]
+        return Pieces(
+            [self.shape[dim] for dim in order],
+            self.dtype,
+            (
+                replace(
+                    box,
+                    at=tuple(box.at[dim] for dim in order),
+                    dims=tuple(box.dims[dim] for dim in order),
+                )
+                for box in self.boxes
+            ),
+        )
+
+    def transpose(self, dim0: int, dim1: int) -> Pieces:
+        """With two dims swapped."""
+        order = list(range(self.ndim))
+        order[dim0], order[dim1] = order[dim1], order[dim0]
+        return self.permute(*order)
+
+    def t(self) -> Pieces:
+        """A matrix transposed."""
+        return self.transpose(0, 1) if self.ndim > 1 else self
+
+    def unsqueeze(self, dim: int) -> Pieces:
+        """With a new dim of one element."""
+        dim %= self.ndim + 1
+        return Pieces(
+            _insert(self.shape, dim, 1),
+            self.dtype,
+            (
+                replace(box, at=_insert(box.at, dim, 0), dims=_insert(box.dims, dim, _NEW))
+                for box in self.boxes
+            ),
+        )
+
+    def squeeze(self, dim: int) -> Pieces:
+        """Without a dim of one element."""
+        dim %= self.ndim
+        if self.shape[dim] != 1:
+            return self
+        return Pieces(
+            _drop(self.shape, dim),
+            self.dtype,
+            (replace(box, at=_drop(box.at, dim), dims=_drop(box.dims, dim)) for box in self.boxes),
+        )
+
+    def reshape(self, *sizes: Any) -> Pieces:
+        """With its row-major elements in another shape.
+
+        Raises:
+            ValueError: sizes that do not make up as many elements, or more than 65,536 boxes.
+        """
+        wanted = list(_sizes(sizes))
+        if wanted.count(-1) == 1:
+            rest = math.prod(size for size in wanted if size != -1)
+            wanted[wanted.index(-1)] = self.numel() // max(rest, 1)
+        if math.prod(wanted) != self.numel():
+            raise ValueError(f"reshape: expected {self.numel()} elements; found {wanted}")
+        if not self.numel():
+            return Pieces(wanted, self.dtype, ())
+        found: Pieces = self
+        done = 0  # dims that are as wanted
+        while done < len(wanted) or done < found.ndim:
+            here = found.shape[done] if done < found.ndim else None
+            size = wanted[done] if done < len(wanted) else None
+            if here == size:
+                done += 1
+            elif here is None or (size == 1 and here != 1):
+                found = found.unsqueeze(done)
+            elif size is None or here == 1:
+                found = found.squeeze(done)
+            elif here % size == 0:
+                found = found._cut(done, size)
+            else:
+                found = found._joined(done)
+        return found
+
+    view = reshape
+
+    def flatten(self, start: int = 0, end: int = -1) -> Pieces:
+        """With the dims from ``start`` to ``end`` joined."""
+        start, end = start % self.ndim, end % self.ndim
+        return self.reshape(*self.shape[:start], -1, *self.shape[end + 1 :])
+
+    def _cut(self, dim: int, rows: int) -> Pieces:
+        """``dim`` becomes two, of ``rows`` and of what each of these has."""
+        columns = self.shape[dim] // rows
+        shape = (*self.shape[:dim], rows, columns, *self.shape[dim + 1 :])
+        return Pieces(
+            shape, self.dtype, (part for box in self.boxes for part in _cut(box, dim, columns))
+        )
+
+    def _joined(self, dim: int) -> Pieces:
+        """``dim`` and the next one become one."""
+        rows, columns = self.shape[dim : dim + 2]
+        shape = (*self.shape[:dim], rows * columns, *self.shape[dim + 2 :])
+        return Pieces(
+            shape, self.dtype, (part for box in self.boxes for part in _joined(box, dim, columns))
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """``torch.stack`` and the like, of pieces."""
+        name = getattr(func, "__name__", str(func))
+        known = _FUNCTIONS.get(name)
+        if known is None:
+            raise NotImplementedError(
+                f"expected a reindexing ({', '.join(sorted(_FUNCTIONS))}); found torch.{name}"
+            )
+        return known(*args, **(kwargs or {}))
+
+
+def cat(pieces: Sequence[Pieces], dim: int = 0) -> Pieces:
+    """One after the other along a dim."""
+    first = pieces[0]
+    dim %= first.ndim
+    at, boxes = 0, []
+    for each in pieces:
+        if _drop(each.shape, dim) != _drop(first.shape, dim) or each.dtype != first.dtype:
+            raise ValueError(
+                f"cat: expected shapes like {tuple(first.shape)} but for dim {dim}, and "
+                f"{first.dtype}; found {tuple(each.shape)}, {each.dtype}"
+            )
+        boxes += [box.moved(dim, box.at[dim] + at) for box in each.boxes]
+        at += each.shape[dim]
+    return Pieces(_put(first.shape, dim, at), first.dtype, boxes)
+
+
+def stack(pieces: Sequence[Pieces], dim: int = 0) -> Pieces:
+    """One after the other along a new dim."""
+    return cat([each.unsqueeze(dim) for each in pieces], dim)
+
+
+def _method(name: str) -> Callable[..., Any]:
+    def call(self: Pieces, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self, name)(*args, **kwargs)
+
+    return call
+
+
+_METHODS = ["chunk", "split", "transpose", "permute", "reshape", "narrow", "unsqueeze", "squeeze"]
+_METHODS += ["flatten", "unbind", "t", "clone"]
+_FUNCTIONS: dict[str, Callable[..., Any]] = {name: _method(name) for name in _METHODS}
+_FUNCTIONS |= {"cat": cat, "concat": cat, "stack": stack}
+
+
+def flat_parts(pieces: Pieces, first: int, last: int) -> Iterator[tuple[Box, list[int]]]:
+    """What of it are the row-major elements from ``first`` to before ``last``.
+
+    Yields:
+        A box, and for each dim of the whole the step of its elements among the row-major ones.
+    """
+    steps = [math.prod(pieces.shape[dim + 1 :]) for dim in range(pieces.ndim)]
+    for starts, stops in _rectangles(tuple(pieces.shape), first, last):
+        for box in pieces.boxes:
+            part: Box | None = box
+            for dim, (start, stop) in enumerate(zip(starts, stops, strict=True)):
+                part = part.narrowed(dim, start, stop) if part is not None else None
+            if part is not None:
+                yield part, steps
+
+
+def _rectangles(
+    shape: tuple[int, ...], first: int, last: int
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Boxes, starts and stops, that row-major elements from ``first`` to before ``last`` are."""
+    if first >= last:
+        return
+    if not shape:
+        yield [], []
+        return
+    row = math.prod(shape[1:])
+    low, high = -(-first // row), last // row  # whole rows
+    if low > high:  # within one row
+        yield from _within(shape, high, first - high * row, last - high * row)
+        return
+    if first < low * row:
+        yield from _within(shape, low - 1, first - (low - 1) * row, row)
+    if low < high:
+        yield [low] + [0] * (len(shape) - 1), [high, *shape[1:]]
+    if high * row < last:
+        yield from _within(shape, high, 0, last - high * row)
+
+
+def _within(
+    shape: tuple[int, ...], row: int, first: int, last: int
+) -> Iterator[tuple[list[int], list[int]]]:
+    for starts, stops in _rectangles(shape[1:], first, last):
+        yield [row, *starts], [row + 1, *stops]
+
+
+def _cut(box: Box, dim: int, columns: int) -> Iterator[Box]:
+    """``box`` where a dim becomes rows of so many columns: whole rows, and what is beside them."""
+    first, last = box.at[dim], box.at[dim] + box.length(dim)
+    low, high = -(-first // columns), last // columns
+    if low < high:
+        rows = box.narrowed(dim, low * columns, high * columns)
+        assert rows is not None
+        yield from _cut_rows(rows, dim, columns)
+    ends = [(first, low * columns), (high * columns, last)] if low <= high else [(first, last)]
+    for start, stop in ends:
+        part = box.narrowed(dim, start, stop)
+        if part is not None:
+            yield _in_row(part, dim, columns)
+
+
+def _cut_rows(box: Box, dim: int, columns: int) -> Iterator[Box]:
+    """Whole rows: one box, where rows of the stored tensor are such, too."""
+    own = box.dims[dim]
+    if own == _NEW or box.shape[own] % columns or box.starts[own] % columns:
+        for start in range(box.at[dim], box.at[dim] + box.length(dim), columns):
+            row = box.narrowed(dim, start, start + columns)
+            assert row is not None
+            yield _in_row(row, dim, columns)
+        return
+    rows = [dims + (dims > own) for dims in box.dims]  # behind `own` there is one more
+    yield Box(
+        box.stored,
+        (*box.shape[:own], box.shape[own] // columns, columns, *box.shape[own + 1 :]),
+        (*box.starts[:own], box.starts[own] // columns, 0, *box.starts[own + 1 :]),
+        (*box.lengths[:own], box.lengths[own] // columns, columns, *box.lengths[own + 1 :]),
+        (*box.at[:dim], box.at[dim] // columns, 0, *box.at[dim + 1 :]),
+        (*rows[:dim], own, own + 1, *rows[dim + 1 :]),
+    )
+
+
+def _in_row(box: Box, dim: int, columns: int) -> Box:
+    """A box within one row."""
+    row, column = divmod(box.at[dim], columns)
+    return replace(
+        box,
+        at=(*box.at[:dim], row, column, *box.at[dim + 1 :]),
+        dims=(*box.dims[:dim], _NEW, *box.dims[dim:]),
+    )
+
+
+def _joined(box: Box, dim: int, columns: int) -> Iterator[Box]:
+    """``box`` where rows of so many columns become one dim."""
+    outer, inner = box.dims[dim], box.dims[dim + 1]
+    at = box.at[dim] * columns + box.at[dim + 1]
+    kept = (*box.at[:dim], at, *box.at[dim + 2 :])
+    if outer == _NEW or box.lengths[outer] == 1:
+        yield replace(box, at=kept, dims=(*box.dims[:dim], inner, *box.dims[dim + 2 :]))
+    elif columns == 1:
+        yield replace(box, at=kept, dims=(*box.dims[:dim], outer, *box.dims[dim + 2 :]))
+    elif inner == outer + 1 and box.length(dim + 1) == columns == box.shape[inner]:
+        # Rows follow each other in the stored tensor, too.
+        fewer = [dims - (dims > outer) for dims in box.dims]
+        yield Box(
+            box.stored,
+            (*box.shape[:outer], box.shape[outer] * columns, *box.shape[inner + 1 :]),
+            (*box.starts[:outer], box.starts[outer] * columns, *box.starts[inner + 1 :]),
+            (*box.lengths[:outer], box.lengths[outer] * columns, *box.lengths[inner + 1 :]),
+            kept,
+            (*fewer[:dim], outer, *fewer[dim + 2 :]),
+        )
+    else:
+        for row in range(box.at[dim], box.at[dim] + box.length(dim)):
+            part = box.narrowed(dim, row, row + 1)
+            assert part is not None
+            yield from _joined(part, dim, columns)
+
+
+def _sizes(given: Sequence[Any]) -> Sequence[int]:
+    """Of ``f(2, 3)`` and ``f((2, 3))``."""
+    return given[0] if len(given) == 1 and not isinstance(given[0], int) else given
+
+
+def _put(values: Sequence[int], index: int, value: int) -> tuple[int, ...]:
+    return (*values[:index], value, *values[index + 1 :])
+
+
+def _insert(values: Sequence[int], index: int, value: int) -> tuple[int, ...]:
+    return (*values[:index], value, *values[index:])
+
+
+def _drop(values: Sequence[int], index: int) -> tuple[int, ...]:
+    return (*values[:index], *values[index + 1 :])

@@ -1,0 +1,220 @@
+"""What a rank reads of stored tensors: its own slices of those that the model has.
+
+All ranks see all names, shapes and dtypes, so that they find the same mistakes, and raise before
+anything is read.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from fsdp_engine.checkpoint.export_source import parts_of
+from fsdp_engine.checkpoint.model_state import describe_tensor, is_extra_state
+from fsdp_engine.checkpoint.pieces import Box, Pieces, flat_parts
+from fsdp_engine.checkpoint.reader import ReadBuffer, read_box
+from fsdp_engine.checkpoint.safetensors_file import TensorInFile
+from fsdp_engine.checkpoint.sharded_model import ShardedModel
+
+# Reads in flight, and what each holds beyond the rank's own slices.
+READERS = 4
+BUFFER_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class Target:
+    """What to read: as many elements as ``local`` has, from element ``first`` of ``pieces`` on."""
+
+    pieces: Pieces
+    first: int
+    local: Tensor
+
+
+@dataclass
+class Match:
+    """How what is stored and what the model has fit.
+
+    Attributes:
+        targets: what this rank has to read.
+        missing: names of the model that are not stored, each with what was expected.
+        unexpected: names that are stored and no part of the model, each with what was found.
+        problems: a line for each tensor of another shape or dtype, or that is stored twice.
+    """
+
+    targets: list[Target] = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)
+    unexpected: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    def raise_for(self, where: str, *, strict: bool) -> None:
+        """Raise a ValueError that lists what does not fit.
+
+        Args:
+            where: what is read, for the message.
+            strict: missing and unexpected tensors do not fit.
+        """
+        problems = list(self.problems)
+        if strict:
+            problems += [
+                f"missing {name}: expected {what}; found nothing"
+                for name, what in self.missing.items()
+            ]
+            problems += [
+                f"unexpected {name}: expected nothing; found {what}"
+                for name, what in self.unexpected.items()
+            ]
+        if problems:
+            lines = "\n  ".join(problems)
+            raise ValueError(
+                f"{where}: expected the tensors of this model; found {len(problems)} that differ\n"
+                f"  {lines}"
+            )
+
+
+def whole(stored: TensorInFile) -> Pieces:
+    """A tensor that is stored as it is."""
+    return Pieces.of(stored, stored.shape, stored.dtype)
+
+
+def match(engine: ShardedModel, stored: Mapping[str, Sequence[Pieces]]) -> Match:
+    """Which of the stored tensors this rank reads where.
+
+    Args:
+        engine: whose weights and persistent buffers they become.
+        stored: by the model's name, what becomes it; several are a problem. A tied weight may
+            stand under any of its names.
+    """
+    found = Match()
+    for name, all_of_it in stored.items():
+        if len(all_of_it) > 1:
+            places = " and ".join(map(_names_of, all_of_it))
+            found.problems.append(
+                f"{name}: expected one tensor of the files to become it; found {places}"
+            )
+    owned: dict[int, tuple[Tensor, list[str]]] = {}
+    for name, value in engine.model.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor) and not is_extra_state(name):
+            owned.setdefault(id(value), (value, []))[1].append(name)
+    unexpected = dict(stored)
+    for tensor, names in owned.values():
+        expected = describe_tensor(tuple(tensor.shape), tensor.dtype)
+        present = [unexpected.pop(name)[0] for name in names if name in stored]
+        if not present:
+            found.missing[names[0]] = expected
+        for each in present:
+            # Rounding is meant; a number without its fraction, or a count from one, is not.
+            if each.shape != tensor.shape or not torch.can_cast(each.dtype, tensor.dtype):
+                found.problems.append(f"{names[0]}: expected {expected}; found {_described(each)}")
+        if present:
+            found.targets += [Target(present[0], *part) for part in parts_of(tensor)]
+    for name, all_of_it in unexpected.items():
+        found.unexpected[name] = _described(all_of_it[0])
+    return found
+
+
+def read(
+    targets: Sequence[Target], progress: Callable[[int], None] = lambda num_bytes: None
+) -> None:
+    """Fill what this rank holds, in the files' order, with a few reads in flight.
+
+    Args:
+        targets: what :func:`match` found.
+        progress: is told the bytes of each part, as they are stored, when it is there.
+
+    Raises:
+        OSError, EOFError: a file cannot be read.
+    """
+    reads = sorted(
+        (each for target in targets for each in _reads(target)),
+        key=lambda each: (each.stored.path, each.stored.start, each.box.starts),
+    )
+    with _Files() as files, ThreadPoolExecutor(READERS) as pool:
+        for num_bytes in pool.map(files.read, reads):
+            progress(num_bytes)
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A box of a stored tensor, and where it goes: of the box's size, in the stored dims' order."""
+
+    stored: TensorInFile
+    box: Box
+    target: Tensor
+
+
+def _reads(target: Target) -> Iterator[_Read]:
+    pieces, local, first = target.pieces, target.local, target.first
+    if not local.is_contiguous():  # a whole tensor, with strides of its own
+        assert local.shape == pieces.shape, f"{local.shape} of {pieces.shape}"
+        for box in pieces.boxes:
+            yield _read(box, local, local.stride(), int(local.storage_offset()))
+        return
+    if len(pieces.boxes) == 1:
+        pieces = pieces.reshape(-1)  # one tensor as it is: a range of bytes
+    begin = int(local.storage_offset()) - first
+    for box, steps in flat_parts(pieces, first, first + local.numel()):
+        yield _read(box, local, steps, begin)
+
+
+def _read(box: Box, local: Tensor, steps: Sequence[int], begin: int) -> _Read:
+    """``box`` into the memory of ``local``, where the whole begins at ``begin`` and has these
+    steps."""
+    offset = begin + sum(at * step for at, step in zip(box.at, steps, strict=True))
+    own_steps = dict(zip(box.dims, steps, strict=True))
+    strides = [own_steps.get(dim, 1) for dim in range(len(box.shape))]
+    return _Read(box.stored, box, local.as_strided(box.lengths, strides, offset))
+
+
+class _Files:
+    """Open files and buffers, of each thread its own."""
+
+    def __init__(self) -> None:
+        self._own = threading.local()
+        self._open: list[BinaryIO] = []
+
+    def __enter__(self) -> _Files:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        for file in self._open:
+            file.close()
+
+    def read(self, each: _Read) -> int:
+        """Read it; returns its bytes, as they are stored."""
+        stored, box = each.stored, each.box
+        own = self._own.__dict__
+        buffer = own.setdefault("buffer", ReadBuffer(BUFFER_BYTES))
+        files: dict[Path, BinaryIO] = own.setdefault("files", {})
+        if stored.path not in files:
+            # Unbuffered: what is read ahead belongs to others.
+            files[stored.path] = open(stored.path, "rb", buffering=0)  # noqa: SIM115
+            self._open.append(files[stored.path])
+        with torch.no_grad():
+            read_box(
+                files[stored.path],
+                stored.start,
+                box.shape,
+                stored.dtype,
+                box.starts,
+                box.lengths,
+                each.target,
+                buffer,
+            )
+        return each.target.numel() * stored.dtype.itemsize
+
+
+def _described(pieces: Pieces) -> str:
+    return f"{describe_tensor(tuple(pieces.shape), pieces.dtype)} ({_names_of(pieces)})"
+
+
+def _names_of(pieces: Pieces) -> str:
+    places = dict.fromkeys(f"{box.stored.name} in {box.stored.path.name}" for box in pieces.boxes)
+    first, *others = places or ["nothing"]
+    return f"{first} and {len(others)} more" if others else first

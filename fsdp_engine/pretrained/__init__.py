@@ -1,0 +1,1 @@
+"""Models of Hugging Face folders: into shards, and out of them."""

@@ -1,0 +1,162 @@
+"""How tensors in a folder become a model's parameters, as ``transformers`` says it.
+
+The only file that imports ``transformers`` for this. Its classes declare what is renamed, fused,
+split and transposed between files and memory (``conversion_mapping.py`` there, since version 5).
+Those rules are run here on :class:`~fsdp_engine.checkpoint.pieces.Pieces` in place of tensors:
+names and places come out, and nothing is read. So a new model there needs no code here, as long as
+what it does to tensors is reindexing.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from fsdp_engine.checkpoint.pieces import Pieces
+
+Stored = dict[str, list[Pieces]]
+
+
+def as_in_memory(
+    model: nn.Module, stored: Mapping[str, Pieces], key_mapping: Mapping[str, str] | None
+) -> Stored:
+    """By the model's names, what becomes each tensor; what becomes none keeps its name.
+
+    Args:
+        model: sharded or not; a model of transformers, or one around one, or any other.
+        stored: by the name in the files.
+        key_mapping: regular expressions of names in the files, and what replaces them.
+
+    Raises:
+        ValueError: a rule does not fit what is stored, or is no reindexing, or the files hold
+            quantised weights.
+    """
+    inner, prefix = _of_transformers(model)
+    if inner is None:
+        return _renamed(stored, _by_patterns(key_mapping or {}))
+    _check_not_quantised(inner)
+    names = {
+        name.removeprefix(prefix): value
+        for name, value in model.state_dict(keep_vars=True).items()
+        if name.startswith(prefix)
+    }
+    found = _Conversion(inner, names, key_mapping).run(stored)
+    return {prefix + name if name in names else name: pieces for name, pieces in found.items()}
+
+
+def ignored(model: nn.Module) -> Callable[[str], bool]:
+    """Whether a model does not mind that it has no use for a stored tensor of this name, such as
+    buffers that older versions saved."""
+    inner, _ = _of_transformers(model)
+    patterns = list(getattr(inner, "_keys_to_ignore_on_load_unexpected", None) or ())
+    return lambda name: any(re.search(pattern, name) for pattern in patterns)
+
+
+class _Conversion:
+    """One model's rules.
+
+    Args:
+        model: of transformers.
+        names: what it has, by its own names.
+        key_mapping: see :func:`as_in_memory`.
+    """
+
+    def __init__(
+        self, model: Any, names: Mapping[str, Any], key_mapping: Mapping[str, str] | None
+    ) -> None:
+        from transformers import conversion_mapping, core_model_loading
+
+        self._model = model
+        self._names = names
+        self._rename = core_model_loading.rename_source_key
+        self._plain = core_model_loading.WeightRenaming
+        self._in_order = core_model_loading.dot_natural_key
+        rules = conversion_mapping.get_model_conversion_mapping(
+            model, dict(key_mapping) if key_mapping is not None else None
+        )
+        converter = core_model_loading.WeightConverter
+        self._renamings = [each for each in rules if not isinstance(each, converter)]
+        self._converters = [each for each in rules if isinstance(each, converter)]
+
+    def run(self, stored: Mapping[str, Pieces]) -> Stored:
+        """As transformers does it with tensors."""
+        by_pattern = {
+            pattern: each for each in self._converters for pattern in each.source_patterns
+        }
+        running: dict[str, Any] = {}
+        found: Stored = {}
+        for key in sorted(stored, key=self._in_order):
+            name, pattern = self._name(key, self._renamings, self._converters)
+            if name not in self._names and key in self._names:
+                name, pattern = self._name(key, [], [])
+            if pattern is None or name not in self._names:
+                found.setdefault(name, []).append(stored[key])
+                continue
+            if name not in running:
+                running[name] = copy.deepcopy(by_pattern[pattern])
+            running[name].add_tensor(name, key, pattern, stored[key])
+        for name, converter in running.items():
+            for target, pieces in self._converted(name, converter).items():
+                found.setdefault(target, []).append(pieces)
+        return found
+
+    def _name(self, key: str, renamings: list[Any], converters: list[Any]) -> tuple[str, Any]:
+        name, pattern = self._rename(
+            key, renamings, converters, self._model.base_model_prefix, dict(self._names)
+        )
+        return name, pattern
+
+    def _converted(self, name: str, converter: Any) -> dict[str, Pieces]:
+        sources = [each for tensors in converter.collected_tensors.values() for each in tensors]
+        try:
+            made = converter.convert(name, model=self._model, config=self._model.config)
+        except (NotImplementedError, ValueError, RuntimeError, TypeError) as error:
+            kinds = ", ".join(type(each).__name__ for each in converter.operations)
+            boxes = [box for each in sources for box in each.boxes]
+            first = boxes[0].stored.name if boxes else "nothing"
+            raise ValueError(
+                f"{name}: expected {kinds} of transformers to fit {len(sources)} tensors of the "
+                f"files ({first}, ...); found {type(error).__name__}: {error}"
+            ) from error
+        return {
+            target: pieces[0] if isinstance(pieces, list) else pieces
+            for target, pieces in made.items()
+        }
+
+
+def _of_transformers(model: nn.Module) -> tuple[Any, str]:
+    """The outermost model of transformers within ``model``, and the prefix of its names."""
+    try:
+        from transformers import PreTrainedModel
+    except ImportError:
+        return None, ""
+    for name, module in model.named_modules():
+        if isinstance(module, PreTrainedModel):
+            return module, f"{name}." if name else ""
+    return None, ""
+
+
+def _check_not_quantised(model: Any) -> None:
+    kind = getattr(model.config, "quantization_config", None)
+    if kind is not None:
+        raise ValueError(f"folder: expected weights that are not quantised; found {kind}")
+
+
+def _by_patterns(key_mapping: Mapping[str, str]) -> Callable[[str], str]:
+    def rename(name: str) -> str:
+        for pattern, replacement in key_mapping.items():
+            name = re.sub(pattern, replacement, name)
+        return name
+
+    return rename
+
+
+def _renamed(stored: Mapping[str, Pieces], rename: Callable[[str], str]) -> Stored:
+    found: Stored = {}
+    for name, pieces in stored.items():
+        found.setdefault(rename(name), []).append(pieces)
+    return found

@@ -1,0 +1,153 @@
+"""``load_pretrained``: a Hugging Face folder into a sharded model, each rank its own bytes."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from fsdp_engine.checkpoint.hugging_face_folder import read_folder
+from fsdp_engine.checkpoint.model_state import MODEL, check_at_rest, check_shared
+from fsdp_engine.checkpoint.reading_weights import Match, match, read, whole
+from fsdp_engine.checkpoint.unfinished_load import replacing
+from fsdp_engine.devices.agreement import agree
+from fsdp_engine.engine import Engine, engine_of
+from fsdp_engine.pretrained.conversions import as_in_memory, ignored
+
+WHAT = "load_pretrained"
+
+
+@dataclass(frozen=True)
+class LoadedPretrained:
+    """What a folder did not say, or said in vain.
+
+    Attributes:
+        missing: the model's tensors that are not in the folder, and keep the values they had.
+        unexpected: tensors of the folder that the model has no use for.
+    """
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+def load_pretrained(
+    model_or_engine: nn.Module | Engine,
+    folder: str | os.PathLike[str],
+    strict: bool = True,
+    key_mapping: Mapping[str, str] | None = None,
+    *,
+    progress: bool | None = None,
+) -> LoadedPretrained:
+    """Read the weights of a Hugging Face folder into a sharded model. Collective.
+
+    Each rank reads the bytes of its own slices, a few reads at a time, and converts them to the
+    main weights' dtypes on the way: besides its shard a rank takes some 64 MiB. A model that was
+    sharded on the meta device takes them as any other does. What ``transformers`` renames, fuses,
+    splits or transposes between files and memory is so here, too.
+
+    Args:
+        model_or_engine: the sharded model, or its engine; its persistent buffers are read, too.
+        folder: has ``model.safetensors``, or an index and its files.
+        strict: raise if tensors are missing or unexpected. False: missing ones (a new head,
+            adapters) keep the values that they have; the first rank warns of both.
+        key_mapping: regular expressions of names in the files, and what replaces them, tried
+            before the model's own rules.
+        progress: a bar on the first rank's stderr. None: if that is a terminal.
+
+    Returns:
+        What was missing, and what was unexpected.
+
+    Raises:
+        ValueError: tensors are missing or unexpected (with ``strict``), of another shape, or of a
+            dtype that does not convert; all of them are listed. Or the model is not sharded, or a
+            rule does not fit, or the folder's weights are quantised.
+        OSError: the folder or a file is missing.
+        RuntimeError: within a forward, a backward or ``engine.unsharded()``; or reading failed
+            half way, and weights are partly replaced: forwards and saves raise until weights are
+            loaded.
+
+        All but the last before anything is changed, and on every rank if on one.
+    """
+    engine = _engine_of(model_or_engine)
+    group = engine.ranks.control_group
+    found = Match()
+    error: Exception | None = None
+    try:
+        check_at_rest(engine)
+        check_shared(WHAT, engine)
+        found = _match(engine, Path(folder), key_mapping)
+        found.raise_for(str(folder), strict=strict)
+    except Exception as caught:  # rules of transformers raise anything
+        error = caught
+    agree(WHAT, error, group)
+    is_first = engine.ranks.rank == 0
+    shows = is_first and (sys.stderr.isatty() if progress is None else progress)
+    num_bytes = sum(each.local.numel() * each.pieces.dtype.itemsize for each in found.targets)
+    with replacing(engine, [f"{MODEL}.{name}" for name in engine.model.state_dict()]):
+        try:
+            with _bar(num_bytes, shows) as told:
+                read(found.targets, told)
+        except Exception as caught:
+            error = RuntimeError(
+                f"{WHAT} failed while reading, and weights are partly replaced: "
+                f"{type(caught).__name__}: {caught}"
+            )
+            error.__cause__ = caught
+        finally:
+            engine.weights_changed()
+        agree(WHAT, error, group)
+    report = LoadedPretrained(tuple(found.missing), tuple(found.unexpected))
+    if is_first and (report.missing or report.unexpected):
+        warnings.warn(_told(str(folder), report), stacklevel=2)
+    return report
+
+
+def _engine_of(given: nn.Module | Engine) -> Engine:
+    if isinstance(given, Engine):
+        return given
+    engine = engine_of(given) if isinstance(given, nn.Module) else None
+    if engine is None:
+        raise ValueError(
+            "model_or_engine: expected what fe.shard returned, or the model that it was given; "
+            f"found {type(given).__name__}"
+        )
+    return engine
+
+
+def _match(engine: Engine, folder: Path, key_mapping: Mapping[str, str] | None) -> Match:
+    stored = {each.name: whole(each) for each in read_folder(folder)}
+    found = match(engine, as_in_memory(engine.model, stored, key_mapping))
+    is_ignored = ignored(engine.model)
+    found.unexpected = {
+        name: what for name, what in found.unexpected.items() if not is_ignored(name)
+    }
+    return found
+
+
+def _told(folder: str, report: LoadedPretrained) -> str:
+    parts = []
+    if report.missing:
+        parts.append(f"not there, and left as they were: {', '.join(report.missing)}")
+    if report.unexpected:
+        parts.append(f"there, and not in the model: {', '.join(report.unexpected)}")
+    return f"{WHAT}: {folder}: {'; '.join(parts)}"
+
+
+@contextmanager
+def _bar(num_bytes: int, shows: bool) -> Iterator[Callable[[int], None]]:
+    if not shows:
+        yield lambda count: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn("loading weights"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=num_bytes)
+        yield lambda count: bar.advance(task, count)

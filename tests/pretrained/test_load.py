@@ -1,0 +1,209 @@
+"""``fe.load_pretrained`` reads, bit for bit, what ``from_pretrained`` reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import fsdp_engine as fe
+from tests.checkpoint.test_checkpoint import shared_folder
+from tests.pool import Ranks, on_ranks
+from tests.pretrained.families import FAMILIES, build, builder
+
+
+def read_by_transformers(family: str, folder: str) -> dict[str, Tensor]:
+    """All parameters and buffers, those that are not saved, too."""
+    name, *_ = FAMILIES[family]
+    model = getattr(transformers, name).from_pretrained(folder)
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def loaded(family: str, folder: str, level: str) -> list[str]:
+    """Names that differ."""
+    expected = read_by_transformers(family, folder)
+    model = builder(family)()
+    engine = fe.shard(model, strategy=level)
+    report = fe.load_pretrained(engine, folder)
+    assert report.missing == report.unexpected == ()
+    found = {name: engine.full_tensor(name) for name, _ in model.named_parameters()}
+    found |= dict(model.named_buffers())
+    assert found.keys() == expected.keys()
+    return [
+        name
+        for name, value in expected.items()
+        if found[name].dtype != value.dtype or not torch.equal(found[name], value.detach())
+    ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_loads_as_transformers_loads_it(ranks: Ranks, tmp_path: Path, family: str) -> None:
+    torch.manual_seed(0)
+    build(family).save_pretrained(tmp_path)
+    for world_size, level in ((1, "no_shard"), (2, "optim_grads_params")):
+        found = ranks.run(loaded, family, str(tmp_path), level, world_size=world_size)
+        assert found == [[]] * world_size
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_loads_on_four_ranks_in_two_axes(
+    ranks: Ranks, tmp_path: Path, family: str
+) -> None:
+    torch.manual_seed(0)
+    build(family).save_pretrained(tmp_path, max_shard_size="5KB")
+    found = ranks.run(loaded, family, str(tmp_path), "optim_grads_params", world_size=4)
+    assert found == [[]] * 4
+
+
+@on_ranks(2)
+def test_missing_and_unexpected_tensors_are_listed_before_anything_is_changed() -> None:
+    folder = shared_folder()
+    if dist.get_rank() == 0:
+        build("llama").save_pretrained(folder)
+        tensors = load_file(f"{folder}/model.safetensors")
+        tensors["model.extra.weight"] = torch.ones(2)
+        tensors["model.norm.weight"] = torch.ones(3)
+        del tensors["lm_head.weight"]
+        save_file(tensors, f"{folder}/model.safetensors", {"format": "pt"})
+    dist.barrier()
+    model = builder("llama")()
+    engine = fe.shard(model)
+    before = {name: engine.full_tensor(name) for name, _ in model.named_parameters()}
+    with pytest.raises(ValueError, match="found 3 that differ") as caught:
+        fe.load_pretrained(model, folder)
+    told = str(caught.value)
+    assert "missing lm_head.weight: expected" in told
+    assert "unexpected model.extra.weight: expected nothing" in told
+    assert "model.norm.weight: expected" in told
+    # What has another shape is an error in any case.
+    with pytest.raises(ValueError, match="found 1 that differ"):
+        fe.load_pretrained(model, folder, strict=False)
+    for name, value in before.items():
+        assert torch.equal(engine.full_tensor(name), value)
+
+
+@on_ranks(2)
+def test_a_new_head_stays_as_the_model_made_it() -> None:
+    folder = shared_folder()
+    if dist.get_rank() == 0:
+        torch.manual_seed(3)
+        config = transformers.BertConfig(**FAMILIES["bert"][2])
+        transformers.BertModel(config).save_pretrained(folder)
+    dist.barrier()
+    config = transformers.BertConfig(**{**FAMILIES["bert"][2], "num_labels": 3})
+    with torch.device("meta"):
+        model = transformers.BertForSequenceClassification(config)
+    engine = fe.shard(model)
+    head = engine.full_tensor("classifier.weight")
+    assert head.abs().sum() > 0
+    with pytest.raises(ValueError, match=r"missing classifier\.weight"):
+        fe.load_pretrained(engine, folder)
+    warned = "not there, and left as they were: classifier.weight, classifier.bias"
+    if dist.get_rank() == 0:
+        with pytest.warns(UserWarning, match=warned):
+            report = fe.load_pretrained(engine, folder, strict=False)
+    else:
+        report = fe.load_pretrained(engine, folder, strict=False)
+    assert report.missing == ("classifier.weight", "classifier.bias")
+    assert report.unexpected == ()
+    expected = load_file(f"{folder}/model.safetensors")["embeddings.word_embeddings.weight"]
+    assert torch.equal(engine.full_tensor("bert.embeddings.word_embeddings.weight"), expected)
+    assert torch.equal(engine.full_tensor("classifier.weight"), head)
+
+
+@on_ranks(2)
+def test_values_are_cast_and_trained_on() -> None:
+    folder = shared_folder()
+    if dist.get_rank() == 0:
+        torch.manual_seed(1)
+        build("mixtral").to(torch.bfloat16).save_pretrained(folder)
+    dist.barrier()
+    model = builder("mixtral")()
+    engine = fe.shard(model, mp_policy=fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    fe.load_pretrained(engine, folder)
+    plain = transformers.MixtralForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokens = torch.arange(8).view(1, 8)
+    plain.to(torch.bfloat16)
+    expected = plain(input_ids=tokens, labels=tokens).loss
+    found = model(input_ids=tokens, labels=tokens).loss
+    assert torch.equal(found, expected)
+    found.backward()
+    assert engine.clip_grad_norm_(1.0) > 0
+
+
+class Plain(nn.Module):
+    """Not of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 5)
+        self.second = nn.Linear(5, 4)
+
+
+@on_ranks(2)
+def test_names_of_any_model_are_mapped_by_patterns() -> None:
+    folder = shared_folder()
+    weights = {name: torch.randn(value.shape) for name, value in Plain().state_dict().items()}
+    dist.broadcast_object_list(held := [weights])
+    if dist.get_rank() == 0:
+        named = {f"net.{name.replace('first', 'one')}": value for name, value in held[0].items()}
+        save_file(named, f"{folder}/model.safetensors")
+    dist.barrier()
+    model = Plain()
+    engine = fe.shard(model, initial_values="rank0")
+    fe.load_pretrained(engine, folder, key_mapping={r"^net\.": "", r"\bone\b": "first"})
+    for name, value in held[0].items():
+        assert torch.equal(engine.full_tensor(name), value)
+
+
+@on_ranks(2)
+def test_two_tensors_for_one_name_and_models_without_an_engine_are_refused() -> None:
+    folder = shared_folder()
+    if dist.get_rank() == 0:
+        save_file({"a.weight": torch.ones(1), "b.weight": torch.ones(1)}, f"{folder}/m.safetensors")
+    dist.barrier()
+    model = nn.Sequential(nn.Linear(1, 1, bias=False))
+    with pytest.raises(ValueError, match=r"model_or_engine: expected what fe\.shard"):
+        fe.load_pretrained(model, folder)
+    fe.shard(model, initial_values="rank0")
+    with pytest.raises(ValueError, match=r"found a\.weight in m\.safetensors and b\.weight"):
+        fe.load_pretrained(model, folder, key_mapping={"^[ab]": "0"})
+    with pytest.raises(FileNotFoundError):
+        fe.load_pretrained(model, f"{folder}/nowhere")
+
+
+def bytes_read(folder: str, family: str) -> tuple[int, int]:
+    """By this rank: read, and held in the stored dtype."""
+    from fsdp_engine.checkpoint import reader
+
+    engine = fe.shard(builder(family)(), initial_values="rank0")
+    read: list[int] = []
+    exactly = reader._read_exactly
+
+    def counted(file: Any, start: int, flat: Tensor) -> None:
+        read.append(flat.nbytes)
+        exactly(file, start, flat)
+
+    reader._read_exactly = counted
+    try:
+        fe.load_pretrained(engine, folder)
+    finally:
+        reader._read_exactly = exactly
+    held = sum(param.to_local().nbytes for param in engine.model.parameters())  # type: ignore[operator]
+    return sum(read), held
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3 moe"])
+def test_a_rank_reads_what_it_owns(ranks: Ranks, tmp_path: Path, family: str) -> None:
+    build(family).save_pretrained(tmp_path)
+    for read, held in ranks.run(bytes_read, str(tmp_path), family, world_size=4):
+        assert 0 < held <= read <= 1.1 * held
+    assert json.loads((tmp_path / "config.json").read_text())
