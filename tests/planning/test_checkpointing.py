@@ -95,7 +95,7 @@ def test_units_are_named_as_for_shard(units: Any, names: tuple[str, ...]) -> Non
 def test_what_cannot_be_checkpointed() -> None:
     with pytest.raises(TypeError, match=r"model: expected a torch.nn.Module; found int"):
         fe.checkpoint_units(3)
-    with pytest.raises(ValueError, match="units: expected pattern 'layers.\\*' to match a module"):
+    with pytest.raises(ValueError, match=r"units: expected pattern 'layers\.\*' to match a module"):
         fe.checkpoint_units(made(), "layers.*")
     assert fe.checkpoint_units(nn.Linear(2, 2)) == ()
 

@@ -203,7 +203,7 @@ def test_a_model_that_reads_drawn_values_while_it_is_built() -> None:
         width = int(torch.rand(()) * 8) + 1  # here
         return nn.Linear(width, width)
 
-    with pytest.raises(fe.SimulationError, match="building the model cannot go on at .*# here`"):
+    with pytest.raises(fe.SimulationError, match=r"building the model cannot go on at .*# here`"):
         fe.simulate(build, 2, batch=torch.zeros(2, 2))
 
 

@@ -17,8 +17,9 @@ from fsdp_engine.simulation.kernels import lstm_workspace
 from fsdp_engine.strategies import LEVELS
 from tests.models import Transformer, token_batch
 from tests.pool import Ranks
+from tests.simulation.live_storages import LiveStorages
 from tests.simulation.memory_models import MODELS
-from tests.simulation.memory_runs import HOST, NUM_RANKS, Run, measured_all, planned
+from tests.simulation.memory_runs import NUM_RANKS, Run, measured_all, planned
 
 # What is promised is 5 % too much and 2 % too little; what is found is next to nothing.
 MOST = 0.005
@@ -47,6 +48,23 @@ def compare(ranks: Ranks, runs: list[Run]) -> None:
     found = ranks.run(measured_all, runs, world_size=NUM_RANKS)
     for run, *held in zip(runs, *found, strict=True):
         assert held == [pytest.approx(planned(run).peak_bytes, rel=MOST)] * NUM_RANKS, run
+
+
+def test_the_watch_sees_memory_that_comes_and_goes_outside_operations() -> None:
+    before = torch.zeros(100)
+    with LiveStorages() as watch:
+        watch.restart()
+        held = watch.num_bytes
+        storage = torch.zeros(10).untyped_storage()
+        assert watch.num_bytes == held + 40
+        storage.resize_(4000)
+        assert watch.num_bytes == held + 4000
+        storage.resize_(0)
+        del before
+        assert watch.num_bytes == held - 400
+        torch.zeros(1)
+    # Seen when the next operation began.
+    assert watch.peak >= held + 40
 
 
 def test_planned_memory_is_what_ranks_hold(ranks: Ranks) -> None:
