@@ -4,10 +4,10 @@
 Libraries keep in files other tensors than in memory: transformers 5 fuses the experts of a layer
 into one tensor, joins q, k and v, transposes, interleaves. All of that is reindexing: each element
 in memory is one element of a file. So a tensor is a set of *boxes*, each a box of a stored tensor
-at some place, its dims in some order. Joining, cutting, transposing and reshaping of tensors are small
-computations with the integers of their boxes. :class:`Pieces` can be given to code that was written
-for tensors (``torch.stack``, ``torch.cat``, ``x.reshape(...)``): what comes out says which bytes of
-which file each part of the result is, and each rank reads those of its slices.
+at some place, its dims in some order. Joining, cutting, transposing and reshaping of tensors are
+small computations with the integers of their boxes. :class:`Pieces` can be given to code that was
+written for tensors (``torch.stack``, ``torch.cat``, ``x.reshape(...)``): what comes out says which
+bytes of which file each part of the result is, and each rank reads those of its slices.
 
 A box has the stored tensor's shape *refined*: a reshape that cuts a dim in two cuts that dim, which
 changes nothing for row-major elements. A reshape that joins two dims whose elements do not follow
