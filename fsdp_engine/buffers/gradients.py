@@ -301,6 +301,10 @@ class Gradients:
         self._forget_backward()
         self.clear_all()
 
+    def leave(self) -> None:
+        """Of no use any more: what was accumulated is left to whoever holds it."""
+        self._memory.leave()
+
     @property
     def num_uses(self) -> int:
         """Holds on what accumulates: grows with each tensor over it that somebody keeps."""

@@ -196,6 +196,10 @@ class Memory:
         with self._allocating(sent):
             return zeros(numel, dtype, self.device)
 
+    def give_back(self, tensor: torch.Tensor, role: str) -> None:
+        """A persistent tensor is about to go."""
+        self.ledger.add(role, -tensor.nbytes)
+
     def transient(self, numel: int, dtype: torch.dtype, role: str) -> TransientStorage:
         """A storage whose memory comes and goes; it starts without.
 

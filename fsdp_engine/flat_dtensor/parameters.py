@@ -22,6 +22,7 @@ _NoTorchFunction = torch._C.DisableTorchFunctionSubclass  # type: ignore[attr-de
 _tensor_class: Any = Tensor
 _get_grad, _set_grad = _tensor_class.grad.__get__, _tensor_class.grad.__set__
 _get_requires_grad = _tensor_class.requires_grad.__get__
+_set_data = _tensor_class.data.__set__
 _get_version = _tensor_class._version.__get__
 
 
@@ -49,6 +50,16 @@ def requires_grad_of(params: Sequence[Tensor]) -> list[bool]:
     """Whether autograd follows each."""
     with _NoTorchFunction():
         return list(map(_get_requires_grad, params))
+
+
+def become(param: Tensor, other: Tensor) -> None:
+    """``param`` stays the object that it is, with the memory, dtype and placement of ``other``, of
+    its class. Its gradient must have been cleared."""
+    with _NoTorchFunction():
+        _set_data(param, other.detach())
+    for name in ("_local_tensor", "_spec", "_flat"):
+        if hasattr(other, name):
+            setattr(param, name, getattr(other, name))
 
 
 def any_requires_grad(params: Sequence[Tensor]) -> bool:

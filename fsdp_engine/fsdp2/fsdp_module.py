@@ -234,7 +234,10 @@ class FSDPModule:
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         apply = functools.partial(super()._apply, fn, recurse)  # type: ignore[misc]
-        convert(_group_of(self), fn, apply)
+        if _group_of(self).engine is None:
+            convert(cast(nn.Module, self), fn, apply)
+        else:
+            apply()  # within the conversion of the model
         return self
 
 

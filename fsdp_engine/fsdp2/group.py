@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 
-from fsdp_engine.buffers.param_and_grad_buffer import FIRST_TAG, ParamRecord
+from fsdp_engine.buffers.param_and_grad_buffer import FIRST_TAG
+from fsdp_engine.buffers.param_record import ParamRecord
 from fsdp_engine.buffers.redistribute import Ladder
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.devices.groups import default_group

@@ -117,6 +117,7 @@ class BuiltUnit:
         loose: see :class:`~fsdp_engine.planning.plan.PlannedUnit`.
         input_dtype: floating-point inputs of its modules are cast to it; None: left alone.
         output_dtype: likewise what they return.
+        policy: what dtypes follow from.
     """
 
     name: str
@@ -125,6 +126,7 @@ class BuiltUnit:
     loose: Sequence[nn.Module] = ()
     input_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
+    policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
 
     @property
     def label(self) -> str:
@@ -311,7 +313,7 @@ def build_unit(
     casts = policy.cast_forward_inputs and len(set(planned.loose)) < len(planned.modules)
     input_dtype = policy.param_dtype if casts else None
     unit = BuiltUnit(
-        planned.name, planned.modules, buffers, planned.loose, input_dtype, output_dtype
+        planned.name, planned.modules, buffers, planned.loose, input_dtype, output_dtype, policy
     )
     for buffer in buffers:
         for record in buffer.records:

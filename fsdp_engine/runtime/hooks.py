@@ -382,14 +382,14 @@ def hook_recomputation(scheduler: Scheduler, unit: Unit) -> None:
 
 
 def _gradient_writer(scheduler: Scheduler, unit: Unit, buffer: ParamAndGradBuffer) -> Any:
-    grads = buffer.grads
-    assert grads is not None
     count = len(buffer.records)
     shard_of = buffer.shard_of_gradient if buffer.has_dtensors else None
 
     @not_compiled
     def on_grad(index: int, param: Tensor) -> None:
         grad = param.grad
+        grads = buffer.grads  # of its own after each conversion
+        assert grads is not None
         if grad is None:
             return  # a function that has none for it, or computes it later
         if not grads.num_touched:
