@@ -110,6 +110,11 @@ class Gradients:
         main = self.main_grads()
         return self._memory.handed if self._memory.handed is not None else main
 
+    @property
+    def divisor(self) -> float:
+        """What sums over the ranks are divided by."""
+        return self._scale.num_ranks
+
     def divide_by(self, divisor: float) -> None:
         """What comes from now on is divided by ``divisor`` instead of the number of ranks.
 

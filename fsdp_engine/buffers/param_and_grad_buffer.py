@@ -202,15 +202,18 @@ class ParamAndGradBuffer:
         clear_gradients(self.sharded_params)
         del shown
         self.spec = replace(self.spec, kind=kind)
-        before, self.weights = self.weights, Weights(
-            self.spec, self._machinery, codec, self.full_params
+        before, self.weights = (
+            self.weights,
+            Weights(self.spec, self._machinery, codec, self.full_params),
         )
         self.weights.main.tensor.copy_(before.main.tensor)
         before.release()
         before.give_back()
         if self.grads is not None:
+            divisor = self.grads.divisor
             self.grads.leave()
             self.grads = Gradients(self.spec, self._machinery, self._config)
+            self.grads.divide_by(divisor)
         for index, full in enumerate(self.full_params):
             become(full, self._as_users_have_it(index, self.weights.params[index]))
             if not self.is_plain:

@@ -73,7 +73,8 @@ class ParamCodec(ABC):
             NotImplementedError: its weights have no other dtypes.
         """
         raise NotImplementedError(
-            f"expected weights that are cast, or encoded as fp8 by Float8; found {type(self).__name__}"
+            "expected weights that are cast, or encoded as fp8 by Float8; found a "
+            f"{type(self).__name__}"
         )
 
     def granule(self, shape: tuple[int, ...]) -> int:

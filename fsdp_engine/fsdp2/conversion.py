@@ -19,9 +19,7 @@ _Moves = dict[torch.dtype, tuple[torch.dtype, torch.device]]
 _here = threading.local()
 
 
-def convert(
-    module: nn.Module, fn: Callable[[Tensor], Tensor], apply: Callable[[], object]
-) -> None:
+def convert(module: nn.Module, fn: Callable[[Tensor], Tensor], apply: Callable[[], object]) -> None:
     """What ``nn.Module._apply`` does, where parameters are those of units.
 
     Dtypes are changed in place, of whole units. Units that come off the meta device are made anew,
@@ -107,9 +105,7 @@ def _moves(group: Group, fn: Callable[[Tensor], Tensor]) -> _Moves:
     return found
 
 
-def _whole_parameters(
-    group: Group, moves: _Moves
-) -> dict[tuple[int, str], nn.Parameter]:
+def _whole_parameters(group: Group, moves: _Moves) -> dict[tuple[int, str], nn.Parameter]:
     """By their first place, as users had them; without values, where there were none."""
     whole = {}
     for buffer in group.unit.buffers:

@@ -114,19 +114,19 @@ class BuiltUnit:
         name: fully qualified names of its modules; "" for the root.
         modules: whose forwards need its full parameters.
         buffers: its parameters, by kind.
+        policy: what their dtypes follow from.
         loose: see :class:`~fsdp_engine.planning.plan.PlannedUnit`.
         input_dtype: floating-point inputs of its modules are cast to it; None: left alone.
         output_dtype: likewise what they return.
-        policy: what dtypes follow from.
     """
 
     name: str
     modules: Sequence[nn.Module]
     buffers: Sequence[ParamAndGradBuffer]
+    policy: MixedPrecisionPolicy
     loose: Sequence[nn.Module] = ()
     input_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
-    policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
 
     @property
     def label(self) -> str:
@@ -313,7 +313,7 @@ def build_unit(
     casts = policy.cast_forward_inputs and len(set(planned.loose)) < len(planned.modules)
     input_dtype = policy.param_dtype if casts else None
     unit = BuiltUnit(
-        planned.name, planned.modules, buffers, planned.loose, input_dtype, output_dtype, policy
+        planned.name, planned.modules, buffers, policy, planned.loose, input_dtype, output_dtype
     )
     for buffer in buffers:
         for record in buffer.records:

@@ -388,10 +388,10 @@ def _gradient_writer(scheduler: Scheduler, unit: Unit, buffer: ParamAndGradBuffe
     @not_compiled
     def on_grad(index: int, param: Tensor) -> None:
         grad = param.grad
-        grads = buffer.grads  # of its own after each conversion
-        assert grads is not None
         if grad is None:
             return  # a function that has none for it, or computes it later
+        grads = buffer.grads  # other ones since a conversion
+        assert grads is not None
         if not grads.num_touched:
             scheduler.begin_gradient(unit)
         param.grad = None

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import fsdp_engine as fe
 from fsdp_engine.flat_dtensor import FlatDTensor
-from tests.pool import on_ranks
+from tests.pool import Ranks, on_ranks
 
 LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
@@ -32,7 +32,8 @@ class Net(nn.Module):
         self.register_buffer("shift", torch.linspace(0, 1, 6))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.first(x) + self.shift
+        y = self.first(x)
+        y = y + self.shift.to(y.dtype)
         for block in self.blocks:
             y = y + torch.tanh(block(y))
         return self.head(self.norm(y))
@@ -58,8 +59,8 @@ def steps(model: nn.Module, optimizer: Any, which: range, *, shared: bool = True
     dtype = model.head.weight.dtype  # type: ignore[union-attr]
     losses = []
     for step in which:
-        x = data(step, dtype)
-        loss = F.mse_loss(model(mine(x) if shared else x).float(), (mine(x) if shared else x).float())
+        x = mine(data(step, dtype)) if shared else data(step, dtype)
+        loss = F.mse_loss(model(x).float(), x.float())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -76,7 +77,8 @@ def momentum(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, FlatDTensor) else tensor.detach()
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, FlatDTensor) else tensor
 
 
 @on_ranks(2)
@@ -146,14 +148,16 @@ def test_gradients_are_converted_with_their_parameters(level: str) -> None:
     alone.double()
     model.double()
     for param, other in zip(model.parameters(), alone.parameters(), strict=True):
-        assert param.grad is not None and other.grad is not None
+        assert param.grad is not None
+        assert other.grad is not None
         assert param.grad.dtype == other.grad.dtype == torch.float64
         torch.testing.assert_close(whole(param.grad), other.grad, rtol=1e-5, atol=1e-6)
     # A backward adds to them.
     F.mse_loss(alone(x := data(1, torch.float64)), x).backward()
     F.mse_loss(model(mine(x)), mine(x)).backward()
     for param, other in zip(model.parameters(), alone.parameters(), strict=True):
-        assert param.grad is not None and other.grad is not None
+        assert param.grad is not None
+        assert other.grad is not None
         torch.testing.assert_close(whole(param.grad), other.grad, rtol=1e-5, atol=1e-6)
     expected = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
     torch.testing.assert_close(engine.clip_grad_norm_(0.1), expected, check_dtype=False)
@@ -188,21 +192,24 @@ def test_the_policy_follows(level: str) -> None:
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
-@on_ranks(2)
-def test_a_checkpoint_after_a_conversion(shared_folder: Path) -> None:
+def saved_and_continued(folder: str) -> tuple[list[float], list[float]]:
     model = net()
     engine = fe.shard(model)
     sgd = momentum(model)
     steps(model, sgd, range(1))
     model.double()
     steps(model, sgd, range(1, 2))
-    fe.save_checkpoint(shared_folder / "one", engine, sgd)
+    fe.save_checkpoint(folder, engine, sgd)
     other = net().double()
     again = fe.shard(other)
     other_sgd = momentum(other)
-    fe.load_checkpoint(shared_folder / "one", again, other_sgd)
-    expected = steps(model, sgd, range(2, 4))
-    assert steps(other, other_sgd, range(2, 4)) == expected
+    fe.load_checkpoint(folder, again, other_sgd)
+    return steps(other, other_sgd, range(2, 4)), steps(model, sgd, range(2, 4))
+
+
+def test_a_checkpoint_after_a_conversion(ranks: Ranks, tmp_path: Path) -> None:
+    for found, expected in ranks.run(saved_and_continued, str(tmp_path / "one"), world_size=2):
+        assert found == expected
 
 
 @on_ranks(2)
@@ -240,7 +247,7 @@ class Recurrent(nn.Module):
         self.head.weight.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x)[0])
+        return self.head(self.body(x[None])[0][0])
 
 
 @on_ranks(2)
