@@ -58,7 +58,8 @@ def convert(module: nn.Module, fn: Callable[[Tensor], Tensor], apply: Callable[[
         group.unit.release()
     _here.is_under_way = True
     try:
-        with hidden([buffer for group in groups for buffer in group.unit.buffers]):
+        moved_buffers = [b for group, moved in moves if moved for b in group.unit.buffers]
+        with hidden([*moved_buffers, *(buffer for buffer, _, _ in changes)]):
             apply()
     finally:
         _here.is_under_way = False

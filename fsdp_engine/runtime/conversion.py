@@ -88,9 +88,8 @@ class Conversions:
         if changes:
             self._check_rest()
             self._wait()
-        buffers = [buffer for unit in self._units for buffer in unit.buffers]
-        with hidden(buffers):
-            apply()
+        with hidden([buffer for _, (buffer, _, _) in changes]):
+            apply()  # what keeps its dtype is torch's, too
         for unit in {id(unit): unit for unit, _ in changes}.values():
             unit.release()
         for unit, (buffer, kind, codec) in changes:
