@@ -81,6 +81,13 @@ class Ledger:
         self.peak_total = self.total
 
 
+@contextmanager
+def off_meta() -> Iterator[None]:
+    """Within it, who names no device gets a real one, also under ``with torch.device("meta")``."""
+    with torch.device("cpu") if torch.get_default_device().type == "meta" else nullcontext():
+        yield
+
+
 def empty(
     shape: int | tuple[int, ...], dtype: torch.dtype, device: torch.device | str
 ) -> torch.Tensor:

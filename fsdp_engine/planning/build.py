@@ -190,7 +190,7 @@ def agree_on_plan(
             kind that is not known everywhere, RuntimeError.
     """
     digest = hashlib.sha256("\n".join(signature).encode()).hexdigest()
-    seed = int(torch.randint(2**31, ())) if plan is not None and plan.on_meta else 0
+    seed = int(torch.randint(2**31, (), device="cpu")) if plan is not None and plan.on_meta else 0
     values = holdings.digests if holdings is not None else {}
     first = mesh.ranks[0]
     heads = agree(what, error, ranks.control_group, (first, digest, seed, values, tag))
