@@ -320,3 +320,16 @@ def test_main_weights_that_are_compute_weights_keep_their_dtype() -> None:
     fe.shard(model, strategy="no_shard", mp_policy=policy)
     with pytest.raises(ValueError, match=r"expected main weights to stay in torch\.bfloat16"):
         model.float()
+
+
+@on_ranks(2)
+def test_an_optimizer_of_slices_follows() -> None:
+    found = []
+    for wrap in (lambda optimizer: optimizer, fe.shard_optimizer):
+        model = net()
+        fe.shard(model)
+        optimizer = wrap(momentum(model))
+        losses = steps(model, optimizer, range(2))
+        model.double()
+        found.append(losses + steps(model, optimizer, range(2, 4)))
+    assert found[0] == found[1]
