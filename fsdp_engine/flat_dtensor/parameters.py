@@ -74,8 +74,15 @@ def versions_of(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def accumulator_of(param: Tensor) -> Any:
-    """The node by which autograd accumulates into ``param``; it lives as long as it is held."""
+    """The node by which autograd accumulates into ``param``; it lives as long as it is held. Also
+    of one that is frozen now, for when it is thawed."""
+    is_frozen = not param.requires_grad
+    if is_frozen:
+        param.requires_grad_(True)
     with torch.enable_grad():
         followed = unwrap(param) if isinstance(param, FlatDTensor) else param.view_as(param)
     assert followed.grad_fn is not None
-    return followed.grad_fn.next_functions[0][0]
+    node = followed.grad_fn.next_functions[0][0]
+    if is_frozen:
+        param.requires_grad_(False)
+    return node

@@ -233,3 +233,17 @@ def test_calls_within_a_meta_device_context() -> None:
         other = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         fe.shard(other)
     assert torch.isfinite(other(x)).all()
+
+
+@on_ranks(2)
+def test_parameters_frozen_before_the_first_forward_and_thawed_later() -> None:
+    def script(api: Any) -> list[float]:
+        model = parallelize(api, seeded())
+        optimizer = sgd(model.parameters())
+        model.layers["0"].requires_grad_(False)
+        log = train(model, optimizer, range(2))
+        model.layers["0"].requires_grad_(True)
+        return log.losses + train(model, optimizer, range(2, 4)).losses
+
+    found = {name: script(api) for name, api in APIS.items()}
+    torch.testing.assert_close(found["fsdp_engine"], found["fsdp2"], rtol=1e-5, atol=1e-6)

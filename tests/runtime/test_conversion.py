@@ -333,3 +333,19 @@ def test_an_optimizer_of_slices_follows() -> None:
         model.double()
         found.append(losses + steps(model, optimizer, range(2, 4)))
     assert found[0] == found[1]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("level", LEVELS)
+def test_parameters_that_are_frozen_meanwhile(level: str) -> None:
+    alone, model = net(), net()
+    fe.shard(model, strategy=level)
+    alone_sgd, sgd = momentum(alone), momentum(model)
+    expected, found = [], []
+    for start, thawed in ((0, True), (2, False), (4, True)):
+        for each in (alone, model):
+            each.blocks[1].requires_grad_(thawed)
+            each.to(torch.float64 if start == 2 else torch.float32)
+        expected += steps(alone, alone_sgd, range(start, start + 2), shared=False)
+        found += steps(model, sgd, range(start, start + 2))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
