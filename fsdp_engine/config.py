@@ -216,14 +216,15 @@ class DistributedDataParallelConfig:
         """The elements that are gathered ahead, and what may be staged.
 
         Either is what ``suggested_communication_unit_size`` says. Else gathered ahead is the mean
-        of ``blocks`` (elements of each; where there are none, of ``others``), so that of equal
-        units one is gathered while another computes; staged is twice that, and one reduction in any
-        case, so that one unit is reduced while gradients of another come, however large either is.
+        of ``blocks`` (elements of each; where there are none, of ``others``; 0 where there are none
+        of these), so that of equal units one is gathered while another computes; staged is twice
+        that, and one reduction in any case, so that one unit is reduced while gradients of another
+        come, however large either is.
         """
         if self.suggested_communication_unit_size is not None:
             given = self.suggested_communication_unit_size
             return given, StagingBudget(given, 0)
-        sizes = blocks or others
+        sizes = blocks or others or [0]
         return sum(sizes) // len(sizes), StagingBudget(2 * sum(sizes) // len(sizes), 1)
 
     def applied_to(self, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:

@@ -22,6 +22,7 @@ from fsdp_engine.planning.assignment import expect
 from fsdp_engine.planning.build import Ladders, Resources, same_on_replicas
 from fsdp_engine.planning.installing import holders, install_into
 from fsdp_engine.precision import MixedPrecisionPolicy
+from fsdp_engine.runtime.conversion import Conversions
 from fsdp_engine.runtime.description import Description, describe_units
 from fsdp_engine.runtime.gradient_checks import GradientChecks
 from fsdp_engine.runtime.hooks import hook_gradients, hook_recomputation
@@ -103,6 +104,13 @@ class Engine:
         self._hooks = ModelHooks(self.units, self._scheduler, self._roster.check, self)
         for module in self._hooks.modules:
             refuse_copies(module)
+        Conversions(
+            self.units,
+            config,
+            lambda: self._scheduler.is_at_rest,
+            self._reductions.wait,
+            self._reductions.are_reduced,
+        ).watch(model)
         for unit in self.units:
             hook_recomputation(self._scheduler, unit)
             hook_gradients(self._scheduler, unit)

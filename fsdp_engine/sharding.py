@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_engine.buffers.redistribute import Ladder
 from fsdp_engine.codecs import CodecRule
 from fsdp_engine.config import DistributedDataParallelConfig, Timing
+from fsdp_engine.devices import memory
 from fsdp_engine.devices.meeting import telling
 from fsdp_engine.devices.mesh import DataMesh, check_device_mesh, ranks_that_meet
 from fsdp_engine.devices.nccl_pool import check_nccl
@@ -155,6 +156,7 @@ def shard(
     )
 
 
+@memory.off_meta()
 def make_engine(
     model: nn.Module,
     mesh: DeviceMesh | None,

@@ -32,9 +32,13 @@ class GradientHooks:
         on_grad: Callable[[int, Tensor], None],
         begin: Callable[[], None],
     ) -> None:
-        self._shown = shown
         self._on_grad = on_grad
         self._begin = begin
+        self.follow(shown, sharded_params)
+
+    def follow(self, shown: ShownGradients, sharded_params: Sequence[Tensor]) -> None:
+        """What users hold has another dtype, and so other accumulators; or is looked at first."""
+        self._shown = shown
         # Autograd would add to `.grad` in place, unscaled.
         self._accumulators = [accumulator_of(param) for param in sharded_params]
         for index, node in enumerate(self._accumulators):

@@ -38,6 +38,7 @@ class GradientScale:
         later: by a pass of its own before they travel; 1.0: there is none.
         boost: how much larger they are in memory of the wire's.
         average: the collectives do the ranks' part.
+        num_ranks: the number of ranks, or what users divide by instead.
     """
 
     alpha: float
@@ -45,6 +46,7 @@ class GradientScale:
     later: float
     boost: float
     average: bool
+    num_ranks: float
 
 
 def gradient_scale(
@@ -63,7 +65,7 @@ def gradient_scale(
     # A power of two is exact in any dtype.
     if math.frexp(alpha)[0] != 0.5 and dtypes.compute != dtypes.main_grad:
         factor = torch.tensor([alpha], dtype=torch.float32, device=device)
-    return GradientScale(alpha, factor, later, larger, average)
+    return GradientScale(alpha, factor, later, larger, average, num_ranks)
 
 
 def boost(divisor: float, wire: torch.dtype) -> float:

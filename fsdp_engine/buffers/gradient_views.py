@@ -41,7 +41,7 @@ class GradientViews:
         self._gradients = gradients
         self._locals = _slices(gradients.for_optimizer(), params, gradients.optim_depth)
         self.tensors = [
-            _like(param, local) for local, param in zip(self._locals, params, strict=True)
+            like(param, local) for local, param in zip(self._locals, params, strict=True)
         ]
         # A plain tensor does not tell that it was zeroed.
         self._are_plain = not isinstance(params[0], FlatDTensor)
@@ -79,7 +79,7 @@ class GradientViews:
         return self._gradients.num_uses, list(tensors), list(slices)
 
 
-def _like(param: Tensor, local: Tensor) -> Tensor:
+def like(param: Tensor, local: Tensor) -> Tensor:
     """The tensor over ``local`` that lies as ``param`` does."""
     if isinstance(param, FlatDTensor):
         return FlatDTensor.from_flat_local(local, param.flat_placement)

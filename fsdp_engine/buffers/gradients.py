@@ -110,6 +110,11 @@ class Gradients:
         main = self.main_grads()
         return self._memory.handed if self._memory.handed is not None else main
 
+    @property
+    def divisor(self) -> float:
+        """What sums over the ranks are divided by."""
+        return self._scale.num_ranks
+
     def divide_by(self, divisor: float) -> None:
         """What comes from now on is divided by ``divisor`` instead of the number of ranks.
 
@@ -300,6 +305,10 @@ class Gradients:
         """Forget whatever was accumulated, and this backward."""
         self._forget_backward()
         self.clear_all()
+
+    def leave(self) -> None:
+        """Of no use any more: what was accumulated is left to whoever holds it."""
+        self._memory.leave()
 
     @property
     def num_uses(self) -> int:

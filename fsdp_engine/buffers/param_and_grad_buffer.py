@@ -14,19 +14,19 @@ Where nothing is cut and main weights are compute weights, full and sharded are 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 
 from fsdp_engine.buffers.gradient_hooks import GradientHooks
 from fsdp_engine.buffers.gradients import Gradients
+from fsdp_engine.buffers.param_record import ParamRecord
 from fsdp_engine.buffers.redistribute import Gather, Machinery, redistribute
 from fsdp_engine.buffers.sharded_buffer import ShardedBuffer, flat_source
-from fsdp_engine.buffers.shown_gradients import ShownGradients
+from fsdp_engine.buffers.shown_gradients import ShownGradients, local_part
 from fsdp_engine.buffers.spec import BufferKind, BufferSpec
 from fsdp_engine.buffers.weights import Weights
 from fsdp_engine.codecs import ParamCodec
@@ -35,58 +35,22 @@ from fsdp_engine.devices import memory as mem
 from fsdp_engine.devices.collectives import broadcast_
 from fsdp_engine.devices.lane import Chain
 from fsdp_engine.devices.mesh import DataMesh
-from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement, clear_gradients, requires_grad_of
+from fsdp_engine.flat_dtensor import (
+    FlatDTensor,
+    FlatPlacement,
+    become,
+    clear_gradients,
+    gradients_of,
+    requires_grad_of,
+)
 from fsdp_engine.flat_dtensor.outside_reads import OutsideReads
 from fsdp_engine.flat_dtensor.param_hooks import ParamHooks
-from fsdp_engine.flat_dtensor.spread import Spread
 from fsdp_engine.layout import Layout
-from fsdp_engine.layout.expert_place import ExpertPlace
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Strategy
 
 # Messages of gathers outside the schedule; buffers' own tags start above it.
 MAIN_TAG = 1
 FIRST_TAG = 16
-
-
-@dataclass
-class ParamRecord:
-    """One parameter before it is sharded, with every place that refers to it.
-
-    Attributes:
-        name: its first fully qualified name.
-        param: the user's parameter.
-        owners: (module, attribute) pairs; several for a tied parameter.
-        aliases: all its names, the first included.
-        spread: of one that is a DTensor: how it lies over mesh dimensions that are not the
-            engine's. Set when it is planned.
-        is_written: a checkpoint takes what this rank holds of it from here, and not from another
-            place of others' mesh dimensions that holds the same. Set when it is planned.
-        expert: of one that not all data-parallel ranks share: which of them this rank has. Set when
-            ranks have told each other.
-    """
-
-    name: str
-    param: nn.Parameter
-    owners: list[tuple[nn.Module, str]] = field(default_factory=list)
-    aliases: list[str] = field(default_factory=list)
-    spread: Spread | None = None
-    is_written: bool = True
-    expert: ExpertPlace | None = None
-
-    @property
-    def shard(self) -> nn.Parameter:
-        """What this rank holds of ``param`` over others' mesh dimensions, a plain parameter with
-        the user's marks: ``param`` itself, where it is one."""
-        param = self.param
-        if self.spread is None:
-            return param
-        with torch.no_grad():
-            made_whole = not isinstance(param, DTensor)  # to be given values
-            local = self.spread.shard_of(param) if made_whole else param.to_local()  # type: ignore[attr-defined]
-        shard = nn.Parameter(local, requires_grad=param.requires_grad)
-        own = ("_local_tensor", "_spec")
-        shard.__dict__.update({key: mark for key, mark in vars(param).items() if key not in own})
-        return shard
 
 
 class ParamAndGradBuffer:
@@ -125,6 +89,7 @@ class ParamAndGradBuffer:
         by_name = {record.name: record for record in records}
         self.spec = spec
         self._machinery = machinery
+        self._config = config
         self.records = [by_name[slot.name] for slot in spec.layout.slots]
         # Of DTensors, this rank's shards: see [Note: Parameters that are DTensors].
         params = [record.shard for record in self.records]
@@ -141,25 +106,17 @@ class ParamAndGradBuffer:
             self.full_params if self.is_plain else [self._sharded(i) for i in range(len(params))]
         )
         names = [record.name for record in self.records]
-        dtypes = spec.kind.dtypes
         for param, full, sharded in zip(params, self.full_params, self.sharded_params, strict=True):
-            if self.grads is not None and dtypes.optim_grad != dtypes.main:
-                sharded.grad_dtype = dtypes.optim_grad
             # Marks that users put on their parameters (tensor parallel, experts, ...) stay.
             marks = codec.marks(param)
             full.__dict__.update(marks)
             sharded.__dict__.update(marks)
         self.hooks = ParamHooks(names, [record.param for record in self.records])
         self.reads = OutsideReads(self.full_params, names, self.hooks)
-        self._shown: ShownGradients | None = None
-        if self.grads is not None:
-            reads = None if self.is_plain else self.reads.gradients
-            self._shown = ShownGradients(self.sharded_params, names, self.grads, reads)
+        self._shown = self._make_shown()
         for index, sharded in enumerate(self.sharded_params):
             if isinstance(sharded, FlatDTensor):
                 sharded._home = self.reads.home(index)
-        if self._shown is not None:
-            self.reads.on_gradient = self._shown.was_set
         self._gradient_hooks: GradientHooks | None = None
 
     @property
@@ -230,6 +187,45 @@ class ParamAndGradBuffer:
     @property
     def _num_cut_mesh_axes(self) -> int:
         return min(self.spec.optim_depth, self.mesh.device_mesh.ndim)
+
+    def convert(self, kind: BufferKind, codec: ParamCodec, *, are_reduced: bool) -> None:
+        """Weights and gradients become those of ``kind``; values are rounded. Parameters, full and
+        sharded, stay the objects that they are. Nothing may be under way. Not collective.
+
+        Args:
+            kind: differs in dtypes alone.
+            codec: of its own.
+            are_reduced: gradients that users see are reduced.
+        """
+        dtypes, shown = kind.dtypes, gradients_of(self.sharded_params)
+        grads = [None if each is None else local_part(each).to(dtypes.optim_grad) for each in shown]
+        clear_gradients(self.sharded_params)
+        del shown
+        self.spec = replace(self.spec, kind=kind)
+        before, self.weights = (
+            self.weights,
+            Weights(self.spec, self._machinery, codec, self.full_params),
+        )
+        self.weights.main.tensor.copy_(before.main.tensor)
+        before.release()
+        before.give_back()
+        if self.grads is not None:
+            divisor = self.grads.divisor
+            self.grads.leave()
+            self.grads = Gradients(self.spec, self._machinery, self._config)
+            self.grads.divide_by(divisor)
+        for index, full in enumerate(self.full_params):
+            become(full, self._as_users_have_it(index, self.weights.params[index]))
+            if not self.is_plain:
+                become(self.sharded_params[index], self._flat(index))
+        self._shown = self._make_shown(changed=True)
+        if self._gradient_hooks is not None:
+            self._gradient_hooks.follow(self.shown, self.sharded_params)
+        if self.reads.main_grad is not None:
+            self.attach_main_grads()
+        for index, grad in enumerate(grads):
+            if grad is not None:
+                self.shown.put(index, grad, is_reduced=are_reduced)
 
     def hook_gradients(
         self, on_grad: Callable[[int, Tensor], None], begin: Callable[[], None]
@@ -421,15 +417,31 @@ class ParamAndGradBuffer:
             start, stop = self.layout.tensor_range(index, self.spec.optim_depth, at)
             self.weights.main.local(index, self.spec.optim_depth).copy_(source[start:stop])
 
-    def _as_users_have_it(self, index: int, full: nn.Parameter) -> nn.Parameter:
+    def _make_shown(self, *, changed: bool = False) -> ShownGradients | None:
+        if self.grads is None:
+            return None
+        dtypes = self.kind.dtypes
+        if changed or dtypes.optim_grad != dtypes.main:
+            for sharded in self.sharded_params:
+                sharded.grad_dtype = dtypes.optim_grad
+        names = [record.name for record in self.records]
+        reads = None if self.is_plain else self.reads.gradients
+        shown = ShownGradients(self.sharded_params, names, self.grads, reads)
+        self.reads.on_gradient = shown.was_set
+        return shown
+
+    def _as_users_have_it(self, index: int, full: Tensor) -> nn.Parameter:
         """``full``, a plain parameter; over it, a DTensor where the user's parameter is one."""
         spread = self._spreads[index]
-        if spread is None:
+        if spread is not None:
+            full = spread.wrap(full.detach())
+        elif isinstance(full, nn.Parameter):
             return full
-        return nn.Parameter(spread.wrap(full.detach()), requires_grad=full.requires_grad)
+        return nn.Parameter(full, requires_grad=self.kind.requires_grad)
+
+    def _flat(self, index: int) -> FlatDTensor:
+        local = self.weights.main.local(index, self.spec.optim_depth)
+        return FlatDTensor.from_flat_local(local, self.placement(index))
 
     def _sharded(self, index: int) -> nn.Parameter:
-        local = self.weights.main.local(index, self.spec.optim_depth)
-        tensor = FlatDTensor.from_flat_local(local, self.placement(index))
-        param = nn.Parameter(tensor, requires_grad=self.kind.requires_grad)
-        return param
+        return nn.Parameter(self._flat(index), requires_grad=self.kind.requires_grad)

@@ -28,7 +28,7 @@ from operator import is_, is_not, ne, or_
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp_engine.buffers.gradient_views import GradientViews
+from fsdp_engine.buffers.gradient_views import GradientViews, like
 from fsdp_engine.buffers.gradients import Gradients, zeros_in
 from fsdp_engine.flat_dtensor import FlatDTensor, clear_gradients, gradients_of, set_gradients
 from fsdp_engine.flat_dtensor.outside_reads import GradientReads
@@ -141,7 +141,7 @@ class ShownGradients:
         for index in self._own:
             param = self._params[index]
             if (grad := gradients_of([param])[0]) is not None:
-                if _local(grad).shape != _local(views.tensors[index]).shape:
+                if local_part(grad).shape != local_part(views.tensors[index]).shape:
                     raise RuntimeError(
                         f"backward: expected a gradient of this rank's slice of "
                         f"{self._names[index]}; found one of shape {tuple(grad.shape)}: a function "
@@ -150,7 +150,7 @@ class ShownGradients:
                         "root (units= names the blocks alone)"
                     )
                 known = self._apart.get(index)
-                self._apart[index] = grad if known is None else _local(known) + _local(grad)
+                self._apart[index] = grad if known is None else local_part(known) + local_part(grad)
                 self.used[index] = 1
                 param.grad = views.tensors[index]
         self._own.clear()
@@ -186,7 +186,7 @@ class ShownGradients:
             set_gradients(self._params, wanted)
         if reduced and self._apart:
             for index, apart in self._apart.items():
-                views.local(index).add_(_local(apart))
+                views.local(index).add_(local_part(apart))
             self._apart.clear()
         # Between microbatches users may clear gradients, but not edit them.
         self._versions = [] if reduced else views.versions()
@@ -212,6 +212,18 @@ class ShownGradients:
         self.used[index] = 1
         self._gradients.keep(index)
         return view
+
+    def put(self, index: int, grad: Tensor, *, is_reduced: bool) -> None:
+        """Make ``.grad`` of one parameter ``grad``, this rank's part of it.
+
+        Args:
+            is_reduced: it is, as those of all others are.
+        """
+        if is_reduced:
+            local_part(self.publish_one(index)).copy_(grad)
+        else:
+            self._params[index].grad = like(self._params[index], grad)
+            self._is_clear = False
 
     def view(self, index: int) -> Tensor:
         """What ``.grad`` of parameter ``index`` is where there is one."""
@@ -247,7 +259,7 @@ class ShownGradients:
     def scale_apart(self, factor: float | Tensor) -> None:
         """Multiply what is apart."""
         for apart in self._apart.values():
-            local = _local(apart)
+            local = local_part(apart)
             local.mul_(factor.to(local.dtype) if isinstance(factor, Tensor) else factor)
 
     def discard(self, *, keeps_memory: bool = False) -> None:
@@ -341,7 +353,8 @@ def _places(flags: Iterable[bool]) -> list[int]:
     return [place for place, flag in enumerate(flags) if flag]
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of ``tensor``."""
     if isinstance(tensor, FlatDTensor):
         return tensor.local
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -194,6 +194,16 @@ class Weights:
         """What modules compute with in place of ``param``, the user's parameter ``index``."""
         return self.codec.bind(param, [plane.params[index] for plane in self._planes])
 
+    def give_back(self) -> None:
+        """Of no use any more: what is held at rest is not booked any more, and goes with it."""
+        memory = self._machinery.memory
+        for plane in self._planes:
+            kept = plane.wire if plane.wire is not None or self.reshards else plane.target
+            if kept is not None:
+                memory.give_back(kept.tensor, "model")
+        if not self.codec.is_identity:
+            memory.give_back(self.main.tensor, "main")
+
     def holds(self, phase: int) -> bool:
         """Whether the full parameters that a use of ``phase`` reads are there, or on their way."""
         return all(plane.holds for plane in self._planes_of(phase))

@@ -66,6 +66,17 @@ class ParamCodec(ABC):
         """Tensors that outlive a call: ``encode`` writes them, ``decode`` reads them."""
         return ()
 
+    def converted(self, main: torch.dtype, compute: torch.dtype) -> ParamCodec:
+        """A codec like this one for main weights, and compute weights, of other dtypes.
+
+        Raises:
+            NotImplementedError: its weights have no other dtypes.
+        """
+        raise NotImplementedError(
+            "expected weights that are cast, or encoded as fp8 by Float8; found a "
+            f"{type(self).__name__}"
+        )
+
     def granule(self, shape: tuple[int, ...]) -> int:
         """Elements of a parameter that must stay on one rank."""
         return 1

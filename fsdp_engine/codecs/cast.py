@@ -15,9 +15,14 @@ from fsdp_engine.devices.memory import begin_together
 class CastCodec(ParamCodec):
     """A dtype cast, which is nothing at all where both dtypes are one."""
 
-    def __init__(self, main_dtype: torch.dtype, compute_dtype: torch.dtype) -> None:
-        self.wire_dtype = compute_dtype
-        self.is_identity = main_dtype == compute_dtype
+    def __init__(self, main: torch.dtype, compute: torch.dtype, *, copies: bool = False) -> None:
+        """``copies``: main weights stay apart from compute weights, though their dtype is one."""
+        self.wire_dtype = compute
+        self.is_identity = main == compute and not copies
+
+    def converted(self, main: torch.dtype, compute: torch.dtype) -> CastCodec:
+        """See :class:`ParamCodec`."""
+        return CastCodec(main, compute)
 
     def encode(self, main: Tensor, wires: Sequence[Tensor]) -> Steps:
         """See :class:`ParamCodec`."""

@@ -114,6 +114,10 @@ class Float8Codec(ParamCodec):
         self._pieces: Sequence[Piece] = ()
         self._groups: Sequence[Any] = ()
 
+    def converted(self, main: torch.dtype, compute: torch.dtype) -> Float8Codec:
+        """See :class:`ParamCodec`."""
+        return Float8Codec(self._options)
+
     @property
     def state(self) -> Sequence[Tensor]:
         """See :class:`ParamCodec`."""

@@ -122,6 +122,13 @@ def device_peak(device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
+@contextmanager
+def off_meta() -> Iterator[None]:
+    """Within it, who names no device gets a real one, also under ``with torch.device("meta")``."""
+    with torch.device("cpu") if torch.get_default_device().type == "meta" else nullcontext():
+        yield
+
+
 def empty(
     shape: int | tuple[int, ...], dtype: torch.dtype, device: torch.device | str
 ) -> torch.Tensor:
@@ -237,6 +244,10 @@ class Memory:
         self.ledger.add(role, numel * dtype.itemsize)
         with self._allocating(sent):
             return zeros(numel, dtype, self.device)
+
+    def give_back(self, tensor: torch.Tensor, role: str) -> None:
+        """A persistent tensor is about to go."""
+        self.ledger.add(role, -tensor.nbytes)
 
     def transient(self, numel: int, dtype: torch.dtype, role: str) -> TransientStorage:
         """A storage whose memory comes and goes; it starts without.

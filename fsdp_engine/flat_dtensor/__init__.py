@@ -4,6 +4,7 @@ from fsdp_engine.flat_dtensor import state_dicts as _state_dicts  # noqa: F401  
 from fsdp_engine.flat_dtensor.parameters import (
     accumulator_of,
     any_requires_grad,
+    become,
     clear_gradients,
     gradients_of,
     requires_grad_of,
@@ -20,6 +21,7 @@ __all__ = [
     "FlatShard",
     "accumulator_of",
     "any_requires_grad",
+    "become",
     "clear_gradients",
     "flat_range_boxes",
     "gradients_of",

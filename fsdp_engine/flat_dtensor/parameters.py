@@ -22,6 +22,7 @@ _NoTorchFunction = torch._C.DisableTorchFunctionSubclass  # type: ignore[attr-de
 _tensor_class: Any = Tensor
 _get_grad, _set_grad = _tensor_class.grad.__get__, _tensor_class.grad.__set__
 _get_requires_grad = _tensor_class.requires_grad.__get__
+_set_data = _tensor_class.data.__set__
 _get_version = _tensor_class._version.__get__
 
 
@@ -51,6 +52,16 @@ def requires_grad_of(params: Sequence[Tensor]) -> list[bool]:
         return list(map(_get_requires_grad, params))
 
 
+def become(param: Tensor, other: Tensor) -> None:
+    """``param`` stays the object that it is, with the memory, dtype and placement of ``other``, of
+    its class. Its gradient must have been cleared."""
+    with _NoTorchFunction():
+        _set_data(param, other.detach())
+    for name in ("_local_tensor", "_spec", "_flat"):
+        if hasattr(other, name):
+            setattr(param, name, getattr(other, name))
+
+
 def any_requires_grad(params: Sequence[Tensor]) -> bool:
     """Whether autograd follows any of them."""
     with _NoTorchFunction():
@@ -63,8 +74,15 @@ def versions_of(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def accumulator_of(param: Tensor) -> Any:
-    """The node by which autograd accumulates into ``param``; it lives as long as it is held."""
+    """The node by which autograd accumulates into ``param``; it lives as long as it is held. Also
+    of one that is frozen now, for when it is thawed."""
+    is_frozen = not param.requires_grad
+    if is_frozen:
+        param.requires_grad_(True)
     with torch.enable_grad():
         followed = unwrap(param) if isinstance(param, FlatDTensor) else param.view_as(param)
     assert followed.grad_fn is not None
-    return followed.grad_fn.next_functions[0][0]
+    node = followed.grad_fn.next_functions[0][0]
+    if is_frozen:
+        param.requires_grad_(False)
+    return node

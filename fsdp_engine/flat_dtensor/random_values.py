@@ -2,19 +2,24 @@
 
 A rank draws the whole tensor from its own generator, as one process would, so that values do not
 depend on the number of ranks, and all generators are alike afterwards, if they were before. Whether
-they were is checked by a small message: slices of different draws would be one tensor of no
-distribution. Memory for one whole tensor at a time.
+they were shows in a small message: slices of different draws would be one tensor of no
+distribution, so then all draw from the first rank's generator, and the others' stay as they are.
+Memory for one whole tensor at a time.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fsdp_engine.devices import memory
+from fsdp_engine.devices.collectives import broadcast_
 from fsdp_engine.flat_dtensor.full_reductions import reduce_over
 from fsdp_engine.flat_dtensor.placement import FlatPlacement
 from fsdp_engine.flat_dtensor.slices import Args, Function, Kwargs, check_inplace, refusal
@@ -23,10 +28,10 @@ from fsdp_engine.flat_dtensor.slices import Args, Function, Kwargs, check_inplac
 def draw_(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     """``tensor.normal_()`` and its kind, and what ``torch.nn.init`` hands over whole.
 
-    Collective: every rank must call, with its generator in the same state.
+    Collective: every rank must call.
 
     Raises:
-        ValueError: generators of ranks differ, or an argument is a tensor too.
+        ValueError: an argument is a tensor too.
     """
     of_init = "tensor" in kwargs
     target = kwargs["tensor"] if of_init else args[0]
@@ -37,8 +42,7 @@ def draw_(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
         check_inplace(func, target)
     flat: FlatPlacement = target._flat
     local: Tensor = target._local_tensor
-    _check_generators(func, kwargs.get("generator"), local.device, flat)
-    with torch.no_grad():
+    with _one_generator(kwargs.get("generator"), local.device, flat), torch.no_grad():
         whole = memory.empty(tuple(flat.shape), local.dtype, local.device)
         if of_init:
             func(**{**kwargs, "tensor": whole})
@@ -54,25 +58,46 @@ def constant_(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
         return kwargs["tensor"].fill_(kwargs["val"])
 
 
-def _check_generators(
-    func: Function, generator: torch.Generator | None, device: torch.device, flat: FlatPlacement
-) -> None:
+@contextmanager
+def _one_generator(
+    generator: torch.Generator | None, device: torch.device, flat: FlatPlacement
+) -> Iterator[None]:
+    """Within it, the generator that is drawn from is in one state on all ranks."""
     if not flat.groups or device.type == "meta":
+        yield
         return
-    if generator is None:
-        on_cuda = device.type == "cuda"
-        state = torch.cuda.get_rng_state(device) if on_cuda else torch.get_rng_state()
-    else:
-        state = generator.get_state()
-    digest = hashlib.sha256(bytes(state.tolist())).digest()
+    get, put = _access(generator, device)
+    own = get()
+    digest = hashlib.sha256(bytes(own.tolist())).digest()
     value = int.from_bytes(digest[:7], "big")
     extremes = torch.tensor([value, -value], device=device)
     reduce_over(extremes, flat.groups, "max")
     highest, lowest = extremes.tolist()
-    if highest != -lowest:
-        raise ValueError(
-            f"{func.__name__}: expected the random generators of all ranks in one state, since "
-            "each keeps its slice of what one process would draw; found different ones, for a "
-            f"FlatDTensor of shape {tuple(flat.shape)}. Call torch.manual_seed(seed) on all ranks "
-            "before, or give a generator that is alike on all"
+    if highest == -lowest:
+        yield
+        return
+    first = own.to(device, copy=True)
+    for group in flat.groups:
+        broadcast_(first, group)
+    state = first.cpu()
+    if torch.equal(state, own):
+        yield
+        return
+    put(state)
+    try:
+        yield
+    finally:
+        put(own)
+
+
+def _access(
+    generator: torch.Generator | None, device: torch.device
+) -> tuple[Callable[[], Tensor], Callable[[Tensor], object]]:
+    """How its state is had, and set. None: the one that ``device`` draws from."""
+    if generator is not None:
+        return generator.get_state, generator.set_state
+    if device.type == "cuda":
+        return partial(torch.cuda.get_rng_state, device), partial(
+            torch.cuda.set_rng_state, device=device
         )
+    return torch.get_rng_state, torch.set_rng_state

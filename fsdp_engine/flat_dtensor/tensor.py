@@ -290,7 +290,7 @@ class FlatDTensor(DTensor):
             raise TypeError(
                 f"data: expected {self.dtype} on {self.device}; found {value.dtype} on "
                 f"{value.device}. The memory of a sharded tensor belongs to a flat buffer: convert "
-                "the model before shard(), or compute in another dtype by mp_policy"
+                "the whole model (model.to(dtype)), or compute in another dtype by mp_policy"
             )
         self.data.copy_(value.detach())
 

@@ -1,7 +1,8 @@
-"""``model.to(dtype)``, ``model.to_empty(device)`` and their kind, for parameters of units."""
+"""``model.to(dtype)``, ``model.to_empty(device)`` and their kind, before there is an engine."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import torch
@@ -9,45 +10,64 @@ from torch import Tensor, nn
 
 from fsdp_engine.buffers.sharded_buffer import ShardedBuffer
 from fsdp_engine.devices import memory
-from fsdp_engine.fsdp2.group import Group
+from fsdp_engine.fsdp2.group import Group, groups_within
+from fsdp_engine.runtime.conversion import changes_of, hidden
+
+# What becomes of each dtype of a unit that gets memory: another one, and where.
+_Moves = dict[torch.dtype, tuple[torch.dtype, torch.device]]
+
+_here = threading.local()
 
 
-def convert(group: Group, fn: Callable[[Tensor], Tensor], apply: Callable[[], object]) -> None:
-    """What ``nn.Module._apply`` does, where parameters are a unit's.
+def convert(module: nn.Module, fn: Callable[[Tensor], Tensor], apply: Callable[[], object]) -> None:
+    """What ``nn.Module._apply`` does, where parameters are those of units.
 
-    What ``fn`` makes of a tensor shows on one without elements. Where that has another dtype, or
-    comes off the meta device, the unit is made anew, of whole parameters: collective.
+    Dtypes are changed in place, of whole units. Units that come off the meta device are made anew,
+    of whole parameters: collective.
 
     Args:
-        group: of the module that is converted.
+        module: that is converted; ``fully_shard`` was called on it.
         fn: what ``_apply`` was given.
         apply: ``_apply`` of the module itself: for buffers, parameters of no unit, inner modules.
 
     Raises:
-        RuntimeError: the dtype would change, and there was a forward; or a forward or backward is
-            under way.
-        ValueError: the device would change.
+        RuntimeError: a unit is in the hands of an engine whose outermost module is another; or
+            shows full parameters that somebody computes with.
+        ValueError: the device would change; see also :func:`changes_of`.
     """
-    unit = group.unit
-    if unit.uses:
-        raise RuntimeError(
-            f"conversion of {unit.label}: expected no forward or backward of it under way; found "
-            "one"
-        )
-    unit.release()
-    changes = _changes(group, fn)
-    places = [owner for record in group.records for owner in record.owners]
-    kept = [module._parameters[attribute] for module, attribute in places]
-    for module, attribute in places:
-        module._parameters[attribute] = None
-    try:
+    if getattr(_here, "is_under_way", False):
         apply()
+        return
+    groups = groups_within(module)
+    for group in groups:
+        if group.unit.uses:
+            raise RuntimeError(
+                f"conversion of {group.unit.label}: expected no forward or backward of it under "
+                "way; found one"
+            )
+    moves = [(group, _moves(group, fn)) for group in groups]
+    changes = [
+        change
+        for group, moved in moves
+        if not moved
+        for change in changes_of(
+            group.unit, fn, group.resources.config, [m for g in group.modules for m in g.modules()]
+        )
+    ]
+    for group in groups:
+        group.unit.release()
+    _here.is_under_way = True
+    try:
+        moved_buffers = [b for group, moved in moves if moved for b in group.unit.buffers]
+        with hidden([*moved_buffers, *(buffer for buffer, _, _ in changes)]):
+            apply()
     finally:
-        for (module, attribute), param in zip(places, kept, strict=True):
-            module._parameters[attribute] = param
-    if changes:
-        whole = _whole_parameters(group, changes)
-        group.rebuild(whole, next(iter(changes.values()))[1])
+        _here.is_under_way = False
+    for buffer, kind, codec in changes:
+        buffer.convert(kind, codec, are_reduced=False)
+    for group, moved in moves:
+        if moved:
+            group.rebuild(_whole_parameters(group, moved), next(iter(moved.values()))[1])
 
 
 def take_assigned(group: Group) -> None:
@@ -73,51 +93,25 @@ def take_assigned(group: Group) -> None:
             sharded.copy_(value)
 
 
-def _changes(
-    group: Group, fn: Callable[[Tensor], Tensor]
-) -> dict[torch.dtype, tuple[torch.dtype, torch.device]]:
-    """What becomes of each dtype, and where; none, if all stays as it is."""
+def _moves(group: Group, fn: Callable[[Tensor], Tensor]) -> _Moves:
+    """What becomes of each dtype, where parameters come off the meta device; else nothing."""
     device = group.resources.memory.device
-    found: dict[torch.dtype, tuple[torch.dtype, torch.device]] = {}
-    stays = True
+    found: _Moves = {}
     for buffer in group.unit.buffers:
         main = buffer.weights.main.tensor
-        probe = fn(memory.empty(0, main.dtype, main.device))
-        found[main.dtype] = (probe.dtype, probe.device)
-        if probe.device.type not in (device.type, "meta"):
-            raise ValueError(
-                f"conversion of {group.unit.label}: expected parameters to stay on {device}, the "
-                f"mesh's device; found {probe.device}"
-            )
-        if (probe.dtype, probe.device.type) == (main.dtype, main.device.type):
-            continue
-        stays = False
-        if probe.is_meta and not main.is_meta:
-            raise ValueError(
-                f"conversion of {group.unit.label}: expected parameters to keep their values; "
-                "found the meta device"
-            )
-    if stays:
-        return {}
-    if group.engine is not None:
-        raise RuntimeError(
-            f"conversion of {group.unit.label}: expected it before the first forward; found a "
-            "forward behind. Save a state dict, and load it into a model that is built anew"
-        )
-    return {
-        old: (new, device if where.type == device.type else where)
-        for old, (new, where) in found.items()
-    }
+        if main.is_meta:
+            probe = fn(memory.empty(0, main.dtype, main.device))
+            if probe.device.type == device.type:
+                found[main.dtype] = (probe.dtype, device)
+    return found
 
 
-def _whole_parameters(
-    group: Group, changes: dict[torch.dtype, tuple[torch.dtype, torch.device]]
-) -> dict[tuple[int, str], nn.Parameter]:
+def _whole_parameters(group: Group, moves: _Moves) -> dict[tuple[int, str], nn.Parameter]:
     """By their first place, as users had them; without values, where there were none."""
     whole = {}
     for buffer in group.unit.buffers:
         main = buffer.weights.main.tensor
-        dtype, device = changes[main.dtype]
+        dtype, device = moves[main.dtype]
         if main.is_meta:
             flat = memory.empty(buffer.layout.numel, dtype, device)
             full = ShardedBuffer(buffer.layout, buffer.mesh.coordinate, 0, flat)

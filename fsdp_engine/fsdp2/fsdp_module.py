@@ -12,6 +12,7 @@ from torch import nn
 from fsdp_engine.codecs.phase import FORWARD
 from fsdp_engine.devices.lanes import compute_waits_for
 from fsdp_engine.fsdp2.conversion import convert
+from fsdp_engine.fsdp2.errors import WrongUse
 from fsdp_engine.fsdp2.group import Group, group_of
 from fsdp_engine.fsdp2.outermost import ensure_engine
 from fsdp_engine.runtime.hooks import hooks_of
@@ -234,7 +235,10 @@ class FSDPModule:
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         apply = functools.partial(super()._apply, fn, recurse)  # type: ignore[misc]
-        convert(_group_of(self), fn, apply)
+        if _group_of(self).engine is None:
+            convert(cast(nn.Module, self), fn, apply)
+        else:
+            apply()  # within the conversion of the model
         return self
 
 
@@ -250,9 +254,10 @@ def _fsdp_class(own: Any) -> Any:
 
 
 def _refuse_deepcopy(self: object, memo: object) -> NoReturn:
-    raise RuntimeError(
-        "deepcopy: expected a module that is not sharded; found one that fully_shard() was called "
-        "on. Copy it before, and shard the copy alike; or save a state dict"
+    raise WrongUse(
+        "deepcopy: expected a module that is not sharded, since FSDP does not support deepcopy; "
+        "found one that fully_shard() was called on. Copy it before, and shard the copy alike; or "
+        "save a state dict"
     )
 
 

@@ -12,8 +12,10 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
+from fsdp_engine.devices import memory
 from fsdp_engine.devices.meeting import telling
 from fsdp_engine.devices.mesh import DataMesh, ranks_that_meet
+from fsdp_engine.fsdp2.errors import WrongUse
 from fsdp_engine.fsdp2.fsdp_module import become_fsdp_module
 from fsdp_engine.fsdp2.group import WHAT, Group, group_of, make_group
 from fsdp_engine.fsdp2.outermost import await_first_call
@@ -23,6 +25,7 @@ from fsdp_engine.strategies import Role, Strategy
 M = TypeVar("M", bound="nn.Module | list[nn.Module]")
 
 
+@memory.off_meta()
 def fully_shard(
     module: M,
     *,
@@ -68,6 +71,11 @@ def fully_shard(
     with telling(WHAT, ranks_that_meet(mesh)):
         levels = Strategy.from_names(strategy, outer_strategy)
         modules = _outermost(module)
+        if isinstance(mesh, DeviceMesh) and mesh.ndim > 2:
+            raise ValueError(
+                "mesh: expected one axis or two, (outer, inner), since fully_shard expects a 1D or "
+                f"2D DeviceMesh but got {mesh}"
+            )
     data = DataMesh.create(mesh, what=WHAT)
     error: Exception | None = None
     policy, stays = None, False
@@ -170,15 +178,16 @@ def _check_placements(
                 )
             dim = found.dim + param.ndim if found.dim < 0 else found.dim
             if not 0 <= dim < max(param.ndim, 1):
-                raise ValueError(
-                    f"shard_placement_fn: expected a dim of {name}, of shape {tuple(param.shape)}; "
-                    f"found {found!r}"
+                raise WrongUse(
+                    f"shard_placement_fn: expected a dim of {name}, of shape {tuple(param.shape)}, "
+                    f"since Shard dim {found.dim} is invalid for {param.ndim}D tensor; found "
+                    f"{found!r}"
                 )
             if dim and param.shape[dim] % size:
-                raise ValueError(
+                raise NotImplementedError(
                     f"shard_placement_fn: expected dim {dim} of {name}, of shape "
-                    f"{tuple(param.shape)}, to be a multiple of {size} ranks; found "
-                    f"{param.shape[dim]}"
+                    f"{tuple(param.shape)}, to be a multiple of {size} ranks, since FSDP does not "
+                    f"support uneven sharding on dim {dim}; found {param.shape[dim]}"
                 )
 
 

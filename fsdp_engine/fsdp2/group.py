@@ -13,13 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 
-from fsdp_engine.buffers.param_and_grad_buffer import FIRST_TAG, ParamRecord
+from fsdp_engine.buffers.param_and_grad_buffer import FIRST_TAG
+from fsdp_engine.buffers.param_record import ParamRecord
 from fsdp_engine.buffers.redistribute import Ladder
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.devices.groups import default_group
 from fsdp_engine.devices.mesh import DataMesh
 from fsdp_engine.devices.ranks import Ranks
 from fsdp_engine.engine import Engine, engine_within
+from fsdp_engine.fsdp2.errors import WrongUse
 from fsdp_engine.planning.build import Ladders, Resources, agree_on_plan, build_unit
 from fsdp_engine.planning.dtensors import choose_written, ranks_of_model
 from fsdp_engine.planning.initial_values import OWN, Holdings, Start
@@ -235,9 +237,10 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
     for module in modules:
         name = type(module).__name__
         if group_of(module) is not None:
-            raise ValueError(
-                "module: expected one that fully_shard() was not called on, since it can only be "
-                f"applied to a module once; found a {name} that it was called on before"
+            raise WrongUse(
+                "module: expected one that fully_shard() was not called on. Each distinct "
+                "composable distributed API can only be applied to a module once. Found a "
+                f"{name} that it was called on before"
             )
         if engine_within(module) is not None and not groups_within(module):
             raise ValueError(f"module: expected one that was not given to shard(); found a {name}")

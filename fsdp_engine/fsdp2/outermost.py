@@ -18,6 +18,7 @@ from fsdp_engine.fsdp2.group import Group, group_of, groups_within
 from fsdp_engine.patterns import joined_names
 from fsdp_engine.planning.assignment import collect_records
 from fsdp_engine.runtime.hooks import hooks_of, not_compiled
+from fsdp_engine.runtime.trees import iter_tensors, map_tensors
 
 
 def await_first_call(group: Group) -> None:
@@ -25,9 +26,10 @@ def await_first_call(group: Group) -> None:
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
         # This call's hooks were listed before there were any of the engine's.
-        ensure_engine(module)
+        engine = ensure_engine(module)
+        args, kwargs = moved((args, kwargs), engine.mesh.device)
         hooks = hooks_of(module)
-        return None if hooks is None else hooks.before(args, kwargs)
+        return (args, kwargs) if hooks is None else hooks.before(args, kwargs)
 
     for module in group.modules:
         handle = module.register_forward_pre_hook(
@@ -65,12 +67,13 @@ def ensure_engine(module: nn.Module) -> Engine:
     for group in groups:
         take_assigned(group)
     _name(module, groups)
-    metas = [name for group in groups for name in group.metas]
+    metas = [group.metas for group in groups if group.metas]
     if metas:
-        more = f" and {len(metas) - 8} more" if len(metas) > 8 else ""
+        more = f" and {sum(map(len, metas[1:]))} more" if len(metas) > 1 else ""
         raise RuntimeError(
-            "forward: expected parameters with values; found on the meta device "
-            f"{', '.join(metas[:8])}{more}. Call model.to_empty(device=...), then give them values "
+            "forward: expected parameters with values. FSDP parameters should be materialized from "
+            "meta device before training, but the following were still on meta device: "
+            f"{metas[0]}{more}. Call model.to_empty(device=...), then give them values "
             "(model.init_weights(), say)"
         )
     _check_no_optimizer(groups)
@@ -83,6 +86,8 @@ def ensure_engine(module: nn.Module) -> Engine:
         root.settings.policy,
         Timing(),
     )
+    if engine.mesh.device.type != "cpu":
+        _move_inputs(module, engine.mesh.device)
     for group in groups:
         group.engine = engine
         for each, handle, place in group.first_calls:
@@ -90,6 +95,20 @@ def ensure_engine(module: nn.Module) -> Engine:
             _move_hook(each, place)
         group.first_calls.clear()
     return engine
+
+
+def moved(inputs: Any, device: torch.device) -> Any:
+    """Inputs of the outermost module, on its parameters' device."""
+    if all(tensor.device.type == device.type for tensor in iter_tensors(inputs)):
+        return inputs
+    return map_tensors(lambda tensor: tensor.to(device), inputs)
+
+
+def _move_inputs(module: nn.Module, device: torch.device) -> None:
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return moved((args, kwargs), device)
+
+    module.register_forward_pre_hook(not_compiled(before), prepend=True, with_kwargs=True)
 
 
 def _check_ahead(groups: Sequence[Group]) -> None:

@@ -40,6 +40,7 @@ _ELEMENTWISE = tuple(getattr(torch.optim, name) for name in _KNOWN.split(", "))
 
 _slice_of: Callable[[Any], Tensor] = operator.attrgetter("_local_tensor")
 _dtype_of: Callable[[Any], torch.dtype] = operator.attrgetter("dtype")
+_taken: Callable[[Any], Tensor] = operator.attrgetter("taken")
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
@@ -172,6 +173,7 @@ class _Slot:
         self.param = param
         # Of its own, to have a .grad of its own; memory and version counter are the parameter's.
         self.local = param.local.detach()
+        self.taken = param.local
 
     def show(self, value: Any) -> Any:
         """State of the slice, as the parameter's."""
@@ -334,11 +336,17 @@ class _LocalStep:
         return with_new_gradients
 
     def _refresh_params(self, groups: list[dict[str, Any]]) -> None:
-        """Notices parameters that came or went."""
+        """Notices parameters that came or went, or were converted."""
         params = list(chain.from_iterable(group["params"] for group in groups))
-        if len(params) == len(self._params) and all(map(operator.is_, params, self._params)):
+        if (
+            len(params) == len(self._params)
+            and all(map(operator.is_, params, self._params))
+            and all(map(operator.is_, map(_slice_of, self._flat_params), map(_taken, self._slots)))
+        ):
             return
-        known = {id(slot.param): slot for slot in self._slots}
+        known = {
+            id(slot.param): slot for slot in self._slots if slot.taken is _slice_of(slot.param)
+        }
         self._params = params
         self._slots = [known.get(id(p)) or _Slot(p) for p in params if isinstance(p, FlatDTensor)]
         self._flat_params = [slot.param for slot in self._slots]

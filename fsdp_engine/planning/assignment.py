@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_engine.buffers.param_and_grad_buffer import ParamRecord
+from fsdp_engine.buffers.param_record import ParamRecord
 from fsdp_engine.devices import memory
 from fsdp_engine.patterns import compile_pattern, joined_names
 

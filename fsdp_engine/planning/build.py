@@ -114,6 +114,7 @@ class BuiltUnit:
         name: fully qualified names of its modules; "" for the root.
         modules: whose forwards need its full parameters.
         buffers: its parameters, by kind.
+        policy: what their dtypes follow from.
         loose: see :class:`~fsdp_engine.planning.plan.PlannedUnit`.
         input_dtype: floating-point inputs of its modules are cast to it; None: left alone.
         output_dtype: likewise what they return.
@@ -122,6 +123,7 @@ class BuiltUnit:
     name: str
     modules: Sequence[nn.Module]
     buffers: Sequence[ParamAndGradBuffer]
+    policy: MixedPrecisionPolicy
     loose: Sequence[nn.Module] = ()
     input_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
@@ -188,7 +190,7 @@ def agree_on_plan(
             kind that is not known everywhere, RuntimeError.
     """
     digest = hashlib.sha256("\n".join(signature).encode()).hexdigest()
-    seed = int(torch.randint(2**31, ())) if plan is not None and plan.on_meta else 0
+    seed = int(torch.randint(2**31, (), device="cpu")) if plan is not None and plan.on_meta else 0
     values = holdings.digests if holdings is not None else {}
     first = mesh.ranks[0]
     heads = agree(what, error, ranks.control_group, (first, digest, seed, values, tag))
@@ -311,7 +313,7 @@ def build_unit(
     casts = policy.cast_forward_inputs and len(set(planned.loose)) < len(planned.modules)
     input_dtype = policy.param_dtype if casts else None
     unit = BuiltUnit(
-        planned.name, planned.modules, buffers, planned.loose, input_dtype, output_dtype
+        planned.name, planned.modules, buffers, policy, planned.loose, input_dtype, output_dtype
     )
     for buffer in buffers:
         for record in buffer.records:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp_engine.buffers.param_and_grad_buffer import ParamRecord
+from fsdp_engine.buffers.param_record import ParamRecord
 from fsdp_engine.devices.mesh import DataMesh, joint_mesh
 from fsdp_engine.devices.ranks import Ranks, members_of
 from fsdp_engine.flat_dtensor import FlatDTensor

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_engine.buffers.param_and_grad_buffer import ParamRecord
+from fsdp_engine.buffers.param_record import ParamRecord
 from fsdp_engine.devices.collectives import gather_objects
 from fsdp_engine.devices.mesh import DataMesh
 from fsdp_engine.layout.expert_place import ExpertPlace

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from fsdp_engine.buffers.param_and_grad_buffer import ParamRecord
+from fsdp_engine.buffers.param_record import ParamRecord
 from fsdp_engine.planning.assignment import check_memory, collect_records
 from fsdp_engine.planning.dtensors import set_spreads
 from fsdp_engine.planning.plan import Plan, PlannedUnit, PlanSettings, check_record, plan_buffers

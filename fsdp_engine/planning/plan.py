@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _NormBase
 
-from fsdp_engine.buffers.param_and_grad_buffer import ParamRecord
+from fsdp_engine.buffers.param_record import ParamRecord
 from fsdp_engine.buffers.spec import BufferKind
 from fsdp_engine.codecs import (
     CastCodec,
@@ -323,7 +323,7 @@ def _kind_of(
 ) -> tuple[BufferKind, Callable[[], ParamCodec]]:
     param = record.shard
     policy = settings.policy
-    if any(_keeps_statistics(module) for module, _ in record.owners):
+    if any(keeps_statistics(module) for module, _ in record.owners):
         # Batch norm wants weights in the dtype of its running statistics, which no policy casts.
         policy = dataclasses.replace(policy, param_dtype=None)
     dtypes = policy.resolve(param, settings.config.reduce_scatter_with_fp32_accumulation)
@@ -342,7 +342,8 @@ def _kind_of(
     return BufferKind(codec_name, dtypes, param.requires_grad, divisor, of_experts, apart), maker
 
 
-def _keeps_statistics(module: nn.Module) -> bool:
+def keeps_statistics(module: nn.Module) -> bool:
+    """Whether it is a batch norm that keeps running statistics."""
     return isinstance(module, _NormBase) and module.running_mean is not None
 
 

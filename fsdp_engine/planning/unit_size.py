@@ -29,7 +29,7 @@ from itertools import groupby
 
 from torch import nn
 
-from fsdp_engine.buffers.param_and_grad_buffer import ParamRecord
+from fsdp_engine.buffers.param_record import ParamRecord
 from fsdp_engine.planning.assignment import ModuleSet, assign
 from fsdp_engine.planning.buckets import split_by_size
 

@@ -382,8 +382,6 @@ def hook_recomputation(scheduler: Scheduler, unit: Unit) -> None:
 
 
 def _gradient_writer(scheduler: Scheduler, unit: Unit, buffer: ParamAndGradBuffer) -> Any:
-    grads = buffer.grads
-    assert grads is not None
     count = len(buffer.records)
     shard_of = buffer.shard_of_gradient if buffer.has_dtensors else None
 
@@ -392,6 +390,8 @@ def _gradient_writer(scheduler: Scheduler, unit: Unit, buffer: ParamAndGradBuffe
         grad = param.grad
         if grad is None:
             return  # a function that has none for it, or computes it later
+        grads = buffer.grads  # other ones since a conversion
+        assert grads is not None
         if not grads.num_touched:
             scheduler.begin_gradient(unit)
         param.grad = None

@@ -125,6 +125,14 @@ class Reductions:
         """Steps whose last reductions were issued."""
         return self._message.num_started
 
+    def are_reduced(self, unit: Unit) -> bool | None:
+        """Whether what users see of the unit's gradients is reduced; None: some are accumulated
+        that are not."""
+        is_final = self._phase is Phase.FINAL and unit.index not in self._turns.partial
+        if is_final or all(buffer.shown.are_cleared for buffer in unit.trainable):
+            return is_final
+        return False if self._phase is Phase.CLEARED else None
+
     def order_seen(self, order: list[int]) -> None:
         """Forward has recorded an order of all units."""
         self._seen_order = order

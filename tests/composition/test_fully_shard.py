@@ -77,7 +77,14 @@ def converted(how: str) -> None:
             for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
                 mine.copy_(theirs)
     else:
+        if how == "later":
+            for each in (plain, model):
+                each(tokens_for(0, 0, 0)).backward()
         plain, model = plain.double(), model.double()
+        if how == "later":
+            for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                assert whole(mine.grad).dtype == torch.float64
+                torch.testing.assert_close(whole(mine.grad), theirs.grad, rtol=1e-4, atol=1e-6)
     for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert mine.shape == theirs.shape, name
         assert torch.equal(whole(mine), theirs.detach()), name
@@ -85,8 +92,12 @@ def converted(how: str) -> None:
         assert spread is not None, name
     loss, expected = model(tokens_for(0, 0, 0)), plain(tokens_for(0, 0, 0))
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    loss.backward()  # beside what came before
+    expected.backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(whole(mine.grad), theirs.grad, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("how", ["to_empty", "double"])
+@pytest.mark.parametrize("how", ["to_empty", "double", "later"])
 def test_conversions_keep_tensor_parallelism(ranks: Ranks, how: str) -> None:
     ranks.run(converted, how)

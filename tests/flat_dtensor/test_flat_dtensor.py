@@ -295,12 +295,6 @@ REFUSED: list[Callable[[Any], Any]] = [
     lambda p: torch.mm(p, p),
     lambda p: F.linear(torch.ones(2, 5), p),
     lambda p: torch.einsum("ij->i", p),
-    lambda p: p.sum(0),
-    lambda p: p.sum(dim=1, keepdim=True),
-    lambda p: p.sum((0, 1), keepdim=True),
-    lambda p: p.mean(-1),
-    lambda p: p.max(0),
-    lambda p: p.norm(dim=0),
     lambda p: torch.linalg.norm(p, 1),
     lambda p: torch.linalg.vector_norm(p, -1),
     lambda p: torch.linalg.matrix_norm(p),
@@ -717,3 +711,11 @@ def test_an_average_of_weights_keeps_the_slice(mesh: DeviceMesh) -> None:
         average.lerp_(param, 0.1)
         torch._foreach_lerp_([average], [param], 0.1)
     check(average, other.lerp(full, 0.1).lerp(full, 0.1))
+
+
+def test_a_reduction_over_some_dims_is_refused_where_autograd_follows(mesh: DeviceMesh) -> None:
+    param = param_of(torch.rand(SHAPE), mesh)
+    with pytest.raises(ValueError, match="reduces over dim 0 only"):
+        param.sum(0)
+    with torch.no_grad():
+        torch.testing.assert_close(param.sum(0), param.full_tensor().sum(0))

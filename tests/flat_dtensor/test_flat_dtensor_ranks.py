@@ -148,6 +148,16 @@ REDUCTIONS: list[Callable[[Any], Any]] = [
     lambda t: t.bfloat16().sum(),
     lambda t: t.bfloat16().norm(),
 ]
+# Those that leave dims are of the gathered tensor.
+REDUCTIONS += [
+    lambda t: t.sum(0),
+    lambda t: t.sum(dim=-1, keepdim=True),
+    lambda t: t.mean(-1),
+    lambda t: t.amax(0),
+    lambda t: t.norm(dim=0),
+    lambda t: torch.linalg.vector_norm(t, dim=-1),
+    lambda t: t.max(0).indices if t.dim() > 1 else t.max(),
+]
 OF_LISTS: list[Callable[[Any], Any]] = [
     lambda t: torch._foreach_norm([t, t * 2], 2)[1],
     lambda t: torch._foreach_norm([t.bfloat16(), t * 2], math.inf)[0],

@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
+import fsdp_engine as fe
 from fsdp_engine import fsdp2
+from fsdp_engine.fsdp2.outermost import moved
 from tests.fsdp2.programs import APIS, Log, Model, adamw, parallelize, sgd, train
 from tests.pool import on_ranks
 
@@ -138,7 +141,7 @@ def test_meta_models_get_values_afterwards() -> None:
     """``to_empty`` and ``init_weights``: the values are those of a model that is not sharded."""
     model = parallelize(fsdp2, on_meta())
     assert all(each.is_meta for each in model.parameters())
-    with pytest.raises(RuntimeError, match=r"layers\.0\.norm\.weight.*to_empty"):
+    with pytest.raises(RuntimeError, match=r"embeddings\.weight.*to_empty"):
         model(torch.zeros(2, 6, dtype=torch.int64))
     model.to_empty(device="cpu")
     optimizer = sgd(model.parameters())
@@ -188,3 +191,59 @@ def test_each_rank_keeps_slices_of_its_own_values(api: str) -> None:
         with pytest.warns(UserWarning, match="weight: expected the same initial values"):
             APIS[api].fully_shard(linear)
     assert linear.weight.to_local().unique().tolist() == [dist.get_rank()]
+
+
+class Sum(nn.Module):
+    """Has no parameters."""
+
+    def forward(self, x: torch.Tensor, ys: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return x + ys[0] + ys[1] + 1
+
+
+@on_ranks(2)
+def test_a_module_without_parameters() -> None:
+    model = fsdp2.fully_shard(Sum())
+    x = torch.ones(3)
+    torch.testing.assert_close(model(x, (x, x)), torch.full((3,), 4.0))
+
+
+def test_inputs_are_moved_to_the_parameters_device() -> None:
+    x = torch.ones(3)
+    args, kwargs = moved(((x, [x]), {"y": (x, 2)}), torch.device("meta"))
+    assert [args[0].is_meta, args[1][0].is_meta, kwargs["y"][0].is_meta] == [True] * 3
+    inputs = ((x,), {})
+    assert moved(inputs, torch.device("cpu")) is inputs
+
+
+@on_ranks(2)
+def test_calls_within_a_meta_device_context() -> None:
+    torch.manual_seed(3)
+    expected = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        for module in (model[0], model):
+            fsdp2.fully_shard(module)
+    model.to_empty(device="cpu")
+    torch.manual_seed(3)
+    for layer in model:
+        layer.reset_parameters()
+    x = torch.ones(2, 4)
+    torch.testing.assert_close(model(x), expected(x))
+    with torch.device("meta"):
+        other = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        fe.shard(other)
+    assert torch.isfinite(other(x)).all()
+
+
+@on_ranks(2)
+def test_parameters_frozen_before_the_first_forward_and_thawed_later() -> None:
+    def script(api: Any) -> list[float]:
+        model = parallelize(api, seeded())
+        optimizer = sgd(model.parameters())
+        model.layers["0"].requires_grad_(False)
+        log = train(model, optimizer, range(2))
+        model.layers["0"].requires_grad_(True)
+        return log.losses + train(model, optimizer, range(2, 4)).losses
+
+    found = {name: script(api) for name, api in APIS.items()}
+    torch.testing.assert_close(found["fsdp_engine"], found["fsdp2"], rtol=1e-5, atol=1e-6)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -43,11 +42,21 @@ def test_a_sharded_parameter_is_filled_as_one_process_fills_it(place: Place) -> 
 
 
 @on_ranks(2)
-def test_generators_that_differ_are_refused() -> None:
-    model = nn.Linear(5, 7)
-    fe.shard(model)
+def test_where_generators_differ_the_first_rank_has_its_way() -> None:
+    model, alone = nn.Linear(5, 7), nn.Linear(5, 7)
+    fe.shard(model, initial_values="rank0")
+    for generator in (None, torch.Generator()):
+        for each in (alone, model):
+            seed = 3 if each is alone else 3 + dist.get_rank()
+            if generator is None:
+                torch.manual_seed(seed)
+            else:
+                generator.manual_seed(seed)
+            nn.init.normal_(each.weight, generator=generator)
+            nn.init.uniform_(each.bias, generator=generator)
+        reference.assert_same_weights(model, alone, rtol=0, atol=0)
+    torch.manual_seed(dist.get_rank())  # dropout, say, may go on as it would
+    expected = torch.rand(()) if dist.get_rank() else None
     torch.manual_seed(dist.get_rank())
-    with pytest.raises(ValueError, match=r"normal_: expected the random generators.*manual_seed"):
-        nn.init.normal_(model.weight)
-    alike = torch.Generator().manual_seed(3)
-    nn.init.normal_(model.weight, generator=alike)
+    nn.init.normal_(model.weight)
+    assert expected is None or torch.equal(torch.rand(()), expected)

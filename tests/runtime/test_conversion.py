@@ -1,0 +1,351 @@
+"""``model.to(dtype)`` and its kind on sharded models: as torch does it, and training goes on."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fsdp_engine as fe
+from fsdp_engine.flat_dtensor import FlatDTensor
+from tests.pool import Ranks, on_ranks
+
+LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
+
+class Net(nn.Module):
+    """Blocks, a batch norm, a buffer, and a head that is tied to the first layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6, bias=False)
+        self.blocks = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
+        self.norm = nn.BatchNorm1d(6)
+        self.head = nn.Linear(6, 6, bias=False)
+        self.head.weight = self.first.weight
+        self.register_buffer("shift", torch.linspace(0, 1, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        y = y + self.shift.to(y.dtype)
+        for block in self.blocks:
+            y = y + torch.tanh(block(y))
+        return self.head(self.norm(y))
+
+
+def net() -> Net:
+    torch.manual_seed(5)
+    model = Net()
+    model.norm.eval()  # statistics of all ranks together would be another matter
+    return model
+
+
+def data(step: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(8, 6, generator=torch.Generator().manual_seed(step)).to(dtype)
+
+
+def mine(x: Tensor) -> Tensor:
+    return x.chunk(dist.get_world_size())[dist.get_rank()] if dist.is_initialized() else x
+
+
+def steps(model: nn.Module, optimizer: Any, which: range, *, shared: bool = True) -> list[float]:
+    """Losses; of all ranks together."""
+    dtype = model.head.weight.dtype  # type: ignore[union-attr]
+    losses = []
+    for step in which:
+        x = mine(data(step, dtype)) if shared else data(step, dtype)
+        loss = F.mse_loss(model(x).float(), x.float())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        value = loss.detach().clone()
+        if shared and dist.is_initialized():
+            dist.all_reduce(value)
+            value /= dist.get_world_size()
+        losses.append(value.item())
+    return losses
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, FlatDTensor) else tensor
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("level", LEVELS)
+def test_training_goes_on_in_another_dtype(level: str) -> None:
+    alone, model = net(), net()
+    fe.shard(model, strategy=level)
+    alone_sgd, sgd = momentum(alone), momentum(model)
+    params = list(model.parameters())
+    expected = steps(alone, alone_sgd, range(2), shared=False)
+    found = steps(model, sgd, range(2))
+    alone.double()
+    assert model.double() is model
+    assert [id(p) for p in model.parameters()] == [id(p) for p in params]
+    assert {p.dtype for p in model.parameters()} == {torch.float64}
+    assert model.shift.dtype == torch.float64
+    assert model.norm.running_mean.dtype == torch.float64
+    assert model.head.weight is model.first.weight
+    expected += steps(alone, alone_sgd, range(2, 4), shared=False)
+    found += steps(model, sgd, range(2, 4))
+    alone.to(torch.float32)
+    model.to(torch.float32)
+    expected += steps(alone, alone_sgd, range(4, 6), shared=False)
+    found += steps(model, sgd, range(4, 6))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    for param, other in zip(model.parameters(), alone.parameters(), strict=True):
+        assert sgd.state[param]["momentum_buffer"].dtype == torch.float32
+        torch.testing.assert_close(whole(param), other.detach(), rtol=1e-4, atol=1e-5)
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", ["half", "bfloat16"])
+def test_one_rank_has_the_bits_of_plain_torch(level: str, name: str) -> None:
+    alone, model = net(), net()
+    fe.shard(model, strategy=level)
+    alone_sgd, sgd = momentum(alone), momentum(model)
+    steps(alone, alone_sgd, range(2))
+    steps(model, sgd, range(2))
+    getattr(alone, name)()
+    getattr(model, name)()
+    assert steps(alone, alone_sgd, range(2, 5)) == steps(model, sgd, range(2, 5))
+    for param, other in zip(model.parameters(), alone.parameters(), strict=True):
+        assert torch.equal(whole(param), other.detach())
+
+
+def test_without_a_process_group() -> None:
+    assert not dist.is_initialized()
+    alone, model = net(), net()
+    try:
+        fe.shard(model)
+        alone.bfloat16()
+        model.bfloat16()
+        found = steps(model, momentum(model), range(2))
+        assert found == steps(alone, momentum(alone), range(2))
+    finally:
+        dist.destroy_process_group()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradients_are_converted_with_their_parameters(level: str) -> None:
+    alone, model = net(), net()
+    engine = fe.shard(model, strategy=level)
+    F.mse_loss(alone(x := data(0, torch.float32)), x).backward()
+    F.mse_loss(model(mine(x)), mine(x)).backward()
+    alone.double()
+    model.double()
+    for param, other in zip(model.parameters(), alone.parameters(), strict=True):
+        assert param.grad is not None
+        assert other.grad is not None
+        assert param.grad.dtype == other.grad.dtype == torch.float64
+        torch.testing.assert_close(whole(param.grad), other.grad, rtol=1e-5, atol=1e-6)
+    # A backward adds to them.
+    F.mse_loss(alone(x := data(1, torch.float64)), x).backward()
+    F.mse_loss(model(mine(x)), mine(x)).backward()
+    for param, other in zip(model.parameters(), alone.parameters(), strict=True):
+        assert param.grad is not None
+        assert other.grad is not None
+        torch.testing.assert_close(whole(param.grad), other.grad, rtol=1e-5, atol=1e-6)
+    expected = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+    torch.testing.assert_close(engine.clip_grad_norm_(0.1), expected, check_dtype=False)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_policy_follows(level: str) -> None:
+    policy = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = net()
+    del model.norm
+    model.norm = nn.LayerNorm(6)
+    seen: list[torch.dtype] = []
+    model.blocks[1].register_forward_hook(lambda m, args, y: seen.append(m.weight.dtype))
+    engine = fe.shard(model, strategy=level, mp_policy=policy)
+    before = engine.memory_bytes()
+    sgd = momentum(model)
+    steps(model, sgd, range(1))
+    values = [whole(p).clone() for p in model.parameters()]
+    model.double()
+    steps(model, sgd, range(1, 2))
+    model.float()
+    for p, value in zip(model.parameters(), values, strict=True):
+        assert p.dtype == torch.float32
+        assert not torch.equal(whole(p), value)
+    steps(model, sgd, range(2, 3))
+    assert set(seen) == {torch.bfloat16}
+    if level != "no_shard":  # where gradients' memory stays
+        assert engine.memory_bytes() == before
+    model.bfloat16()
+    steps(model, sgd, range(3, 4))
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+def saved_and_continued(folder: str) -> tuple[list[float], list[float]]:
+    model = net()
+    engine = fe.shard(model)
+    sgd = momentum(model)
+    steps(model, sgd, range(1))
+    model.double()
+    steps(model, sgd, range(1, 2))
+    fe.save_checkpoint(folder, engine, sgd)
+    other = net().double()
+    again = fe.shard(other)
+    other_sgd = momentum(other)
+    fe.load_checkpoint(folder, again, other_sgd)
+    return steps(other, other_sgd, range(2, 4)), steps(model, sgd, range(2, 4))
+
+
+def test_a_checkpoint_after_a_conversion(ranks: Ranks, tmp_path: Path) -> None:
+    for found, expected in ranks.run(saved_and_continued, str(tmp_path / "one"), world_size=2):
+        assert found == expected
+
+
+@on_ranks(2)
+def test_planned_addresses_follow() -> None:
+    alone, model = net(), net()
+    fe.shard(model, config=fe.DistributedDataParallelConfig(fsdp_double_buffer=True))
+    alone_sgd, sgd = momentum(alone), momentum(model)
+    expected = steps(alone, alone_sgd, range(4), shared=False)
+    found = steps(model, sgd, range(4))
+    alone.double()
+    model.double()
+    expected += steps(alone, alone_sgd, range(4, 8), shared=False)
+    found += steps(model, sgd, range(4, 8))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(2)
+def test_fp8_on_the_wire_follows() -> None:
+    model = net()
+    fe.shard(model, codec_rules=[fe.Float8()])
+    sgd = momentum(model)
+    first = steps(model, sgd, range(2))
+    model.bfloat16()
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert steps(model, sgd, range(2, 6))[-1] < first[0]
+
+
+class Recurrent(nn.Module):
+    """An LSTM, which keeps a list of its weights, and a layer of which a part is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.LSTM(6, 6)
+        self.head = nn.Linear(6, 6)
+        self.head.weight.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x[None])[0][0])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("level", ["optim", "optim_grads_params"])
+def test_recurrent_modules_and_frozen_parameters(level: str) -> None:
+    torch.manual_seed(0)
+    alone = Recurrent()
+    model = copy.deepcopy(alone)
+    fe.shard(model, strategy=level)
+    alone_sgd, sgd = momentum(alone), momentum(model)
+    expected = steps(alone, alone_sgd, range(1), shared=False)
+    found = steps(model, sgd, range(1))
+    alone.double()
+    model.double()
+    assert not model.head.weight.requires_grad
+    expected += steps(alone, alone_sgd, range(1, 4), shared=False)
+    found += steps(model, sgd, range(1, 4))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(2)
+def test_hooks_of_users_and_of_their_gradients_stay() -> None:
+    model = net()
+    fe.shard(model)
+    seen: list[torch.dtype] = []
+    param = model.blocks[0].weight
+    param.register_hook(lambda grad: seen.append(grad.dtype))
+    param.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.dtype))
+    sgd = momentum(model)
+    steps(model, sgd, range(1))
+    model.double()
+    steps(model, sgd, range(1))
+    assert seen == [torch.float32] * 2 + [torch.float64] * 2
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_cannot_be_converted_raises_and_changes_nothing(level: str) -> None:
+    model = net()
+    engine = fe.shard(model, strategy=level)
+    sgd = momentum(model)
+    with pytest.raises(ValueError, match="expected parameters to stay on cpu"):
+        model.to("meta")
+    if level == "optim_grads_params":  # else buckets hold what was registered side by side
+        with pytest.raises(ValueError, match=r"left out\. Convert the whole unit"):
+            model.norm.double()
+    model.float()
+    output = model(mine(data(0, torch.float32)))
+    with pytest.raises(RuntimeError, match="whose backward is to come"):
+        model.double()
+    del output
+    if level != "no_shard":
+        with engine.no_sync():
+            model(mine(data(0, torch.float32))).sum().backward()
+        with pytest.raises(RuntimeError, match="expected gradients to be reduced or cleared"):
+            model.double()
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert model.shift.dtype == torch.float32
+    model(mine(data(0, torch.float32))).sum().backward()
+    model.double()
+    sgd.step()
+    sgd.zero_grad()
+    steps(model, sgd, range(1))
+
+
+@on_ranks(2)
+def test_main_weights_that_are_compute_weights_keep_their_dtype() -> None:
+    model = net().bfloat16()
+    policy = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16, preserve_fp32_weights=False)
+    fe.shard(model, strategy="no_shard", mp_policy=policy)
+    with pytest.raises(ValueError, match=r"expected main weights to stay in torch\.bfloat16"):
+        model.float()
+
+
+@on_ranks(2)
+def test_an_optimizer_of_slices_follows() -> None:
+    found = []
+    for wrap in (lambda optimizer: optimizer, fe.shard_optimizer):
+        model = net()
+        fe.shard(model)
+        optimizer = wrap(momentum(model))
+        losses = steps(model, optimizer, range(2))
+        model.double()
+        found.append(losses + steps(model, optimizer, range(2, 4)))
+    assert found[0] == found[1]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("level", LEVELS)
+def test_parameters_that_are_frozen_meanwhile(level: str) -> None:
+    alone, model = net(), net()
+    fe.shard(model, strategy=level)
+    alone_sgd, sgd = momentum(alone), momentum(model)
+    expected, found = [], []
+    for start, thawed in ((0, True), (2, False), (4, True)):
+        for each in (alone, model):
+            each.blocks[1].requires_grad_(thawed)
+            each.to(torch.float64 if start == 2 else torch.float32)
+        expected += steps(alone, alone_sgd, range(start, start + 2), shared=False)
+        found += steps(model, sgd, range(start, start + 2))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
