@@ -8,9 +8,11 @@ follow; optimizer state stays as it is. Parameters of no unit, and buffers of mo
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -56,21 +58,23 @@ class Conversions:
     def watch(self, model: nn.Module) -> None:
         """Let all modules of ``model`` ask here what to do when they are converted."""
         for module in model.modules():
-            vars(module)["_apply"] = self._apply_of(module)
+            vars(module)["_apply"] = _Apply(module, self)
 
-    def _apply_of(self, module: nn.Module) -> Callable[..., nn.Module]:
-        def apply(fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-            own = partial(type(module)._apply, module, fn, recurse)
-            if self._is_under_way:
-                return own()
-            self._is_under_way = True
-            try:
-                self._convert(module, fn, own, recurse)
-            finally:
-                self._is_under_way = False
-            return module
+    def convert(self, module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool) -> None:
+        """What ``nn.Module._apply`` does.
 
-        return apply
+        Raises:
+            RuntimeError: not at rest; ValueError: see :func:`changes_of`.
+        """
+        apply = partial(type(module)._apply, module, fn, recurse)
+        if self._is_under_way:
+            apply()
+            return
+        self._is_under_way = True
+        try:
+            self._convert(module, fn, apply, recurse)
+        finally:
+            self._is_under_way = False
 
     def _convert(
         self,
@@ -115,6 +119,26 @@ class Conversions:
                     f"found some of {unit.label} that are accumulated under no_sync(). Convert it "
                     "after the backward of the last microbatch"
                 )
+
+
+class _Apply:
+    """``_apply`` of one module of a sharded model. A copy of the module, or what is unpickled, has
+    torch's."""
+
+    def __init__(self, module: nn.Module, conversions: Conversions) -> None:
+        self._module = weakref.ref(module)
+        self._conversions = conversions
+
+    def __call__(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        module = self._module()
+        assert module is not None
+        self._conversions.convert(module, fn, recurse)
+        return module
+
+    def __reduce__(self) -> Any:
+        module = self._module()
+        assert module is not None
+        return partial, (type(module)._apply, module)
 
 
 def changes_of(

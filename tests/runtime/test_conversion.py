@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 
 import fsdp_engine as fe
 from fsdp_engine.flat_dtensor import FlatDTensor
+from tests.models import Transformer
 from tests.pool import Ranks, on_ranks
 
 LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -349,3 +351,17 @@ def test_parameters_that_are_frozen_meanwhile(level: str) -> None:
         expected += steps(alone, alone_sgd, range(start, start + 2), shared=False)
         found += steps(model, sgd, range(start, start + 2))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(1)
+def test_copies_of_parts_leave_the_model_alone() -> None:
+    model = Transformer()
+    fe.shard(model)
+    inner = model.blocks[0].qkv
+    for part in (copy.deepcopy(inner), pickle.loads(pickle.dumps(inner))):
+        assert "_apply" in vars(part)
+        with pytest.raises(TypeError, match="belongs to a flat buffer"):
+            part.double()
+        assert part.float() is part
+    assert inner.weight.dtype == torch.float32
+    assert model.double().blocks[0].qkv.weight.dtype == torch.float64
