@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.checkpoint.unfinished_load import check_finished
 from fsdp_engine.config import Timing
 from fsdp_engine.optimizer.clip import clip_, total_norm
+from fsdp_engine.optimizer.stepped import tell_of_steps
 from fsdp_engine.planning.assignment import expect
 from fsdp_engine.planning.build import Ladders, Resources, same_on_replicas
 from fsdp_engine.planning.installing import holders, install_into
@@ -40,9 +40,6 @@ from fsdp_engine.strategies import Role
 # Weak both ways: an engine knows its model, and a value that holds its key would never go. The
 # model's hooks keep the engine.
 _ENGINES: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
-
-# Optimizers change weights in ways that version counters need not show (fused kernels, `.data`).
-_LIVE: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 class Engine:
@@ -119,8 +116,7 @@ class Engine:
         self._sharded_ids = {id(param) for each in self.buffers for param in each.sharded_params}
         for module in model.modules():
             _ENGINES[module] = weakref.ref(self)
-        _LIVE.add(self)
-        _watch_optimizers()
+        tell_of_steps(self)
 
     @property
     def buffers(self) -> list[ParamAndGradBuffer]:
@@ -385,7 +381,8 @@ class Engine:
         for buffer in self.buffers:
             buffer.weights.mark_stale()
 
-    def _optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+    def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Is called after each step of any optimizer: weights count as changed."""
         self._roster.check_optimizer(optimizer)
         for buffer in self.buffers:
             if buffer.grads is not None:  # frozen weights are changed by nobody but the user
@@ -436,20 +433,3 @@ def engine_within(model: nn.Module) -> str | None:
         if engine_of(module) is not None:
             return name or "the root module"
     return None
-
-
-_is_watching = False
-
-
-def _watch_optimizers() -> None:
-    """After any optimizer's step, weights count as changed."""
-    global _is_watching
-    if _is_watching:
-        return
-    _is_watching = True
-
-    def stepped(optimizer: torch.optim.Optimizer, *args: object) -> None:
-        for engine in _LIVE:
-            engine._optimizer_stepped(optimizer)
-
-    register_optimizer_step_post_hook(stepped)
