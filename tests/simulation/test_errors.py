@@ -79,7 +79,11 @@ def in_backward(x: Tensor) -> Tensor:
 )
 @pytest.mark.parametrize("level", ["no_shard", "optim_grads_params"])
 def test_what_cannot_run_says_which_line_and_why(
-    then: Callable[[Tensor], Tensor], phase: str, reason: str, level: str
+    then: Callable[[Tensor], Tensor],
+    phase: str,
+    reason: str,
+    level: str,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(fe.SimulationError) as caught:
         fe.simulate(lambda: Body(then), 2, batch=torch.zeros(2, WIDTH), strategy=level)
@@ -90,6 +94,7 @@ def test_what_cannot_run_says_which_line_and_why(
     assert error.code.endswith("# here")
     assert reason in error.reason
     assert f"{__file__}:{error.line}" in str(error)
+    assert "Traceback" not in capfd.readouterr().err  # torch's log has nothing to add
     # And nothing is left of it.
     assert not dist.is_initialized()
     assert fe.simulate(lambda: Transformer(2), 2, batch=token_batch(2, 0)).seconds > 0
