@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import logging
 import sysconfig
 import traceback
 from collections.abc import Iterator
@@ -21,6 +22,10 @@ _READS = (
     "it reads a value (by .item(), int(), float(), bool(), `if`, a loop over what a tensor says), "
     "and tensors of a simulation have none"
 )
+
+
+# It writes a traceback of its own for what is raised anyway.
+_TORCH_S_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 class SimulationError(RuntimeError):
@@ -50,12 +55,15 @@ class SimulationError(RuntimeError):
 @contextmanager
 def explained(phase: str) -> Iterator[None]:
     """Within it the user's code runs; what it raises becomes a :class:`SimulationError`."""
+    was_quiet, _TORCH_S_LOG.disabled = _TORCH_S_LOG.disabled, True
     try:
         yield
     except SimulationError:
         raise
     except Exception as error:
         raise SimulationError(phase, _reason(error), _place(error.__traceback__)) from error
+    finally:
+        _TORCH_S_LOG.disabled = was_quiet
 
 
 def _reason(error: Exception) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -93,6 +94,27 @@ def test_what_cannot_run_says_which_line_and_why(
     # And nothing is left of it.
     assert not dist.is_initialized()
     assert fe.simulate(lambda: Transformer(2), 2, batch=token_batch(2, 0)).seconds > 0
+
+
+class Listening(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.heard.append(record.getMessage())
+
+
+def test_torch_logs_no_traceback_of_its_own() -> None:
+    log, handler = logging.getLogger("torch._subclasses.fake_tensor"), Listening()
+    log.addHandler(handler)
+    try:
+        with pytest.raises(fe.SimulationError):
+            fe.simulate(lambda: Body(raises), 2, batch=torch.zeros(2, WIDTH))
+    finally:
+        log.removeHandler(handler)
+    assert handler.heard == []
+    assert not log.disabled
 
 
 def test_loss_build_batch_and_optimizer_may_fail_too() -> None:
