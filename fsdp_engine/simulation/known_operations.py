@@ -21,7 +21,8 @@ There is a recipe only where it says all. Every time anew torch works out: opera
 its own (messages), those that change an argument's shape or storage, or return something else than
 tensors; arguments that are not fake, or fakes that know their value (``torch.tensor(1.0)``);
 complex and sparse tensors; results that do not lie in their storage as those of ``empty_strided``
-do. Operations whose result's shape hangs on values raise, and leave no recipe.
+do, or of which one call does not show which argument they are (``torch.add(x, y, out=x)``).
+Operations whose result's shape hangs on values raise, and leave no recipe.
 """
 
 from __future__ import annotations
@@ -46,6 +47,9 @@ _UNFIT = {"set_", "resize_", "resize_as_", "_resize_output_", "lift", "lift_fres
 # The engine's way to tensors over storages of its own. That a fake tensor lies elsewhere now, its
 # mode need not know.
 _SET = torch.ops.aten.set_.source_Storage_storage_offset
+
+# In place of an argument's number: which of some is meant, this call does not show.
+_UNCLEAR = -1
 
 _DEVICE_NAMES = ("fake_device", "_fake_device")  # of a fake tensor, in torch 2.11 and since
 
@@ -99,7 +103,7 @@ class KnownOperations:
     """
 
     def __init__(self) -> None:
-        self._recipes: dict[Any, Recipe | None] = {}
+        self._recipes: dict[Any, Recipe] = {}
         self.num_known = self.num_worked_out = 0
 
     def run(
@@ -123,9 +127,10 @@ class KnownOperations:
             return _made_by(recipe, mode, tensors), recipe
         self.num_worked_out += 1
         out = func(*args, **kwargs)
-        if key is not None and key not in self._recipes:
-            recipe = _recipe_of(out, mode, tensors) if _is_fit(func) else None
-            self._recipes[key] = recipe
+        if key is not None and _is_fit(func):
+            recipe = _recipe_of(out, mode, tensors)
+            if recipe is not None:
+                self._recipes[key] = recipe
         return out, recipe
 
 
@@ -187,7 +192,10 @@ def _is_ours(tensor: Any, mode: FakeTensorMode) -> bool:
 def _recipe_of(out: Any, mode: FakeTensorMode, tensors: Sequence[FakeTensor]) -> Recipe | None:
     container = type(out) if type(out) in (tuple, list) else None
     results: list[_Result | None] = []
-    storages = {_storage_of(tensor): i for i, tensor in enumerate(tensors)}
+    storages: dict[int, int] = {}
+    for number, tensor in enumerate(tensors):
+        shared = _storage_of(tensor) in storages
+        storages[_storage_of(tensor)] = _UNCLEAR if shared else number
     for each in (out,) if container is None else out:
         result = None
         if each is not None:
@@ -195,7 +203,7 @@ def _recipe_of(out: Any, mode: FakeTensorMode, tensors: Sequence[FakeTensor]) ->
             if result is None:
                 return None
             # Another result over the same new storage would not get its own.
-            storages.setdefault(_storage_of(each), -1)
+            storages.setdefault(_storage_of(each), _UNCLEAR)
         results.append(result)
     return Recipe(tuple(results), container)
 
@@ -206,9 +214,9 @@ def _result_of(
     if not _is_ours(tensor, mode):
         return None
     device = tensor.fake_device
-    for number, argument in enumerate(tensors):
-        if argument is tensor:
-            return _Result(number, None, device, {})
+    same = [number for number, argument in enumerate(tensors) if argument is tensor]
+    if same:
+        return _Result(same[0], None, device, {}) if len(same) == 1 else None
     attributes = {name: value for name, value in vars(tensor).items() if name != "fake_mode"}
     if any(attributes[name] is not None for name in attributes if name not in _DEVICE_NAMES):
         return None
@@ -218,7 +226,7 @@ def _result_of(
     if base is None:
         fits = tensor.untyped_storage().nbytes() == _least_bytes(view)
     else:
-        fits = base >= 0 and tensors[base].dtype == view.dtype
+        fits = base != _UNCLEAR and tensors[base].dtype == view.dtype
     if tensor.requires_grad or not fits:
         return None
     return _Result(base, view, device, attributes)

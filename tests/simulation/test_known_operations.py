@@ -408,6 +408,18 @@ def test_a_view_is_one() -> None:
             assert x.add_(1) is x
 
 
+def test_which_argument_a_result_is_does_not_follow_from_one_call() -> None:
+    mode, known = FakeTensorMode(), KnownOperations()
+    add, add_ = torch.ops.aten.add, torch.ops.aten.add_
+    with mode:
+        x, y, z = (torch.zeros(3) for _ in range(3))
+        for out in (x, y, z, x):
+            assert known.run(mode, add.out, (x, y), {"out": out})[0] is out
+        for other in (x, y, x):
+            assert known.run(mode, add_.Tensor, (x, other), {})[0] is x
+    assert known.num_known > 0
+
+
 def test_equal_numbers_of_other_types_are_other_arguments() -> None:
     mode, known = FakeTensorMode(), KnownOperations()
     with mode, Compared(mode, known):
