@@ -340,15 +340,8 @@ class Engine:
 
     @contextmanager
     def measure(self) -> Iterator[Measurement]:
-        """Within it, note how long compute waits for gathers and reductions, and what is held.
-
-        Steps go on as they do without, and nobody waits for a device; on CUDA torch's peak of
-        allocated memory starts anew. It may be open more than once at a time, and at any time;
-        what is found counts from there. Not collective: one rank may measure alone.
-
-        Yields:
-            What is found; it may be read within, too. The latest is also part of :meth:`describe`.
-        """
+        """Within it, note how long compute waits for gathers and reductions, and what is held: see
+        :class:`~.runtime.measuring.Measurement`. The latest is also part of :meth:`describe`."""
         self._measured = Measurement(self._memory, self._scheduler)
         with self._measured.noting(self._lanes, self._is_stepped_by) as measured:
             yield measured

@@ -52,6 +52,10 @@ class Waited:
 class Measurement:
     """What one ``engine.measure()`` found on this rank, so far or in all; ``str`` gives a table.
 
+    Steps go on as they do without, and nobody waits for a device; on CUDA torch's peak of allocated
+    memory starts anew. It may be open more than once at a time, and at any time: what is found
+    counts from there. Not collective: one rank may measure alone.
+
     Args:
         memory: of the engine.
         scheduler: of the engine.

@@ -9,8 +9,9 @@ their turn: then only the processor's time for them is known, and taken for all 
 [Note: What a message takes from compute]
 Where one processor does both, whoever sends loses its thread's own share of a message (issuing,
 copies, sums) in any case. What the backend's threads take is lost only where they have no core to
-themselves: of 2 ranks on 2 cores all of it, on 4 cores none. Both are processor times, so that
-other programs change nothing.
+themselves: of 2 ranks on 2 cores all of it, on 4 cores none. Both are processor times, which other
+programs change little. They are taken alone and beside products, where threads take turns and a
+message comes in smaller pieces; the longer counts.
 """
 
 from __future__ import annotations
@@ -22,15 +23,17 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import Tensor
 
 from fsdp_engine.devices import memory
-from fsdp_engine.devices.collectives import Communicator, Steps, all_reduce_
+from fsdp_engine.devices.collectives import Communicator, all_reduce_
 from fsdp_engine.devices.lanes import device_seconds
 from fsdp_engine.devices.mesh import DataMesh, MeshAxis
 from fsdp_engine.simulation.kernels import Kernels
@@ -41,6 +44,8 @@ _LARGE = {"cpu": 2**22, "cuda": 2**27}  # bytes: a unit's worth of message
 _SMALL = 2**12
 _CACHES = 2**27
 _LEAST, _MOST = 8, 100  # repetitions
+_PRODUCTS, _IN_A_ROW = 4, 4
+_SECONDS_BESIDE = 0.1
 _CROWDED = 0.1  # a share of the processor that others take
 _DTYPES = {
     "cpu": (torch.float32, torch.bfloat16),
@@ -186,6 +191,9 @@ class _Meter:
         large_bytes = _LARGE[self._device.type]
         small, _ = self._message(comm, _SMALL)
         large, busy = self._message(comm, large_bytes)
+        if self._device.type == "cpu":
+            busy = max(busy, self._beside_compute(comm, large_bytes))
+            large = max(large, busy)
         # In a message of N bytes over n ranks each sends (n - 1) / n of N, in n - 1 hops. Should
         # small ones have met with a crowd, most of a large one's time is still its bytes'.
         small = min(small, large / 2)
@@ -203,16 +211,8 @@ class _Meter:
         """Seconds of a gather as the engine sends it, in place, and how many of them compute pays.
         (Sums of reductions are operations of their own.) Nothing of it is in a cache, as where a
         model has computed since the last one."""
-        count = min(max(_CACHES // num_bytes, 2), 64)
-        tensors = itertools.cycle(
-            [memory.zeros(num_bytes // 4, torch.float32, self._device) for _ in range(count)]
-        )
-
+        send = partial(_send, comm, self._messages(num_bytes))
         others = [memory.zeros(_LARGE["cpu"], torch.float32, self._device) for _ in range(2)]
-
-        def send() -> None:
-            _run(comm.all_gather(next(tensors)))
-
         for _ in range(3):
             send()
         once = self.agree(self._elapsed(send))
@@ -232,6 +232,41 @@ class _Meter:
         elif self._is_crowded:
             low = busy
         return self.agree(low), self.agree(busy)
+
+    def _beside_compute(self, comm: Communicator, num_bytes: int) -> float:
+        """Seconds that such a message takes from products that go on meanwhile, if the cores have
+        nothing to spare: threads that take turns with them get its bytes in smaller pieces."""
+        messages = self._messages(num_bytes)
+        operands = [memory.zeros((512, 512), torch.float32, self._device) + 1 for _ in range(3)]
+
+        def compute() -> None:
+            for _ in range(_PRODUCTS):
+                torch.mm(operands[0], operands[1], out=operands[2])
+
+        def both() -> None:
+            for works in comm.all_gather(next(messages)):
+                compute()
+                for work in works:
+                    work.wait()
+
+        found: dict[Callable[[], None], list[float]] = {compute: [], both: []}
+        for _ in range(_LEAST + round(self._seconds / _SECONDS_BESIDE)):
+            for action, seconds in found.items():
+                self.agree(0.0)
+                thread, process = time.thread_time(), time.process_time()
+                for _ in range(_IN_A_ROW):
+                    action()
+                own = time.thread_time() - thread
+                seconds.append(own + self._stolen(time.process_time() - process - own))
+        alone, together = (statistics.quantiles(found[each], n=4)[0] for each in (compute, both))
+        return self.agree(max(together - alone, 0.0) / _IN_A_ROW)
+
+    def _messages(self, num_bytes: int) -> Iterator[Tensor]:
+        """In turn so many that none is in a cache when its turn comes."""
+        count = min(max(_CACHES // num_bytes, 2), 64)
+        return itertools.cycle(
+            [memory.zeros(num_bytes // 4, torch.float32, self._device) for _ in range(count)]
+        )
 
     def _stolen(self, of_other_threads: float) -> float:
         """See [Note: What a message takes from compute]."""
@@ -255,7 +290,7 @@ class _Meter:
             print(text, file=sys.stderr, flush=True)
 
 
-def _run(steps: Steps) -> None:
-    for works in steps:
+def _send(comm: Communicator, messages: Iterator[Tensor]) -> None:
+    for works in comm.all_gather(next(messages)):
         for work in works:
             work.wait()
