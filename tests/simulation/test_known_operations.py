@@ -445,6 +445,7 @@ def test_the_default_dtype_counts() -> None:
 def test_what_knows_its_value_still_does() -> None:
     mode, known = FakeTensorMode(), KnownOperations()
     with mode, Compared(mode, known):
+        torch.zeros(()) * 2  # of the same shape, and it does not know
         for value in (1.0, 2.0, 3.0):
             assert (torch.tensor(value) * 2).item() == 2 * value
 
