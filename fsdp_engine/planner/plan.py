@@ -179,7 +179,12 @@ class _Job:
         }
         found = []
         for change, (factor, run) in tries.items():
-            outcome = Outcome.of_simulation(candidate, run(), self._items(candidate, factor), limit)
+            try:
+                simulation = run()
+            except SimulationError:
+                continue  # a model for batches of one size, say: then it is no advice
+            items = self._items(candidate, factor)
+            outcome = Outcome.of_simulation(candidate, simulation, items, limit)
             found.append(Trial(change, outcome.rate / chosen.rate, outcome.lacking))
         return tuple(found)
 

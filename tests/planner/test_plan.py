@@ -188,6 +188,22 @@ def test_trials_are_simulated() -> None:
     assert trials["4 microbatches a step"].speedup > 1
 
 
+class OneSize(nn.Module):
+    """Takes batches of eight rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).view(8, 8).sum()
+
+
+def test_a_batch_that_cannot_be_doubled_is_no_advice() -> None:
+    planning = fe.plan(OneSize, torch.ones(8, 8), world_size=1, checkpointing=(False,))
+    assert [each.change for each in planning.trials] == ["4 microbatches a step"]
+
+
 def test_what_is_waited_for_is_named() -> None:
     slow = fe.A100.between_nodes.__class__(1e6, 0.0)
     runs = {"world_size": WORLD, "checkpointing": (False,), "min_unit_size": 0}
