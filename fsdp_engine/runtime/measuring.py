@@ -24,8 +24,14 @@ from fsdp_engine.devices.memory import Memory, Peak, begin_device_peak, device_p
 from fsdp_engine.devices.meter import WaitMeter
 from fsdp_engine.runtime.scheduler import Scheduler
 
-# By role of the engine's ledger; anything else is weights.
-_KINDS = {"grad": "gradients", "full": "transient", "staging": "transient"}
+# Kinds of memory by role of the engine's ledger (idle: memory of the transient ones, between
+# uses); anything else is weights.
+KIND_OF_ROLE = {
+    "grad": "gradients",
+    "full": "transient",
+    "staging": "transient",
+    "idle": "transient",
+}
 
 Steps = Callable[[torch.optim.Optimizer], bool]
 
@@ -142,7 +148,7 @@ class Measurement:
         """
         kinds = dict.fromkeys(("weights", "gradients", "optimizer", "transient"), 0)
         for role, count in self._peak.held.items():
-            kinds[_KINDS.get(role, "weights")] += count
+            kinds[KIND_OF_ROLE.get(role, "weights")] += count
         kinds["optimizer"] = sum(self._optimizers.values())
         self._look()
         if self._allocated is not None:

@@ -24,10 +24,10 @@ from typing import Any
 
 from torch import Tensor
 
+from fsdp_engine.runtime.measuring import KIND_OF_ROLE
+
 KINDS = ("weights", "gradients", "optimizer", "transient", "activations")
 
-# Roles of the engine's ledger that are no weights; idle: memory of the transient ones.
-_ROLES = {"grad": "gradients", "full": "transient", "staging": "transient", "idle": "transient"}
 _NEW = "activations"
 
 
@@ -107,7 +107,7 @@ class MemoryWatch:
     def _booked(self) -> dict[str, int]:
         now = dict.fromkeys(KINDS, 0)
         for role, count in self._held().items():
-            now[_ROLES.get(role, "weights")] += count
+            now[KIND_OF_ROLE.get(role, "weights")] += count
         return now
 
     def _gone(self, key: int, _: object) -> None:
