@@ -63,7 +63,7 @@ def on_meta(folder: str) -> nn.Module:
 
 def load_pretrained(folder: str) -> nn.Module:
     model = on_meta(folder)
-    fe.shard(model)
+    fe.shard(model, initial_values="empty")
     fe.load_pretrained(model, folder)
     return model
 

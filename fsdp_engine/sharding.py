@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_engine.buffers.redistribute import Ladder
+from fsdp_engine.checkpoint.model_state import MODEL
+from fsdp_engine.checkpoint.unfinished_load import nothing_loaded
 from fsdp_engine.codecs import CodecRule
 from fsdp_engine.config import DistributedDataParallelConfig, Timing
 from fsdp_engine.devices import memory
@@ -23,7 +25,7 @@ from fsdp_engine.planning.build import Ladders, Resources, agree_on_plan, build_
 from fsdp_engine.planning.checkpointing import checkpoint_units
 from fsdp_engine.planning.dtensors import choose_written, mark_experts, ranks_of_model
 from fsdp_engine.planning.experts import place_experts
-from fsdp_engine.planning.initial_values import CHOICES, SAME, Holdings
+from fsdp_engine.planning.initial_values import CHOICES, FIRST, SAME, Holdings
 from fsdp_engine.planning.plan import AxisPlan, AxisPlans, Granule, Plan, PlanSettings, make_plan
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.unit import Unit
@@ -87,7 +89,9 @@ def shard(
         initial_values: "same": all ranks have built the same values, which is checked; where the
             first rank has values and others are on the meta device, they get the first one's.
             "rank0": all get the first rank's, of buffers too, whatever they have. Broadcast unit
-            by unit.
+            by unit. "empty": as "same", but what is on the meta device on all ranks gets memory
+            and no values, which saves their making where they are loaded next; until they are,
+            forwards and saves raise.
         min_unit_size: default units of fewer elements are joined with their neighbours; 0: none
             are. None: as measured, see [Note: Size of a unit] in ``planning/unit_size.py``.
         checkpointing: blocks compute what they kept for backward again there; see
@@ -223,7 +227,7 @@ def make_engine(
         )
         plan = make_plan(model, units, settings)
         choose_written(plan.records, data, ranks)
-        compare = data.size > 1 and initial_values == SAME and not broadcast
+        compare = data.size > 1 and initial_values != FIRST and not broadcast
         holdings = Holdings(plan, experts, compare=compare)
         options = f"{levels}, {policy}, {config}, {initial_values}, min_unit_size={min_unit_size}"
         options += f", checkpointing={checkpointing}"
@@ -234,6 +238,7 @@ def make_engine(
     if broadcast:
         start = start._replace(from_first=True)
     assert plan is not None
+    metas = [f"{MODEL}.{name}" for name, value in _saved(model) if value.is_meta]
     if experts is not None:
         place_experts(model, plan.records, data, experts)
     if checkpointing:
@@ -243,7 +248,19 @@ def make_engine(
     resources = Resources(data, config)
     built = build_units(plan, ladders, resources, policy, start)
     made = [Unit(each, resources.lanes) for each in built]
-    return Engine(model, made, ladders, resources, policy, timing)
+    engine = Engine(model, made, ladders, resources, policy, timing)
+    if start.is_empty and metas:
+        nothing_loaded(engine, metas)
+    return engine
+
+
+def _saved(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of the model's state dict, whatever its hooks make of it."""
+    for prefix, module in model.named_modules():
+        tensors = {**module._parameters, **module._buffers}
+        for name, value in tensors.items():
+            if value is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, value
 
 
 def axis_plan(mesh: DataMesh, levels: Strategy) -> AxisPlan:

@@ -36,7 +36,13 @@ from fsdp_engine.devices.memory import Memory
 from fsdp_engine.devices.mesh import DataMesh
 from fsdp_engine.devices.nccl_pool import NcclPool
 from fsdp_engine.devices.ranks import Ranks
-from fsdp_engine.planning.initial_values import Holdings, Start, broadcast_buffers, decide
+from fsdp_engine.planning.initial_values import (
+    EMPTY,
+    Holdings,
+    Start,
+    broadcast_buffers,
+    decide,
+)
 from fsdp_engine.planning.installing import watch_reads
 from fsdp_engine.planning.materialize import ModuleTree, materialize, materialize_buffers
 from fsdp_engine.planning.plan import AxisPlan, AxisPlans, Plan, PlannedUnit
@@ -203,7 +209,8 @@ def agree_on_plan(
         assert holdings is not None
         all_values = [head[3] for head in mine]
         decided = decide(plan, holdings, all_values, initial_values, mesh)
-        start = Start(int(heads[0][2]), *decided, tag=max(head[4] for head in mine))
+        tag, is_empty = max(head[4] for head in mine), initial_values == EMPTY
+        start = Start(int(heads[0][2]), *decided, tag=tag, is_empty=is_empty)
     except ValueError as caught:
         error = caught
     if len(mine) < len(heads):
@@ -249,7 +256,8 @@ def build_units(
                 for record in part.records
             ]
             try:
-                materialize(tree, records, device, start.seed + index, start.seed)
+                seeds = (start.seed + index, start.seed)
+                materialize(tree, records, device, *seeds, is_empty=start.is_empty)
             except Exception as caught:
                 error = error or caught
         output_dtype = policy.output_dtype if not units else None
@@ -257,7 +265,8 @@ def build_units(
     root = plan.root
     has_values = not start.whole or ladders.data.mesh.is_first
     try:
-        materialize_buffers(root, device, start.seed + len(units), values=has_values)
+        seed = start.seed + len(units)
+        materialize_buffers(root, device, seed, values=has_values, is_empty=start.is_empty)
     except Exception as caught:
         error = error or caught
     if plan.on_meta or start.whole:

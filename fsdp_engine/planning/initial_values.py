@@ -32,8 +32,8 @@ from fsdp_engine.devices.collectives import broadcast_, gather_objects
 from fsdp_engine.devices.mesh import DataMesh
 from fsdp_engine.planning.plan import Plan, is_expert
 
-SAME, FIRST, OWN = "same", "rank0", "own"
-CHOICES = (SAME, FIRST)  # of shard(); FSDP2 lets each rank keep slices of its own values
+SAME, FIRST, EMPTY, OWN = "same", "rank0", "empty", "own"
+CHOICES = (SAME, FIRST, EMPTY)  # of shard(); FSDP2 lets each rank keep slices of its own values
 
 # Words of a row: sums of rows and sums of columns tell apart two words that changed places.
 _ROW = 1024
@@ -51,12 +51,15 @@ class Start(NamedTuple):
         from_first: parameters are those of the first rank.
         whole: so are buffers, and only the first rank needs to have values.
         tag: the first that all ranks have free for messages.
+        is_empty: what is on the meta device everywhere gets memory, and its values from somewhere
+            else.
     """
 
     seed: int = 0
     from_first: bool = False
     whole: bool = False
     tag: int = 0
+    is_empty: bool = False
 
 
 @dataclass
@@ -149,13 +152,13 @@ def decide(
     if any(first[0] != pair[0] for first, pair in pairs):
         _check_first_has_all(plan, holdings, mesh)
         return True, True
-    if plan.lacks:
+    if plan.lacks and choice != EMPTY:
         raise ValueError(plan.lacks)
     if choice != FIRST and any(first[1] != pair[1] for first, pair in pairs):
         name, rank, other = _first_other_value(holdings, mesh)
         found = f"{name}: expected the same initial values on all ranks; found others on "
         found += f"data-parallel rank {rank} than on rank {other}"
-        if choice == SAME:
+        if choice != OWN:
             raise ValueError(
                 f"{found}. Build the model from one seed (torch.manual_seed) or load one "
                 'checkpoint on all ranks before shard(), or give initial_values="rank0" to start '

@@ -100,6 +100,8 @@ def materialize(
     device: torch.device,
     seed: int,
     base_seed: int = 0,
+    *,
+    is_empty: bool = False,
 ) -> None:
     """Give the meta parameters of one unit real values.
 
@@ -110,6 +112,8 @@ def materialize(
         seed: the same on all ranks, so that all ranks draw the same values.
         base_seed: likewise, and the same for all units: experts draw by their names among all
             experts, so that they have the same values however many ranks they are cut over.
+        is_empty: parameters are NaN (0 where they are no floats): somebody loads them. Modules
+            with buffers give themselves values all the same, since not all buffers are saved.
 
     Raises:
         ValueError: a tensor was left without values, or a parametrisation cannot turn
@@ -128,32 +132,43 @@ def materialize(
             if record.expert is not None and record.expert.is_cut:
                 shape = record.expert.whole_shape(shape)
             values = empty(shape, param.dtype, device)
+        if is_empty:
+            values.fill_(torch.nan if values.is_floating_point() else 0)
         real = nn.Parameter(values, requires_grad=param.requires_grad)
         real.__dict__.update(marks)
         record.param = real
         for module, attribute in record.owners:
             module._parameters[attribute] = real
+    if is_empty:
+        modules = {module: names for module, names in modules.items() if module._buffers}
     for module in modules:
         _real_buffers(module, device)
-    _reset(tree.model, modules, device, seed, _seeds_of_experts(modules, metas, base_seed))
+    own_seeds = _seeds_of_experts(modules, metas, base_seed)
+    _reset(tree.model, modules, device, seed, own_seeds, is_empty=is_empty)
     for record in metas:
         if _is_cut(record):
             _keep_own_experts(record)
 
 
 def materialize_buffers(
-    model: nn.Module, device: torch.device, seed: int, *, values: bool = True
+    model: nn.Module,
+    device: torch.device,
+    seed: int,
+    *,
+    values: bool = True,
+    is_empty: bool = False,
 ) -> None:
     """Real values for modules that own meta buffers but no meta parameter, and move the others.
 
     Args:
         values: False: memory alone, for somebody else's values.
+        is_empty: buffers that are saved need none.
     """
     lonely = {module: names for module in model.modules() if (names := _metas_of(module))}
     for module in lonely:
         _real_buffers(module, device)
     if values:
-        _reset(model, lonely, device, seed)
+        _reset(model, lonely, device, seed, is_empty=is_empty)
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device:
@@ -213,10 +228,13 @@ def _reset(
     device: torch.device,
     seed: int,
     own_seeds: Mapping[nn.Module, int] | None = None,
+    *,
+    is_empty: bool = False,
 ) -> None:
     """``modules``: children first, with the names of tensors that have no values yet.
 
-    ``own_seeds``: of those that do not draw after the others.
+    ``own_seeds``: of those that do not draw after the others. ``is_empty``: what is saved is loaded
+    later.
     """
     if not modules:
         return
@@ -229,6 +247,10 @@ def _reset(
                 continue  # the module that has it comes later
             if any(tensor.is_meta for _, tensor in _originals(module)):
                 continue  # another unit has them
+            if is_empty:
+                names = [name for name in names if name in module._non_persistent_buffers_set]
+                if not names:
+                    continue
             reset = _reset_parametrized if is_parametrized(module) else _reset_module
             if own_seeds is None or module not in own_seeds:
                 reset(module, names, init_weights)

@@ -19,6 +19,7 @@ from fsdp_engine.checkpoint.unfinished_load import replacing
 from fsdp_engine.devices.agreement import agree
 from fsdp_engine.engine import Engine, engine_of
 from fsdp_engine.pretrained.conversions import as_in_memory, ignored
+from fsdp_engine.pretrained.own_values import give_values, modules_without_values
 
 WHAT = "load_pretrained"
 
@@ -28,7 +29,7 @@ class LoadedPretrained:
     """What a folder did not say, or said in vain.
 
     Attributes:
-        missing: the model's tensors that are not in the folder, and keep the values they had.
+        missing: the model's tensors that are not in the folder, and have the model's own values.
         unexpected: tensors of the folder that the model has no use for.
     """
 
@@ -48,14 +49,16 @@ def load_pretrained(
 
     Each rank reads the bytes of its own slices, a few reads at a time, and converts them to the
     main weights' dtypes on the way: besides its shard a rank takes some 64 MiB. A model that was
-    sharded on the meta device takes them as any other does. What ``transformers`` renames, fuses,
+    sharded on the meta device takes them as any other does; with ``initial_values="empty"`` it is
+    not given values first. What ``transformers`` renames, fuses,
     splits or transposes between files and memory is so here, too.
 
     Args:
         model_or_engine: the sharded model, or its engine; its persistent buffers are read, too.
         folder: has ``model.safetensors``, or an index and its files.
         strict: raise if tensors are missing or unexpected. False: missing ones (a new head,
-            adapters) keep the values that they have; the first rank warns of both.
+            adapters) keep the values that they have, or get those that the model gives them; the
+            first rank warns of both.
         key_mapping: regular expressions of names in the files, and what replaces them, tried
             before the model's own rules.
         progress: a bar on the first rank's stderr. None: if that is a terminal.
@@ -77,12 +80,14 @@ def load_pretrained(
     engine = _engine_of(model_or_engine)
     group = engine.ranks.control_group
     found = Match()
+    valueless: list[nn.Module] = []
     error: Exception | None = None
     try:
         check_at_rest(engine)
         check_shared(WHAT, engine)
         found = _match(engine, Path(folder), key_mapping)
         found.raise_for(str(folder), strict=strict)
+        valueless = modules_without_values(engine, found.missing)
     except Exception as caught:  # rules of transformers raise anything
         error = caught
     agree(WHAT, error, group)
@@ -93,6 +98,7 @@ def load_pretrained(
         try:
             with _bar(num_bytes, shows) as told:
                 read(found.targets, told)
+            give_values(engine.model, valueless)
         except Exception as caught:
             error = RuntimeError(
                 f"{WHAT} failed while reading, and weights are partly replaced: "
@@ -133,7 +139,7 @@ def _match(engine: Engine, folder: Path, key_mapping: Mapping[str, str] | None) 
 def _told(folder: str, report: LoadedPretrained) -> str:
     parts = []
     if report.missing:
-        parts.append(f"not there, and left as they were: {', '.join(report.missing)}")
+        parts.append(f"not there, and as the model made them: {', '.join(report.missing)}")
     if report.unexpected:
         parts.append(f"there, and not in the model: {', '.join(report.unexpected)}")
     return f"{WHAT}: {folder}: {'; '.join(parts)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 import fsdp_engine as fe
 from tests.checkpoint.test_checkpoint import shared_folder
-from tests.pool import Ranks, on_ranks
+from tests.pool import Ranks, on_few_ranks, on_ranks
 from tests.pretrained.families import FAMILIES, build, builder
 
 
@@ -30,7 +31,7 @@ def loaded(family: str, folder: str, level: str) -> list[str]:
     """Names that differ."""
     expected = read_by_transformers(family, folder)
     model = builder(family)()
-    engine = fe.shard(model, strategy=level)
+    engine = fe.shard(model, strategy=level, initial_values="empty")
     report = fe.load_pretrained(engine, folder)
     assert report.missing == report.unexpected == ()
     found = {name: engine.full_tensor(name) for name, _ in model.named_parameters()}
@@ -106,7 +107,7 @@ def test_a_new_head_stays_as_the_model_made_it() -> None:
     assert head.abs().sum() > 0
     with pytest.raises(ValueError, match=r"missing classifier\.weight"):
         fe.load_pretrained(engine, folder)
-    warned = "not there, and left as they were: classifier.weight, classifier.bias"
+    warned = "not there, and as the model made them: classifier.weight, classifier.bias"
     if dist.get_rank() == 0:
         with pytest.warns(UserWarning, match=warned):
             report = fe.load_pretrained(engine, folder, strict=False)
@@ -117,6 +118,95 @@ def test_a_new_head_stays_as_the_model_made_it() -> None:
     expected = load_file(f"{folder}/model.safetensors")["embeddings.word_embeddings.weight"]
     assert torch.equal(engine.full_tensor("bert.embeddings.word_embeddings.weight"), expected)
     assert torch.equal(engine.full_tensor("classifier.weight"), head)
+
+
+@on_ranks(2)
+def test_an_empty_model_takes_no_step_before_it_has_values() -> None:
+    folder = shared_folder()
+    if dist.get_rank() == 0:
+        torch.manual_seed(3)
+        config = transformers.BertConfig(**FAMILIES["bert"][2])
+        transformers.BertModel(config).save_pretrained(folder)
+    dist.barrier()
+
+    def made() -> nn.Module:
+        config = transformers.BertConfig(**{**FAMILIES["bert"][2], "num_labels": 3})
+        with torch.device("meta"):
+            model: nn.Module = transformers.BertForSequenceClassification(config)
+        return model
+
+    torch.manual_seed(5)
+    model = made()
+    engine = fe.shard(model, initial_values="empty")
+    tokens = torch.arange(8).view(2, 4)
+    for use in (
+        lambda: model(input_ids=tokens),
+        lambda: fe.save_checkpoint(f"{folder}/checkpoint", engine),
+    ):
+        with pytest.raises(RuntimeError, match="weights: expected values; found none"):
+            use()
+    with pytest.raises(ValueError, match=r"missing classifier\.weight"):
+        fe.load_pretrained(engine, folder)
+    with pytest.raises(RuntimeError, match="weights: expected values; found none"):
+        model(input_ids=tokens)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        report = fe.load_pretrained(engine, folder, strict=False)
+    assert report.missing == ("classifier.weight", "classifier.bias")
+    head = engine.full_tensor("classifier.weight")
+    # As transformers makes a head.
+    assert 0.005 < head.std() < 0.05
+    assert not engine.full_tensor("classifier.bias").any()
+    loss = model(input_ids=tokens, labels=torch.tensor([0, 2])).loss
+    loss.backward()
+    assert engine.clip_grad_norm_(1.0) > 0
+    # All ranks have the same model.
+    losses = [None, None]
+    dist.all_gather_object(losses, loss.item())
+    assert losses[0] == losses[1]
+
+
+@on_ranks(2)
+def test_half_a_module_without_values_is_refused() -> None:
+    folder = shared_folder()
+    if dist.get_rank() == 0:
+        save_file({"0.weight": torch.ones(4, 4)}, f"{folder}/model.safetensors")
+    dist.barrier()
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4))
+    fe.shard(model, initial_values="empty")
+    with pytest.raises(ValueError, match=r"0\.bias: expected values for it where the folder has"):
+        fe.load_pretrained(model, folder, strict=False)
+
+
+class Remembers(nn.Module):
+    """Has a buffer that is saved, and one that is not, and cannot make its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3, 3))
+        self.register_buffer("mean", torch.zeros(3))
+        self.linear = nn.Linear(3, 3)
+
+
+@on_few_ranks
+def test_what_cannot_give_itself_values_may_be_empty() -> None:
+    with torch.device("meta"):
+        model = Remembers()
+    with pytest.raises(ValueError, match=r"expected a method reset_parameters"):
+        fe.shard(model)
+    engine = fe.shard(model, initial_values="empty")
+    assert engine.full_tensor("weight").isnan().all()
+    folder = shared_folder()
+    tensors = {name: torch.full(value.shape, 2.0) for name, value in model.state_dict().items()}
+    if engine.mesh.rank == 0:
+        save_file(tensors, f"{folder}/model.safetensors")
+    if dist.is_initialized():
+        dist.barrier()
+    fe.load_safetensors(engine, folder)
+    for name in ("weight", "linear.weight", "linear.bias"):
+        assert engine.full_tensor(name).eq(2.0).all()
+    assert model.mean.eq(2.0).all()
 
 
 @on_ranks(2)
