@@ -21,6 +21,7 @@ from fsdp_engine.planner.planning import Planning
 from fsdp_engine.planning.checkpointing import checkpoint_units
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.pretrained.load import load_pretrained
+from fsdp_engine.pretrained.save import save_pretrained
 from fsdp_engine.runtime.hooks import register_forward_method
 from fsdp_engine.sharding import shard
 from fsdp_engine.simulation.errors import SimulationError
@@ -58,6 +59,7 @@ __all__ = [
     "plan",
     "register_forward_method",
     "save_checkpoint",
+    "save_pretrained",
     "shard",
     "shard_optimizer",
     "simulate",

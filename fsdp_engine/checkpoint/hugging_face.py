@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -50,6 +51,7 @@ from fsdp_engine.checkpoint.safetensors_file import (
 from fsdp_engine.checkpoint.sharded_model import ShardedModel
 from fsdp_engine.checkpoint.unfinished_load import replacing
 from fsdp_engine.devices.agreement import agree
+from fsdp_engine.devices.ranks import Ranks
 
 # What a rank holds at once, beyond its own slices, while it reads or writes.
 BUFFER_BYTES = 16 << 20
@@ -98,33 +100,69 @@ def export_safetensors(
         On every rank if on one. Nothing of the new export is then left, unless renaming files into
         place failed half way.
     """
-    what = "export_safetensors"
-    group, rank = None, 0
+    buffer_bytes = BUFFER_BYTES
+    engine: EngineLike | None = None
+    if isinstance(engine_or_path, str | os.PathLike):
+        buffer_bytes //= 4  # one to read through, one to read into, one to convert in
+        path = Path(engine_or_path)
+
+        def sources() -> list[Source]:
+            return checkpoint_sources(path, dtype, buffer_bytes, trust)
+
+    else:
+        engine = engine_or_path
+        if not hasattr(engine, "mesh"):
+            raise TypeError(
+                "engine_or_path: expected an Engine or the path of a checkpoint; found "
+                f"{type(engine_or_path).__name__}"
+            )
+        sources = partial(engine_sources, engine, dtype)
+    export_sources(
+        "export_safetensors",
+        sources,
+        Path(directory),
+        dtype,
+        max_shard_size,
+        ranks=engine.ranks if engine is not None else None,
+        buffer_bytes=buffer_bytes,
+        progress=progress,
+    )
+
+
+def export_sources(
+    what: str,
+    make_sources: Callable[[], list[Source]],
+    directory: Path,
+    dtype: torch.dtype | None,
+    max_shard_size: int | str,
+    *,
+    ranks: Ranks | None,
+    buffer_bytes: int = BUFFER_BYTES,
+    progress: Callable[[int], None] = lambda num_bytes: None,
+) -> None:
+    """Write tensors into a folder; see :func:`export_safetensors`.
+
+    Args:
+        what: who asks, in messages.
+        make_sources: makes what is written; the same names, shapes and dtypes on all ranks.
+        ranks: that write together; None: this process alone.
+        buffer_bytes: to convert in.
+        directory, dtype, max_shard_size, progress: as there.
+    """
+    group, rank = (None, 0) if ranks is None else (ranks.control_group, ranks.rank)
     folder: ExportFolder | None = None
     sources: list[Source] = []
     files: list[NamedFile] = []
     staging: Path | None = None
     error: Exception | None = None
-    buffer_bytes = BUFFER_BYTES
-    if not isinstance(engine_or_path, str | os.PathLike):
-        if not hasattr(engine_or_path, "mesh"):
-            raise TypeError(
-                "engine_or_path: expected an Engine or the path of a checkpoint; found "
-                f"{type(engine_or_path).__name__}"
-            )
-        group, rank = engine_or_path.ranks.control_group, engine_or_path.ranks.rank
     try:
         max_bytes = parse_size(max_shard_size)
         if dtype is not None:
             _check_dtype(dtype)
-        if isinstance(engine_or_path, str | os.PathLike):
-            buffer_bytes //= 4  # one to read through, one to read into, one to convert in
-            sources = checkpoint_sources(Path(engine_or_path), dtype, buffer_bytes, trust)
-        else:
-            sources = engine_sources(engine_or_path, dtype)
+        sources = make_sources()
         files = _plan(sources, max_bytes)
         if rank == 0:
-            folder = ExportFolder(Path(directory))
+            folder = ExportFolder(directory)
             staging = folder.begin(files)
     except Exception as caught:
         error = caught

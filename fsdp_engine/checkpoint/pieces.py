@@ -309,7 +309,7 @@ def flat_parts(pieces: Pieces, first: int, last: int) -> Iterator[tuple[Box, lis
         A box, and for each dim of the whole the step of its elements among the row-major ones.
     """
     steps = [math.prod(pieces.shape[dim + 1 :]) for dim in range(pieces.ndim)]
-    for starts, stops in _rectangles(tuple(pieces.shape), first, last):
+    for starts, stops in rectangles(tuple(pieces.shape), first, last):
         for box in pieces.boxes:
             part: Box | None = box
             for dim, (start, stop) in enumerate(zip(starts, stops, strict=True)):
@@ -318,7 +318,7 @@ def flat_parts(pieces: Pieces, first: int, last: int) -> Iterator[tuple[Box, lis
                 yield part, steps
 
 
-def _rectangles(
+def rectangles(
     shape: tuple[int, ...], first: int, last: int
 ) -> Iterator[tuple[list[int], list[int]]]:
     """Boxes, starts and stops, that row-major elements from ``first`` to before ``last`` are."""
@@ -343,7 +343,7 @@ def _rectangles(
 def _within(
     shape: tuple[int, ...], row: int, first: int, last: int
 ) -> Iterator[tuple[list[int], list[int]]]:
-    for starts, stops in _rectangles(shape[1:], first, last):
+    for starts, stops in rectangles(shape[1:], first, last):
         yield [row, *starts], [row + 1, *stops]
 
 

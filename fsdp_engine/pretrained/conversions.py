@@ -48,6 +48,32 @@ def as_in_memory(
     return {prefix + name if name in names else name: pieces for name, pieces in found.items()}
 
 
+def as_on_disk(model: nn.Module, held: Mapping[str, Pieces]) -> dict[str, Pieces]:
+    """By the names in files, the tensors that elsewhere stand for those of ``model``.
+
+    Args:
+        model: sharded or not.
+        held: its tensors, by their names in memory.
+
+    Raises:
+        ValueError: a rule does not fit, or is no reindexing.
+    """
+    inner, prefix = _of_transformers(model)
+    if inner is None or prefix:
+        return dict(held)
+    from transformers.core_model_loading import revert_weight_conversion
+
+    try:
+        tensors: Any = dict(held)
+        found: dict[str, Pieces] = revert_weight_conversion(inner, tensors)
+    except (NotImplementedError, RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"{type(inner).__name__}: expected conversions of transformers that are reindexing; "
+            f"found {type(error).__name__}: {error}"
+        ) from error
+    return found
+
+
 def ignored(model: nn.Module) -> Callable[[str], bool]:
     """Whether a model does not mind that it has no use for a stored tensor of this name, such as
     buffers that older versions saved."""

@@ -77,7 +77,7 @@ def load_pretrained(
 
         All but the last before anything is changed, and on every rank if on one.
     """
-    engine = _engine_of(model_or_engine)
+    engine = engine_of_model(model_or_engine)
     group = engine.ranks.control_group
     found = Match()
     valueless: list[nn.Module] = []
@@ -114,7 +114,12 @@ def load_pretrained(
     return report
 
 
-def _engine_of(given: nn.Module | Engine) -> Engine:
+def engine_of_model(given: nn.Module | Engine) -> Engine:
+    """The engine that is given, or that of the model that is given.
+
+    Raises:
+        ValueError: it is not sharded.
+    """
     if isinstance(given, Engine):
         return given
     engine = engine_of(given) if isinstance(given, nn.Module) else None

@@ -1,0 +1,67 @@
+"""What a rank writes of tensors that lie otherwise in files than in memory: parts of its slices."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import Tensor
+
+from fsdp_engine.checkpoint.export_source import Part, Source
+from fsdp_engine.checkpoint.pieces import Box, Pieces, rectangles
+
+
+def source_of(name: str, pieces: Pieces, sources: Mapping[str, Source]) -> Source:
+    """A tensor of the files that is put together of those in memory.
+
+    Args:
+        name: in the files.
+        pieces: it, of boxes that say of which name in memory they are.
+        sources: those, by that name.
+    """
+    dtype = sources[pieces.boxes[0].stored].dtype if pieces.boxes else pieces.dtype
+
+    def parts() -> Iterator[Part]:
+        for box in pieces.boxes:
+            for first, local in sources[box.stored].parts():
+                yield from _parts(pieces.shape, box, first, local.reshape(-1))
+
+    return Source(name, tuple(pieces.shape), dtype, (), parts)
+
+
+def _parts(shape: Sequence[int], box: Box, first: int, flat: Tensor) -> Iterator[Part]:
+    """Of ``box``, what row-major elements from ``first`` on of its tensor are, which ``flat`` has;
+    each contiguous in the whole of this ``shape``."""
+    steps = [math.prod(box.shape[dim + 1 :]) for dim in range(len(box.shape))]
+    for starts, stops in rectangles(box.shape, first, first + flat.numel()):
+        lows = [max(a, b) for a, b in zip(starts, box.starts, strict=True)]
+        ends = [start + length for start, length in zip(box.starts, box.lengths, strict=True)]
+        sizes = [min(a, b) - low for a, b, low in zip(stops, ends, lows, strict=True)]
+        if any(size <= 0 for size in sizes):
+            continue
+        offset = sum(low * step for low, step in zip(lows, steps, strict=True)) - first
+        own = [(sizes[dim], steps[dim]) if dim != -1 else (1, 1) for dim in box.dims]
+        view = flat.as_strided(
+            [size for size, _ in own],
+            [step for _, step in own],
+            int(flat.storage_offset()) + offset,
+        )
+        places = [
+            at + (lows[dim] - box.starts[dim] if dim != -1 else 0)
+            for at, dim in zip(box.at, box.dims, strict=True)
+        ]
+        yield from _runs(shape, places, view)
+
+
+def _runs(shape: Sequence[int], places: Sequence[int], view: Tensor) -> Iterator[Part]:
+    """``view``, a box that begins at ``places`` of a whole of this ``shape``, in parts that are
+    contiguous there."""
+    whole = len(shape)  # dims from here on are full
+    while whole > 0 and view.shape[whole - 1] == shape[whole - 1]:
+        whole -= 1
+    outer = max(whole - 1, 0)  # of the dim before them a range is still contiguous
+    steps = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    begin = sum(place * step for place, step in zip(places, steps, strict=True))
+    for index in itertools.product(*(range(size) for size in view.shape[:outer])):
+        yield begin + sum(i * step for i, step in zip(index, steps, strict=False)), view[index]

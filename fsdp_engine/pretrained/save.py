@@ -1,0 +1,120 @@
+"""``save_pretrained``: a sharded model into a folder that ``from_pretrained`` reads."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_engine.checkpoint.export_source import Source, engine_sources
+from fsdp_engine.checkpoint.hugging_face import export_sources
+from fsdp_engine.checkpoint.pieces import Pieces
+from fsdp_engine.checkpoint.writing_pieces import source_of
+from fsdp_engine.devices.agreement import agree
+from fsdp_engine.engine import Engine
+from fsdp_engine.pretrained.conversions import as_on_disk
+from fsdp_engine.pretrained.load import engine_of_model
+
+WHAT = "save_pretrained"
+CONFIG = "config.json"
+# An older model's, while a newer one takes its place.
+BEFORE = "config.json.before"
+
+
+def save_pretrained(
+    model_or_engine: nn.Module | Engine,
+    folder: str | os.PathLike[str],
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+    *,
+    tokenizer: Any = None,
+) -> None:
+    """Write a model of ``transformers`` as its own ``save_pretrained`` would. Collective.
+
+    All ranks write their slices, into the names and the layout that files have elsewhere: what is
+    fused, split or transposed in memory is undone. A tied weight is written once, under its first
+    name. ``config.json`` comes last: without it nobody takes the folder for a model, so a job that
+    is killed leaves none that is half there. (An older model's stays as ``config.json.before``.)
+
+    Args:
+        model_or_engine: the sharded model, or its engine.
+        folder: on storage that all ranks share; made if need be.
+        dtype: of floating-point tensors; None: that of the main weights.
+        max_shard_size: bytes of tensors in one file, or a text such as "5GB".
+        tokenizer: or processor; anything with ``save_pretrained(folder)``, on the first rank.
+
+    Raises:
+        ValueError, TypeError: an argument, or one that differs between ranks; the model is not
+            sharded, or not of transformers; or what it does to tensors is no reindexing.
+        RuntimeError: within a forward, a backward or ``engine.unsharded()``, or before weights are
+            loaded.
+        OSError: the folder cannot be written.
+
+        On every rank if on one.
+    """
+    engine = engine_of_model(model_or_engine)
+    model: Any = engine.model
+    directory = Path(folder)
+    group, is_first = engine.ranks.control_group, engine.ranks.rank == 0
+    error: Exception | None = None
+    hidden = False
+    try:
+        if not hasattr(model, "config") or not hasattr(model.config, "save_pretrained"):
+            raise TypeError(
+                f"model_or_engine: expected a model of transformers; found {type(model).__name__}"
+            )
+        if is_first and (directory / CONFIG).is_file():
+            os.replace(directory / CONFIG, directory / BEFORE)
+            hidden = True
+    except Exception as caught:
+        error = caught
+    agree(WHAT, error, group)
+    try:
+        sources = partial(_sources, engine, dtype)
+        ranks = engine.ranks
+        export_sources(WHAT, sources, directory, dtype, max_shard_size, ranks=ranks)
+    except Exception as caught:  # on all ranks
+        error = caught
+        if hidden:
+            os.replace(directory / BEFORE, directory / CONFIG)
+    else:
+        try:
+            if is_first:
+                _write_others(model, directory, dtype, tokenizer)
+                (directory / BEFORE).unlink(missing_ok=True)
+        except Exception as caught:
+            error = caught
+    # Nobody returns or raises before the folder is as it shall stay.
+    agree(WHAT, error, group)
+
+
+def _sources(engine: Engine, dtype: torch.dtype | None) -> list[Source]:
+    held = {each.name: each for each in engine_sources(engine, dtype)}
+    whole = {name: Pieces.of(name, each.shape, each.dtype) for name, each in held.items()}
+    stored = as_on_disk(engine.model, whole)
+    return [
+        held[name] if pieces is whole.get(name) else source_of(name, pieces, held)
+        for name, pieces in stored.items()
+    ]
+
+
+def _write_others(model: Any, directory: Path, dtype: torch.dtype | None, tokenizer: Any) -> None:
+    """Everything but weights; the config last."""
+    if tokenizer is not None:
+        tokenizer.save_pretrained(str(directory))
+    if getattr(model, "can_generate", None) is not None and model.can_generate():
+        model.generation_config.save_pretrained(str(directory))
+    config = type(model.config).from_dict(model.config.to_dict())
+    config.architectures = [type(model).__name__]
+    if dtype is not None:
+        config.dtype = dtype
+    with tempfile.TemporaryDirectory(dir=directory) as made:
+        config.save_pretrained(made)
+        with open(Path(made) / CONFIG, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(Path(made) / CONFIG, directory / CONFIG)
