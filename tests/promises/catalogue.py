@@ -66,7 +66,7 @@ def _functions(space: Any) -> list[str]:
 
 def names_to_cover() -> list[str]:
     """All public names that must be in the catalogue, as entries write them."""
-    names = [f"Module.{name}" for name in _public(nn.Module)]
+    names = [f"Module.{name}" for name in _public(nn.Module) if _is_torchs(nn.Module, name)]
     names += [f"Optimizer.{name}" for name in _public(torch.optim.Optimizer)]
     names += [
         f"optim.{name}.step"
@@ -84,6 +84,12 @@ def names_to_cover() -> list[str]:
         f"Parameter.{name}" for name in _public(nn.Parameter) if name not in dir(torch.Tensor)
     ]
     return names
+
+
+def _is_torchs(owner: type, name: str) -> bool:
+    """Whether nobody else has put it there, as transformers does with nn.Module.smart_apply."""
+    module = getattr(getattr(owner, name), "__module__", None)
+    return not isinstance(module, str) or module.split(".")[0] in ("torch", "builtins")
 
 
 def uncovered() -> list[str]:
