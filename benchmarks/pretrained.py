@@ -4,8 +4,8 @@
     python benchmarks/pretrained.py --layers 4   # a smaller one
 
 Level 3, fp32. Every way runs in processes of its own, in turns; what counts is the most memory that
-a rank had resident, beyond what it had when libraries were imported (``ru_maxrss``; pages of files
-that are mapped count), and the wall time from a folder to a sharded model. Files come from the page
+a rank had resident, beyond what it had when libraries were imported (pages of files that are mapped
+count), and the wall time from a folder to a sharded model. Files come from the page
 cache, which the first of all ways fills.
 
     load_pretrained     built on meta, sharded, each rank reads the bytes of its slices
@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import statistics
 import tempfile
 import time
@@ -91,9 +90,16 @@ def fsdp2(folder: str) -> nn.Module:
 FUNCTIONS = dict(zip(WAYS, (load_pretrained, from_pretrained, fsdp2), strict=True))
 
 
-def _resident() -> float:
-    """Most that was resident so far, in MiB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+def _most_resident() -> float:
+    """Most that was resident since :func:`_begin`, in MiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))
+
+
+def _begin() -> float:
+    """A new peak begins; what is resident now. (``ru_maxrss`` would have the parent's.)"""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _most_resident()
 
 
 def _rank(rank: int, world_size: int, way: str, folder: str, out: str) -> None:
@@ -103,14 +109,14 @@ def _rank(rank: int, world_size: int, way: str, folder: str, out: str) -> None:
         "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=120)
     )
     fe.shard(nn.Linear(2, 2), initial_values="rank0")  # what is imported late is there
-    before = _resident()
+    before = _begin()
     dist.barrier()
     begin = time.perf_counter()
     model = FUNCTIONS[way](folder)
     dist.barrier()
     seconds = time.perf_counter() - begin
     held = sum(param.to_local().nbytes for param in model.parameters())  # type: ignore[operator]
-    found = {"seconds": seconds, "MiB": _resident() - before, "shard MiB": held / MIB}
+    found = {"seconds": seconds, "MiB": _most_resident() - before, "shard MiB": held / MIB}
     (Path(out) / f"result-{rank}").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
