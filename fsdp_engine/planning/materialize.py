@@ -126,14 +126,17 @@ def materialize(
         # Of a DTensor the global tensor, so that values are those of the model without it.
         param, marks = record.param, record.shard.__dict__
         shape = tuple(param.shape)
-        if record.spread is None and not _is_cut(record):
+        if is_empty and not any(module._buffers for module, _ in record.owners):
+            # One element stands for all: nothing as large as the model is ever there.
+            values = _valueless(empty((), param.dtype, device)).expand(shape)
+        elif record.spread is None and not _is_cut(record):
             values = empty_like(param, device)
         else:
             if record.expert is not None and record.expert.is_cut:
                 shape = record.expert.whole_shape(shape)
             values = empty(shape, param.dtype, device)
-        if is_empty:
-            values.fill_(torch.nan if values.is_floating_point() else 0)
+        if is_empty and all(values.stride()):
+            _valueless(values)
         real = nn.Parameter(values, requires_grad=param.requires_grad)
         real.__dict__.update(marks)
         record.param = real
@@ -148,6 +151,10 @@ def materialize(
     for record in metas:
         if _is_cut(record):
             _keep_own_experts(record)
+
+
+def _valueless(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.fill_(torch.nan if tensor.is_floating_point() else 0)
 
 
 def materialize_buffers(
