@@ -126,14 +126,14 @@ def materialize(
         # Of a DTensor the global tensor, so that values are those of the model without it.
         param, marks = record.param, record.shard.__dict__
         shape = tuple(param.shape)
+        if record.expert is not None and record.expert.is_cut:
+            shape = record.expert.whole_shape(shape)
         if is_empty and not any(module._buffers for module, _ in record.owners):
             # One element stands for all: nothing as large as the model is ever there.
             values = _valueless(empty((), param.dtype, device)).expand(shape)
         elif record.spread is None and not _is_cut(record):
             values = empty_like(param, device)
         else:
-            if record.expert is not None and record.expert.is_cut:
-                shape = record.expert.whole_shape(shape)
             values = empty(shape, param.dtype, device)
         if is_empty and all(values.stride()):
             _valueless(values)
