@@ -36,12 +36,11 @@ from fsdp_engine.checkpoint.hugging_face_folder import (
     tensor_bytes,
 )
 from fsdp_engine.checkpoint.model_state import (
-    MODEL,
     check_at_rest,
     check_shared,
 )
 from fsdp_engine.checkpoint.reader import ReadBuffer
-from fsdp_engine.checkpoint.reading_weights import Target, match, read, whole
+from fsdp_engine.checkpoint.reading_weights import Target, match, read, replace_weights, whole
 from fsdp_engine.checkpoint.safetensors_file import (
     TensorInFile,
     dtype_name,
@@ -49,7 +48,6 @@ from fsdp_engine.checkpoint.safetensors_file import (
     write_elements,
 )
 from fsdp_engine.checkpoint.sharded_model import ShardedModel
-from fsdp_engine.checkpoint.unfinished_load import replacing
 from fsdp_engine.devices.agreement import agree
 from fsdp_engine.devices.ranks import Ranks
 
@@ -232,18 +230,7 @@ def load_safetensors(
     except Exception as caught:
         error = caught
     agree(what, error, group)
-    with replacing(engine, [f"{MODEL}.{name}" for name in engine.model.state_dict()]):
-        try:
-            read(targets)
-        except Exception as caught:
-            error = RuntimeError(
-                f"{what} failed while reading, and weights are partly replaced: "
-                f"{type(caught).__name__}: {caught}"
-            )
-            error.__cause__ = caught
-        finally:
-            engine.weights_changed()
-        agree(what, error, group)
+    replace_weights(what, engine, lambda: read(targets))
 
 
 # --- writing ---

@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 
 from fsdp_engine.checkpoint.export_source import parts_of
-from fsdp_engine.checkpoint.model_state import describe_tensor, is_extra_state
+from fsdp_engine.checkpoint.model_state import MODEL, describe_tensor, is_extra_state
 from fsdp_engine.checkpoint.pieces import Box, Pieces, flat_parts
 from fsdp_engine.checkpoint.reader import ReadBuffer, read_box
 from fsdp_engine.checkpoint.safetensors_file import TensorInFile
 from fsdp_engine.checkpoint.sharded_model import ShardedModel
+from fsdp_engine.checkpoint.unfinished_load import replacing
+from fsdp_engine.devices.agreement import agree
 
 # Reads in flight, and what each holds beyond the rank's own slices.
 READERS = 4
@@ -138,6 +140,27 @@ def read(
     with _Files() as files, ThreadPoolExecutor(READERS) as pool:
         for num_bytes in pool.map(files.read, reads):
             progress(num_bytes)
+
+
+def replace_weights(what: str, engine: ShardedModel, fill: Callable[[], None]) -> None:
+    """Let ``fill`` replace all weights and saved buffers. Collective.
+
+    Raises:
+        RuntimeError: it failed on some rank; forwards and saves raise until weights are loaded.
+    """
+    error: Exception | None = None
+    with replacing(engine, [f"{MODEL}.{name}" for name in engine.model.state_dict()]):
+        try:
+            fill()
+        except Exception as caught:
+            error = RuntimeError(
+                f"{what} failed while reading, and weights are partly replaced: "
+                f"{type(caught).__name__}: {caught}"
+            )
+            error.__cause__ = caught
+        finally:
+            engine.weights_changed()
+        agree(what, error, engine.ranks.control_group)
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,8 @@ from pathlib import Path
 from torch import nn
 
 from fsdp_engine.checkpoint.hugging_face_folder import read_folder
-from fsdp_engine.checkpoint.model_state import MODEL, check_at_rest, check_shared
-from fsdp_engine.checkpoint.reading_weights import Match, match, read, whole
-from fsdp_engine.checkpoint.unfinished_load import replacing
+from fsdp_engine.checkpoint.model_state import check_at_rest, check_shared
+from fsdp_engine.checkpoint.reading_weights import Match, match, read, replace_weights, whole
 from fsdp_engine.devices.agreement import agree
 from fsdp_engine.engine import Engine, engine_of
 from fsdp_engine.pretrained.conversions import as_in_memory, ignored
@@ -94,20 +93,13 @@ def load_pretrained(
     is_first = engine.ranks.rank == 0
     shows = is_first and (sys.stderr.isatty() if progress is None else progress)
     num_bytes = sum(each.local.numel() * each.pieces.dtype.itemsize for each in found.targets)
-    with replacing(engine, [f"{MODEL}.{name}" for name in engine.model.state_dict()]):
-        try:
-            with _bar(num_bytes, shows) as told:
-                read(found.targets, told)
-            give_values(engine.model, valueless)
-        except Exception as caught:
-            error = RuntimeError(
-                f"{WHAT} failed while reading, and weights are partly replaced: "
-                f"{type(caught).__name__}: {caught}"
-            )
-            error.__cause__ = caught
-        finally:
-            engine.weights_changed()
-        agree(WHAT, error, group)
+
+    def fill() -> None:
+        with _bar(num_bytes, shows) as told:
+            read(found.targets, told)
+        give_values(engine.model, valueless)
+
+    replace_weights(WHAT, engine, fill)
     report = LoadedPretrained(tuple(found.missing), tuple(found.unexpected))
     if is_first and (report.missing or report.unexpected):
         warnings.warn(_told(str(folder), report), stacklevel=2)
