@@ -223,6 +223,18 @@ def test_an_optimizer_built_before_sharding_is_refused() -> None:
 
 
 @on_ranks(2)
+def test_torch_marks_the_classes_of_which_optimizers_were_made() -> None:
+    """What sharding relies on to see that there are none, without looking through all objects."""
+
+    class Own(torch.optim.Optimizer):
+        def step(self, closure: Any = None) -> None:
+            raise AssertionError
+
+    assert not hasattr(Own.step, "hooked")
+    Own([nn.Parameter(torch.ones(1))], {})
+    assert hasattr(Own.step, "hooked")
+
+
 def test_sharding_a_model_twice_is_refused() -> None:
     for strategy in LEVELS:
         model = Transformer(num_blocks=2)
