@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 from collections.abc import Sequence
 from itertools import cycle
 from typing import Any
@@ -15,6 +14,7 @@ from fsdp_engine.config import Timing
 from fsdp_engine.engine import Engine
 from fsdp_engine.fsdp2.conversion import take_assigned
 from fsdp_engine.fsdp2.group import Group, group_of, groups_within
+from fsdp_engine.optimizer.alive import optimizers_that_hold
 from fsdp_engine.patterns import joined_names
 from fsdp_engine.planning.assignment import collect_records
 from fsdp_engine.runtime.hooks import hooks_of, not_compiled
@@ -168,17 +168,11 @@ def _check_no_optimizer(groups: Sequence[Group]) -> None:
     }
     if not alive:
         return
-    for thing in gc.get_objects():
-        if not issubclass(type(thing), torch.optim.Optimizer):
-            continue
-        for param_group in vars(thing).get("param_groups", ()):
-            for param in param_group["params"]:
-                if id(param) in alive:
-                    raise RuntimeError(
-                        "optimizer: expected it to be built after fully_shard() and conversions by "
-                        f".to(); found a {type(thing).__name__} that holds {alive[id(param)]} as "
-                        "it was before"
-                    )
+    for optimizer, held in optimizers_that_hold(alive):
+        raise RuntimeError(
+            "optimizer: expected it to be built after fully_shard() and conversions by .to(); "
+            f"found a {type(optimizer).__name__} that holds {alive[held]} as it was before"
+        )
 
 
 def _names(group: Group) -> list[str]:

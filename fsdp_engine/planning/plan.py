@@ -11,13 +11,11 @@ gradients travel while others come, and its weights are waited for when such a m
 from __future__ import annotations
 
 import dataclasses
-import gc
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
-import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _NormBase
@@ -37,6 +35,7 @@ from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.layout import ALIGNMENT, Layout
 from fsdp_engine.layout.placement import TensorRequest, plan_layouts
+from fsdp_engine.optimizer.alive import optimizers_that_hold
 from fsdp_engine.planning.assignment import (
     UnitSelector,
     assign,
@@ -432,22 +431,8 @@ def _check_fp8_fields(units: Sequence[PlannedUnit], settings: PlanSettings) -> N
 
 def _check_no_optimizer(records: Sequence[ParamRecord]) -> None:
     names = {id(record.param): record.name for record in records}
-    kinds = _with_subclasses(torch.optim.Optimizer)
-    # torch marks the step of a class when the first of its optimizers is made. Most jobs have none.
-    if not any(hasattr(kind.step, "hooked") for kind in kinds):
-        return
-    # Exact types: there may be a million things to look at, and some lie about their class.
-    for thing in gc.get_objects():
-        if type(thing) not in kinds:
-            continue
-        for group in vars(thing).get("param_groups", ()):
-            for param in group["params"]:
-                if id(param) in names:
-                    raise ValueError(
-                        f"optimizer: expected it to be built after shard(); found a "
-                        f"{type(thing).__name__} that already holds {names[id(param)]}"
-                    )
-
-
-def _with_subclasses(kind: type) -> set[type]:
-    return {kind}.union(*map(_with_subclasses, kind.__subclasses__()))
+    for optimizer, param in optimizers_that_hold(names):
+        raise ValueError(
+            f"optimizer: expected it to be built after shard(); found a "
+            f"{type(optimizer).__name__} that already holds {names[param]}"
+        )

@@ -222,7 +222,6 @@ def test_an_optimizer_built_before_sharding_is_refused() -> None:
     assert_still_trains(model)
 
 
-@on_ranks(2)
 def test_torch_marks_the_classes_of_which_optimizers_were_made() -> None:
     """What sharding relies on to see that there are none, without looking through all objects."""
 
@@ -235,6 +234,7 @@ def test_torch_marks_the_classes_of_which_optimizers_were_made() -> None:
     assert hasattr(Own.step, "hooked")
 
 
+@on_ranks(2)
 def test_sharding_a_model_twice_is_refused() -> None:
     for strategy in LEVELS:
         model = Transformer(num_blocks=2)
