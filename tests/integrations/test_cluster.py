@@ -1,0 +1,278 @@
+"""Jobs on clusters: ranks that are told to end, launch scripts, workers and nodes that die."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+import interruption
+from interruption import Interruption
+from settings import parse_settings
+from tests.integrations.launching import (
+    ROOT,
+    Launched,
+    arguments_of,
+    free_port,
+    train_undisturbed,
+    wait_until,
+)
+from tests.pool import Ranks
+from train_gpt import Job, prepare
+
+LAUNCH = ROOT / "examples" / "launch"
+SHELL_SCRIPTS = sorted(LAUNCH.glob("*.s*"))
+
+
+class Told(Job):
+    """One rank is sent a signal in the middle of a step."""
+
+    def train_step(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Step 7 is the one."""
+        if step == 7 and self.rank == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return super().train_step(step)
+
+
+def train_until_told(arguments: list[str]) -> tuple[int, list[float], list[int]]:
+    """The signal that ended it, the losses, and the steps that were saved."""
+    job = prepare(parse_settings(arguments), Told)
+    before = signal.getsignal(signal.SIGTERM)
+    stop = job.train()
+    assert signal.getsignal(signal.SIGTERM) is before
+    return stop, [record.loss for record in job.curve.steps], job.checkpointer.steps()
+
+
+def go_on(arguments: list[str]) -> tuple[str, list[float]]:
+    """What is said of the start, and the losses of all steps."""
+    job = prepare(parse_settings(arguments), Job)
+    said = job.resume()
+    assert job.train() == 0
+    return said, [record.loss for record in job.curve.steps]
+
+
+def test_a_signal_to_one_rank_saves_and_ends_all_after_the_same_step(
+    ranks: Ranks, texts: Path
+) -> None:
+    expected = ranks.run(train_undisturbed, arguments_of(texts, 20), world_size=2)[0]
+    shutil.rmtree(texts / "out")
+
+    answers = ranks.run(train_until_told, arguments_of(texts, 20, "--async-save"), world_size=2)
+    assert answers[0] == answers[1]
+    stop, losses, saved = answers[0]
+    assert stop == signal.SIGUSR1
+    assert losses == expected[: len(losses)]
+    assert saved == [5, len(losses)]
+    assert 8 <= len(losses) <= 9
+
+    said, losses = ranks.run(go_on, arguments_of(texts, 20), world_size=4)[0]
+    assert said.startswith(f"resumed after step {saved[-1]} ")
+    assert losses == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_stronger_signal_counts_and_other_handlers_come_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(interruption.dist, "get_world_size", lambda: 1)
+    before = [signal.getsignal(each) for each in interruption.SIGNALS]
+    with Interruption() as asked:
+        assert asked.heard() == 0
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert asked.heard() == signal.SIGTERM
+    assert [signal.getsignal(each) for each in interruption.SIGNALS] == before
+
+
+def test_sigterm_ends_the_process_as_it_would_without_a_handler() -> None:
+    program = "import interruption, signal; interruption.end_by(signal.SIGUSR1); print('here');"
+    program += "interruption.end_by(signal.SIGTERM); print('never')"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "examples")}
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == -signal.SIGTERM
+    assert ended.stdout == "here\n"
+
+
+@pytest.mark.parametrize("script", SHELL_SCRIPTS, ids=lambda path: path.name)
+def test_scripts_are_shell(script: Path) -> None:
+    subprocess.run(["bash", "-n", script], check=True, timeout=60)
+    if checker := shutil.which("shellcheck"):
+        subprocess.run([checker, script], check=True, timeout=60)
+
+
+def slurm(folder: Path, num_tasks: int) -> dict[str, str]:
+    """The environment of a batch script on two nodes, with stubs of Slurm's commands."""
+    commands = folder / "bin"
+    commands.mkdir(exist_ok=True)
+    stub = Path(__file__).parent / "slurm_stub.py"
+    for name in ("srun", "scontrol"):
+        (commands / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" "{stub}" {name} "$@"\n')
+        (commands / name).chmod(0o755)
+    return {
+        "PATH": f"{commands}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "4711",
+        "SLURM_JOB_NODELIST": "localhost[1-2]",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_NTASKS": str(num_tasks),
+        "SLURM_STUB_FOLDER": str(folder),
+        "PORT": str(free_port()),
+        # For torchrun:
+        "RANKS": "1",
+        "PET_LOCAL_ADDR": "localhost",
+        "PET_RDZV_CONF": "last_call_timeout=2",
+    }
+
+
+def checkpoint_of(folder: Path, step: int) -> Path:
+    return folder / "out" / "checkpoints" / f"step-{step:08d}"
+
+
+def requeued(folder: Path) -> list[str]:
+    file = folder / "requeued"
+    return file.read_text().split() if file.exists() else []
+
+
+def measured(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "out" / "metrics.json").read_text())
+    return found
+
+
+def losses_in(metrics: dict[str, Any]) -> list[float]:
+    return [record["loss"] for record in metrics["steps"]]
+
+
+def test_slurm_starts_ranks_and_a_time_limit_takes_them_back_into_the_queue(
+    ranks: Ranks, texts: Path, launched: Launched
+) -> None:
+    command = ["bash", str(LAUNCH / "slurm_srun.sbatch"), *arguments_of(texts, 60)]
+    environment = slurm(texts, num_tasks=2)
+    batch = launched.start("life1", command, environment)
+    wait_until(checkpoint_of(texts, 5).exists, "the first checkpoint")
+    # A rank dies: the others go with it, and all are started anew.
+    launched.all_with("python examples/train_gpt.py")[-1].kill()
+    wait_until(lambda: "resumed after step" in launched.log("life1"), "the second attempt")
+    batch.send_signal(signal.SIGUSR1)
+    assert launched.finish("life1", batch) == 0, launched.log("life1")
+    assert "attempt 0 ended with status" in launched.log("life1")
+    assert "told to end by SIGUSR1; saved step" in launched.log("life1")
+    assert requeued(texts) == ["4711"]
+
+    batch = launched.start("life2", command, environment)
+    assert launched.finish("life2", batch) == 0, launched.log("life2")
+    assert "resumed after step" in launched.log("life2")
+    assert requeued(texts) == ["4711"]
+    metrics = measured(texts)
+    assert metrics["num_ranks"] == 2
+    shutil.rmtree(texts / "out")
+    expected = ranks.run(train_undisturbed, arguments_of(texts, 60), world_size=2)[0]
+    assert losses_in(metrics) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_slurm_tells_workers_of_torchrun_to_save_and_end(
+    number: signal.Signals, texts: Path, launched: Launched
+) -> None:
+    # So many steps that they do not end by themselves.
+    command = ["bash", str(LAUNCH / "slurm_torchrun.sbatch"), *arguments_of(texts, 100_000)]
+    batch = launched.start("batch", command, slurm(texts, num_tasks=2))
+    wait_until(checkpoint_of(texts, 5).exists, "the first checkpoint")
+    batch.send_signal(number)
+    wait_until(lambda: not launched.all_with("train_gpt.py --"), "the end of the workers")
+    assert f"told to end by {number.name}; saved step" in launched.log("batch")
+    if number == signal.SIGUSR1:
+        assert launched.finish("batch", batch) == 0, launched.log("batch")
+        assert requeued(texts) == ["4711"]
+    else:
+        # It waits for Slurm to end it: a script that ends by itself is not put back.
+        wait_until(lambda: launched.all_with("sleep infinity"), "the script's rest")
+        assert batch.poll() is None
+        assert requeued(texts) == []
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as each:
+        return each.connect_ex(("localhost", port)) == 0
+
+
+@pytest.mark.thorough
+def test_torchrun_goes_on_without_a_worker_without_a_node_and_with_a_new_node(
+    ranks: Ranks, texts: Path, launched: Launched
+) -> None:
+    port = free_port()
+    environment = {
+        "HEAD": "localhost",
+        "PORT": str(port),
+        "NODES": "1:2",
+        "RANKS": "1",
+        "LOGLEVEL": "INFO",
+        "PET_LOCAL_ADDR": "localhost",
+        "PET_RDZV_CONF": "last_call_timeout=3,keep_alive_interval=1",
+        "PET_MONITOR_INTERVAL": "0.1",
+    }
+    command = [str(LAUNCH / "torchrun.sh"), "examples/train_gpt.py", *arguments_of(texts, 200)]
+
+    def newest() -> int:
+        folders = checkpoint_of(texts, 0).parent.glob("step-*")
+        return max((int(each.name[5:13]) for each in folders), default=0)
+
+    def workers(node: subprocess.Popen[bytes]) -> list[psutil.Process]:
+        below = psutil.Process(node.pid).children(recursive=True)
+        return [each for each in below if "-u examples/train_gpt.py" in " ".join(each.cmdline())]
+
+    def resumed(times: int) -> bool:
+        return launched.log("node0").count("resumed after step") == times
+
+    # The first node keeps the list of nodes, so it must not go.
+    node0 = launched.start("node0", command, environment)
+    wait_until(lambda: listens(port), "the rendezvous")
+    node1 = launched.start("node1", command, environment)
+    wait_until(lambda: newest() >= 5, "a checkpoint on two ranks")
+
+    # A worker dies: both nodes start theirs anew.
+    workers(node1)[0].kill()
+    wait_until(lambda: resumed(1), "a restart of all workers")
+    at_restart = newest()
+    wait_until(lambda: newest() > at_restart, "a checkpoint after it")
+
+    # A node dies, with all that runs there: the other goes on alone.
+    for each in [*psutil.Process(node1.pid).children(recursive=True), psutil.Process(node1.pid)]:
+        each.kill()
+    wait_until(lambda: resumed(2), "a start without the node")
+    alone_from = newest()
+    wait_until(lambda: newest() > alone_from, "a checkpoint of one rank")
+    (survivor,) = workers(node0)
+    survivor.suspend()  # or it might have done all steps before another node comes
+
+    # A node comes: the survivor is told to save and end, and both start.
+    launched.start("node2", command, environment)
+    wait_until(lambda: "Detected 1 new nodes" in launched.log("node0"), "a new node")
+    survivor.resume()
+    assert launched.finish("node0", node0) == 0, launched.log("node0")
+    assert resumed(3)
+    assert "told to end by SIGTERM; saved step" in launched.log("node0")
+    shapes = [
+        line.split("on ")[1][:5]
+        for line in launched.log("node0").splitlines()
+        if " ranks (outer" in line
+    ]
+    assert shapes == ["1 x 2", "1 x 2", "1 x 1", "1 x 2"]
+
+    metrics = measured(texts)
+    assert metrics["num_ranks"] == 2
+    shutil.rmtree(texts / "out")
+    expected = ranks.run(train_undisturbed, arguments_of(texts, 200), world_size=2)[0]
+    losses = losses_in(metrics)
+    assert losses[:alone_from] == pytest.approx(expected[:alone_from], abs=1e-6)
+    assert losses == pytest.approx(expected, abs=1e-2)
