@@ -23,25 +23,9 @@ _MARK = "FSDP_ENGINE_TEST_JOB"
 
 # A step takes some ten milliseconds, so that a job can be killed in the middle.
 SMALL = [
-    "--layers",
-    "2",
-    "--width",
-    "32",
-    "--heads",
-    "2",
-    "--sequence-length",
-    "32",
-    "--batch-size",
-    "8",
-    "--warmup",
-    "5",
-    "--save-every",
-    "5",
-    "--eval-every",
-    "50",
-    "--eval-sequences",
-    "8",
-    "--no-sample",
+    *("--layers", "2", "--width", "32", "--heads", "2", "--sequence-length", "32"),
+    *("--batch-size", "8", "--warmup", "5", "--eval-every", "50", "--eval-sequences", "8"),
+    *("--save-every", "5", "--no-sample"),
 ]
 
 

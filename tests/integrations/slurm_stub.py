@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 def srun(command: list[str]) -> int:
-    """Run ``command`` as a job step; the highest exit status of its tasks."""
+    """Run ``command`` as a job step; the exit status of the task that failed first, or 0."""
     while command[0].startswith("--"):
         command = command[1:]
     num_tasks, num_nodes = int(os.environ["SLURM_NTASKS"]), int(os.environ["SLURM_JOB_NUM_NODES"])
@@ -34,12 +34,14 @@ def srun(command: list[str]) -> int:
             "SLURM_LOCALID": str(rank % (num_tasks // num_nodes)),
         }
         tasks.append(subprocess.Popen(command, env={**os.environ, **own}, start_new_session=True))
-    while any(task.poll() is None for task in tasks):
-        if any(task.poll() for task in tasks):
-            for task in tasks:
-                task.kill()
+    status = 0
+    while not status and any(task.poll() is None for task in tasks):
         time.sleep(0.02)
-    return max(128 - code if code < 0 else code for code in (task.wait() for task in tasks))
+        status = next((task.returncode for task in tasks if task.poll()), 0)
+    for task in tasks:
+        task.kill()
+        task.wait()
+    return 128 - status if status < 0 else status
 
 
 def scontrol(arguments: list[str]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -134,8 +135,10 @@ def slurm(folder: Path, num_tasks: int) -> dict[str, str]:
     }
 
 
-def checkpoint_of(folder: Path, step: int) -> Path:
-    return folder / "out" / "checkpoints" / f"step-{step:08d}"
+def newest(folder: Path) -> int:
+    """The step of the latest checkpoint; 0: there is none."""
+    folders = (folder / "out" / "checkpoints").glob("step-*")
+    return max((int(each.name[5:13]) for each in folders), default=0)
 
 
 def requeued(folder: Path) -> list[str]:
@@ -152,53 +155,107 @@ def losses_in(metrics: dict[str, Any]) -> list[float]:
     return [record["loss"] for record in metrics["steps"]]
 
 
-def test_slurm_starts_ranks_and_a_time_limit_takes_them_back_into_the_queue(
-    ranks: Ranks, texts: Path, launched: Launched
-) -> None:
-    command = ["bash", str(LAUNCH / "slurm_srun.sbatch"), *arguments_of(texts, 60)]
-    environment = slurm(texts, num_tasks=2)
-    batch = launched.start("life1", command, environment)
-    wait_until(checkpoint_of(texts, 5).exists, "the first checkpoint")
-    # A rank dies: the others go with it, and all are started anew.
-    launched.all_with("python examples/train_gpt.py")[-1].kill()
-    wait_until(lambda: "resumed after step" in launched.log("life1"), "the second attempt")
-    batch.send_signal(signal.SIGUSR1)
-    assert launched.finish("life1", batch) == 0, launched.log("life1")
-    assert "attempt 0 ended with status" in launched.log("life1")
-    assert "told to end by SIGUSR1; saved step" in launched.log("life1")
-    assert requeued(texts) == ["4711"]
+# In the place of Python: says what it was started with, and waits for a signal.
+FAKE_PYTHON = """#!/usr/bin/env bash
+trap 'exit 0' USR1
+trap 'exit 143' TERM
+master="$MASTER_ADDR $MASTER_PORT"
+echo "$RANK/$WORLD_SIZE/$LOCAL_RANK $master $TORCH_DISABLE_SHARE_RDZV_TCP_STORE $*" \\
+    >> "$SLURM_STUB_FOLDER/started"
+if [ -e "$SLURM_STUB_FOLDER/fails" ] && [ "$SLURM_PROCID" = 1 ]; then
+    until [ "$(wc -l < "$SLURM_STUB_FOLDER/started")" -ge "$SLURM_NTASKS" ]; do sleep 0.01; done
+    rm "$SLURM_STUB_FOLDER/fails"
+    exit 3
+fi
+while true; do sleep 0.05; done
+"""
 
-    batch = launched.start("life2", command, environment)
-    assert launched.finish("life2", batch) == 0, launched.log("life2")
-    assert "resumed after step" in launched.log("life2")
-    assert requeued(texts) == ["4711"]
-    metrics = measured(texts)
-    assert metrics["num_ranks"] == 2
-    shutil.rmtree(texts / "out")
-    expected = ranks.run(train_undisturbed, arguments_of(texts, 60), world_size=2)[0]
-    assert losses_in(metrics) == pytest.approx(expected, abs=1e-6)
+
+def with_fake_python(folder: Path, num_tasks: int) -> dict[str, str]:
+    python = folder / "python"
+    python.write_text(FAKE_PYTHON)
+    python.chmod(0o755)
+    return {**slurm(folder, num_tasks), "PYTHON": str(python)}
+
+
+def started(folder: Path) -> list[str]:
+    file = folder / "started"
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def test_slurm_numbers_ranks_starts_anew_after_a_failure_and_requeues(
+    tmp_path: Path, launched: Launched
+) -> None:
+    environment = with_fake_python(tmp_path, num_tasks=4)
+    (tmp_path / "fails").touch()
+    command = ["bash", str(LAUNCH / "slurm_srun.sbatch"), "--out", "a folder"]
+    batch = launched.start("batch", command, environment)
+    wait_until(lambda: len(started(tmp_path)) == 8, "two attempts of four ranks")
+    batch.send_signal(signal.SIGUSR1)
+    assert launched.finish("batch", batch) == 0, launched.log("batch")
+    port = int(environment["PORT"])
+    assert sorted(started(tmp_path)) == sorted(
+        f"{rank}/4/{rank % 2} localhost {port + attempt}  examples/train_gpt.py --out a folder"
+        for attempt in (0, 1)
+        for rank in range(4)
+    )
+    assert "attempt 0 ended with status 3" in launched.log("batch")
+    assert requeued(tmp_path) == ["4711"]
+
+
+def test_slurm_gives_up_after_so_many_failures(tmp_path: Path, launched: Launched) -> None:
+    environment = {**with_fake_python(tmp_path, num_tasks=2), "RESTARTS": "1", "PYTHON": "false"}
+    batch = launched.start("batch", ["bash", str(LAUNCH / "slurm_srun.sbatch")], environment)
+    assert launched.finish("batch", batch) == 1
+    assert launched.log("batch").count("ended with status 1") == 2
+    assert requeued(tmp_path) == []
+
+
+@pytest.mark.parametrize("script", ["slurm_srun.sbatch", "slurm_torchrun.sbatch"])
+def test_a_job_that_slurm_ends_waits_to_be_ended(
+    script: str, tmp_path: Path, launched: Launched
+) -> None:
+    environment = with_fake_python(tmp_path, num_tasks=2)
+    batch = launched.start("batch", ["bash", str(LAUNCH / script), "--steps", "5"], environment)
+    wait_until(lambda: len(started(tmp_path)) == 2, "two tasks")
+    if "torchrun" in script:
+        line = (
+            "-m torch.distributed.run --rdzv-backend c10d --rdzv-endpoint "
+            f"localhost:{environment['PORT']} --rdzv-id 4711 --nnodes 2 --nproc-per-node 1 "
+            "--max-restarts 10 examples/train_gpt.py --steps 5"
+        )
+        assert started(tmp_path) == [f"//   1 {line}"] * 2
+    batch.send_signal(signal.SIGTERM)
+    wait_until(lambda: launched.all_with("sleep infinity"), "the script's rest")
+    assert not launched.all_with("examples/train_gpt.py --steps")
+    assert batch.poll() is None
+    assert requeued(tmp_path) == []
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_slurm_tells_workers_of_torchrun_to_save_and_end(
-    number: signal.Signals, texts: Path, launched: Launched
+def test_slurm_trains_to_the_time_limit_and_goes_on_by_another_script(
+    ranks: Ranks, texts: Path, launched: Launched
 ) -> None:
     # So many steps that they do not end by themselves.
-    command = ["bash", str(LAUNCH / "slurm_torchrun.sbatch"), *arguments_of(texts, 100_000)]
-    batch = launched.start("batch", command, slurm(texts, num_tasks=2))
-    wait_until(checkpoint_of(texts, 5).exists, "the first checkpoint")
-    batch.send_signal(number)
-    wait_until(lambda: not launched.all_with("train_gpt.py --"), "the end of the workers")
-    assert f"told to end by {number.name}; saved step" in launched.log("batch")
-    if number == signal.SIGUSR1:
-        assert launched.finish("batch", batch) == 0, launched.log("batch")
-        assert requeued(texts) == ["4711"]
-    else:
-        # It waits for Slurm to end it: a script that ends by itself is not put back.
-        wait_until(lambda: launched.all_with("sleep infinity"), "the script's rest")
-        assert batch.poll() is None
-        assert requeued(texts) == []
+    arguments = arguments_of(texts, 100_000)
+    environment = slurm(texts, num_tasks=2)
+    saved = 0
+    for life, script in enumerate(("slurm_srun.sbatch", "slurm_torchrun.sbatch"), start=1):
+        name, from_step = script.removesuffix(".sbatch"), saved
+        batch = launched.start(name, ["bash", str(LAUNCH / script), *arguments], environment)
+        wait_until(lambda: newest(texts) >= saved + 10, "a further checkpoint")  # noqa: B023
+        batch.send_signal(signal.SIGUSR1)
+        assert launched.finish(name, batch) == 0, launched.log(name)
+        (saved,) = map(int, re.findall(r"SIGUSR1; saved step (\d+);", launched.log(name)))
+        assert saved >= from_step + 10
+        assert (f"resumed after step {from_step} " in launched.log(name)) == (life > 1)
+        assert requeued(texts) == ["4711"] * life
+    _, losses = ranks.run(go_on, [*arguments, "--stop-at", str(saved + 1)], world_size=2)[0]
+    shutil.rmtree(texts / "out")
+    expected = ranks.run(
+        train_undisturbed, [*arguments, "--stop-at", str(saved + 1)], world_size=2
+    )[0]
+    assert losses == pytest.approx(expected, abs=1e-6)
 
 
 def listens(port: int) -> bool:
@@ -223,10 +280,6 @@ def test_torchrun_goes_on_without_a_worker_without_a_node_and_with_a_new_node(
     }
     command = [str(LAUNCH / "torchrun.sh"), "examples/train_gpt.py", *arguments_of(texts, 200)]
 
-    def newest() -> int:
-        folders = checkpoint_of(texts, 0).parent.glob("step-*")
-        return max((int(each.name[5:13]) for each in folders), default=0)
-
     def workers(node: subprocess.Popen[bytes]) -> list[psutil.Process]:
         below = psutil.Process(node.pid).children(recursive=True)
         return [each for each in below if "-u examples/train_gpt.py" in " ".join(each.cmdline())]
@@ -238,20 +291,20 @@ def test_torchrun_goes_on_without_a_worker_without_a_node_and_with_a_new_node(
     node0 = launched.start("node0", command, environment)
     wait_until(lambda: listens(port), "the rendezvous")
     node1 = launched.start("node1", command, environment)
-    wait_until(lambda: newest() >= 5, "a checkpoint on two ranks")
+    wait_until(lambda: newest(texts) >= 5, "a checkpoint on two ranks")
 
     # A worker dies: both nodes start theirs anew.
     workers(node1)[0].kill()
     wait_until(lambda: resumed(1), "a restart of all workers")
-    at_restart = newest()
-    wait_until(lambda: newest() > at_restart, "a checkpoint after it")
+    at_restart = newest(texts)
+    wait_until(lambda: newest(texts) > at_restart, "a checkpoint after it")
 
     # A node dies, with all that runs there: the other goes on alone.
     for each in [*psutil.Process(node1.pid).children(recursive=True), psutil.Process(node1.pid)]:
         each.kill()
     wait_until(lambda: resumed(2), "a start without the node")
-    alone_from = newest()
-    wait_until(lambda: newest() > alone_from, "a checkpoint of one rank")
+    alone_from = newest(texts)
+    wait_until(lambda: newest(texts) > alone_from, "a checkpoint of one rank")
     (survivor,) = workers(node0)
     survivor.suspend()  # or it might have done all steps before another node comes
 
