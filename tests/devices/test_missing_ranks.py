@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import multiprocessing
 import os
@@ -289,3 +290,17 @@ def test_work_that_ends_between_two_looks_is_no_error() -> None:
     assert work.num_waits == 2
     with pytest.raises(RuntimeError, match="closed by peer"):
         watch.HostWork(DoneJustAfter("Connection closed by peer")).wait()  # type: ignore[arg-type]
+
+
+@on_ranks(2)
+def test_a_store_that_an_earlier_job_has_used_is_refused() -> None:
+    """So it is where torchrun restarts workers and keeps its store."""
+    left = {"n": 0, "is": ["node7 pid:[1]", 4242]}
+    store = dist.PrefixStore("fsdp_engine/watch", _get_default_store())
+    store.set(f"says/{dist.get_rank()}", json.dumps(left))
+    with pytest.raises(
+        RuntimeError,
+        match=f"no earlier rank {dist.get_rank()} has used; found what process 4242 on node7 has "
+        "left. Where torchrun restarts workers, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
+    ):
+        fe.shard(make_model())

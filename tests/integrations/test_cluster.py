@@ -16,6 +16,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import yaml
+from torch.distributed.run import get_args_parser
 
 import interruption
 from interruption import Interruption
@@ -112,6 +114,52 @@ def test_scripts_are_shell(script: Path) -> None:
         subprocess.run([checker, script], check=True, timeout=60)
 
 
+# What the training operator puts into each pod, for a job of this name.
+OPERATOR = {
+    "PET_RDZV_ENDPOINT": "train-gpt-worker-0:23456",
+    "PET_RDZV_BACKEND": "{rdzvBackend}",
+    "PET_NNODES": "{minReplicas}:{maxReplicas}",
+    "PET_MAX_RESTARTS": "{maxRestarts}",
+}
+
+
+def test_the_job_of_kubernetes_has_known_fields_and_starts_torchrun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = yaml.safe_load((LAUNCH / "pytorchjob.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    spec = job["spec"]
+    assert spec.keys() <= {"elasticPolicy", "nprocPerNode", "pytorchReplicaSpecs", "runPolicy"}
+    elastic = spec["elasticPolicy"]
+    assert elastic.keys() == {"maxReplicas", "maxRestarts", "minReplicas", "rdzvBackend"}
+    (kind, worker), *others = spec["pytorchReplicaSpecs"].items()
+    assert (kind, others) == ("Worker", [])
+    assert worker.keys() == {"replicas", "restartPolicy", "template"}
+    assert elastic["minReplicas"] <= worker["replicas"] <= elastic["maxReplicas"]
+    pod = worker["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["name"] == "pytorch"  # the operator looks for this one
+    mounted = {each["name"] for each in container["volumeMounts"]}
+    assert mounted == {each["name"] for each in pod["volumes"]}
+    environment = {each["name"]: each for each in container["env"]}
+    assert environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"]["value"] == "1"
+
+    for name, value in OPERATOR.items():
+        monkeypatch.setenv(name, value.format(**elastic))
+    monkeypatch.setenv("PET_NPROC_PER_NODE", spec["nprocPerNode"])
+    monkeypatch.setenv("PET_LOCAL_ADDR", "10.0.0.1")
+    python, m, torchrun, *arguments = container["command"]
+    assert (python, m, torchrun) == ("python", "-m", "torch.distributed.run")
+    found = get_args_parser().parse_args(arguments)
+    assert (found.nnodes, found.nproc_per_node, found.max_restarts) == ("2:4", "8", 10)
+    assert (found.rdzv_backend, found.rdzv_endpoint) == ("c10d", "train-gpt-worker-0:23456")
+    assert found.local_addr == "10.0.0.1"
+    assert (ROOT / found.training_script).exists()
+    settings = parse_settings(found.training_script_args)
+    volume = next(each for each in container["volumeMounts"] if each["name"] == "runs")
+    assert settings.out.is_relative_to(volume["mountPath"])
+
+
 def slurm(folder: Path, num_tasks: int) -> dict[str, str]:
     """The environment of a batch script on two nodes, with stubs of Slurm's commands."""
     commands = folder / "bin"
@@ -159,9 +207,8 @@ def losses_in(metrics: dict[str, Any]) -> list[float]:
 FAKE_PYTHON = """#!/usr/bin/env bash
 trap 'exit 0' USR1
 trap 'exit 143' TERM
-master="$MASTER_ADDR $MASTER_PORT"
-echo "$RANK/$WORLD_SIZE/$LOCAL_RANK $master $TORCH_DISABLE_SHARE_RDZV_TCP_STORE $*" \\
-    >> "$SLURM_STUB_FOLDER/started"
+rank="$RANK/$WORLD_SIZE/$LOCAL_RANK/$LOCAL_WORLD_SIZE $MASTER_ADDR $MASTER_PORT"
+echo "$rank $TORCH_DISABLE_SHARE_RDZV_TCP_STORE $*" >> "$SLURM_STUB_FOLDER/started"
 if [ -e "$SLURM_STUB_FOLDER/fails" ] && [ "$SLURM_PROCID" = 1 ]; then
     until [ "$(wc -l < "$SLURM_STUB_FOLDER/started")" -ge "$SLURM_NTASKS" ]; do sleep 0.01; done
     rm "$SLURM_STUB_FOLDER/fails"
@@ -195,7 +242,7 @@ def test_slurm_numbers_ranks_starts_anew_after_a_failure_and_requeues(
     assert launched.finish("batch", batch) == 0, launched.log("batch")
     port = int(environment["PORT"])
     assert sorted(started(tmp_path)) == sorted(
-        f"{rank}/4/{rank % 2} localhost {port + attempt}  examples/train_gpt.py --out a folder"
+        f"{rank}/4/{rank % 2}/2 localhost {port + attempt}  examples/train_gpt.py --out a folder"
         for attempt in (0, 1)
         for rank in range(4)
     )
@@ -224,7 +271,7 @@ def test_a_job_that_slurm_ends_waits_to_be_ended(
             f"localhost:{environment['PORT']} --rdzv-id 4711 --nnodes 2 --nproc-per-node 1 "
             "--max-restarts 10 examples/train_gpt.py --steps 5"
         )
-        assert started(tmp_path) == [f"//   1 {line}"] * 2
+        assert started(tmp_path) == [f"///   1 {line}"] * 2
     batch.send_signal(signal.SIGTERM)
     wait_until(lambda: launched.all_with("sleep infinity"), "the script's rest")
     assert not launched.all_with("examples/train_gpt.py --steps")
