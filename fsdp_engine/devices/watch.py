@@ -156,6 +156,8 @@ class _Watcher:
         self._store = dist.PrefixStore("fsdp_engine/watch", _get_default_store().clone())  # type: ignore[attr-defined]
         self._identity = [_machine(), os.getpid()]
         self._check_that_store_is_new()
+        # The one that trains; Ray Train's is not the main one.
+        self._trains = threading.get_ident()
         self._answered = 0
         self._seen: Labelled | None = None
         self._seen_at = 0.0
@@ -266,7 +268,7 @@ class _Watcher:
                     "last": NOW.last,
                     "waits": waits.label if waits is not None else None,
                     "failed": NOW.failed,
-                    "at": _where(),
+                    "at": _where(self._trains),
                 }
             )
 
@@ -388,9 +390,9 @@ def _told(what: str, rank: int, state: dict[str, Any], number: int) -> str | Non
     return f"rank {rank} is at {state['at']}{after}"
 
 
-def _where() -> str:
-    """Where the main thread is: the innermost place that is the user's."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+def _where(thread: int) -> str:
+    """Where a thread is: the innermost place that is the user's."""
+    frame = sys._current_frames().get(thread)
     innermost = frame
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
         frame = frame.f_back

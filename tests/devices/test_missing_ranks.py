@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -178,6 +179,21 @@ def test_a_wait_that_takes_long_is_logged_with_who_is_missing_and_goes_on() -> N
         assert len(lines) == 1, lines
         assert "rank 0 has waited 1 s for all-gather of" in lines[0]
         assert "in do_something_else" in lines[0]
+
+
+@on_ranks(2)
+def test_a_rank_that_trains_in_a_thread_is_seen_there() -> None:
+    def whole_job() -> None:
+        model = make_model()
+        fe.shard(model)
+        with logged(patience_seconds=1.0) as lines:
+            if dist.get_rank() == 1:
+                do_something_else()
+            model(torch.ones(2, 4)).sum().backward()
+        assert dist.get_rank() == 1 or "in do_something_else" in lines[0], lines
+
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(whole_job).result()
 
 
 SCRIPT = """

@@ -14,7 +14,7 @@ import train_ray
 
 if __name__ == "__main__":
     ray.init(
-        num_cpus=4, include_dashboard=False, object_store_memory=80 * 2**20, _temp_dir=sys.argv[1]
+        num_cpus=2, include_dashboard=False, object_store_memory=80 * 2**20, _temp_dir=sys.argv[1]
     )
     try:
         for is_mark, arguments in groupby(sys.argv[2:], key=lambda each: each == "--"):
