@@ -5,7 +5,8 @@
 Runs on CPU or CUDA. It leaves ``metrics.json``, ``curves.png`` and checkpoints in ``--out``.
 Started again, after a kill or with more ``--steps``, it goes on from its latest checkpoint, on any
 number of ranks and with any strategy, along the same loss curve; ``--resume`` starts from another
-run's.
+run's. SIGUSR1 and SIGTERM make it save after the step that runs, and end. How clusters start it:
+``docs/cluster.md``.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import signal
 import time
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +27,7 @@ import fsdp_engine as fe
 from corpus import Batch, BatchPlan, Corpus, bigram_cross_entropy, read_corpus
 from curve import Curve, HeldOutRecord, StepRecord, memory_in_use
 from gpt import GPT
+from interruption import Interruption, end_by
 from plots import draw_curves
 from progress import Progress
 from settings import Settings, parse_settings
@@ -33,12 +37,12 @@ STEPS_PER_READ = 10
 
 
 def start_processes() -> torch.device:
-    """Join the other ranks, if torchrun started some; returns this rank's device."""
+    """Join the other ranks, if a launcher started some; returns this rank's device."""
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    if "RANK" in os.environ:
+    if "RANK" in os.environ and not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     return device
 
@@ -162,19 +166,30 @@ class Job:
         else:
             self.checkpointer.save(step)
 
-    def train(self) -> None:
-        """Train from where the curve ends to the last step, and add to it."""
+    def train(self) -> int:
+        """Train from where the curve ends to the last step, and add to it.
+
+        Returns the number of the signal that ended it before, or 0.
+        """
+        with Interruption() as interruption:
+            stop = self._train(interruption)
+        self.checkpointer.close()
+        return stop
+
+    def _train(self, interruption: Interruption) -> int:
         settings, curve = self.settings, self.curve
         first = len(curve.steps)
         if not curve.held_out:
             curve.held_out.append(HeldOutRecord(0, self.held_out_loss()))
         reader = StepReader(self, curve)
         progress = Progress(first, settings.last_step, shown=self.rank == 0)
+        stop = 0
         for step in range(first, settings.last_step):
             reader.add(step, *self.train_step(step))
             done = step + 1
+            stop = interruption.heard() if done < settings.last_step else 0
             evaluate = done % settings.eval_every == 0 or done == settings.last_step
-            save = done % settings.save_every == 0 or done == settings.last_step
+            save = done % settings.save_every == 0 or done == settings.last_step or stop > 0
             if evaluate or save or done % STEPS_PER_READ == 0:
                 progress.advance(done, reader.read())
             if evaluate:
@@ -184,8 +199,10 @@ class Job:
                 self.save(done)
             if evaluate or save:
                 reader.restart_clock()
+            if stop:
+                break
         progress.close()
-        self.checkpointer.close()
+        return stop
 
     def sample(self) -> str:
         """A prompt and the text that the model adds to it; the same on every rank."""
@@ -199,6 +216,9 @@ class Job:
             prompt.to(self.device), settings.sample_bytes, temperature=0.7, generator=generator
         )
         return bytes(tokens.tolist()).decode("utf-8", errors="replace")
+
+
+AnyJob = TypeVar("AnyJob", bound=Job)
 
 
 class StepReader:
@@ -234,7 +254,7 @@ class StepReader:
         return f"loss {last.loss:.3f}, {speed:,.0f} tokens/s, {last.memory_bytes / 2**20:,.0f} MiB"
 
 
-def prepare(settings: Settings) -> Job:
+def prepare(settings: Settings, kind: type[AnyJob]) -> AnyJob:
     """Read the text, build the model, shard it, and build its optimizer."""
     device = start_processes()
     mesh = build_mesh(settings, device)
@@ -267,7 +287,7 @@ def prepare(settings: Settings) -> Job:
     optimizer = build_optimizer(settings, model)
     curve = Curve()
     checkpointer = fe.Checkpointer(settings.save_folder, engine, optimizer, extra={"curve": curve})
-    return Job(
+    return kind(
         settings,
         corpus,
         plan,
@@ -293,7 +313,7 @@ def held_out_bigram(job: Job) -> float:
 
 def run(settings: Settings) -> None:
     """The whole job, on one rank."""
-    job = prepare(settings)
+    job = prepare(settings, Job)
     say = print if job.rank == 0 else lambda *_: None
     say(f"text: {job.corpus}")
     say(f"parameters: {settings.precision}")
@@ -303,11 +323,16 @@ def run(settings: Settings) -> None:
     if resumed := job.resume():
         say(resumed)
     began = time.perf_counter()
-    job.train()
+    stop = job.train()
     seconds = time.perf_counter() - began
 
     curve = job.curve
     step = len(curve.steps)
+    if stop:
+        say(f"told to end by {signal.Signals(stop).name}; saved step {step}; start again to go on")
+        dist.destroy_process_group()
+        end_by(stop)
+        return
     held_out = curve.held_out[-1].loss
     if job.rank == 0:
         curve.write_json(

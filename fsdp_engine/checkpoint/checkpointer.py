@@ -25,39 +25,14 @@ from typing import Any, Literal
 
 import torch
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint.metadata import Metadata
 
-from fsdp_engine.checkpoint.dcp_metadata import METADATA
 from fsdp_engine.checkpoint.directory import CheckpointDirectory
-from fsdp_engine.checkpoint.engines import Engines, as_one, axis_sizes, level_names
-from fsdp_engine.checkpoint.folder import (
-    FolderMatch,
-    LoadReport,
-    collector_paused,
-    training_entries,
-    write_entries,
-)
-from fsdp_engine.checkpoint.manifest import (
-    MANIFEST,
-    FileRow,
-    Manifest,
-    library_versions,
-    tensor_rows,
-)
-from fsdp_engine.checkpoint.model_state import (
-    EXTRA,
-    RANKS,
-)
-from fsdp_engine.checkpoint.run_state import (
-    Stateful,
-    check_extra,
-    pack,
-    random_state,
-    set_random_state,
-)
+from fsdp_engine.checkpoint.engines import Engines
+from fsdp_engine.checkpoint.folder import LoadReport, collector_paused
+from fsdp_engine.checkpoint.manifest import MANIFEST
+from fsdp_engine.checkpoint.run_folder import Run
+from fsdp_engine.checkpoint.run_state import Stateful
 from fsdp_engine.checkpoint.snapshot import HostMemory
-from fsdp_engine.checkpoint.verification import check_sizes, verify_files
-from fsdp_engine.checkpoint.writer import Writer
 from fsdp_engine.devices.agreement import agree
 from fsdp_engine.devices.collectives import gather_objects
 
@@ -93,12 +68,9 @@ class Checkpointer:
     ) -> None:
         if keep is not None and (not isinstance(keep, int) or keep < 1):
             raise ValueError(f"keep: expected a number of at least 1, or None; found {keep!r}")
-        self._extra = check_extra(extra)
-        self._engine = as_one(engine)
-        self._levels = level_names(engine)
-        self._ranks = self._engine.ranks
+        self._run = Run(engine, optimizer, extra)
+        self._ranks = self._run.ranks
         self._control = self._ranks.control_group
-        self._optimizer = optimizer
         self._keep = keep
         self._directory = CheckpointDirectory(Path(directory))
         self._host_memory = HostMemory(self._ranks.device)
@@ -201,7 +173,13 @@ class Checkpointer:
         """
         self.wait()
         with collector_paused():
-            return self._load(step, strict, verify, trust)
+            return self._run.load(
+                self._find(step),
+                strict=strict,
+                verify=verify,
+                trust=trust,
+                what=f"load({step!r})",
+            )
 
     def steps(self) -> list[int]:
         """Steps whose checkpoints are complete, in rising order, as rank 0 sees them."""
@@ -241,12 +219,8 @@ class Checkpointer:
         try:
             if not isinstance(step, int) or step < 0:
                 raise ValueError(f"step: expected a number of at least 0; found {step!r}")
-            entries = training_entries(self._engine, self._optimizer)
-            extra = {name: value.state_dict() for name, value in self._extra.items()}
-            own = {"random": random_state(self._ranks.device), "extra": extra}
-            entries[RANKS] = {str(self._ranks.rank): pack(own)}
+            entries = self._run.entries()
             if self._ranks.rank == 0:
-                entries[EXTRA] = pack(extra)
                 staging = self._directory.begin()
         except Exception as caught:
             error = caught
@@ -260,38 +234,6 @@ class Checkpointer:
                 self._directory.discard(staging)
             raise
         return _Save(self, entries, agreed[0][0], step)
-
-    def _load(
-        self, step: int | Literal["latest"], strict: bool, verify: bool, trust: bool
-    ) -> LoadReport:
-        folder = self._find(step)
-        ranks_key = f"{RANKS}.{self._ranks.rank}"
-        manifest = self._check_files(folder, verify)
-        match: FolderMatch | None = None
-        error: Exception | None = None
-        try:
-            match = FolderMatch(folder, self._engine, self._optimizer, (EXTRA, ranks_key), trust)
-            if strict:
-                match.raise_problems()
-        except Exception as caught:
-            error = caught
-        agree(f"load({step!r})", error, self._control)
-        assert match is not None
-        match.load(f"load({step!r})", self._control)
-        extra = match.targets.get(EXTRA, {})
-        own = match.targets.get(ranks_key)
-        if own is not None and manifest.world_size == self._ranks.size:
-            set_random_state(own["random"], self._ranks.device)
-            extra = own["extra"]
-        problems = list(match.problems)
-        for name, value in self._extra.items():
-            if name in extra:
-                value.load_state_dict(extra[name])
-                continue
-            # Known only now that the entry has been read: too late to refuse, too bad to hide.
-            problems.append(f"missing {EXTRA}.{name}: expected its state; found nothing")
-            warnings.warn(f"load of {folder}: {problems[-1]}; it stays as it is", stacklevel=4)
-        return LoadReport(manifest.step, problems, extra)
 
     def _find(self, step: int | Literal["latest"]) -> Path:
         """The folder of a step, as rank 0 sees it."""
@@ -311,7 +253,7 @@ class Checkpointer:
                     warnings.warn(
                         f"load of the latest step: expected {MANIFEST} in "
                         f"{[each.name for each in newer]}; found none, so {folder.name} is loaded",
-                        stacklevel=5,
+                        stacklevel=3,
                     )
             except Exception as caught:
                 error = caught
@@ -319,39 +261,15 @@ class Checkpointer:
         assert isinstance(agreed[0], Path)
         return agreed[0]
 
-    def _check_files(self, folder: Path, verify: bool) -> Manifest:
-        """The manifest of a checkpoint whose files are there. Ranks share the work."""
-        manifest: Manifest | None = None
-        error: Exception | None = None
-        try:
-            manifest = Manifest.read(folder)
-            names = sorted(manifest.files)[self._ranks.rank :: self._ranks.size]
-            check_sizes(folder, manifest, names)
-            # Small, and read anyhow: is it this save's?
-            verify_files(folder, manifest, names if verify else {METADATA} & {*names})
-        except Exception as caught:
-            error = caught
-        agree(f"load of {folder}", error, self._control)
-        assert manifest is not None
-        return manifest
-
     def _write(self, save: _Save) -> None:
         """Write what a save holds and publish it. Collective over the group of saves."""
-
-        def publish(saved: Metadata, files: dict[str, FileRow]) -> None:
-            manifest = Manifest(
-                step=save.step,
-                world_size=self._ranks.size,
-                mesh=axis_sizes(self._engine),
-                strategy=self._levels,
-                tensors=tensor_rows(saved),
-                files=files,
-                libraries=library_versions(),
-            )
-            manifest.write(save.staging)
-            self._directory.publish(save.staging, save.step)
-
-        write_entries(save.entries, Writer(save.staging, publish), self._group)
+        self._run.write(
+            save.entries,
+            save.staging,
+            save.step,
+            self._group,
+            lambda: self._directory.publish(save.staging, save.step),
+        )
 
     def _retire(self) -> None:
         """Remove old checkpoints: takes as long as the file system likes."""

@@ -155,6 +155,9 @@ class _Watcher:
         # A connection of its own: others may block on the default one.
         self._store = dist.PrefixStore("fsdp_engine/watch", _get_default_store().clone())  # type: ignore[attr-defined]
         self._identity = [_machine(), os.getpid()]
+        self._check_that_store_is_new()
+        # The one that trains; Ray Train's is not the main one.
+        self._trains = threading.get_ident()
         self._answered = 0
         self._seen: Labelled | None = None
         self._seen_at = 0.0
@@ -162,6 +165,23 @@ class _Watcher:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fsdp_engine watch", daemon=True)
         self._thread.start()
+
+    def _check_that_store_is_new(self) -> None:
+        """Nothing made in a store that an earlier job has used could be trusted: groups would look
+        for each other at addresses of processes that have ended.
+
+        Raises:
+            RuntimeError: a process that was this rank before has used it.
+        """
+        key = f"says/{self._rank}"
+        was = json.loads(self._store.get(key))["is"] if self._store.check([key]) else None
+        if was not in (None, self._identity):
+            raise RuntimeError(
+                f"store of the default group: expected one that no earlier rank {self._rank} has "
+                f"used; found what process {was[1]} on {was[0].split()[0]} has left. Where "
+                "torchrun restarts workers, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its "
+                "environment"
+            )
 
     @property
     def serves(self) -> bool:
@@ -248,7 +268,7 @@ class _Watcher:
                     "last": NOW.last,
                     "waits": waits.label if waits is not None else None,
                     "failed": NOW.failed,
-                    "at": _where(),
+                    "at": _where(self._trains),
                 }
             )
 
@@ -370,9 +390,9 @@ def _told(what: str, rank: int, state: dict[str, Any], number: int) -> str | Non
     return f"rank {rank} is at {state['at']}{after}"
 
 
-def _where() -> str:
-    """Where the main thread is: the innermost place that is the user's."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+def _where(thread: int) -> str:
+    """Where a thread is: the innermost place that is the user's."""
+    frame = sys._current_frames().get(thread)
     innermost = frame
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
         frame = frame.f_back

@@ -555,8 +555,8 @@ def load_differently(folder: str) -> None:
         other.load()
     report = other.load(strict=False)
     assert any("expected the state of SGD" in line for line in report.problems)
-    assert other._optimizer is not None
-    assert other._optimizer.param_groups[0]["lr"] == 0.3
+    assert other._run._optimizer is not None
+    assert other._run._optimizer.param_groups[0]["lr"] == 0.3
 
 
 def test_what_does_not_fit_is_listed_and_left_out_if_asked_for(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import multiprocessing
 import os
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -179,6 +181,21 @@ def test_a_wait_that_takes_long_is_logged_with_who_is_missing_and_goes_on() -> N
         assert "in do_something_else" in lines[0]
 
 
+@on_ranks(2)
+def test_a_rank_that_trains_in_a_thread_is_seen_there() -> None:
+    def whole_job() -> None:
+        model = make_model()
+        fe.shard(model)
+        with logged(patience_seconds=1.0) as lines:
+            if dist.get_rank() == 1:
+                do_something_else()
+            model(torch.ones(2, 4)).sum().backward()
+        assert dist.get_rank() == 1 or "in do_something_else" in lines[0], lines
+
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(whole_job).result()
+
+
 SCRIPT = """
 import torch, fsdp_engine as fe
 from torch import nn
@@ -289,3 +306,17 @@ def test_work_that_ends_between_two_looks_is_no_error() -> None:
     assert work.num_waits == 2
     with pytest.raises(RuntimeError, match="closed by peer"):
         watch.HostWork(DoneJustAfter("Connection closed by peer")).wait()  # type: ignore[arg-type]
+
+
+@on_ranks(2)
+def test_a_store_that_an_earlier_job_has_used_is_refused() -> None:
+    """So it is where torchrun restarts workers and keeps its store."""
+    left = {"n": 0, "is": ["node7 pid:[1]", 4242]}
+    store = dist.PrefixStore("fsdp_engine/watch", _get_default_store())
+    store.set(f"says/{dist.get_rank()}", json.dumps(left))
+    with pytest.raises(
+        RuntimeError,
+        match=f"no earlier rank {dist.get_rank()} has used; found what process 4242 on node7 has "
+        "left. Where torchrun restarts workers, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
+    ):
+        fe.shard(make_model())

@@ -1,0 +1,124 @@
+"""Checkpoints of Ray Train: what ``ray.train.report`` uploads and ``get_checkpoint`` hands out.
+
+Every worker writes its own slices into a folder of its own machine and reports that; Ray puts the
+files of all workers into one folder of its storage (a shared file system, S3, ...), and knows of
+the checkpoint when all have. So nothing is gathered, and a worker that dies meanwhile leaves the
+one before.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import ray.train
+import torch
+
+from fsdp_engine.checkpoint.engines import Engines
+from fsdp_engine.checkpoint.folder import LoadReport, collector_paused
+from fsdp_engine.checkpoint.run_folder import Run
+from fsdp_engine.checkpoint.run_state import Stateful
+from fsdp_engine.devices.agreement import agree
+
+
+class RayCheckpoints:
+    """Saves a run into the storage of Ray Train, and takes it up from there.
+
+    For the function that ``TorchTrainer`` runs on each worker. All methods are collective: every
+    worker calls them, in one order. A folder in the storage is a checkpoint as
+    :class:`~fsdp_engine.checkpoint.checkpointer.Checkpointer` writes them; which ones stay is Ray's
+    to say (``ray.train.CheckpointConfig(num_to_keep=...)``).
+
+    Args:
+        engine: what :func:`~fsdp_engine.sharding.shard` returned, over all workers; or several of
+            these by name.
+        optimizer: one over the parameters of all of them; None: weights only.
+        extra: objects with ``state_dict()`` and ``load_state_dict()`` by name: scheduler, data
+            position. Every rank saves its own.
+
+    Raises:
+        TypeError, ValueError: ``engine`` or ``extra`` is none of these.
+    """
+
+    def __init__(
+        self,
+        engine: Engines,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        extra: Mapping[str, Stateful] | None = None,
+    ) -> None:
+        self._run = Run(engine, optimizer, extra)
+        self._control = self._run.ranks.control_group
+
+    def report(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Save the run as it is now, and report it; returns when it is in the storage.
+
+        Args:
+            metrics: numbers and texts by name. Ray keeps those of rank 0, with ``step`` beside.
+            step: number of the training step, at least 0, the same on all ranks.
+
+        Raises:
+            ValueError, TypeError, RuntimeError: nothing was written: ``step`` is no such number or
+                differs between ranks, the engine is not at rest, or the optimizer is not the
+                engine's. Or writing failed on some rank.
+
+            On every rank if on one; Ray's latest checkpoint stays.
+        """
+        what = f"report of step {step!r}"
+        entries: dict[str, Any] = {}
+        error: Exception | None = None
+        with ExitStack() as cleanup:
+            folder = Path()
+            try:
+                if not isinstance(step, int) or step < 0:
+                    raise ValueError(f"step: expected a number of at least 0; found {step!r}")
+                entries = self._run.entries()
+                folder = Path(tempfile.mkdtemp(prefix="fsdp_engine-"))
+                cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
+            except Exception as caught:
+                error = caught
+            steps = agree(what, error, self._control, step)
+            if any(other != step for other in steps):
+                raise ValueError(f"step: expected the same on all ranks; found {steps[:16]}")
+            self._run.write(entries, folder, step, self._control)
+            checkpoint = ray.train.Checkpoint.from_directory(folder)
+            ray.train.report({"step": step, **metrics}, checkpoint=checkpoint)
+
+    def load(
+        self, *, strict: bool = True, verify: bool = False, trust: bool = False
+    ) -> LoadReport | None:
+        """Take up the latest checkpoint that Ray knows of, on any number of workers.
+
+        From storage that is no file system, Ray downloads it once to each machine.
+
+        Args:
+            strict, verify, trust: see :meth:`.Checkpointer.load`.
+
+        Returns:
+            What was loaded; None: there is no checkpoint yet.
+
+        Raises:
+            FileNotFoundError, ValueError, RuntimeError: see :meth:`.Checkpointer.load`; on every
+                rank if on one.
+        """
+        what = "load of Ray's latest checkpoint"
+        error: Exception | None = None
+        folder: Path | None = None
+        with collector_paused(), ExitStack() as download:
+            try:
+                checkpoint = ray.train.get_checkpoint()
+                if checkpoint is not None:
+                    folder = Path(download.enter_context(checkpoint.as_directory()))
+            except Exception as caught:
+                error = caught
+            there = agree(what, error, self._control, folder is not None)
+            if not all(there):
+                if any(there):
+                    raise ValueError(f"{what}: expected one on all ranks or none; found {there}")
+                return None
+            assert folder is not None
+            return self._run.load(folder, strict=strict, verify=verify, trust=trust, what=what)

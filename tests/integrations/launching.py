@@ -1,0 +1,139 @@
+"""Jobs that tests of launchers start: logs in files, and nothing of them is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from settings import parse_settings
+from train_gpt import Job, prepare
+
+ROOT = Path(__file__).parents[2]
+# In the environment of every process of a test, and of all that it starts, whoever their parent is.
+_MARK = "FSDP_ENGINE_TEST_JOB"
+
+# A step takes some ten milliseconds, so that a job can be killed in the middle.
+SMALL = [
+    *("--layers", "2", "--width", "32", "--heads", "2", "--sequence-length", "32"),
+    *("--batch-size", "8", "--warmup", "5", "--eval-every", "50", "--eval-sequences", "8"),
+    *("--save-every", "5", "--no-sample"),
+]
+
+
+def arguments_of(folder: Path, steps: int, *more: str) -> list[str]:
+    """What ``train_gpt.py`` is called with; the text is in ``folder``, the rest goes there."""
+    places = ["--data", str(folder / "texts"), "--out", str(folder / "out")]
+    return [*places, "--steps", str(steps), *SMALL, *more]
+
+
+def train_undisturbed(arguments: list[str]) -> list[float]:
+    """The losses of all steps, where nothing happens; on the ranks of the pool."""
+    job = prepare(parse_settings(arguments), Job)
+    job.train()
+    return [record.loss for record in job.curve.steps]
+
+
+def free_port() -> int:
+    """One that nobody listens on."""
+    with socket.socket() as each:
+        each.bind(("localhost", 0))
+        return int(each.getsockname()[1])
+
+
+def wait_until(condition: Callable[[], object], what: str, seconds: float = 120.0) -> None:
+    """Return when ``condition`` holds.
+
+    Raises:
+        TimeoutError: it has not in ``seconds``.
+    """
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what}: not in {seconds} s")
+        time.sleep(0.02)
+
+
+class Launched:
+    """Processes in the background, with all that they start.
+
+    Args:
+        folder: of their logs.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._mark = uuid.uuid4().hex
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    def start(
+        self, name: str, command: list[str], environment: dict[str, str]
+    ) -> subprocess.Popen[bytes]:
+        """Start ``command`` in the repository; what it prints is in :meth:`log`."""
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "PET_"))}
+        with open(self._folder / f"{name}.log", "ab") as log:
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={
+                    **inherited,
+                    "PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}",
+                    "OMP_NUM_THREADS": "1",
+                    "PYTHON": sys.executable,
+                    _MARK: self._mark,
+                    **environment,
+                },
+            )
+        self._started.append(process)
+        return process
+
+    def log(self, name: str) -> str:
+        """What has been printed so far."""
+        return (self._folder / f"{name}.log").read_text(errors="replace")
+
+    def all_with(self, text: str = "") -> list[psutil.Process]:
+        """Those that live and have ``text`` in their command, the oldest first."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(_MARK) == self._mark and text in " ".join(
+                    process.cmdline()
+                ):
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied, OSError):
+                continue
+        return sorted(found, key=lambda each: each.create_time())
+
+    def finish(self, name: str, process: subprocess.Popen[bytes], seconds: float = 180.0) -> int:
+        """The exit status, when it is over.
+
+        Raises:
+            AssertionError: it is not in time; says what it has printed.
+        """
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{name} goes on after {seconds} s:\n{self.log(name)}") from None
+
+    def kill_all(self) -> None:
+        """Whatever still lives."""
+        while left := self.all_with():
+            for process in left:
+                try:
+                    process.send_signal(signal.SIGKILL)
+                except psutil.NoSuchProcess:
+                    continue
+            psutil.wait_procs(left, timeout=5)
+        for process in self._started:
+            process.wait()

@@ -1,0 +1,378 @@
+"""Jobs on clusters: ranks that are told to end, launch scripts, workers and nodes that die."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import yaml
+from torch.distributed.run import get_args_parser
+
+import interruption
+from interruption import Interruption
+from settings import parse_settings
+from tests.integrations.launching import (
+    ROOT,
+    Launched,
+    arguments_of,
+    free_port,
+    train_undisturbed,
+    wait_until,
+)
+from tests.pool import Ranks
+from train_gpt import Job, prepare
+
+LAUNCH = ROOT / "examples" / "launch"
+SHELL_SCRIPTS = sorted(LAUNCH.glob("*.s*"))
+
+
+class Told(Job):
+    """One rank is sent a signal in the middle of a step."""
+
+    def train_step(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Step 7 is the one."""
+        if step == 7 and self.rank == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return super().train_step(step)
+
+
+def train_until_told(arguments: list[str]) -> tuple[int, list[float], list[int]]:
+    """The signal that ended it, the losses, and the steps that were saved."""
+    job = prepare(parse_settings(arguments), Told)
+    before = signal.getsignal(signal.SIGTERM)
+    stop = job.train()
+    assert signal.getsignal(signal.SIGTERM) is before
+    return stop, [record.loss for record in job.curve.steps], job.checkpointer.steps()
+
+
+def go_on(arguments: list[str]) -> tuple[str, list[float]]:
+    """What is said of the start, and the losses of all steps."""
+    job = prepare(parse_settings(arguments), Job)
+    said = job.resume()
+    assert job.train() == 0
+    return said, [record.loss for record in job.curve.steps]
+
+
+def test_a_signal_to_one_rank_saves_and_ends_all_after_the_same_step(
+    ranks: Ranks, texts: Path
+) -> None:
+    expected = ranks.run(train_undisturbed, arguments_of(texts, 20), world_size=2)[0]
+    shutil.rmtree(texts / "out")
+
+    answers = ranks.run(train_until_told, arguments_of(texts, 20, "--async-save"), world_size=2)
+    assert answers[0] == answers[1]
+    stop, losses, saved = answers[0]
+    assert stop == signal.SIGUSR1
+    assert losses == expected[: len(losses)]
+    assert saved == [5, len(losses)]
+    assert 8 <= len(losses) <= 9
+
+    said, losses = ranks.run(go_on, arguments_of(texts, 20), world_size=4)[0]
+    assert said.startswith(f"resumed after step {saved[-1]} ")
+    assert losses == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_stronger_signal_counts_and_other_handlers_come_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(interruption.dist, "get_world_size", lambda: 1)
+    before = [signal.getsignal(each) for each in interruption.SIGNALS]
+    with Interruption() as asked:
+        assert asked.heard() == 0
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert asked.heard() == signal.SIGTERM
+    assert [signal.getsignal(each) for each in interruption.SIGNALS] == before
+
+
+def test_sigterm_ends_the_process_as_it_would_without_a_handler() -> None:
+    program = "import interruption, signal; interruption.end_by(signal.SIGUSR1); print('here');"
+    program += "interruption.end_by(signal.SIGTERM); print('never')"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "examples")}
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == -signal.SIGTERM
+    assert ended.stdout == "here\n"
+
+
+@pytest.mark.parametrize("script", SHELL_SCRIPTS, ids=lambda path: path.name)
+def test_scripts_are_shell(script: Path) -> None:
+    subprocess.run(["bash", "-n", script], check=True, timeout=60)
+    if checker := shutil.which("shellcheck"):
+        subprocess.run([checker, script], check=True, timeout=60)
+
+
+# What the training operator puts into each pod, for a job of this name.
+OPERATOR = {
+    "PET_RDZV_ENDPOINT": "train-gpt-worker-0:23456",
+    "PET_RDZV_BACKEND": "{rdzvBackend}",
+    "PET_NNODES": "{minReplicas}:{maxReplicas}",
+    "PET_MAX_RESTARTS": "{maxRestarts}",
+}
+
+
+def test_the_job_of_kubernetes_has_known_fields_and_starts_torchrun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = yaml.safe_load((LAUNCH / "pytorchjob.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    spec = job["spec"]
+    assert spec.keys() <= {"elasticPolicy", "nprocPerNode", "pytorchReplicaSpecs", "runPolicy"}
+    elastic = spec["elasticPolicy"]
+    assert elastic.keys() == {"maxReplicas", "maxRestarts", "minReplicas", "rdzvBackend"}
+    (kind, worker), *others = spec["pytorchReplicaSpecs"].items()
+    assert (kind, others) == ("Worker", [])
+    assert worker.keys() == {"replicas", "restartPolicy", "template"}
+    assert elastic["minReplicas"] <= worker["replicas"] <= elastic["maxReplicas"]
+    pod = worker["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["name"] == "pytorch"  # the operator looks for this one
+    mounted = {each["name"] for each in container["volumeMounts"]}
+    assert mounted == {each["name"] for each in pod["volumes"]}
+    environment = {each["name"]: each for each in container["env"]}
+    assert environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"]["value"] == "1"
+
+    for name, value in OPERATOR.items():
+        monkeypatch.setenv(name, value.format(**elastic))
+    monkeypatch.setenv("PET_NPROC_PER_NODE", spec["nprocPerNode"])
+    monkeypatch.setenv("PET_LOCAL_ADDR", "10.0.0.1")
+    python, m, torchrun, *arguments = container["command"]
+    assert (python, m, torchrun) == ("python", "-m", "torch.distributed.run")
+    found = get_args_parser().parse_args(arguments)
+    assert (found.nnodes, found.nproc_per_node, found.max_restarts) == ("2:4", "8", 10)
+    assert (found.rdzv_backend, found.rdzv_endpoint) == ("c10d", "train-gpt-worker-0:23456")
+    assert found.local_addr == "10.0.0.1"
+    assert (ROOT / found.training_script).exists()
+    settings = parse_settings(found.training_script_args)
+    volume = next(each for each in container["volumeMounts"] if each["name"] == "runs")
+    assert settings.out.is_relative_to(volume["mountPath"])
+
+
+def slurm(folder: Path, num_tasks: int) -> dict[str, str]:
+    """The environment of a batch script on two nodes, with stubs of Slurm's commands."""
+    commands = folder / "bin"
+    commands.mkdir(exist_ok=True)
+    stub = Path(__file__).parent / "slurm_stub.py"
+    for name in ("srun", "scontrol"):
+        (commands / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" "{stub}" {name} "$@"\n')
+        (commands / name).chmod(0o755)
+    return {
+        "PATH": f"{commands}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "4711",
+        "SLURM_JOB_NODELIST": "localhost[1-2]",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_NTASKS": str(num_tasks),
+        "SLURM_STUB_FOLDER": str(folder),
+        "PORT": str(free_port()),
+        # For torchrun:
+        "RANKS": "1",
+        "PET_LOCAL_ADDR": "localhost",
+        "PET_RDZV_CONF": "last_call_timeout=2",
+    }
+
+
+def newest(folder: Path) -> int:
+    """The step of the latest checkpoint; 0: there is none."""
+    folders = (folder / "out" / "checkpoints").glob("step-*")
+    return max((int(each.name[5:13]) for each in folders), default=0)
+
+
+def requeued(folder: Path) -> list[str]:
+    file = folder / "requeued"
+    return file.read_text().split() if file.exists() else []
+
+
+def measured(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "out" / "metrics.json").read_text())
+    return found
+
+
+def losses_in(metrics: dict[str, Any]) -> list[float]:
+    return [record["loss"] for record in metrics["steps"]]
+
+
+# In the place of Python: says what it was started with, and waits for a signal.
+FAKE_PYTHON = """#!/usr/bin/env bash
+trap 'exit 0' USR1
+trap 'exit 143' TERM
+rank="$RANK/$WORLD_SIZE/$LOCAL_RANK/$LOCAL_WORLD_SIZE $MASTER_ADDR $MASTER_PORT"
+echo "$rank $TORCH_DISABLE_SHARE_RDZV_TCP_STORE $*" >> "$SLURM_STUB_FOLDER/started"
+if [ -e "$SLURM_STUB_FOLDER/fails" ] && [ "$SLURM_PROCID" = 1 ]; then
+    until [ "$(wc -l < "$SLURM_STUB_FOLDER/started")" -ge "$SLURM_NTASKS" ]; do sleep 0.01; done
+    rm "$SLURM_STUB_FOLDER/fails"
+    exit 3
+fi
+while true; do sleep 0.05; done
+"""
+
+
+def with_fake_python(folder: Path, num_tasks: int) -> dict[str, str]:
+    python = folder / "python"
+    python.write_text(FAKE_PYTHON)
+    python.chmod(0o755)
+    return {**slurm(folder, num_tasks), "PYTHON": str(python)}
+
+
+def started(folder: Path) -> list[str]:
+    file = folder / "started"
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def test_slurm_numbers_ranks_starts_anew_after_a_failure_and_requeues(
+    tmp_path: Path, launched: Launched
+) -> None:
+    environment = with_fake_python(tmp_path, num_tasks=4)
+    (tmp_path / "fails").touch()
+    command = ["bash", str(LAUNCH / "slurm_srun.sbatch"), "--out", "a folder"]
+    batch = launched.start("batch", command, environment)
+    wait_until(lambda: len(started(tmp_path)) == 8, "two attempts of four ranks")
+    batch.send_signal(signal.SIGUSR1)
+    assert launched.finish("batch", batch) == 0, launched.log("batch")
+    port = int(environment["PORT"])
+    assert sorted(started(tmp_path)) == sorted(
+        f"{rank}/4/{rank % 2}/2 localhost {port + attempt}  examples/train_gpt.py --out a folder"
+        for attempt in (0, 1)
+        for rank in range(4)
+    )
+    assert "attempt 0 ended with status 3" in launched.log("batch")
+    assert requeued(tmp_path) == ["4711"]
+
+
+def test_slurm_gives_up_after_so_many_failures(tmp_path: Path, launched: Launched) -> None:
+    environment = {**with_fake_python(tmp_path, num_tasks=2), "RESTARTS": "1", "PYTHON": "false"}
+    batch = launched.start("batch", ["bash", str(LAUNCH / "slurm_srun.sbatch")], environment)
+    assert launched.finish("batch", batch) == 1
+    assert launched.log("batch").count("ended with status 1") == 2
+    assert requeued(tmp_path) == []
+
+
+@pytest.mark.parametrize("script", ["slurm_srun.sbatch", "slurm_torchrun.sbatch"])
+def test_a_job_that_slurm_ends_waits_to_be_ended(
+    script: str, tmp_path: Path, launched: Launched
+) -> None:
+    environment = with_fake_python(tmp_path, num_tasks=2)
+    batch = launched.start("batch", ["bash", str(LAUNCH / script), "--steps", "5"], environment)
+    wait_until(lambda: len(started(tmp_path)) == 2, "two tasks")
+    if "torchrun" in script:
+        line = (
+            "-m torch.distributed.run --rdzv-backend c10d --rdzv-endpoint "
+            f"localhost:{environment['PORT']} --rdzv-id 4711 --nnodes 2 --nproc-per-node 1 "
+            "--max-restarts 10 examples/train_gpt.py --steps 5"
+        )
+        assert started(tmp_path) == [f"///   1 {line}"] * 2
+    batch.send_signal(signal.SIGTERM)
+    wait_until(lambda: launched.all_with("sleep infinity"), "the script's rest")
+    assert not launched.all_with("examples/train_gpt.py --steps")
+    assert batch.poll() is None
+    assert requeued(tmp_path) == []
+
+
+@pytest.mark.thorough
+def test_slurm_trains_to_the_time_limit_and_goes_on_by_another_script(
+    ranks: Ranks, texts: Path, launched: Launched
+) -> None:
+    # So many steps that they do not end by themselves.
+    arguments = arguments_of(texts, 100_000)
+    environment = slurm(texts, num_tasks=2)
+    saved = 0
+    for life, script in enumerate(("slurm_srun.sbatch", "slurm_torchrun.sbatch"), start=1):
+        name, from_step = script.removesuffix(".sbatch"), saved
+        batch = launched.start(name, ["bash", str(LAUNCH / script), *arguments], environment)
+        wait_until(lambda: newest(texts) >= saved + 10, "a further checkpoint")  # noqa: B023
+        batch.send_signal(signal.SIGUSR1)
+        assert launched.finish(name, batch) == 0, launched.log(name)
+        (saved,) = map(int, re.findall(r"SIGUSR1; saved step (\d+);", launched.log(name)))
+        assert saved >= from_step + 10
+        assert (f"resumed after step {from_step} " in launched.log(name)) == (life > 1)
+        assert requeued(texts) == ["4711"] * life
+    _, losses = ranks.run(go_on, [*arguments, "--stop-at", str(saved + 1)], world_size=2)[0]
+    shutil.rmtree(texts / "out")
+    expected = ranks.run(
+        train_undisturbed, [*arguments, "--stop-at", str(saved + 1)], world_size=2
+    )[0]
+    assert losses == pytest.approx(expected, abs=1e-6)
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as each:
+        return each.connect_ex(("localhost", port)) == 0
+
+
+@pytest.mark.thorough
+def test_torchrun_goes_on_without_a_worker_without_a_node_and_with_a_new_node(
+    ranks: Ranks, texts: Path, launched: Launched
+) -> None:
+    port = free_port()
+    environment = {
+        "HEAD": "localhost",
+        "PORT": str(port),
+        "NODES": "1:2",
+        "RANKS": "1",
+        "LOGLEVEL": "INFO",
+        "PET_LOCAL_ADDR": "localhost",
+        "PET_RDZV_CONF": "last_call_timeout=3,keep_alive_interval=1",
+        "PET_MONITOR_INTERVAL": "0.1",
+    }
+    command = [str(LAUNCH / "torchrun.sh"), "examples/train_gpt.py", *arguments_of(texts, 200)]
+
+    def workers(node: subprocess.Popen[bytes]) -> list[psutil.Process]:
+        below = psutil.Process(node.pid).children(recursive=True)
+        return [each for each in below if "-u examples/train_gpt.py" in " ".join(each.cmdline())]
+
+    def resumed(times: int) -> bool:
+        return launched.log("node0").count("resumed after step") == times
+
+    # The first node keeps the list of nodes, so it must not go.
+    node0 = launched.start("node0", command, environment)
+    wait_until(lambda: listens(port), "the rendezvous")
+    node1 = launched.start("node1", command, environment)
+    wait_until(lambda: newest(texts) >= 5, "a checkpoint on two ranks")
+
+    # A worker dies: both nodes start theirs anew.
+    workers(node1)[0].kill()
+    wait_until(lambda: resumed(1), "a restart of all workers")
+    at_restart = newest(texts)
+    wait_until(lambda: newest(texts) > at_restart, "a checkpoint after it")
+
+    # A node dies, with all that runs there: the other goes on alone.
+    for each in [*psutil.Process(node1.pid).children(recursive=True), psutil.Process(node1.pid)]:
+        each.kill()
+    wait_until(lambda: resumed(2), "a start without the node")
+    alone_from = newest(texts)
+    wait_until(lambda: newest(texts) > alone_from, "a checkpoint of one rank")
+    (survivor,) = workers(node0)
+    survivor.suspend()  # or it might have done all steps before another node comes
+
+    # A node comes: the survivor is told to save and end, and both start.
+    launched.start("node2", command, environment)
+    wait_until(lambda: "Detected 1 new nodes" in launched.log("node0"), "a new node")
+    survivor.resume()
+    assert launched.finish("node0", node0) == 0, launched.log("node0")
+    assert resumed(3)
+    assert "told to end by SIGTERM; saved step" in launched.log("node0")
+    shapes = [
+        line.split("on ")[1][:5]
+        for line in launched.log("node0").splitlines()
+        if " ranks (outer" in line
+    ]
+    assert shapes == ["1 x 2", "1 x 2", "1 x 1", "1 x 2"]
+
+    metrics = measured(texts)
+    assert metrics["num_ranks"] == 2
+    shutil.rmtree(texts / "out")
+    expected = ranks.run(train_undisturbed, arguments_of(texts, 200), world_size=2)[0]
+    losses = losses_in(metrics)
+    assert losses[:alone_from] == pytest.approx(expected[:alone_from], abs=1e-6)
+    assert losses == pytest.approx(expected, abs=1e-2)

@@ -1,0 +1,186 @@
+"""Ray Train: checkpoints as Ray keeps them, and a small Ray whose worker dies."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+import uuid
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import ray.train
+import torch
+import torch.distributed as dist
+
+import fsdp_engine as fe
+from fsdp_engine.integrations.ray import RayCheckpoints
+from tests.integrations.launching import Launched, arguments_of, train_undisturbed, wait_until
+from tests.models import Transformer, token_batch
+from tests.pool import Ranks, on_ranks
+
+
+class Storage:
+    """What Ray does on each worker: files of all workers go into one folder of its storage."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.metrics: list[dict[str, Any]] = []
+        self.local: list[Path] = []
+
+    def report(self, metrics: dict[str, Any], checkpoint: ray.train.Checkpoint) -> None:
+        self.metrics.append(metrics)
+        self.local.append(Path(checkpoint.path))
+        name = [f"checkpoint_{uuid.uuid4().hex}"]
+        dist.broadcast_object_list(name)
+        shutil.copytree(checkpoint.path, self.folder / name[0], dirs_exist_ok=True)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            (self.folder / "latest").write_text(name[0])
+        dist.barrier()
+
+    def latest(self) -> ray.train.Checkpoint | None:
+        latest = self.folder / "latest"
+        if not latest.exists():
+            return None
+        return ray.train.Checkpoint.from_directory(self.folder / latest.read_text())
+
+    def instead_of_ray(self) -> Any:
+        return mock.patch.multiple(ray.train, report=self.report, get_checkpoint=self.latest)
+
+
+def make(seed: int) -> tuple[fe.Engine, torch.optim.Optimizer, Any, RayCheckpoints]:
+    torch.manual_seed(seed)
+    engine = fe.shard(Transformer(num_blocks=2), initial_values="rank0")
+    optimizer = torch.optim.AdamW(engine.model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    extra = {"scheduler": scheduler}
+    return engine, optimizer, scheduler, RayCheckpoints(engine, optimizer, extra=extra)
+
+
+def train(engine: fe.Engine, optimizer: torch.optim.Optimizer, scheduler: Any, seed: int) -> None:
+    engine.model(*token_batch(2, seed)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    scheduler.step()
+
+
+def save_and_tell(folder: str) -> list[Any]:
+    """Two steps, a report, a third step; what then is there."""
+    storage = Storage(Path(folder))
+    engine, optimizer, scheduler, checkpoints = make(seed=1)
+    with storage.instead_of_ray():
+        assert checkpoints.load() is None
+        for seed in (1, 2):
+            train(engine, optimizer, scheduler, seed)
+        checkpoints.report({"loss": 1.5}, step=2)
+    assert storage.metrics == [{"step": 2, "loss": 1.5}]
+    assert not storage.local[0].exists()  # the local copy is gone
+    drawn = torch.rand(3)
+    train(engine, optimizer, scheduler, 3)
+    return [drawn, engine.full_state_dict(), scheduler.state_dict()]
+
+
+def take_up(folder: str) -> list[Any]:
+    """The report is loaded; then the third step."""
+    storage = Storage(Path(folder))
+    engine, optimizer, scheduler, checkpoints = make(seed=5)
+    with storage.instead_of_ray():
+        report = checkpoints.load(verify=True)
+    assert report is not None
+    assert report.step == 2
+    assert report.problems == []
+    drawn = torch.rand(3)
+    train(engine, optimizer, scheduler, 3)
+    return [drawn, engine.full_state_dict(), scheduler.state_dict()]
+
+
+def test_what_workers_report_is_one_checkpoint_for_any_number_of_workers(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    saved = ranks.run(save_and_tell, str(tmp_path), world_size=2)
+    assert len(list(tmp_path.glob("checkpoint_*/manifest.json"))) == 1
+    assert len(list(tmp_path.glob("checkpoint_*/*.distcp"))) == 2
+    for world_size in (2, 1):
+        found = ranks.run(take_up, str(tmp_path), world_size=world_size)
+        for rank in range(world_size):
+            drawn, weights, schedule = found[rank]
+            assert schedule == saved[rank][2]
+            # Ranks take the same batches, so that the mean gradient does not depend on them.
+            for name, value in weights.items():
+                torch.testing.assert_close(value, saved[rank][1][name], rtol=1e-4, atol=1e-5)
+            if world_size == 2:
+                assert torch.equal(drawn, saved[rank][0])
+
+
+@on_ranks(2)
+def test_an_error_of_one_worker_is_raised_on_all_and_nothing_is_reported() -> None:
+    engine, _, _, checkpoints = make(seed=1)
+    rank = dist.get_rank()
+    report = mock.Mock()
+    with mock.patch.object(ray.train, "report", report):
+        with pytest.raises(ValueError, match="step: expected the same on all ranks; found"):
+            checkpoints.report({}, step=rank)
+        with pytest.raises(ValueError, match="step: expected a number of at least 0; found -1"):
+            checkpoints.report({}, step=-1 if rank else 3)
+        fails = mock.Mock(side_effect=OSError("no space left") if rank else None)
+        fails.return_value = tempfile.mkdtemp()
+        with (
+            mock.patch.object(tempfile, "mkdtemp", fails),
+            pytest.raises(OSError, match="no space left"),
+        ):
+            checkpoints.report({}, step=3)
+    report.assert_not_called()
+    fails = mock.Mock(side_effect=OSError("storage is out of reach") if rank else None)
+    fails.return_value = None
+    with (
+        mock.patch.object(ray.train, "get_checkpoint", fails),
+        pytest.raises(OSError, match="storage is out of reach"),
+    ):
+        checkpoints.load()
+    engine.model(*token_batch(2, 1)).backward()  # it goes on
+
+
+@pytest.mark.thorough
+def test_a_worker_is_killed_and_another_number_of_workers_goes_on(
+    ranks: Ranks, texts: Path, launched: Launched
+) -> None:
+    # Sockets lie in it, whose paths may have a hundred characters.
+    folder_of_ray = tempfile.mkdtemp(prefix="ray", dir="/tmp")
+    storage = texts / "storage"
+
+    def steps_saved() -> list[int]:
+        manifests = storage.glob("gpt/checkpoint_*/manifest.json")
+        return sorted(json.loads(each.read_text())["step"] for each in manifests)
+
+    def run(num_workers: int, *more: str) -> list[str]:
+        own = ["--storage", str(storage), "--name", "gpt", "--num-workers", str(num_workers)]
+        return [*own, *arguments_of(texts, 60, *more)]
+
+    session = [sys.executable, str(Path(__file__).parent / "ray_session.py"), folder_of_ray]
+    environment = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+    environment["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = "240"  # on a busy machine
+    try:
+        command = [*session, *run(2, "--stop-at", "40"), "--", *run(1)]
+        driver = launched.start("ray", command, environment)
+        wait_until(steps_saved, "a checkpoint", 240)
+        launched.all_with("RayTrainWorker")[-1].kill()
+        assert launched.finish("ray", driver, 300) == 0, launched.log("ray")
+    finally:
+        launched.kill_all()
+        shutil.rmtree(folder_of_ray, ignore_errors=True)
+    log = launched.log("ray")
+    assert "a new run, on 2 workers" in log
+    assert "resumed after step 40, on 1 workers" in log
+    resumed = [f"resumed after step {step}, on 2 workers" in log for step in range(5, 40, 5)]
+    assert resumed.count(True) == 1
+    assert steps_saved() == [50, 55, 60]
+    metrics = json.loads((texts / "out" / "metrics.json").read_text())
+    assert metrics["num_ranks"] == 1
+    losses = [record["loss"] for record in metrics["steps"]]
+    expected = ranks.run(train_undisturbed, arguments_of(texts, 60), world_size=2)[0]
+    assert losses[:40] == pytest.approx(expected[:40], abs=1e-6)
+    assert losses == pytest.approx(expected, abs=1e-3)
