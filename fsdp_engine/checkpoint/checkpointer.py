@@ -76,6 +76,10 @@ class Checkpointer:
             position. Every rank saves its own.
         keep: how many checkpoints stay, the latest ones; None: all.
         timeout: how long a rank waits for another one within a save. None: 30 minutes.
+        trainable_only: parameters that were frozen at ``shard()`` (a base model under adapters) are
+            neither saved nor loaded: they are what the job gave them. Persistent buffers are. A
+            checkpoint that has them loads, too; one without is refused by a ``Checkpointer`` of
+            all parameters.
 
     Raises:
         TypeError, ValueError: ``engine``, ``extra`` or ``keep`` is none of these.
@@ -90,6 +94,7 @@ class Checkpointer:
         extra: Mapping[str, Stateful] | None = None,
         keep: int | None = 3,
         timeout: timedelta | None = None,
+        trainable_only: bool = False,
     ) -> None:
         if keep is not None and (not isinstance(keep, int) or keep < 1):
             raise ValueError(f"keep: expected a number of at least 1, or None; found {keep!r}")
@@ -99,6 +104,7 @@ class Checkpointer:
         self._ranks = self._engine.ranks
         self._control = self._ranks.control_group
         self._optimizer = optimizer
+        self._trainable_only = trainable_only
         self._keep = keep
         self._directory = CheckpointDirectory(Path(directory))
         self._host_memory = HostMemory(self._ranks.device)
@@ -241,7 +247,9 @@ class Checkpointer:
         try:
             if not isinstance(step, int) or step < 0:
                 raise ValueError(f"step: expected a number of at least 0; found {step!r}")
-            entries = training_entries(self._engine, self._optimizer)
+            entries = training_entries(
+                self._engine, self._optimizer, trainable_only=self._trainable_only
+            )
             extra = {name: value.state_dict() for name, value in self._extra.items()}
             own = {"random": random_state(self._ranks.device), "extra": extra}
             entries[RANKS] = {str(self._ranks.rank): pack(own)}
@@ -270,7 +278,14 @@ class Checkpointer:
         match: FolderMatch | None = None
         error: Exception | None = None
         try:
-            match = FolderMatch(folder, self._engine, self._optimizer, (EXTRA, ranks_key), trust)
+            match = FolderMatch(
+                folder,
+                self._engine,
+                self._optimizer,
+                (EXTRA, ranks_key),
+                trust,
+                trainable_only=self._trainable_only,
+            )
             if strict:
                 match.raise_problems()
         except Exception as caught:
@@ -347,6 +362,7 @@ class Checkpointer:
                 tensors=tensor_rows(saved),
                 files=files,
                 libraries=library_versions(),
+                trainable_only=self._trainable_only,
             )
             manifest.write(save.staging)
             self._directory.publish(save.staging, save.step)
