@@ -26,6 +26,7 @@ FLOORS: dict[str, int] = {
     "config": 0,
     "terminal": 0,
     "strategies": 0,
+    "adapters": 1,
     "layout": 1,
     "devices": 2,
     "codecs": 3,

@@ -51,6 +51,10 @@ class Checkpointer:
             position. Every rank saves its own.
         keep: how many checkpoints stay, the latest ones; None: all.
         timeout: how long a rank waits for another one within a save. None: 30 minutes.
+        trainable_only: parameters that were frozen at ``shard()`` (a base model under adapters) are
+            neither saved nor loaded: they are what the job gave them. Persistent buffers are. A
+            checkpoint that has them loads, too; one without is refused by a ``Checkpointer`` of
+            all parameters.
 
     Raises:
         TypeError, ValueError: ``engine``, ``extra`` or ``keep`` is none of these.
@@ -65,10 +69,11 @@ class Checkpointer:
         extra: Mapping[str, Stateful] | None = None,
         keep: int | None = 3,
         timeout: timedelta | None = None,
+        trainable_only: bool = False,
     ) -> None:
         if keep is not None and (not isinstance(keep, int) or keep < 1):
             raise ValueError(f"keep: expected a number of at least 1, or None; found {keep!r}")
-        self._run = Run(engine, optimizer, extra)
+        self._run = Run(engine, optimizer, extra, trainable_only=trainable_only)
         self._ranks = self._run.ranks
         self._control = self._ranks.control_group
         self._keep = keep

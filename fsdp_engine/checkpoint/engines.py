@@ -49,6 +49,7 @@ class _Buffer:
     records: Sequence[NamedRecord]
     sharded_params: Sequence[Tensor]
     mesh: DataMesh
+    grads: object | None
 
 
 class _Together:
@@ -73,6 +74,7 @@ class _Together:
                 [_named(record, name) for record in buffer.records],
                 buffer.sharded_params,
                 buffer.mesh,
+                buffer.grads,
             )
             for name, engine in self._engines.items()
             for buffer in engine.buffers

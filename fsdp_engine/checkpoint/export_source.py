@@ -125,6 +125,12 @@ def checkpoint_sources(
     """
     metadata = read_metadata(folder, trust)
     saved = Saved(metadata)
+    if saved.is_trainable_only:
+        raise ValueError(
+            f"checkpoint {folder}: expected all parameters of a model; found those alone that were "
+            "trainable, since it was saved with trainable_only=True. Load it into the model, and "
+            "save that (adapters: fe.save_pretrained)"
+        )
     reader = Reader(folder, metadata, buffer_bytes)
     buffer = ReadBuffer(buffer_bytes)
     sources = []

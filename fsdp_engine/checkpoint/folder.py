@@ -16,6 +16,7 @@ uses for them:
     ``optimizer.kind``                        the optimizer's class
     ``extra``                                 what the user adds, through ``torch.save``
     ``ranks.<rank>``                          random states and extra of one rank (``Checkpointer``)
+    ``trainable_only``                        only where frozen parameters were left out
     ========================================  ====================================================
 
 So unsharded code reads the weights with ``dcp.load({"model": model.state_dict()},
@@ -55,6 +56,7 @@ from fsdp_engine.checkpoint.model_state import (
     EXTRA,
     MODEL,
     OPTIMIZER,
+    TRAINABLE_ONLY,
     Saved,
     Targets,
     check_at_rest,
@@ -97,6 +99,8 @@ def save_checkpoint(
     engine: Engines,
     optimizer: torch.optim.Optimizer | None = None,
     extra: dict[str, Any] | None = None,
+    *,
+    trainable_only: bool = False,
 ) -> None:
     """Write weights, optimizer state and ``extra`` to a folder. Collective.
 
@@ -109,6 +113,8 @@ def save_checkpoint(
             parameter's shape must be the same on all ranks.
         extra: anything else, as ``torch.save`` takes it: step, LR scheduler, data position. That of
             data-parallel rank 0 is kept.
+        trainable_only: leave out parameters that were frozen at ``shard()``: a base model under
+            adapters, say. Persistent buffers are saved.
 
     Raises:
         NotADirectoryError: ``path`` is a file.
@@ -128,7 +134,7 @@ def save_checkpoint(
             raise NotADirectoryError(f"path: expected a folder; found the file {folder}")
         if not isinstance(extra, dict | None):
             raise TypeError(f"extra: expected a dict or None; found {type(extra).__name__}")
-        entries = training_entries(model, optimizer)
+        entries = training_entries(model, optimizer, trainable_only=trainable_only)
         packed = pack(extra or {})
         if model.ranks.rank == 0:
             entries[EXTRA] = packed
@@ -150,6 +156,7 @@ def load_checkpoint(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     trust: bool = False,
+    trainable_only: bool = False,
 ) -> dict[str, Any]:
     """Read what :func:`save_checkpoint` or ``torch.distributed.checkpoint`` wrote. Collective.
 
@@ -163,6 +170,8 @@ def load_checkpoint(
         engine: whose weights and buffers are replaced; or several by name, as they were saved.
         optimizer: whose state and hyperparameters are replaced; None: only weights are loaded.
         trust: whoever wrote the checkpoint may run code here: objects in it may be of any class.
+        trainable_only: leave parameters that were frozen at ``shard()`` as they are, whether the
+            checkpoint has them or not. One that was saved so is refused otherwise.
 
     Returns:
         ``extra`` as it was saved, tensors on the CPU; empty if there was none.
@@ -186,7 +195,9 @@ def load_checkpoint(
     error: Exception | None = None
     with collector_paused():
         try:
-            match = FolderMatch(Path(path), model, optimizer, trust=trust)
+            match = FolderMatch(
+                Path(path), model, optimizer, trust=trust, trainable_only=trainable_only
+            )
             match.raise_problems()
         except Exception as caught:
             error = caught
@@ -198,7 +209,10 @@ def load_checkpoint(
 
 
 def training_entries(
-    engine: ShardedModel, optimizer: torch.optim.Optimizer | None
+    engine: ShardedModel,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    trainable_only: bool = False,
 ) -> dict[str, Any]:
     """What this rank contributes of weights and optimizer state.
 
@@ -207,7 +221,9 @@ def training_entries(
     """
     check_at_rest(engine)
     check_finished(engine)
-    entries = {MODEL: model_entries(engine)}
+    entries: dict[str, Any] = {MODEL: model_entries(engine, trainable_only=trainable_only)}
+    if trainable_only and engine.ranks.rank == 0:
+        entries[TRAINABLE_ONLY] = True
     if optimizer is not None:
         entries[OPTIMIZER] = optimizer_entries(engine, optimizer)
     return entries
@@ -234,6 +250,7 @@ class FolderMatch:
         optimizer: likewise; None: only weights are loaded.
         others: keys to read besides, packed objects.
         trust: whoever wrote it may run code here.
+        trainable_only: leave frozen parameters as they are.
 
     Attributes:
         problems: a line for each entry that does not fit; those are left out of ``targets``.
@@ -251,6 +268,8 @@ class FolderMatch:
         optimizer: torch.optim.Optimizer | None,
         others: tuple[str, ...] = (EXTRA,),
         trust: bool = False,
+        *,
+        trainable_only: bool = False,
     ) -> None:
         self._folder = folder
         self._engine = engine
@@ -259,7 +278,15 @@ class FolderMatch:
         check_files(folder, self._metadata, engine.ranks.rank, engine.ranks.size)
         self._saved = Saved(self._metadata)
         check_at_rest(engine)
-        self.targets, self.problems, self._extra_states = match_model(engine, self._saved)
+        if self._saved.is_trainable_only and not trainable_only:
+            raise ValueError(
+                f"checkpoint {folder}: expected all parameters; found those alone that were "
+                "trainable, since it was saved with trainable_only=True. Load the frozen ones from "
+                "where they come from, and this with trainable_only=True"
+            )
+        self.targets, self.problems, self._extra_states = match_model(
+            engine, self._saved, trainable_only=trainable_only
+        )
         self._what = "model" if optimizer is None else "model and optimizer"
         self._optimizer: OptimizerMatch | None = None
         if optimizer is not None:

@@ -16,6 +16,7 @@ from fsdp_engine.checkpoint.model_state import (
     EXTRA,
     OPTIMIZER,
     RANKS,
+    TRAINABLE_ONLY,
 )
 from fsdp_engine.checkpoint.offline import StoredCheckpoint, count_files, stray_files
 from fsdp_engine.checkpoint.optimizer_state import GROUPS, KIND
@@ -55,6 +56,7 @@ class Description:
         path: its folder.
         step, world_size, mesh, strategy, libraries: from the manifest.
         saved_at: when it was complete, as ISO 8601.
+        trainable_only: frozen parameters were left out.
         num_files, num_bytes: that are there.
         missing_files, stray_files: that are not, and that are besides.
         sections: tensors and objects by part: model (with buffers, and a tied weight under each of
@@ -73,6 +75,7 @@ class Description:
     mesh: dict[str, int] | None
     strategy: dict[str, str] | None
     libraries: dict[str, str] | None
+    trainable_only: bool
     num_files: int
     num_bytes: int
     missing_files: list[str]
@@ -93,6 +96,8 @@ def describe(checkpoint: StoredCheckpoint) -> Description:
     num_files, num_bytes = count_files(checkpoint.folder, files)
     sections: dict[str, SectionRow] = {}
     for key in saved.entries:
+        if key == TRAINABLE_ONLY:
+            continue
         section = sections.setdefault(checkpoint.section(key), SectionRow())
         row = checkpoint.tensors.get(key)
         if row is None:
@@ -111,6 +116,7 @@ def describe(checkpoint: StoredCheckpoint) -> Description:
         mesh=None if manifest is None else manifest.mesh,
         strategy=None if manifest is None else manifest.strategy,
         libraries=None if manifest is None else manifest.libraries,
+        trainable_only=saved.is_trainable_only,
         num_files=num_files,
         num_bytes=num_bytes,
         missing_files=sorted(name for name in files if not (checkpoint.folder / name).is_file()),

@@ -9,6 +9,8 @@
       "files": {"__shards_0_0.distcp": {"bytes": 1048576, "crc32": "1c291ca3"}, ...}
     }
 
+A checkpoint without frozen parameters says ``"trainable_only": true``, in format version 2.
+
 It is written last. A checksum covers a whole file as it was handed to the system, so that a byte
 that changes later is found; CRC-32 finds every burst of up to 32 bits and misses one in four
 billion of other damages. It is no protection against somebody who means to deceive. The manifest's
@@ -31,7 +33,9 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 MANIFEST = "manifest.json"
-FORMAT_VERSION = 1
+# The newest that this code knows. Older code refuses what it does not know by this number.
+FORMAT_VERSION = 2
+_OF_WHOLE_MODELS = 1
 
 _BLOCK_BYTES = 1 << 20
 _NO_CRC = "0" * 8
@@ -72,11 +76,15 @@ class Manifest:
     tensors: tuple[TensorRow, ...]
     files: dict[str, FileRow]
     libraries: dict[str, str]
-    format_version: int = FORMAT_VERSION
+    trainable_only: bool = False
 
     def write(self, folder: Path) -> None:
         """Write it into ``folder``, onto the disk."""
-        text = json.dumps({"crc32": _NO_CRC, **asdict(self)}, indent=1)
+        values = asdict(self)
+        if not self.trainable_only:
+            del values["trainable_only"]
+        version = FORMAT_VERSION if self.trainable_only else _OF_WHOLE_MODELS
+        text = json.dumps({"crc32": _NO_CRC, "format_version": version, **values}, indent=1)
         with open(folder / MANIFEST, "w", encoding="utf-8") as file:
             file.write(text.replace(_NO_CRC, _crc_of(text), 1))
             file.flush()
@@ -97,7 +105,7 @@ class Manifest:
         try:
             text = path.read_text(encoding="utf-8")
             values: dict[str, Any] = json.loads(text)
-            crc, version = values.pop("crc32"), values["format_version"]
+            crc, version = values.pop("crc32"), values.pop("format_version")
             if version > FORMAT_VERSION:
                 library = values.get("libraries", {}).get("fsdp_engine", "?")
                 raise NewerFormatError(

@@ -19,6 +19,8 @@ from fsdp_engine.codecs.transformer_engine import extra_tensors
 from fsdp_engine.devices import memory
 
 MODEL, OPTIMIZER, EXTRA, RANKS = "model", "optimizer", "extra", "ranks"
+# An entry of checkpoints without frozen parameters.
+TRAINABLE_ONLY = "trainable_only"
 
 EXTRA_STATE = "_extra_state"  # torch's name for what nn.Module.get_extra_state returns
 
@@ -40,6 +42,11 @@ class Saved:
         found: Mapping[str, Path] = metadata.planner_data or {}
         # Keys that were saved flat have no path; the part before the first dot tells enough.
         self.paths = {key: found.get(key, tuple(key.split(".", 1))) for key in self.entries}
+
+    @property
+    def is_trainable_only(self) -> bool:
+        """Whether frozen parameters were left out."""
+        return TRAINABLE_ONLY in self.entries
 
     def below(self, *path: str) -> list[str]:
         """Keys whose path begins with ``path``."""
@@ -144,13 +151,15 @@ def _model_state(model: nn.Module) -> dict[str, Any]:
     return state
 
 
-def model_entries(engine: ShardedModel) -> dict[str, Any]:
+def model_entries(engine: ShardedModel, *, trainable_only: bool = False) -> dict[str, Any]:
     """What this rank contributes under ``model``: its slices, and from rank 0 all that is not a
-    parameter, because ranks may differ in it."""
+    parameter, because ranks may differ in it. ``trainable_only``: without frozen parameters."""
     params, is_first = saved_params(engine), engine.ranks.rank == 0
     entries: dict[str, Any] = {}
     for key, value in _model_state(engine.model).items():
         param = params.get(id(value))
+        if trainable_only and param is not None and param.is_frozen:
+            continue
         if param is not None and param.is_of_experts:
             entries.update(dict.fromkeys(param.aliases, param.saved.detach()))
         elif param is not None or is_first:
@@ -158,8 +167,15 @@ def model_entries(engine: ShardedModel) -> dict[str, Any]:
     return entries
 
 
-def match_model(engine: ShardedModel, saved: Saved) -> tuple[Targets, list[str], list[str]]:
+def match_model(
+    engine: ShardedModel, saved: Saved, *, trainable_only: bool = False
+) -> tuple[Targets, list[str], list[str]]:
     """What to read into the model.
+
+    Args:
+        engine: of the model.
+        saved: what there is.
+        trainable_only: leave frozen parameters as they are, whether they are there or not.
 
     Returns:
         Targets; keys of modules' extra states; and a line for each entry that does not fit, which
@@ -187,8 +203,10 @@ def match_model(engine: ShardedModel, saved: Saved) -> tuple[Targets, list[str],
             tensors.setdefault(id(value), (value, []))[1].append(f"{MODEL}.{key}")
         else:  # what a user's hook adds; there is nobody to hand it to
             known.update(saved.below(MODEL, key))
-    for tensor, keys in tensors.values():
+    for number, (tensor, keys) in tensors.items():
         known.update(keys)
+        if trainable_only and number in params and params[number].is_frozen:
+            continue
         present = [key for key in keys if key in saved.entries]
         if not present:
             expected = describe_tensor(tuple(tensor.shape), tensor.dtype)

@@ -7,7 +7,7 @@ anything is read.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,13 +85,18 @@ def whole(stored: TensorInFile) -> Pieces:
     return Pieces.of(stored, stored.shape, stored.dtype)
 
 
-def match(engine: ShardedModel, stored: Mapping[str, Sequence[Pieces]]) -> Match:
+def match(
+    engine: ShardedModel,
+    stored: Mapping[str, Sequence[Pieces]],
+    wanted: Collection[str] | None = None,
+) -> Match:
     """Which of the stored tensors this rank reads where.
 
     Args:
         engine: whose weights and persistent buffers they become.
         stored: by the model's name, what becomes it; several are a problem. A tied weight may
             stand under any of its names.
+        wanted: names of those that are to be read; None: all.
     """
     found = Match()
     for name, all_of_it in stored.items():
@@ -106,6 +111,8 @@ def match(engine: ShardedModel, stored: Mapping[str, Sequence[Pieces]]) -> Match
             owned.setdefault(id(value), (value, []))[1].append(name)
     unexpected = dict(stored)
     for tensor, names in owned.values():
+        if wanted is not None and not any(name in wanted for name in names):
+            continue
         expected = describe_tensor(tuple(tensor.shape), tensor.dtype)
         present = [unexpected.pop(name)[0] for name in names if name in stored]
         if not present:
@@ -142,14 +149,29 @@ def read(
             progress(num_bytes)
 
 
-def replace_weights(what: str, engine: ShardedModel, fill: Callable[[], None]) -> None:
-    """Let ``fill`` replace all weights and saved buffers. Collective.
+def replace_weights(
+    what: str,
+    engine: ShardedModel,
+    fill: Callable[[], None],
+    finish: Callable[[], None] = lambda: None,
+    *,
+    names: Collection[str] | None = None,
+) -> None:
+    """Let ``fill`` replace weights and saved buffers. Collective.
+
+    Args:
+        what: is being done, for messages.
+        engine: whose.
+        fill: sends nothing that others wait for.
+        finish: is called when all ranks have filled, and may send.
+        names: of those that it replaces; None: all.
 
     Raises:
         RuntimeError: it failed on some rank; forwards and saves raise until weights are loaded.
     """
     error: Exception | None = None
-    with replacing(engine, [f"{MODEL}.{name}" for name in engine.model.state_dict()]):
+    names = engine.model.state_dict() if names is None else names
+    with replacing(engine, [f"{MODEL}.{name}" for name in names]):
         try:
             fill()
         except Exception as caught:
@@ -161,6 +183,8 @@ def replace_weights(what: str, engine: ShardedModel, fill: Callable[[], None]) -
         finally:
             engine.weights_changed()
         agree(what, error, engine.ranks.control_group)
+        finish()
+        engine.weights_changed()
 
 
 @dataclass(frozen=True)

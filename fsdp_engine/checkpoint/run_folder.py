@@ -49,6 +49,7 @@ class Run:
         engine: an engine, or several by name.
         optimizer: over the parameters of all of them; None: weights only.
         extra: objects with a state, by name. Every rank saves its own.
+        trainable_only: see :class:`~fsdp_engine.checkpoint.checkpointer.Checkpointer`.
 
     Attributes:
         ranks: those of the engine.
@@ -62,11 +63,14 @@ class Run:
         engine: Engines,
         optimizer: torch.optim.Optimizer | None,
         extra: Mapping[str, Stateful] | None,
+        *,
+        trainable_only: bool = False,
     ) -> None:
         self._extra = check_extra(extra)
         self._engine = as_one(engine)
         self._levels = level_names(engine)
         self._optimizer = optimizer
+        self._trainable_only = trainable_only
         self.ranks = self._engine.ranks
 
     def entries(self) -> dict[str, Any]:
@@ -75,7 +79,9 @@ class Run:
         Raises:
             RuntimeError, ValueError, TypeError: see :meth:`Checkpointer.save`.
         """
-        entries = training_entries(self._engine, self._optimizer)
+        entries = training_entries(
+            self._engine, self._optimizer, trainable_only=self._trainable_only
+        )
         extra = {name: value.state_dict() for name, value in self._extra.items()}
         own = {"random": random_state(self.ranks.device), "extra": extra}
         entries[RANKS] = {str(self.ranks.rank): pack(own)}
@@ -110,6 +116,7 @@ class Run:
                 tensors=tensor_rows(saved),
                 files=files,
                 libraries=library_versions(),
+                trainable_only=self._trainable_only,
             )
             manifest.write(folder)
             publish()
@@ -135,7 +142,14 @@ class Run:
         match: FolderMatch | None = None
         error: Exception | None = None
         try:
-            match = FolderMatch(folder, self._engine, self._optimizer, (EXTRA, ranks_key), trust)
+            match = FolderMatch(
+                folder,
+                self._engine,
+                self._optimizer,
+                (EXTRA, ranks_key),
+                trust,
+                trainable_only=self._trainable_only,
+            )
             if strict:
                 match.raise_problems()
         except Exception as caught:

@@ -43,6 +43,11 @@ class ShardedBuffer(Protocol):
         """Whose ranks share them."""
         ...
 
+    @property
+    def grads(self) -> object | None:
+        """Their gradients; None: they were frozen when the model was sharded."""
+        ...
+
 
 class ShardedModel(Protocol):
     """What a checkpoint needs to know of an engine."""
@@ -76,6 +81,7 @@ class SavedParam:
         of_others: names of what other ranks hold in its place, its own among them.
         held: what users see of it.
         saved: the same memory, as a part of what is saved.
+        is_frozen: it was when the model was sharded.
     """
 
     name: str
@@ -83,6 +89,7 @@ class SavedParam:
     of_others: tuple[str, ...]
     held: Tensor
     saved: Tensor
+    is_frozen: bool = False
 
     @property
     def is_of_experts(self) -> bool:
@@ -112,21 +119,22 @@ def saved_params(engine: ShardedModel) -> dict[int, SavedParam]:
         ValueError: ranks hold parts of a tensor of all experts that has no first dim.
     """
     return {
-        id(param): _saved_param(record, param, buffer.mesh)
+        id(param): _saved_param(record, param, buffer)
         for buffer in engine.buffers
         for record, param in zip(buffer.records, buffer.sharded_params, strict=True)
     }
 
 
-def _saved_param(record: NamedRecord, param: Tensor, mesh: DataMesh) -> SavedParam:
-    expert = record.expert
+def _saved_param(record: NamedRecord, param: Tensor, buffer: ShardedBuffer) -> SavedParam:
+    expert, is_frozen = record.expert, buffer.grads is None
     if expert is None:
         aliases = tuple(record.aliases)
-        return SavedParam(record.name, aliases, aliases, param, param)
+        return SavedParam(record.name, aliases, aliases, param, param, is_frozen)
     aliases = tuple(map(expert.rename, record.aliases))
     of_others = tuple(name for alias in record.aliases for name in expert.all_names(alias))
-    saved = _part_of_all(record.name, param, expert, mesh) if expert.is_cut else param
-    return SavedParam(expert.rename(record.name), aliases, of_others, param, saved)
+    saved = _part_of_all(record.name, param, expert, buffer.mesh) if expert.is_cut else param
+    name = expert.rename(record.name)
+    return SavedParam(name, aliases, of_others, param, saved, is_frozen)
 
 
 def _part_of_all(name: str, param: Tensor, expert: ExpertPlace, mesh: DataMesh) -> Tensor:

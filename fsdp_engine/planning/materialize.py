@@ -6,6 +6,8 @@ after that, and for modules without ``reset_parameters``, too. Modules come afte
 when they were built: a parent may give its children other values. A parent whose parameters are in
 several units is left out, since they are never real at one time.
 
+Adapters that PEFT has put into the model begin as their layers say (``adapters.py``).
+
 A module with parametrised tensors (``nn.utils.parametrize``) cannot write to them. It is given
 values as if it had none, and those are turned into what its parametrisations keep.
 """
@@ -19,10 +21,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
+from fsdp_engine.adapters import AdapterLayers
 from fsdp_engine.buffers.param_record import ParamRecord
 from fsdp_engine.devices.memory import empty, empty_like
+
+# Adapters draw other values than the unit that they are in.
+_OF_ADAPTERS = 1 << 20
 
 
 def check_meta(model: nn.Module) -> tuple[bool, str]:
@@ -33,6 +40,7 @@ def check_meta(model: nn.Module) -> tuple[bool, str]:
     """
     on_meta, lacks = False, ""
     knows_modules = callable(getattr(model, "_init_weights", None))
+    covered = AdapterLayers(model).covered
     for name, module in model.named_modules():
         if isinstance(module, ParametrizationList):
             continue  # the module that has it gives it values
@@ -41,7 +49,7 @@ def check_meta(model: nn.Module) -> tuple[bool, str]:
         if metas:
             on_meta = True
             knows_itself = callable(getattr(module, "reset_parameters", None))
-            if not (knows_modules or knows_itself or lacks):
+            if not (knows_modules or knows_itself or lacks or module in covered):
                 lacks = (
                     f"{name or 'the root module'} ({type(module).__name__}): expected a method "
                     f"reset_parameters() that gives {', '.join(metas)} values; found none, and "
@@ -56,10 +64,14 @@ class ModuleTree:
 
     Args:
         model: before any of its parameters is replaced.
+
+    Attributes:
+        adapters: of PEFT in it.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+        self.adapters = AdapterLayers(model)
         self._modules: dict[int, nn.Module] = {}  # children first, as they were built
         nn.Module.apply(model, self._enter)
         self._parents: dict[int, list[nn.Module]] = {key: [] for key in self._modules}
@@ -147,10 +159,51 @@ def materialize(
     for module in modules:
         _real_buffers(module, device)
     own_seeds = _seeds_of_experts(modules, metas, base_seed)
-    _reset(tree.model, modules, device, seed, own_seeds, is_empty=is_empty)
+    others = {module: n for module, n in modules.items() if module not in tree.adapters.covered}
+    _reset(tree.model, others, device, seed, own_seeds, is_empty=is_empty)
+    if not is_empty:
+        _begin_adapters(tree.adapters, metas, device, seed + _OF_ADAPTERS)
     for record in metas:
         if _is_cut(record):
             _keep_own_experts(record)
+
+
+def _begin_adapters(
+    adapters: AdapterLayers, records: Sequence[ParamRecord], device: torch.device, seed: int
+) -> None:
+    """Values for those of the records that are an adapter's; all others of a unit have theirs."""
+    names = {alias: record for record in records for alias in record.aliases}
+    places = adapters.places(names)
+    if not places:
+        return
+    own = [record for name, record in names.items() if adapters.places([name])]
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), torch.no_grad():
+        torch.manual_seed(seed)
+        for record in own:
+            _valueless(record.param)
+        for place in places:
+            adapters.draw(place)
+        for place in places:
+            if adapters.follows_base(place):
+                _check_in_one_unit(place[0], adapters.layer(place))
+                adapters.derive(place)
+    for record in own:
+        if record.param.isnan().any():
+            raise ValueError(
+                f"{record.name}: expected PEFT to give it values, since it is on the meta device; "
+                "found that it does not"
+            )
+
+
+def _check_in_one_unit(name: str, layer: nn.Module) -> None:
+    for key, param in layer.named_parameters():
+        if param.is_meta or isinstance(param, DTensor):
+            raise ValueError(
+                f"{name}: expected a layer with adapters within one unit, since some of them begin "
+                f"with what follows from its weights, and it is on the meta device; found {key} in "
+                "another"
+            )
 
 
 def _valueless(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from fsdp_engine.adapters import base_names
 from fsdp_engine.checkpoint.pieces import Pieces
 
 Stored = dict[str, list[Pieces]]
@@ -26,6 +27,8 @@ def as_in_memory(
 ) -> Stored:
     """By the model's names, what becomes each tensor; what becomes none keeps its name.
 
+    What PEFT has put into the model is none of it: files are those of the model without.
+
     Args:
         model: sharded or not; a model of transformers, or one around one, or any other.
         stored: by the name in the files.
@@ -35,17 +38,23 @@ def as_in_memory(
         ValueError: a rule does not fit what is stored, or is no reindexing, or the files hold
             quantised weights.
     """
-    inner, prefix = _of_transformers(model)
+    base, places = base_names(model)
+    inner, prefix = _of_transformers(base)
     if inner is None:
-        return _renamed(stored, _by_patterns(key_mapping or {}))
-    _check_not_quantised(inner)
-    names = {
-        name.removeprefix(prefix): value
-        for name, value in model.state_dict(keep_vars=True).items()
-        if name.startswith(prefix)
-    }
-    found = _Conversion(inner, names, key_mapping).run(stored)
-    return {prefix + name if name in names else name: pieces for name, pieces in found.items()}
+        found = _renamed(stored, _by_patterns(key_mapping or {}))
+    else:
+        _check_not_quantised(inner)
+        state = model.state_dict(keep_vars=True)
+        names = {
+            name.removeprefix(prefix): state[own[0]]
+            for name, own in places.items()
+            if name.startswith(prefix)
+        }
+        found = {
+            prefix + name if name in names else name: pieces
+            for name, pieces in _Conversion(inner, names, key_mapping).run(stored).items()
+        }
+    return {own: pieces for name, pieces in found.items() for own in places.get(name, (name,))}
 
 
 def as_on_disk(model: nn.Module, held: Mapping[str, Pieces]) -> dict[str, Pieces]:
@@ -77,7 +86,7 @@ def as_on_disk(model: nn.Module, held: Mapping[str, Pieces]) -> dict[str, Pieces
 def ignored(model: nn.Module) -> Callable[[str], bool]:
     """Whether a model does not mind that it has no use for a stored tensor of this name, such as
     buffers that older versions saved."""
-    inner, _ = _of_transformers(model)
+    inner, _ = _of_transformers(base_names(model)[0])
     patterns = list(getattr(inner, "_keys_to_ignore_on_load_unexpected", None) or ())
     return lambda name: any(re.search(pattern, name) for pattern in patterns)
 

@@ -17,8 +17,15 @@ from fsdp_engine.checkpoint.model_state import check_at_rest, check_shared
 from fsdp_engine.checkpoint.reading_weights import Match, match, read, replace_weights, whole
 from fsdp_engine.devices.agreement import agree
 from fsdp_engine.engine import Engine, engine_of
+from fsdp_engine.pretrained.adapter_folder import holds_adapter, match_adapter
 from fsdp_engine.pretrained.conversions import as_in_memory, ignored
-from fsdp_engine.pretrained.own_values import give_values, modules_without_values
+from fsdp_engine.pretrained.own_values import (
+    OwnValues,
+    check_values,
+    derive_values,
+    give_values,
+    own_values,
+)
 
 WHAT = "load_pretrained"
 
@@ -42,6 +49,7 @@ def load_pretrained(
     strict: bool = True,
     key_mapping: Mapping[str, str] | None = None,
     *,
+    adapter: str | None = None,
     progress: bool | None = None,
 ) -> LoadedPretrained:
     """Read the weights of a Hugging Face folder into a sharded model. Collective.
@@ -52,14 +60,21 @@ def load_pretrained(
     not given values first. What ``transformers`` renames, fuses,
     splits or transposes between files and memory is so here, too.
 
+    Into a model of PEFT goes a base model's folder (its adapters are missing there, so with
+    ``strict=False``), or an adapter's: that has ``adapter_config.json`` and no base model, and all
+    else is left alone.
+
     Args:
         model_or_engine: the sharded model, or its engine; its persistent buffers are read, too.
-        folder: has ``model.safetensors``, or an index and its files.
+        folder: has ``model.safetensors``, or an index and its files; or
+            ``adapter_model.safetensors``.
         strict: raise if tensors are missing or unexpected. False: missing ones (a new head,
             adapters) keep the values that they have, or get those that the model gives them; the
             first rank warns of both.
         key_mapping: regular expressions of names in the files, and what replaces them, tried
             before the model's own rules.
+        adapter: of an adapter's folder, the name that it has in the model; None: the only one, or
+            "default".
         progress: a bar on the first rank's stderr. None: if that is a terminal.
 
     Returns:
@@ -78,15 +93,19 @@ def load_pretrained(
     """
     engine = engine_of_model(model_or_engine)
     group = engine.ranks.control_group
-    found = Match()
-    valueless: list[nn.Module] = []
+    found, own = Match(), OwnValues()
+    replaced: set[str] | None = None
     error: Exception | None = None
     try:
         check_at_rest(engine)
         check_shared(WHAT, engine)
-        found = _match(engine, Path(folder), key_mapping)
+        is_of_adapter = holds_adapter(Path(folder)) or adapter is not None
+        if is_of_adapter:
+            found, replaced = match_adapter(engine, Path(folder), adapter)
+        else:
+            found = _match(engine, Path(folder), key_mapping)
         found.raise_for(str(folder), strict=strict)
-        valueless = modules_without_values(engine, found.missing)
+        own = own_values(engine, found.missing, is_base=not is_of_adapter)
     except Exception as caught:  # rules of transformers raise anything
         error = caught
     agree(WHAT, error, group)
@@ -95,11 +114,15 @@ def load_pretrained(
     num_bytes = sum(each.local.numel() * each.pieces.dtype.itemsize for each in found.targets)
 
     def fill() -> None:
+        give_values(engine.model, own)
         with _bar(num_bytes, shows) as told:
             read(found.targets, told)
-        give_values(engine.model, valueless)
 
-    replace_weights(WHAT, engine, fill)
+    def finish() -> None:
+        derive_values(engine, own.following)
+        check_values(engine, own.names)
+
+    replace_weights(WHAT, engine, fill, finish, names=replaced)
     report = LoadedPretrained(tuple(found.missing), tuple(found.unexpected))
     if is_first and (report.missing or report.unexpected):
         warnings.warn(_told(str(folder), report), stacklevel=2)

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_engine.adapters import peft_model
 from fsdp_engine.checkpoint.export_source import Source, engine_sources
 from fsdp_engine.checkpoint.hugging_face import export_sources
 from fsdp_engine.checkpoint.pieces import Pieces
 from fsdp_engine.checkpoint.writing_pieces import source_of
 from fsdp_engine.devices.agreement import agree
 from fsdp_engine.engine import Engine
+from fsdp_engine.pretrained.adapter_folder import save_adapters
 from fsdp_engine.pretrained.conversions import as_on_disk
 from fsdp_engine.pretrained.load import engine_of_model
 
@@ -41,11 +43,14 @@ def save_pretrained(
     name. ``config.json`` comes last: without it nobody takes the folder for a model, so a job that
     is killed leaves none that is half there. (An older model's stays as ``config.json.before``.)
 
+    Of a model of PEFT its adapters alone are written, as its ``save_pretrained`` would:
+    ``adapter_config.json`` and ``adapter_model.safetensors``. They are gathered on the first rank.
+
     Args:
         model_or_engine: the sharded model, or its engine.
         folder: on storage that all ranks share; made if need be.
         dtype: of floating-point tensors; None: that of the main weights.
-        max_shard_size: bytes of tensors in one file, or a text such as "5GB".
+        max_shard_size: bytes of tensors in one file, or a text such as "5GB"; adapters are one.
         tokenizer: or processor; anything with ``save_pretrained(folder)``, on the first rank.
 
     Raises:
@@ -60,6 +65,9 @@ def save_pretrained(
     engine = engine_of_model(model_or_engine)
     model: Any = engine.model
     directory = Path(folder)
+    if peft_model(model)[0] is model:
+        save_adapters(engine, directory, dtype, tokenizer)
+        return
     group, is_first = engine.ranks.control_group, engine.ranks.rank == 0
     error: Exception | None = None
     hidden = False

@@ -78,7 +78,9 @@ def own_part(name: str, value: Tensor, rank: int, size: int) -> tuple[str, Tenso
     return name, value
 
 
-def built(size: int, level: str, seed: int, *, on_meta: bool = False) -> tuple[fe.Engine, int]:
+def built(
+    size: int, level: str, seed: int, *, on_meta: bool = False, values: str = "same"
+) -> tuple[fe.Engine, int]:
     """The model with experts cut over ``size`` ranks, from one whole model's weights; and which of
     these ranks this one is."""
     world = dist.get_world_size()
@@ -86,7 +88,7 @@ def built(size: int, level: str, seed: int, *, on_meta: bool = False) -> tuple[f
         torch.manual_seed(seed)
         with torch.device("meta" if on_meta else "cpu"):
             model = Model(NUM_EXPERTS)
-        return fe.shard(model, strategy=level), 0
+        return fe.shard(model, strategy=level, initial_values=values), 0
     mesh = init_device_mesh("cpu", (world // size, size), mesh_dim_names=("copies", "experts"))
     rank = mesh["experts"].get_local_rank()
     torch.manual_seed(seed)
@@ -98,7 +100,8 @@ def built(size: int, level: str, seed: int, *, on_meta: bool = False) -> tuple[f
         model = Model(NUM_EXPERTS // size)
         parts = [own_part(name, value, rank, size) for name, value in whole.items()]
         model.load_state_dict({name: part for name, part in parts if part is not None})
-    return fe.shard(model, strategy=level, expert_mesh=mesh["copies"]), rank
+    experts = mesh["copies"]
+    return fe.shard(model, strategy=level, expert_mesh=experts, initial_values=values), rank
 
 
 def stepped(engine: fe.Engine, steps: int) -> Any:
@@ -178,6 +181,39 @@ def test_experts_load_on_other_numbers_of_ranks(
     # One process, without ranks of experts.
     for name, value in ranks.run(load, folder, 1, "optim_grads", 0, world_size=1)[0].items():
         assert torch.equal(value, expected[name]), name
+
+
+def filled_from_a_checkpoint(folder: str, size: int, level: str) -> list[str]:
+    """Names of what is not as it was saved, of experts that get memory alone and then a checkpoint."""
+    engine, rank = built(size, level, 1, on_meta=True, values="empty")
+    num_local = NUM_EXPERTS // size
+    grouped = engine.full_tensor("blocks.1.grouped.inner.weight")
+    assert grouped.shape == (num_local, WIDTH, WIDTH)
+    assert grouped.isnan().all()
+    fe.load_checkpoint(folder, engine)
+    torch.manual_seed(0)
+    expected = dict(own_part(*each, rank, size) for each in Model(NUM_EXPERTS).state_dict().items())
+    found = {name: engine.full_tensor(name) for name, _ in engine.model.named_parameters()}
+    return [name for name, value in found.items() if not torch.equal(value, _some(expected[name]))]
+
+
+def _some(value: Tensor | None) -> Tensor:
+    assert value is not None
+    return value
+
+
+def test_experts_that_are_cut_get_memory_alone_and_then_a_checkpoint(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    ranks.run(save_whole, str(tmp_path), world_size=1)
+    for size, level in ((2, "optim_grads_params"), (4, "optim")):
+        found = ranks.run(filled_from_a_checkpoint, str(tmp_path), size, level, world_size=4)
+        assert found == [[]] * 4
+
+
+def save_whole(folder: str) -> None:
+    engine, _ = built(1, "no_shard", 0)
+    fe.save_checkpoint(folder, engine)
 
 
 def from_meta(size: int) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import warnings
 from pathlib import Path
@@ -167,16 +168,42 @@ def test_an_empty_model_takes_no_step_before_it_has_values() -> None:
 
 
 @on_ranks(2)
-def test_half_a_module_without_values_is_refused() -> None:
+def test_half_a_module_gets_the_other_half_from_the_model() -> None:
     folder = shared_folder()
     if dist.get_rank() == 0:
         save_file({"0.weight": torch.ones(4, 4)}, f"{folder}/model.safetensors")
     dist.barrier()
     with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(4, 4))
-    fe.shard(model, initial_values="empty")
-    with pytest.raises(ValueError, match=r"0\.bias: expected values for it where the folder has"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    engine = fe.shard(model, initial_values="empty")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         fe.load_pretrained(model, folder, strict=False)
+    assert engine.full_tensor("0.weight").eq(1).all()
+    assert 0 < engine.full_tensor("0.bias").abs().max() < 0.5
+    assert engine.full_tensor("1.weight").eq(1).all()
+    assert not engine.full_tensor("1.bias").any()
+
+
+@on_ranks(2)
+def test_what_is_loaded_stays_where_the_other_half_of_its_module_gets_values() -> None:
+    folder = shared_folder()
+    if dist.get_rank() == 0:
+        save_file({"unknown": torch.ones(1)}, f"{folder}/model.safetensors")
+    dist.barrier()
+    whole = fe.shard(nn.Sequential(nn.Linear(4, 4, bias=False)), initial_values="rank0")
+    with contextlib.closing(fe.Checkpointer(f"{folder}/c", whole)) as checkpointer:
+        checkpointer.save(1)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4))
+    engine = fe.shard(model, initial_values="empty")
+    with contextlib.closing(fe.Checkpointer(f"{folder}/c", engine)) as checkpointer:
+        checkpointer.load(strict=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fe.load_pretrained(model, folder, strict=False)
+    assert torch.equal(engine.full_tensor("0.weight"), whole.full_tensor("0.weight"))
+    assert 0 < engine.full_tensor("0.bias").abs().max() < 0.6
 
 
 class Remembers(nn.Module):

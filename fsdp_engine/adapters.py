@@ -1,0 +1,309 @@
+"""What PEFT has put into a model: what its tensors are called elsewhere, and their own values.
+
+The only file that imports ``peft``, and it does so only where somebody else has: without it no
+model is one of PEFT. Names come from PEFT's own functions, which sort and rename the entries of a
+``state_dict``: they are given one that has names in place of tensors.
+
+    in the model, after base_model.model.   base model elsewhere   adapter's file
+    -------------------------------------   --------------------   ----------------------------
+    q.base_layer.weight                     q.weight
+    q.lora_A.default.weight                                        base_model.model.q.lora_A.weight
+    head.original_module.weight             head.weight
+    head.modules_to_save.default.weight     head.weight            base_model.model.head.weight
+
+Layers with adapters know how adapters begin (LoRA: A random, B zero); the modules that hold the
+tensors, plain ``nn.Linear`` among them, do not. So where a model was built on the meta device, the
+layer gives them values, in two steps: what is drawn (:meth:`AdapterLayers.draw`), and what follows
+from the base weights (:meth:`AdapterLayers.derive`: DoRA's magnitudes, copies of whole modules).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+# Which layer, by its name in the model, and which adapter of it.
+Place = tuple[str, str]
+
+
+def peft_model(model: nn.Module) -> tuple[Any, str]:
+    """The outermost model of PEFT within ``model``, and the prefix of its names; None: none."""
+    if "peft" not in sys.modules:
+        return None, ""
+    from peft import PeftModel
+
+    for name, module in model.named_modules():
+        if isinstance(module, PeftModel):
+            return module, f"{name}." if name else ""
+    return None, ""
+
+
+def base_names(model: nn.Module) -> tuple[nn.Module, dict[str, tuple[str, ...]]]:
+    """The model without adapters; and by its tensors' names, those that ``model`` has for them.
+
+    A module that an adapter trains as a whole is there twice, and both begin with its values.
+    """
+    found, _ = peft_model(model)
+    if found is None:
+        return model, {name: (name,) for name in model.state_dict(keep_vars=True)}
+    from peft import get_base_model_state_dict
+    from peft.utils import ModulesToSaveWrapper
+
+    # What PEFT reads the state of.
+    inner = (
+        found.base_model if found.active_peft_config.is_prompt_learning else found.base_model.model
+    )
+    paths = {id(module): name for name, module in model.named_modules(remove_duplicate=False)}
+    start = f"{paths[id(inner)]}."
+
+    def names_for_tensors(module: nn.Module, state: dict[str, Any], at: str, data: Any) -> None:
+        state.update({name: start + name for name in state})
+
+    handle = inner.register_state_dict_post_hook(names_for_tensors)
+    try:
+        names: Any = get_base_model_state_dict(found)
+    finally:
+        handle.remove()
+    copies: dict[str, list[str]] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            for adapter in module.modules_to_save:
+                for name in module.original_module.state_dict(keep_vars=True):
+                    copied = f"{path}.modules_to_save.{adapter}.{name}"
+                    copies.setdefault(f"{path}.original_module.{name}", []).append(copied)
+    base: nn.Module = found.get_base_model()
+    return base, {base_name: (name, *copies.get(name, ())) for base_name, name in names.items()}
+
+
+def adapter_names(
+    model: nn.Module, adapter: str, *, embeddings: bool | Literal["auto"] = False
+) -> dict[str, str]:
+    """By the name in its file, the names in ``model`` of an adapter's tensors.
+
+    Args:
+        model: with a model of PEFT in it.
+        adapter: its name there.
+        embeddings: whether the base model's embeddings are with it; "auto": if PEFT says so (it
+            may look into the base model's folder).
+    """
+    from peft import get_peft_model_state_dict
+
+    found, prefix = peft_model(model)
+    own = {
+        name.removeprefix(prefix): name
+        for name in model.state_dict(keep_vars=True)
+        if name.startswith(prefix)
+    }
+    if found.peft_config[adapter].is_prompt_learning:
+        return _prompt_names(found, own, adapter)
+    names: dict[str, str] = get_peft_model_state_dict(
+        found, state_dict=own, adapter_name=adapter, save_embedding_layers=embeddings
+    )
+    return names
+
+
+def _prompt_names(found: Any, own: Mapping[str, str], adapter: str) -> dict[str, str]:
+    """Of a method that learns a prompt, which PEFT does not take from the state."""
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    names = {"prompt_embeddings": own[f"prompt_encoder.{adapter}.embedding.weight"]}
+    for path, module in found.named_modules():
+        if isinstance(module, AuxiliaryTrainingWrapper):
+            start, wrapper = f"{path}.", cast(Any, module)
+            state = {k.removeprefix(start): v for k, v in own.items() if k.startswith(start)}
+            kept = wrapper.adapter_state_dict(adapter, state)
+            names |= {start + name: place for name, place in kept.items()}
+    return names
+
+
+def check_is_stored(model: nn.Module, adapter: str) -> None:
+    """Whether an adapter can be read again from what PEFT stores of it.
+
+    Raises:
+        ValueError: that is computed from its tensors (prompts that a network makes).
+    """
+    found, _ = peft_model(model)
+    if found.peft_config[adapter].is_prompt_learning:
+        encoder = found.prompt_encoder[adapter]
+        own = [name for name, _ in encoder.named_parameters()]
+        if own != ["embedding.weight"]:
+            raise ValueError(
+                f"adapter: expected {adapter!r} to be stored as it is trained; found a "
+                f"{type(encoder).__name__} with {', '.join(own)}, of which PEFT stores the outcome"
+            )
+
+
+class AdapterLayers:
+    """Layers of a model that know how their adapters begin.
+
+    Args:
+        model: with PEFT's layers in it, or without.
+
+    Attributes:
+        covered: modules that hold an adapter's tensors: their layer gives them values.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._peft, prefix = peft_model(model)
+        self._layers: dict[str, Any] = {}
+        self.covered: set[nn.Module] = set()
+        if self._peft is None:
+            return
+        from peft.tuners.tuners_utils import BaseTunerLayer
+        from peft.utils import ModulesToSaveWrapper
+
+        for name, module in self._peft.named_modules():
+            parts: Iterable[nn.Module] = ()
+            if isinstance(module, BaseTunerLayer):
+                children = cast(nn.Module, module).named_children()
+                inner = [each for key, each in children if key != "base_layer"]
+                parts = (each for child in inner for each in child.modules())
+            elif isinstance(module, ModulesToSaveWrapper):
+                parts = module.modules_to_save.modules()
+            elif name == "prompt_encoder":
+                parts = module.modules()
+            else:
+                continue
+            self._layers[prefix + name] = module
+            self.covered.update(parts)
+
+    def places(self, names: Iterable[str]) -> list[Place]:
+        """Which adapters' tensors these are, in the order of layers; others are left out."""
+        found: set[Place] = set()
+        for name in names:
+            parts = name.split(".")
+            for end in range(len(parts) - 1, 0, -1):
+                path = ".".join(parts[:end])
+                if path in self._layers:
+                    adapter = self._adapter_at(self._layers[path], parts[end:])
+                    if adapter:
+                        found.add((path, adapter))
+                    break
+        return [place for place in self._all_places() if place in found]
+
+    def draw(self, place: Place) -> None:
+        """Let an adapter begin as PEFT begins it, but for what follows from base weights.
+
+        Raises:
+            ValueError: PEFT begins it from the base weights, or in a way that is not known here.
+        """
+        from peft.tuners.ia3 import IA3Layer
+        from peft.tuners.lora import LoraLayer
+        from peft.utils import ModulesToSaveWrapper
+
+        path, adapter = place
+        layer, config = self._layers[path], self._peft.peft_config[adapter]
+        if isinstance(layer, ModulesToSaveWrapper):
+            return
+        if isinstance(layer, LoraLayer) and type(layer).reset_lora_parameters is (
+            LoraLayer.reset_lora_parameters
+        ):
+            how = config.init_lora_weights
+            if how is not True and how is not False and how != "gaussian":
+                raise ValueError(_not_here(path, adapter, f"init_lora_weights={how!r}"))
+            for attribute in ("lora_A", "lora_B"):
+                _as_torch_makes(getattr(layer, attribute), adapter)
+            layer.reset_lora_parameters(adapter, how)
+        elif isinstance(layer, IA3Layer):
+            layer.ia3_l[adapter].normal_()
+            if config.init_ia3_weights:
+                layer.reset_ia3_parameters(adapter)
+        elif path.rpartition(".")[2] == "prompt_encoder":
+            _draw_prompt(path, adapter, layer, config)
+        else:
+            raise ValueError(_not_here(path, adapter, type(layer).__name__))
+
+    def follows_base(self, place: Place) -> bool:
+        """Whether something of an adapter follows from the base weights."""
+        from peft.utils import ModulesToSaveWrapper
+
+        path, adapter = place
+        layer = self._layers[path]
+        return isinstance(layer, ModulesToSaveWrapper) or adapter in _magnitudes(layer)
+
+    def derive(self, place: Place) -> None:
+        """Give what follows from the base weights its values. All tensors of the layer are whole.
+
+        Args:
+            place: of an adapter whose other tensors have values.
+        """
+        from peft.utils import ModulesToSaveWrapper
+
+        path, adapter = place
+        layer = self._layers[path]
+        if isinstance(layer, ModulesToSaveWrapper):
+            layer.modules_to_save[adapter].load_state_dict(layer.original_module.state_dict())
+            return
+        magnitudes = _magnitudes(layer)
+        if adapter not in magnitudes:
+            return
+        aside, config = _Aside(layer), self._peft.peft_config[adapter]
+        layer.lora_variant[adapter].init(aside, adapter_name=adapter, config=config)
+        magnitudes[adapter].weight.copy_(aside.lora_magnitude_vector[adapter].weight)
+
+    def layer(self, place: Place) -> nn.Module:
+        """The layer itself."""
+        found: nn.Module = self._layers[place[0]]
+        return found
+
+    def all_following(self) -> list[Place]:
+        """Every adapter of which something follows from the base weights by a formula."""
+        return [place for place in self._all_places() if place[1] in _magnitudes(self.layer(place))]
+
+    def _all_places(self) -> list[Place]:
+        if self._peft is None:
+            return []
+        return [(path, each) for path in self._layers for each in self._peft.peft_config]
+
+    def _adapter_at(self, layer: Any, below: list[str]) -> str:
+        """Whose tensor it is that ``below`` leads to; "": of the base model."""
+        known = self._peft.peft_config
+        at = 0 if layer is getattr(self._peft, "prompt_encoder", None) else 1
+        is_own = below[0] not in ("base_layer", "original_module")
+        return below[at] if is_own and len(below) > at and below[at] in known else ""
+
+
+class _Aside:
+    """A layer of DoRA as PEFT sees it; the module of magnitudes that it makes does not go into the
+    model, which may be sharded."""
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+        self.lora_magnitude_vector = dict(_magnitudes(layer))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+
+def _magnitudes(layer: Any) -> Any:
+    found = getattr(layer, "lora_magnitude_vector", None)
+    return {} if found is None else found
+
+
+def _as_torch_makes(holders: Mapping[str, nn.Module], adapter: str) -> None:
+    for module in holders[adapter].modules() if adapter in holders else ():
+        if callable(reset := getattr(module, "reset_parameters", None)):
+            reset()
+
+
+def _draw_prompt(path: str, adapter: str, encoders: Any, config: Any) -> None:
+    _as_torch_makes(encoders, adapter)
+    how = getattr(config, "prompt_tuning_init", None)
+    if how is not None and how != "RANDOM":
+        raise ValueError(_not_here(path, adapter, f"prompt_tuning_init={how}"))
+    if getattr(config, "init_weights", None) == "zero":  # of prefixes
+        last: Tensor | nn.Module = list(encoders[adapter].modules())[-1]
+        for tensor in last.parameters() if isinstance(last, nn.Module) else ():
+            torch.nn.init.zeros_(tensor)
+
+
+def _not_here(path: str, adapter: str, found: str) -> str:
+    return (
+        f"{path}: expected an adapter that begins with random values, by LoRA (init_lora_weights "
+        f"True, False or 'gaussian'), IA3 or prompts, since it is on the meta device; found "
+        f"{found} of {adapter!r}. Build the model with values"
+    )

@@ -1,0 +1,70 @@
+"""Small models with adapters of PEFT. Whoever needs ``peft`` imports it from here."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from tests.pretrained.families import FAMILIES
+
+# PEFT imports Transformer Engine where it is installed; here it is for its Python files alone
+# (tests/codecs/te_on_cpu.py), and does not import without its libraries.
+_BEFORE: Any = sys.modules.get("transformer_engine")
+sys.modules["transformer_engine"] = None  # type: ignore[assignment]
+try:
+    import peft
+finally:
+    if _BEFORE is None:
+        del sys.modules["transformer_engine"]
+    else:
+        sys.modules["transformer_engine"] = _BEFORE
+
+# For other processes, whose examples import PEFT by themselves.
+ENVIRONMENT: Mapping[str, str] = {"NVTE_PROJECT_BUILDING": "1", "HF_HUB_OFFLINE": "1"}
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+TARGETS = ["q_proj", "v_proj"]
+_LLAMA = {**FAMILIES["llama"][2], "tie_word_embeddings": False}
+
+
+def llama(dtype: torch.dtype = torch.float32, *, meta: bool = False, **more: Any) -> nn.Module:
+    """A base model, of seed 0 or on the meta device."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**{**_LLAMA, **more})
+    with torch.device("meta" if meta else "cpu"):
+        return transformers.LlamaForCausalLM(config).to(dtype)
+
+
+def lora(**more: Any) -> peft.LoraConfig:
+    """A LoRA of rank 4 over queries and values."""
+    values = {"r": 4, "lora_alpha": 8, "target_modules": TARGETS, "task_type": "CAUSAL_LM", **more}
+    return peft.LoraConfig(**values)
+
+
+CONFIGS: dict[str, Any] = {
+    "lora": lora,
+    "lora, embeddings": lambda: lora(target_modules=["q_proj", "embed_tokens", "lm_head"]),
+    "dora": lambda: lora(use_dora=True),
+    "gaussian, biases": lambda: lora(init_lora_weights="gaussian", bias="lora_only"),
+    "modules to save": lambda: lora(modules_to_save=["lm_head", "norm"]),
+    "ia3": lambda: peft.IA3Config(
+        target_modules=["k_proj", "down_proj"],
+        feedforward_modules=["down_proj"],
+        task_type="CAUSAL_LM",
+    ),
+    "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
+    "prefix": lambda: peft.PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
+}
+
+
+def adapted(kind: str, dtype: torch.dtype = torch.float32, *, meta: bool = False) -> peft.PeftModel:
+    """A base model with an adapter."""
+    base: Any = llama(dtype, meta=meta)
+    model: peft.PeftModel = peft.get_peft_model(base, CONFIGS[kind]())
+    return model
