@@ -208,7 +208,7 @@ class WeightStream:
 
     def _whole(self) -> Iterator[Item]:
         groups, state = self._begin()
-        sends = any(buffer.split_groups for buffer in self._engine.buffers)
+        sends = any(each.split_groups or each.has_dtensors for each in self._engine.buffers)
         group = self._engine.ranks.control_group if sends else None
         check = partial(self._check_together, state, group)
         most = max((self._num_bytes(each) for each in groups), default=0)
@@ -294,7 +294,7 @@ class WeightStream:
                 start, flat = own[sent.name]
                 if flat.numel():
                     for offset, part in given.parts(sent, start, flat):
-                        yield given.name, offset, part.reshape(-1)
+                        yield given.name, offset, part.reshape(-1).contiguous()
 
     def _own_bytes(self, group: Group) -> int:
         return sum(
@@ -328,7 +328,7 @@ def _items(
     """What has changed of ``given``, as far as it is ``sent``."""
     for low, high in changes.runs:
         for offset, part in given.parts(sent, start + low, values[low:high]):
-            yield given.name, slice(offset, offset + part.numel()), part.reshape(-1)
+            yield given.name, slice(offset, offset + part.numel()), part.reshape(-1).contiguous()
     if changes.elements is not None and changes.values is not None:
         numel = torch.Size(given.shape).numel()
         kind = torch.int32 if numel <= _INT32_MAX else torch.int64
