@@ -11,10 +11,14 @@ from torch import Tensor
 from fsdp_engine.devices import memory
 
 # Elements that are compared at a time: on a CPU they stay in its cache meanwhile.
-CHUNK = 1 << 17
+CHUNK = 1 << 18
 DEVICE_CHUNK = 1 << 24
 # Of an index: int32, unless a tensor has more elements than that can count.
 INDEX_BYTES = 4
+
+# With this share of groups of elements that differ, a range is sent without looking further: there
+# are then about as many that differ as make it worth it (one in three, in bf16).
+MOST_GROUPS = 0.8
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -138,33 +142,61 @@ def take_changes(new: Tensor, old: Tensor) -> Changes:
         part = new[start:stop]
         if part.dtype != old.dtype:
             part = scratch[: stop - start].copy_(part)
-        differs = _bits(part) != _bits(known.to(new.device))
-        if differs.ndim > 1:
-            differs = differs.any(-1)
-        count = int(torch.count_nonzero(differs))
-        if not count:
-            continue
-        if count * (INDEX_BYTES + old.itemsize) >= (stop - start) * old.itemsize:
+        where = _differing(part, known.to(new.device))
+        if where is None:
             known.copy_(part)
             if found.runs and found.runs[-1][1] == start:
                 found.runs[-1] = (found.runs[-1][0], stop)
             else:
                 found.runs.append((start, stop))
-            continue
-        (where,) = differs.nonzero(as_tuple=True)
-        changed = part[where].to(old.device)
-        where = where.to(old.device)
-        known[where] = changed
-        elements.append(where.add_(start))
-        values.append(changed)
+        elif where.numel():
+            # As integers: torch does not index every dtype.
+            changed = _bits(part).index_select(0, where).to(old.device)
+            where = where.to(old.device)
+            _bits(known).index_copy_(0, where, changed)
+            elements.append(where.add_(start))
+            values.append(changed.view(old.dtype))
     if elements:
         found.elements = torch.cat(elements)
         found.values = torch.cat(values)
     return found
 
 
+def _differing(new: Tensor, old: Tensor) -> Tensor | None:
+    """Numbers of elements that differ, int64, ascending; None: so many that a range takes no more
+    bytes.
+
+    Several elements are compared as one integer of eight bytes first: what is not to be looked at
+    one by one takes a third of the time.
+    """
+    count, width = new.numel(), 1
+    lanes = max(8 // new.itemsize, 1)
+    aligned = all(each.storage_offset() % lanes == 0 for each in (new, old))
+    if lanes > 1 and aligned and count % lanes == 0:
+        width = lanes
+        differs = new.view(torch.int64) != old.view(torch.int64)
+    else:
+        differs = _bits_differ(new, old)
+    num_groups = int(torch.count_nonzero(differs))
+    if num_groups >= MOST_GROUPS * (count // width):
+        return None
+    (groups,) = differs.nonzero(as_tuple=True)
+    if width > 1:
+        rows = [_bits(each).view(-1, width).index_select(0, groups) for each in (new, old)]
+        group, lane = _bits_differ(*rows).nonzero(as_tuple=True)
+        groups = groups.index_select(0, group).mul_(width).add_(lane)
+    if groups.numel() * (INDEX_BYTES + new.itemsize) >= count * new.itemsize:
+        return None
+    return groups
+
+
+def _bits_differ(new: Tensor, old: Tensor) -> Tensor:
+    if new.itemsize > 8:  # two parts of a complex number
+        wide = [torch.view_as_real(each).view(torch.int64) for each in (new, old)]
+        return (wide[0] != wide[1]).any(-1)
+    return _bits(new) != _bits(old)
+
+
 def _bits(tensor: Tensor) -> Tensor:
-    """As integers: NaN equals itself there, and 0.0 is not -0.0."""
-    if tensor.itemsize > 8:
-        return torch.view_as_real(tensor).view(torch.int64)
-    return tensor.view(_BITS[tensor.itemsize])
+    """As integers, where there are such: NaN equals itself there, and 0.0 is not -0.0."""
+    return tensor.view(_BITS[tensor.itemsize]) if tensor.itemsize <= 8 else tensor
