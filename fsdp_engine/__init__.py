@@ -10,6 +10,8 @@ from fsdp_engine.checkpoint import (
 from fsdp_engine.codecs import Float8
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.engine import Engine
+from fsdp_engine.export.stream import WeightStream, weight_stream
+from fsdp_engine.export.version import WeightVersion
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.megatron.distributed_data_parallel import DistributedDataParallel
 from fsdp_engine.megatron.finalize_model_grads import finalize_model_grads
@@ -49,6 +51,8 @@ __all__ = [
     "Planning",
     "Simulation",
     "SimulationError",
+    "WeightStream",
+    "WeightVersion",
     "checkpoint_units",
     "estimate",
     "export_safetensors",
@@ -63,4 +67,5 @@ __all__ = [
     "shard",
     "shard_optimizer",
     "simulate",
+    "weight_stream",
 ]

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.checkpoint.unfinished_load import check_finished
 from fsdp_engine.config import Timing
+from fsdp_engine.devices.memory import Memory
 from fsdp_engine.optimizer.clip import clip_, total_norm
 from fsdp_engine.optimizer.stepped import tell_of_steps
 from fsdp_engine.planning.assignment import expect
@@ -349,6 +350,11 @@ class Engine:
     def memory_bytes(self) -> dict[str, int]:
         """Bytes that the engine holds now on this rank, by role."""
         return {role: count for role, count in self._memory.ledger.held.items() if count}
+
+    @property
+    def memory(self) -> Memory:
+        """Every allocation of its."""
+        return self._memory
 
     @property
     def idle_memory_bytes(self) -> int:

@@ -44,6 +44,7 @@ FLOORS: dict[str, int] = {
     "simulation": 9,
     "pretrained": 9,
     "planner": 10,
+    "export": 10,
     "integrations": 10,
     "__init__": 11,
     "__main__": 12,

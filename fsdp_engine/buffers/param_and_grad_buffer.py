@@ -21,10 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from fsdp_engine.buffers.gathering import gathered
 from fsdp_engine.buffers.gradient_hooks import GradientHooks
 from fsdp_engine.buffers.gradients import Gradients
 from fsdp_engine.buffers.param_record import ParamRecord
-from fsdp_engine.buffers.redistribute import Gather, Machinery, redistribute
+from fsdp_engine.buffers.redistribute import Machinery
 from fsdp_engine.buffers.sharded_buffer import ShardedBuffer, flat_source
 from fsdp_engine.buffers.shown_gradients import ShownGradients, local_part
 from fsdp_engine.buffers.spec import BufferKind, BufferSpec
@@ -33,7 +34,6 @@ from fsdp_engine.codecs import ParamCodec
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.devices import memory as mem
 from fsdp_engine.devices.collectives import broadcast_
-from fsdp_engine.devices.lane import Chain
 from fsdp_engine.devices.mesh import DataMesh
 from fsdp_engine.flat_dtensor import (
     FlatDTensor,
@@ -48,8 +48,7 @@ from fsdp_engine.flat_dtensor.param_hooks import ParamHooks
 from fsdp_engine.layout import Layout
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Strategy
 
-# Messages of gathers outside the schedule; buffers' own tags start above it.
-MAIN_TAG = 1
+# Buffers' own tags; below it are those of messages outside the schedule.
 FIRST_TAG = 16
 
 
@@ -364,30 +363,27 @@ class ParamAndGradBuffer:
         spread, shard = self._spreads[index], main.full(index)
         return shard if spread is None else spread.whole_of(shard)
 
-    def gather_main(self) -> ShardedBuffer:
+    def gather_main(self, into: Tensor | None = None) -> ShardedBuffer:
         """Full main weights in memory of their own (main's own where nothing is cut); waits.
 
         Collective: every rank of the mesh must call it.
+
+        Args:
+            into: that memory, 1-D, ``layout.numel`` elements; they travel in its dtype.
         """
         main = self.weights.main
-        if main.depth == 0:
+        if main.depth == 0 and into is None:
             return main
-        return self._gathered("main weights", main.tensor)
+        return self._gathered("main weights", main.tensor, into)
 
     def write_main(self, full: ShardedBuffer) -> None:
         """Take this rank's part of full main weights, as :meth:`gather_main` returned them."""
         if full is not self.weights.main:
             self.weights.main.tensor.copy_(full.narrow(self.spec.optim_depth))
 
-    def _gathered(self, what: str, own: Tensor) -> ShardedBuffer:
-        """The whole of what each rank has its optimizer's part of, in memory of its own; waits."""
-        flat = mem.empty(self.layout.numel, own.dtype, own.device)
-        target = ShardedBuffer(self.layout, self.mesh.coordinate, 0, flat)
-        chain, compute = Chain(), self._machinery.lanes.compute
-        how = Gather(f"{what} of {self.label}", MAIN_TAG, own)
-        redistribute(chain, self._machinery, target, self.spec.optim_depth, 0, how)
-        compute.wait(chain.run((compute.record(),)))
-        return target
+    def _gathered(self, what: str, own: Tensor, into: Tensor | None = None) -> ShardedBuffer:
+        """The whole of what each rank has its optimizer's part of; waits."""
+        return gathered(self.spec, self._machinery, f"{what} of {self.label}", own, into)
 
     def _scratch(self, dtype: torch.dtype) -> Tensor | None:
         """The gradients' memory, while there are none in it."""

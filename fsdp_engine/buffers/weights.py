@@ -152,6 +152,7 @@ class Weights:
                 storage.drain()
         # Compared with the version of `main` to find out whether the wire is out of date.
         self._seen_version = -1
+        self._num_marks = 0
 
     @property
     def num_planes(self) -> int:
@@ -189,6 +190,12 @@ class Weights:
     def mark_stale(self) -> None:
         """Main weights changed in a way that their version counter does not show."""
         self._seen_version = -1
+        self._num_marks += 1
+
+    @property
+    def changes(self) -> tuple[int, int]:
+        """Another value than before: main weights have changed, or were said to have."""
+        return self.main.tensor._version, self._num_marks
 
     def bind(self, index: int, param: nn.Parameter) -> nn.Parameter:
         """What modules compute with in place of ``param``, the user's parameter ``index``."""

@@ -25,12 +25,12 @@ def source_of(name: str, pieces: Pieces, sources: Mapping[str, Source]) -> Sourc
     def parts() -> Iterator[Part]:
         for box in pieces.boxes:
             for first, local in sources[box.stored].parts():
-                yield from _parts(pieces.shape, box, first, local.reshape(-1))
+                yield from parts_of_box(pieces.shape, box, first, local.reshape(-1))
 
     return Source(name, tuple(pieces.shape), dtype, (), parts)
 
 
-def _parts(shape: Sequence[int], box: Box, first: int, flat: Tensor) -> Iterator[Part]:
+def parts_of_box(shape: Sequence[int], box: Box, first: int, flat: Tensor) -> Iterator[Part]:
     """Of ``box``, what row-major elements from ``first`` on of its tensor are, which ``flat`` has;
     each contiguous in the whole of this ``shape``."""
     steps = [math.prod(box.shape[dim + 1 :]) for dim in range(len(box.shape))]

@@ -336,7 +336,7 @@ def _as_sent(tensor: Tensor) -> Tensor:
 
 def _as_reals(tensor: Tensor) -> Tensor:
     """A view that any backend takes, where bytes are summed: of a complex number two real ones."""
-    return torch.view_as_real(tensor) if tensor.dtype.is_complex else tensor
+    return torch.view_as_real(tensor).view(-1) if tensor.dtype.is_complex else tensor
 
 
 def _is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:

@@ -1,0 +1,1 @@
+"""Weights to whoever uses them elsewhere while training goes on: an inference engine, say."""

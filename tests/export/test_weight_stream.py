@@ -1,0 +1,541 @@
+"""``fe.weight_stream``: what a receiver has of it is what the trainer has, bit for bit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsdp_engine as fe
+from fsdp_engine.export import version as version_file
+from tests import models
+from tests.checkpoint.test_checkpoint import shared_folder
+from tests.composition.tensor_parallel import Model, cut, mesh_of, tokens_for
+from tests.export.scene import (
+    Receiver,
+    check_equal,
+    edit,
+    of_all_ranks,
+    same_bits,
+    sent_state,
+    sharded,
+)
+from tests.messages import watched
+from tests.pairs import EVERY_PAIR, FEW_PAIRS
+from tests.pool import on_few_ranks, on_ranks
+
+BF16 = torch.bfloat16
+FULL = ("optim_grads_params", "no_shard")
+
+
+class Complex(nn.Module):
+    """A complex weight beside a real one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.randn(7, 5, dtype=torch.complex64))
+        self.wide = nn.Parameter(torch.randn(9, dtype=torch.complex128))
+        self.scale = nn.Parameter(torch.randn(5))
+
+
+def normalised() -> nn.Module:
+    model = models.Chain(models.Normalised(), models.Normalised())
+    for number, block in enumerate(model.blocks):
+        block.norm.running_mean.fill_(number + 0.5)
+    return model
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "tied": lambda: models.Transformer(tied=True),
+    "odd": models.odd_model,
+    "frozen": models.lora_model,
+    "mixed": models.mixed_model,
+    "buffers": normalised,
+    "complex": Complex,
+    "nested": models.NestedUnits,
+}
+POLICY = fe.MixedPrecisionPolicy(param_dtype=BF16)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "bf16": {"mp_policy": POLICY},
+    "fp8": {"mp_policy": POLICY, "codec_rules": [fe.Float8()]},
+}
+
+
+def forms_are_right(engine: fe.Engine, dtype: torch.dtype | None) -> None:
+    """All three forms of one model."""
+    expected = sent_state(engine, dtype)
+    whole = Receiver.of(expected)
+    whole.take(fe.weight_stream(engine, dtype))
+    whole.once()
+    own = {name for name, _ in engine.model.named_buffers() if engine.ranks.rank > 0}
+    for name, value in expected.items():
+        assert name in own or same_bits(whole.weights[name], value), name
+    pieces = Receiver.of(expected)
+    pieces.take(of_all_ranks(fe.weight_stream(engine, dtype, pieces=True)))
+    pieces.once()
+    for name, value in expected.items():
+        assert same_bits(pieces.weights[name], value), name
+    version = fe.WeightVersion()
+    stream = fe.weight_stream(engine, dtype, version)
+    assert stream.version is version
+    first = Receiver.of(expected)
+    mine = list(stream)
+    first.take(of_all_ranks(mine))
+    first.once()
+    for name, value in expected.items():
+        assert same_bits(first.weights[name], value), name
+    assert list(stream) == []
+    assert version.nbytes == sum(values.nbytes for _, _, values in mine)
+    if engine.ranks.size == 1:
+        assert version.nbytes == sum(value.nbytes for value in expected.values())
+
+
+@pytest.mark.parametrize("name", MODELS)
+@on_few_ranks
+def test_all_forms_of_odd_models(name: str) -> None:
+    engine = fe.shard(MODELS[name](), strategy="optim_grads_params")
+    for dtype in (None, BF16):
+        forms_are_right(engine, dtype)
+
+
+@pytest.mark.parametrize(("inner", "outer"), EVERY_PAIR)
+@on_ranks()
+def test_all_forms_at_every_pair(inner: str, outer: str) -> None:
+    for name, dtype in (("bf16", BF16), ("fp8", None)):
+        model = models.Transformer(1, tied=True)
+        forms_are_right(sharded(model, (inner, outer), **OPTIONS[name]), dtype)
+
+
+@on_ranks()
+def test_each_rank_sends_and_keeps_an_equal_part() -> None:
+    for pair in FEW_PAIRS:
+        engine = sharded(nn.Linear(64, 64, bias=False), pair)
+        version = fe.WeightVersion()
+        count = sum(x.numel() for _, _, x in fe.weight_stream(engine, BF16, version))
+        assert count == 64 * 64 // 4
+        assert version.nbytes == 2 * count
+
+
+# --- deltas ---
+
+
+def changed(param: Tensor, draw: random.Random) -> None:
+    """A random change of one weight: none, of few elements, of all, or of what rounding drops."""
+    generator = torch.Generator().manual_seed(draw.randrange(1 << 30))
+    flat = param.view(-1)
+    what = draw.choice(["nothing", "few", "some", "all", "rounded away", "special", "a range"])
+    if not flat.numel() or what == "nothing":
+        return
+    noise = torch.randn(flat.numel(), generator=generator).to(flat.dtype)
+    if what == "all":
+        flat.copy_(noise)
+    elif what == "rounded away":
+        flat.mul_(1 + 1e-5)
+    elif what == "special":
+        where = draw.randrange(flat.numel())
+        flat[where] = draw.choice([float("nan"), float("inf"), -0.0, 0.0])
+    elif what == "a range":
+        start = draw.randrange(flat.numel())
+        flat[start : start + draw.randrange(200)] += 1
+    else:
+        share = 0.02 if what == "few" else 0.4
+        where = torch.rand(flat.numel(), generator=generator) < share
+        flat[where] = noise[where]
+
+
+def random_deltas(pair: tuple[str, str], count: int) -> None:
+    """So many deltas, each applied to what the one before has left."""
+    draw = random.Random(f"{pair} {dist.get_world_size()}")
+    kinds: list[tuple[Callable[[], nn.Module], dict[str, Any], torch.dtype | None]] = [
+        (lambda: models.Transformer(1, tied=True), {}, BF16),
+        (models.mixed_model, {}, None),
+        (models.odd_model, {"mp_policy": POLICY}, torch.float16),
+        (models.lora_model, OPTIONS["fp8"], torch.float8_e4m3fn),
+        (models.unused_model, {}, None),
+    ]
+    # Some tensors are then several chunks, of which some are sent as ranges and some by index.
+    with patch.object(version_file, "CHUNK", 50):
+        for number, (build, options, dtype) in enumerate(kinds):
+            engine = sharded(build(), pair, **options)
+            receiver = Receiver.of(sent_state(engine, dtype))
+            stream = fe.weight_stream(engine, dtype, fe.WeightVersion())
+            receiver.take(of_all_ranks(stream))
+            for _ in range(count // len(kinds) + (number < count % len(kinds))):
+                seed = draw.randrange(1 << 30)
+                edits = random.Random(seed)
+                edit(engine, lambda param, edits=edits: changed(param, edits))  # type: ignore[misc]
+                receiver.take(of_all_ranks(stream))
+                check_equal(receiver, engine, dtype)
+
+
+@pytest.mark.parametrize("level", ["no_shard", "optim_grads_params"])
+@on_ranks(1)
+def test_random_deltas_on_one_rank(level: str) -> None:
+    random_deltas((level, "no_shard"), 30)
+
+
+@pytest.mark.parametrize("level", ["no_shard", "optim_grads_params"])
+@on_ranks(2)
+def test_random_deltas_on_two_ranks(level: str) -> None:
+    random_deltas((level, "no_shard"), 30)
+
+
+@pytest.mark.parametrize(
+    "pair", [("no_shard", "no_shard"), FULL, ("optim_grads_params", "optim")], ids="-".join
+)
+@on_ranks(4)
+def test_random_deltas_on_four_ranks(pair: tuple[str, str]) -> None:
+    random_deltas(pair, 30)
+
+
+@on_ranks(2)
+def test_a_delta_has_what_changed_in_the_dtype_that_is_sent() -> None:
+    engine = fe.shard(nn.Linear(256, 512, bias=False), strategy="optim_grads_params")
+    version = fe.WeightVersion("cpu")
+    stream = fe.weight_stream(engine, BF16, version)
+    assert [type(indices) for _, indices, _ in stream] == [slice]
+    edit(engine, lambda param: param.mul_(1 + 1e-6))  # type: ignore[func-returns-value]
+    edit(engine, lambda param: param.view(-1)[:1000:10].fill_(3.0))
+    everywhere = torch.arange(0, 1000, 10)
+    items = list(of_all_ranks(stream))
+    ((name, indices, values),) = [item for item in items if item[2].numel() > 90]
+    assert name == "weight"
+    assert indices.dtype == torch.int32
+    assert values.dtype == BF16
+    # Beside these 100, some that lay at a boundary between two bf16 numbers.
+    assert set(everywhere.tolist()) <= set(indices.tolist())
+    assert sum(item[2].numel() for item in items) < 2000
+    edit(engine, lambda param: param.add_(1))  # type: ignore[func-returns-value]
+    assert [type(indices) for _, indices, _ in stream] == [slice]
+    version.clear()
+    assert version.nbytes == 0
+    assert sum(values.numel() for _, _, values in stream) == 256 * 512 // 2
+
+
+# --- other parallelisms ---
+
+
+@pytest.mark.parametrize("level", ["no_shard", "optim_grads_params"])
+@on_ranks(4)
+def test_parameters_cut_by_tensor_parallelism(level: str) -> None:
+    mesh = mesh_of((2, 2), ("dp", "tp"))
+    torch.manual_seed(0)
+    model = cut(Model(hidden=17, width=6), mesh["tp"], sequence=True)
+    engine = fe.shard(model, mesh["dp"], level)
+    forms_are_right(engine, BF16)
+    stream = fe.weight_stream(engine, BF16, fe.WeightVersion())
+    receiver = Receiver.of(sent_state(engine, BF16))
+    receiver.take(of_all_ranks(stream))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in range(2):
+        with patch.object(version_file, "CHUNK", 16):
+            model(tokens_for(step, 0, mesh["dp"].get_local_rank())).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            receiver.take(of_all_ranks(stream))
+        check_equal(receiver, engine, BF16)
+
+
+@pytest.mark.parametrize("level", ["no_shard", "optim_grads_params"])
+@on_ranks(4)
+def test_experts_are_sent_by_who_has_them(level: str) -> None:
+    from tests.checkpoint.test_experts import NUM_EXPERTS, built, stepped
+    from tests.checkpoint.test_experts import Model as WithExperts
+
+    engine, _ = built(2, level, seed=3)
+    with pytest.raises(ValueError, match="found the expert blocks"):
+        fe.weight_stream(engine, BF16)
+    torch.manual_seed(3)
+    expected = {name: x.to(BF16) for name, x in WithExperts(NUM_EXPERTS).state_dict().items()}
+    for stream in (
+        fe.weight_stream(engine, BF16, pieces=True),
+        fe.weight_stream(engine, BF16, fe.WeightVersion()),
+    ):
+        receiver = Receiver.of(expected)
+        receiver.take(of_all_ranks(stream))
+        receiver.once()
+        assert all(same_bits(receiver.weights[name], x) for name, x in expected.items())
+    stepped(engine, 2)
+    receiver.take(of_all_ranks(stream))
+    again = Receiver.of(expected)
+    again.take(of_all_ranks(fe.weight_stream(engine, BF16, pieces=True)))
+    assert all(same_bits(receiver.weights[name], x) for name, x in again.weights.items())
+
+
+# --- what is sent, and what is held ---
+
+
+@on_ranks(2)
+def test_a_unit_is_one_message_for_each_buffer() -> None:
+    sent: list[Tensor] = []
+    for level in ("no_shard", "optim", "optim_grads_params"):
+        engine = fe.shard(models.Transformer(), strategy=level)
+        stream = fe.weight_stream(engine, BF16)
+        with watched(lambda group, tensor: sent.append(tensor), lambda *others: None):
+            for _ in stream:
+                pass
+        cut_buffers = engine.buffers if level != "no_shard" else []
+        assert [x.dtype for x in sent] == [BF16] * len(cut_buffers)
+        assert sum(x.numel() for x in sent) == sum(b.layout.numel // 2 for b in cut_buffers)
+        sent.clear()
+        for own in (
+            fe.weight_stream(engine, BF16, pieces=True),
+            fe.weight_stream(engine, BF16, fe.WeightVersion()),
+        ):
+            with watched(lambda group, tensor: sent.append(tensor), lambda *others: None):
+                assert list(own)
+        assert not sent
+
+
+@on_ranks(2)
+def test_one_unit_is_held_and_no_more() -> None:
+    engine = fe.shard(models.Transformer(), strategy="optim_grads_params")
+    largest = max(sum(b.layout.numel for b in unit.buffers) for unit in engine.units)
+    engine.peak_memory_bytes(reset=True)
+    addresses = set()
+    for name, tensor in fe.weight_stream(engine, BF16):
+        if name.endswith("qkv.weight"):
+            addresses.add(tensor.data_ptr())
+        assert engine.memory_bytes()["stream"] == 2 * largest
+    assert engine.peak_memory_bytes()["stream"] == 2 * largest
+    assert len(addresses) == 1  # three blocks, one after the other, in one place
+    assert "stream" not in engine.memory_bytes()
+
+
+@pytest.mark.parametrize("pieces", [False, True])
+@on_few_ranks
+def test_what_somebody_keeps_stays_as_it_is(pieces: bool) -> None:
+    for level in ("no_shard", "optim_grads_params"):
+        engine = fe.shard(models.Transformer(), strategy=level)
+        receiver = Receiver.of(sent_state(engine, BF16))
+        kept = list(fe.weight_stream(engine, BF16, pieces=pieces))
+        list(fe.weight_stream(engine, torch.float16, pieces=pieces))
+        receiver.take(of_all_ranks(kept) if pieces else kept)
+        del kept
+        check_equal(receiver, engine, BF16)
+        assert "stream" not in engine.memory_bytes()
+
+
+# --- left half way, and changed in between ---
+
+
+def train(engine: fe.Engine, step: int) -> None:
+    optimizer = torch.optim.SGD(engine.model.parameters(), lr=0.1)
+    engine.model(*models.token_batch(2, step)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("form", ["whole", "pieces", "changes"])
+@on_few_ranks
+def test_a_loop_that_is_left_holds_nothing_and_training_goes_on(form: str) -> None:
+    engine = fe.shard(models.Transformer(), strategy="optim_grads_params")
+    version = fe.WeightVersion() if form == "changes" else None
+    stream = fe.weight_stream(engine, BF16, version, pieces=form == "pieces")
+    receiver = Receiver.of(sent_state(engine, BF16))
+    for stop in (0, 1, 5, 9):
+        got = []
+        for item in stream:
+            got.append(item)
+            if len(got) > stop:
+                break
+        assert "stream" not in engine.memory_bytes()
+        receiver.take(of_all_ranks(got) if form != "whole" else got)
+        train(engine, stop)
+    receiver.take(of_all_ranks(stream) if form != "whole" else stream)
+    check_equal(receiver, engine, BF16)
+
+
+@on_ranks(2)
+def test_what_a_failed_send_may_have_lost_is_sent_again() -> None:
+    engine = fe.shard(models.Transformer(), strategy="optim_grads_params")
+    stream = fe.weight_stream(engine, BF16, fe.WeightVersion())
+    receiver = Receiver.of(sent_state(engine, BF16))
+    receiver.take(of_all_ranks(stream))
+    for number in (0, 3, 8):
+        train(engine, number)
+        got: list[Any] = []
+
+        def send(stop: int, got: list[Any] = got) -> None:
+            for item in stream:
+                if len(got) == stop:
+                    raise ConnectionError("lost")  # and with it this item
+                got.append(item)
+
+        with pytest.raises(ConnectionError):
+            send(number)
+        receiver.take(of_all_ranks(got))
+        receiver.take(of_all_ranks(stream))
+        check_equal(receiver, engine, BF16)
+
+
+@pytest.mark.parametrize("form", ["whole", "pieces", "changes"])
+@on_few_ranks
+def test_weights_that_change_in_between_raise(form: str) -> None:
+    engine = fe.shard(models.Transformer(), strategy="optim_grads_params")
+    version = fe.WeightVersion() if form == "changes" else None
+    stream = fe.weight_stream(engine, BF16, version, pieces=form == "pieces")
+
+    def edited() -> None:
+        edit(engine, lambda param: param.add_(1))  # type: ignore[func-returns-value]
+
+    def iterated(change: Callable[[], None], number: int) -> None:
+        for count, _ in enumerate(stream):
+            if count == number:
+                change()
+
+    for number, change in enumerate((lambda: train(engine, 0), engine.weights_changed, edited)):
+        with pytest.raises(RuntimeError, match="expected weights to stay as they are"):
+            iterated(change, number)
+        assert "stream" not in engine.memory_bytes()
+    receiver = Receiver.of(sent_state(engine, BF16))
+    if version is not None:
+        version.clear()  # this receiver has not been sent anything
+    receiver.take(stream if form == "whole" else of_all_ranks(stream))
+    check_equal(receiver, engine, BF16)
+
+
+@on_ranks(2)
+def test_a_change_on_one_rank_raises_on_all() -> None:
+    engine = fe.shard(models.Transformer(), strategy="optim_grads_params")
+
+    def iterated() -> None:
+        for count, _ in enumerate(fe.weight_stream(engine)):
+            if count == 0 and engine.ranks.rank == 1:
+                next(iter(engine.model.parameters())).data.local.add_(1)
+
+    with pytest.raises(RuntimeError, match="expected weights to stay as they are"):
+        iterated()
+    assert len(list(fe.weight_stream(engine))) == len(list(engine.model.parameters()))
+
+
+@on_few_ranks
+def test_an_evaluation_in_between_is_no_change() -> None:
+    engine = fe.shard(models.Transformer(), mp_policy=POLICY)
+    receiver = Receiver.of(sent_state(engine, None))
+    for item in fe.weight_stream(engine):
+        with torch.no_grad():
+            engine.model(*models.token_batch(1, 0))
+        receiver.take([item])
+    check_equal(receiver, engine, None)
+
+
+@on_few_ranks
+def test_weights_from_elsewhere_are_streamed() -> None:
+    folder = shared_folder()
+    engine = fe.shard(models.Transformer(), strategy="optim_grads_params")
+    version = fe.WeightVersion()
+    stream = fe.weight_stream(engine, BF16, version)
+    receiver = Receiver.of(sent_state(engine, BF16))
+    receiver.take(of_all_ranks(stream))
+    optimizer = torch.optim.SGD(engine.model.parameters(), lr=0.1)
+    fe.save_checkpoint(f"{folder}/checkpoint", engine, optimizer)
+    fe.export_safetensors(engine, f"{folder}/weights")
+    for load in (
+        lambda: fe.load_checkpoint(f"{folder}/checkpoint", engine, optimizer),
+        lambda: fe.load_safetensors(engine, f"{folder}/weights"),
+    ):
+        train(engine, 1)
+        receiver.take(of_all_ranks(stream))
+        check_equal(receiver, engine, BF16)
+        load()
+        assert receiver.take(of_all_ranks(stream)) > 0
+        check_equal(receiver, engine, BF16)
+
+
+# --- errors ---
+
+
+@on_ranks(2)
+def test_arguments_that_differ_raise_on_all_ranks() -> None:
+    engine = fe.shard(models.Transformer())
+    is_first = engine.ranks.rank == 0
+    version = fe.WeightVersion()
+    for arguments in (
+        {"dtype": BF16 if is_first else None},
+        {"pieces": is_first},
+        {"changed_since": version if is_first else None},
+        {"as_in_files": is_first},
+    ):
+        with pytest.raises(ValueError, match="expected the same on all ranks"):
+            fe.weight_stream(engine, **arguments)
+    wrong: Any = torch.int8 if is_first else BF16
+    with pytest.raises(TypeError, match="dtype: expected a floating-point dtype"):
+        fe.weight_stream(engine, wrong)
+    with pytest.raises(TypeError, match="changed_since: expected a WeightVersion"):
+        fe.weight_stream(engine, changed_since=version if is_first else 3)  # type: ignore[arg-type]
+
+
+@on_ranks(2)
+def test_a_version_of_other_weights_is_refused_on_all_ranks() -> None:
+    engine = fe.shard(models.Transformer())
+    version = fe.WeightVersion()
+    list(fe.weight_stream(engine, BF16, version))
+    other = version if engine.ranks.rank == 0 else fe.WeightVersion()
+    with pytest.raises(ValueError, match="expected a version of these weights"):
+        fe.weight_stream(engine, torch.float16, other)
+    with pytest.raises(ValueError, match="expected a version of these weights"):
+        fe.weight_stream(fe.shard(models.odd_model()), BF16, version)
+
+
+@on_few_ranks
+def test_a_version_serves_one_iteration_at_a_time() -> None:
+    engine = fe.shard(models.Transformer())
+    stream = fe.weight_stream(engine, BF16, fe.WeightVersion())
+    first = iter(stream)
+    next(first)
+    with pytest.raises(RuntimeError, match="no other iteration uses"):
+        list(stream)
+    del first
+    receiver = Receiver.of(sent_state(engine, BF16))
+    stream.version.clear()  # type: ignore[union-attr]
+    receiver.take(of_all_ranks(stream))
+    check_equal(receiver, engine, BF16)
+
+
+@on_ranks(2)
+def test_streams_are_at_rest_only() -> None:
+    model = models.Transformer()
+    with pytest.raises(ValueError, match=r"expected what fe\.shard returned"):
+        fe.weight_stream(model)
+    engine = fe.shard(model)
+    stream = fe.weight_stream(engine)
+    with engine.unsharded(), pytest.raises(RuntimeError, match="to hold its sharded parameter"):
+        list(stream)
+    found: list[str] = []
+
+    def inside(module: nn.Module, inputs: Any) -> None:
+        for make in (lambda: fe.weight_stream(engine), lambda: next(iter(stream))):
+            try:
+                make()
+            except RuntimeError as error:
+                found.append(str(error))
+
+    handle = model.blocks[1].norm1.register_forward_pre_hook(inside)
+    model(*models.token_batch(2, 0)).backward()
+    handle.remove()
+    assert len(found) == 2
+    assert all("forward" in each for each in found)
+    assert len(list(stream)) == len(list(model.parameters()))
+
+
+@on_ranks(2)
+def test_nothing_is_streamed_before_weights_are_loaded() -> None:
+    folder = shared_folder()
+    whole = fe.shard(models.Transformer(), initial_values="rank0")
+    fe.export_safetensors(whole, folder)
+    with torch.device("meta"):
+        model = models.Transformer()
+    engine = fe.shard(model, initial_values="empty")
+    with pytest.raises(RuntimeError, match="expected values; found none"):
+        fe.weight_stream(engine)
+    fe.load_safetensors(engine, folder)
+    receiver = Receiver.of(sent_state(whole, None))
+    receiver.take(fe.weight_stream(engine))
+    check_equal(receiver, whole, None)
