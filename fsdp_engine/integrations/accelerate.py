@@ -26,7 +26,6 @@ from accelerate.checkpointing import (
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType, DynamoBackend, TorchDynamoPlugin
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsdp_engine.checkpoint.folder import load_checkpoint, save_checkpoint
 from fsdp_engine.devices.agreement import agree
@@ -82,19 +81,24 @@ class FSDPEngineAccelerator(Accelerator):
             self.shard_arguments = checked_arguments(shard)
             self.pretrained = pretrained
             self._check_state()
-        # Parameters of before `shard`, for optimizers that hold them.
-        self._replaced = WeakTensorKeyDictionary()
 
-    def shard_model(self, model: nn.Module) -> Engine:
+    def shard_model(
+        self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = ()
+    ) -> Engine:
         """Shard a model, or give the engine that it has. Collective.
+
+        Args:
+            model: any module.
+            optimizers: those that hold its parameters; they hold the sharded ones afterwards.
 
         Raises:
             ValueError, TypeError: as ``fsdp_engine.shard``; or the model is a part of another one
-                that is sharded.
+                that is sharded, or an optimizer has stepped.
         """
         engine = engine_of(model)
         if engine is None:
-            engine = self._shard(model)
+            with _held_by_name(model, [plain_optimizer(each) for each in optimizers]):
+                engine = self._shard(model)
         elif engine.model is not model:
             raise ValueError(
                 "model: expected the model that was given to fe.shard, or one that is not sharded; "
@@ -111,9 +115,10 @@ class FSDPEngineAccelerator(Accelerator):
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
         """As ``Accelerator.prepare``; models are sharded first, wherever they stand."""
+        optimizers = [each for each in args if isinstance(each, torch.optim.Optimizer)]
         for each in args:
             if isinstance(each, nn.Module):
-                self.shard_model(each)
+                self.shard_model(each, optimizers)
         return super().prepare(*args, device_placement=device_placement)
 
     def prepare_model(
@@ -139,13 +144,8 @@ class FSDPEngineAccelerator(Accelerator):
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """As ``Accelerator.prepare_optimizer``; it steps on the sharded parameters.
-
-        Raises:
-            ValueError: it has stepped on parameters of before ``shard``.
-        """
+        """As ``Accelerator.prepare_optimizer``; an elementwise one steps on plain slices."""
         plain = plain_optimizer(optimizer)
-        self._take_sharded(plain)
         if is_elementwise(plain):
             shard_optimizer(plain)
         return super().prepare_optimizer(optimizer, device_placement=False)
@@ -282,11 +282,7 @@ class FSDPEngineAccelerator(Accelerator):
             arguments.setdefault("initial_values", "rank0")
         elif self.pretrained is not None:
             arguments.setdefault("initial_values", "empty")
-        named = dict(model.named_parameters(remove_duplicate=False))
         engine = shard_model(model, **arguments)
-        for name, param in model.named_parameters(remove_duplicate=False):
-            if named[name] is not param:
-                self._replaced[named[name]] = param
         if engine.mesh.device.type != self.device.type:
             raise ValueError(
                 f"shard: expected a mesh of {self.device.type}, as the accelerator says; found "
@@ -295,17 +291,6 @@ class FSDPEngineAccelerator(Accelerator):
         if is_meta and self.pretrained is not None:
             load_pretrained(engine, self.pretrained)
         return engine
-
-    def _take_sharded(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let an optimizer that holds parameters of before ``shard`` hold the sharded ones."""
-        for group in optimizer.param_groups:
-            if any(param in self._replaced for param in group["params"]):
-                if optimizer.state:
-                    raise ValueError(
-                        "optimizer: expected one that has not stepped, or one that was built after "
-                        "its model was sharded; found one with state"
-                    )
-                group["params"] = [self._replaced.get(param, param) for param in group["params"]]
 
     def _check_state(self) -> None:
         """Raise ValueError for what does not go with the engine."""
@@ -402,6 +387,35 @@ def plain_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer
+
+
+@contextlib.contextmanager
+def _held_by_name(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
+    """Within it, optimizers hold no parameter of the model; afterwards those of the same names."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    held = []
+    with telling(WHAT, ranks_that_meet(None)):
+        for optimizer in optimizers:
+            own = [
+                group
+                for group in optimizer.param_groups
+                if any(id(param) in names for param in group["params"])
+            ]
+            if own and optimizer.state:
+                raise ValueError(
+                    "optimizer: expected one that has not stepped, or was built after its model "
+                    "was sharded; found one with state"
+                )
+            held += own
+    params = [[names.get(id(param), param) for param in group["params"]] for group in held]
+    for group in held:
+        group["params"] = []
+    try:
+        yield
+    finally:
+        named = dict(model.named_parameters())
+        for group, each in zip(held, params, strict=True):
+            group["params"] = [named[one] if isinstance(one, str) else one for one in each]
 
 
 def checked_arguments(shard: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -58,6 +58,8 @@ class FSDPEngineMixin(_Trainer):
             weights of a model that is on the meta device.
         model_in_checkpoints: a checkpoint has the model as ``from_pretrained`` reads it, too.
             False: what the engine needs to resume, alone.
+        optimizers: as for the trainer; one that was built before the model was sharded holds the
+            sharded parameters afterwards.
         **kwargs: as for the trainer.
 
     Attributes:
@@ -74,13 +76,16 @@ class FSDPEngineMixin(_Trainer):
         shard: Mapping[str, Any] | None = None,
         pretrained: str | os.PathLike[str] | None = None,
         model_in_checkpoints: bool = True,
+        optimizers: tuple[Any, Any] = (None, None),
         **kwargs: Any,
     ) -> None:
         self._shard, self._pretrained = shard, pretrained
         self._model_in_checkpoints = model_in_checkpoints
         # Where a checkpoint is written, while one is.
         self._staging: Path | None = None
-        super().__init__(*args, **kwargs)
+        # Built before the model was sharded, or after.
+        self._own_optimizers = [each for each in optimizers[:1] if each is not None]
+        super().__init__(*args, optimizers=optimizers, **kwargs)
 
     @property
     def engine(self) -> Engine:
@@ -121,7 +126,7 @@ class FSDPEngineMixin(_Trainer):
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         # Each rank its slices; the trainer would move the whole model.
-        self._accelerator.shard_model(model)
+        self._accelerator.shard_model(model, self._own_optimizers)
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
         # The engine's norm is over all meshes; and looking at gradients would hold them.

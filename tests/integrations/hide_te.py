@@ -18,14 +18,14 @@ _NAME = "transformer_engine"
 
 def import_trainers() -> None:
     """Import transformers' trainer and accelerate, in this process."""
-    is_there = _NAME in sys.modules
-    if not is_there:
-        sys.modules[_NAME] = None  # importlib.util.find_spec finds none then
+    before = sys.modules.pop(_NAME, None)
+    sys.modules[_NAME] = None  # importlib.util.find_spec finds none then
     try:
         importlib.import_module("transformers.trainer_seq2seq")
     finally:
-        if not is_there:
-            del sys.modules[_NAME]
+        del sys.modules[_NAME]
+        if before is not None:
+            sys.modules[_NAME] = before
 
 
 if __name__ == "__main__":
