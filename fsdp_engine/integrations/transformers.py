@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel, Seq2SeqTrainer, Trainer, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
@@ -37,8 +37,8 @@ from fsdp_engine.pretrained.load import load_pretrained
 from fsdp_engine.pretrained.save import save_pretrained
 
 WHAT = "FSDPEngineTrainer()"
-# The plain Trainer's optimizer, which is not cut.
-_WHOLE_OPTIMIZER = "optimizer.pt"
+# The optimizer's state in a checkpoint of the plain Trainer: whole tensors.
+WHOLE_OPTIMIZER = "optimizer.pt"
 
 _Trainer = Trainer if TYPE_CHECKING else object
 
@@ -203,28 +203,27 @@ class FSDPEngineMixin(_Trainer):
     ) -> None:
         """Weights, if they do not come with the optimizer's state, once there is an optimizer."""
         folder = Path(resume_from_checkpoint)
-        found: Exception | None = None
-        if not (folder / SHARDED).is_dir() and (folder / _WHOLE_OPTIMIZER).is_file():
-            found = ValueError(
-                f"resume_from_checkpoint: expected a checkpoint of FSDPEngineTrainer; found "
-                f"{folder}, of the plain Trainer (give its folder as pretrained, for the weights)"
-            )
-        agree("resume_from_checkpoint", found, self.engine.ranks.control_group)
         if not (folder / SHARDED).is_dir():
             load_pretrained(self.engine, folder)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not (Path(checkpoint) / SHARDED).is_dir():
-            return  # save_only_model=True: both begin anew
-        folder = Path(checkpoint)
-        load_checkpoint(folder / SHARDED, self.engine, plain_optimizer(self.optimizer))
+        if checkpoint is None:
+            return
+        engine, folder = self.engine, Path(checkpoint)
+        optimizer = plain_optimizer(self.optimizer)
+        if (folder / SHARDED).is_dir():
+            load_checkpoint(folder / SHARDED, engine, optimizer)
+        elif not (folder / WHOLE_OPTIMIZER).is_file():
+            return  # save_only_model=True: optimizer and scheduler begin anew
         error: Exception | None = None
         try:
+            if not (folder / SHARDED).is_dir():
+                _load_whole(optimizer, folder / WHOLE_OPTIMIZER)
             state = torch.load(folder / SCHEDULER_NAME, weights_only=True)
             self.lr_scheduler.load_state_dict(state)
         except Exception as caught:
             error = caught
-        agree("loading the scheduler", error, self.engine.ranks.control_group)
+        agree(f"resume from {folder}", error, engine.ranks.control_group)
 
     def _load_best_model(self) -> None:
         folder = Path(str(self.state.best_model_checkpoint))
@@ -240,6 +239,23 @@ class FSDPEngineTrainer(FSDPEngineMixin, Trainer):
 
 class FSDPEngineSeq2SeqTrainer(FSDPEngineMixin, Seq2SeqTrainer):
     """``transformers.Seq2SeqTrainer`` with this engine; see :class:`FSDPEngineMixin`."""
+
+
+def _load_whole(optimizer: torch.optim.Optimizer, file: Path) -> None:
+    """Give a sharded optimizer the state of one that had the same parameters, not sharded."""
+    packed = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+
+    def like(param: Tensor, value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.shape != param.shape or not value.ndim:
+            return value
+        return torch.clone(param.detach()).to(value.dtype).copy_(value)
+
+    state = {
+        number: {key: like(params[number], value) for key, value in each.items()}
+        for number, each in packed["state"].items()
+    }
+    optimizer.load_state_dict({**packed, "state": state})
 
 
 def _check(args: TrainingArguments) -> None:
