@@ -7,7 +7,6 @@ DDP. Tried with accelerate 1.15; of its private attributes it uses the lists of 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 import re
 import shutil
@@ -32,6 +31,7 @@ from fsdp_engine.devices.agreement import agree
 from fsdp_engine.devices.meeting import telling
 from fsdp_engine.devices.mesh import ranks_that_meet
 from fsdp_engine.engine import Engine, engine_of
+from fsdp_engine.integrations.preparation import checked_arguments, compile_units, held_by_name
 from fsdp_engine.integrations.whole_folder import whole_folder
 from fsdp_engine.optimizer.sharded_step import is_elementwise, shard_optimizer
 from fsdp_engine.precision import MixedPrecisionPolicy
@@ -41,7 +41,6 @@ from fsdp_engine.sharding import shard as shard_model
 WHAT = "FSDPEngineAccelerator()"
 # Within a checkpoint: weights and optimizer state, in the format of torch.distributed.checkpoint.
 SHARDED = "fsdp_engine"
-_SHARD_ARGUMENTS = frozenset(inspect.signature(shard_model).parameters) - {"model"}
 _TYPES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
@@ -97,7 +96,7 @@ class FSDPEngineAccelerator(Accelerator):
         """
         engine = engine_of(model)
         if engine is None:
-            with _held_by_name(model, [plain_optimizer(each) for each in optimizers]):
+            with held_by_name(model, [plain_optimizer(each) for each in optimizers]):
                 engine = self._shard(model)
         elif engine.model is not model:
             raise ValueError(
@@ -130,7 +129,7 @@ class FSDPEngineAccelerator(Accelerator):
         if plugin.backend != DynamoBackend.NO and not getattr(
             model, "_is_accelerate_prepared", False
         ):
-            _compile_units(engine, plugin.to_kwargs())
+            compile_units(engine, plugin.to_kwargs())
         # The parent would compile the model as a whole, the engine's hooks with it.
         self.state.dynamo_plugin = TorchDynamoPlugin(backend="no")
         try:
@@ -266,7 +265,8 @@ class FSDPEngineAccelerator(Accelerator):
             changes = load_accelerator_state(
                 str(folder), [], [], schedulers, loaders, index, None, "cpu", load_kwargs
             )
-            self.step = changes.get("step", self.step)
+            if "step" in changes:
+                self.step: int = changes["step"]
             for number, each in enumerate(self._custom_objects):
                 load_custom_state(each, str(folder), number)
         except Exception as caught:  # what users registered raises anything
@@ -342,7 +342,9 @@ class FSDPEngineAccelerator(Accelerator):
         project = self.project_configuration
         if not project.automatic_checkpoint_naming:
             if output_dir is None:
-                raise ValueError("output_dir: expected a folder; found None, without automatic names")
+                raise ValueError(
+                    "output_dir: expected a folder; found None, without automatic names"
+                )
             return str(output_dir)
         folder = os.path.join(self.project_dir, "checkpoints", f"checkpoint_{self.save_iteration}")
         if os.path.exists(folder):
@@ -359,7 +361,7 @@ class FSDPEngineAccelerator(Accelerator):
 
     def _latest(self) -> Path:
         if not self.project_configuration.automatic_checkpoint_naming:
-            raise ValueError("input_dir: expected a folder; found None, without automatic names")
+            raise ValueError("input_dir: expected a folder, since names are not automatic")
         folders = self._automatic(Path(self.project_dir) / "checkpoints")
         if not folders:
             raise ValueError(f"input_dir: expected a checkpoint in {self.project_dir}; found none")
@@ -387,62 +389,3 @@ def plain_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer
-
-
-@contextlib.contextmanager
-def _held_by_name(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
-    """Within it, optimizers hold no parameter of the model; afterwards those of the same names."""
-    names = {id(param): name for name, param in model.named_parameters()}
-    held = []
-    with telling(WHAT, ranks_that_meet(None)):
-        for optimizer in optimizers:
-            own = [
-                group
-                for group in optimizer.param_groups
-                if any(id(param) in names for param in group["params"])
-            ]
-            if own and optimizer.state:
-                raise ValueError(
-                    "optimizer: expected one that has not stepped, or was built after its model "
-                    "was sharded; found one with state"
-                )
-            held += own
-    params = [[names.get(id(param), param) for param in group["params"]] for group in held]
-    for group in held:
-        group["params"] = []
-    try:
-        yield
-    finally:
-        named = dict(model.named_parameters())
-        for group, each in zip(held, params, strict=True):
-            group["params"] = [named[one] if isinstance(one, str) else one for one in each]
-
-
-def checked_arguments(shard: Mapping[str, Any] | None) -> dict[str, Any]:
-    """``shard`` as a dict.
-
-    Raises:
-        TypeError: it is no mapping.
-        ValueError: it has what ``fsdp_engine.shard`` does not know.
-    """
-    if shard is None:
-        return {}
-    if not isinstance(shard, Mapping):
-        raise TypeError(
-            "shard: expected arguments of fsdp_engine.shard by name, such as "
-            f"dict(strategy='optim_grads_params'), or None; found {type(shard).__name__}"
-        )
-    unknown = sorted(map(str, set(shard) - _SHARD_ARGUMENTS))
-    if unknown:
-        raise ValueError(
-            f"shard: expected arguments of fsdp_engine.shard ({', '.join(sorted(_SHARD_ARGUMENTS))})"
-            f"; found {', '.join(unknown)}"
-        )
-    return dict(shard)
-
-
-def _compile_units(engine: Engine, options: dict[str, Any]) -> None:
-    options = {**options, "fullgraph": False}  # the engine's hooks stand between graphs
-    for unit in engine.units[1:]:
-        for module in unit.built.modules:
-            module.compile(**options)

@@ -29,9 +29,9 @@ from fsdp_engine.engine import Engine
 from fsdp_engine.integrations.accelerate import (
     SHARDED,
     FSDPEngineAccelerator,
-    checked_arguments,
     plain_optimizer,
 )
+from fsdp_engine.integrations.preparation import checked_arguments
 from fsdp_engine.integrations.whole_folder import whole_folder
 from fsdp_engine.pretrained.load import load_pretrained
 from fsdp_engine.pretrained.save import save_pretrained
@@ -40,7 +40,10 @@ WHAT = "FSDPEngineTrainer()"
 # The optimizer's state in a checkpoint of the plain Trainer: whole tensors.
 WHOLE_OPTIMIZER = "optimizer.pt"
 
-_Trainer = Trainer if TYPE_CHECKING else object
+if TYPE_CHECKING:
+    _Trainer = Trainer
+else:
+    _Trainer = object
 
 
 class FSDPEngineMixin(_Trainer):
@@ -70,6 +73,13 @@ class FSDPEngineMixin(_Trainer):
             arguments; on all ranks.
     """
 
+    # Whatever a trainer has of these, when it comes to what is below.
+    model: Any
+    accelerator: Any
+    gather_function: Any
+    optimizer: Any
+    lr_scheduler: Any
+
     def __init__(
         self,
         *args: Any,
@@ -85,7 +95,8 @@ class FSDPEngineMixin(_Trainer):
         self._staging: Path | None = None
         # Built before the model was sharded, or after.
         self._own_optimizers = [each for each in optimizers[:1] if each is not None]
-        super().__init__(*args, optimizers=optimizers, **kwargs)
+        kwargs["optimizers"] = optimizers
+        super().__init__(*args, **kwargs)
 
     @property
     def engine(self) -> Engine:
@@ -138,7 +149,7 @@ class FSDPEngineMixin(_Trainer):
         Args:
             output_dir: the folder; None: that of the training arguments.
         """
-        folder = Path(output_dir if output_dir is not None else self.args.output_dir)
+        folder = Path(output_dir if output_dir is not None else str(self.args.output_dir))
         if not _internal_call or self._model_in_checkpoints:
             self._save_pretrained(folder)
         if self.args.push_to_hub and not _internal_call:

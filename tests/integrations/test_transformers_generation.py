@@ -27,18 +27,9 @@ def t5(seed: int = 0) -> Any:
     from transformers import T5Config, T5ForConditionalGeneration
 
     torch.manual_seed(seed)
-    config = T5Config(
-        vocab_size=12,
-        d_model=16,
-        d_kv=4,
-        d_ff=24,
-        num_layers=2,
-        num_heads=4,
-        decoder_start_token_id=0,
-        pad_token_id=0,
-        eos_token_id=1,
-    )
-    return T5ForConditionalGeneration(config)
+    sizes = {"vocab_size": 12, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2}
+    sizes |= {"num_heads": 4, "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
+    return T5ForConditionalGeneration(T5Config(**sizes))
 
 
 def pairs(count: int, seed: int = 1) -> Rows:
