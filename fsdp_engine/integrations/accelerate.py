@@ -1,0 +1,391 @@
+"""accelerate's ``Accelerator`` over this engine.
+
+It shards models where its parent would wrap them, and says to the engine what its parent says to
+DDP. Tried with accelerate 1.15; of its private attributes it uses the lists of what was prepared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.checkpointing import (
+    load_accelerator_state,
+    load_custom_state,
+    save_accelerator_state,
+    save_custom_state,
+)
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType, DynamoBackend, TorchDynamoPlugin
+from torch import Tensor, nn
+
+from fsdp_engine.checkpoint.folder import load_checkpoint, save_checkpoint
+from fsdp_engine.devices.agreement import agree
+from fsdp_engine.devices.meeting import telling
+from fsdp_engine.devices.mesh import ranks_that_meet
+from fsdp_engine.engine import Engine, engine_of
+from fsdp_engine.integrations.preparation import checked_arguments, compile_units, held_by_name
+from fsdp_engine.integrations.whole_folder import whole_folder
+from fsdp_engine.optimizer.sharded_step import is_elementwise, shard_optimizer
+from fsdp_engine.precision import MixedPrecisionPolicy
+from fsdp_engine.pretrained.load import load_pretrained
+from fsdp_engine.sharding import shard as shard_model
+
+WHAT = "FSDPEngineAccelerator()"
+# Within a checkpoint: weights and optimizer state, in the format of torch.distributed.checkpoint.
+SHARDED = "fsdp_engine"
+_TYPES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+
+
+class FSDPEngineAccelerator(Accelerator):
+    """An ``Accelerator`` whose ``prepare`` shards models by ``fsdp_engine.shard``.
+
+    Loops stay as they are: ``prepare``, ``backward``, ``accumulate``, ``no_sync``,
+    ``clip_grad_norm_``, ``gather_for_metrics``, ``save_state``, ``load_state``, ``get_state_dict``,
+    ``unwrap_model``. An optimizer that was built before its model was sharded steps on the sharded
+    parameters once it is prepared.
+
+    With ``mixed_precision="bf16"`` weights travel and compute in bf16 (unless ``shard`` has an
+    ``mp_policy``, or ``plan`` decides), and autocast runs what needs fp32 in fp32.
+
+    Args:
+        *args: as for ``Accelerator``.
+        shard: arguments of ``fsdp_engine.shard`` by name, for every model that is prepared and is
+            not sharded. None: its defaults.
+        pretrained: a Hugging Face folder, from which ``fsdp_engine.load_pretrained`` reads the
+            weights of models that are on the meta device.
+        **kwargs: as for ``Accelerator``.
+
+    Raises:
+        ValueError, TypeError: an argument does not go with the engine: fp16, fp8, DeepSpeed, FSDP,
+            Megatron-LM, a ``parallelism_config``, or what ``shard`` does not know. On all ranks.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        shard: Mapping[str, Any] | None = None,
+        pretrained: str | os.PathLike[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        with telling(WHAT, ranks_that_meet(None)):
+            self.shard_arguments = checked_arguments(shard)
+            self.pretrained = pretrained
+            self._check_state()
+
+    def shard_model(
+        self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = ()
+    ) -> Engine:
+        """Shard a model, or give the engine that it has. Collective.
+
+        Args:
+            model: any module.
+            optimizers: those that hold its parameters; they hold the sharded ones afterwards.
+
+        Raises:
+            ValueError, TypeError: as ``fsdp_engine.shard``; or the model is a part of another one
+                that is sharded, or an optimizer has stepped.
+        """
+        engine = engine_of(model)
+        if engine is None:
+            with held_by_name(model, [plain_optimizer(each) for each in optimizers]):
+                engine = self._shard(model)
+        elif engine.model is not model:
+            raise ValueError(
+                "model: expected the model that was given to fe.shard, or one that is not sharded; "
+                f"found a {type(model).__name__} that is a part of it"
+            )
+        if engine.ranks.size > 1:
+            # Ranks whose text ends early go on calling the model as long as others do:
+            # `transformers` asks for this attribute (is_fsdp_managed_module, 5.0 to 5.23) where
+            # `generate` is not told `synced_gpus`.
+            for module in model.modules():
+                if hasattr(module, "generate"):
+                    module._is_fsdp_managed_module = True  # type: ignore[assignment]
+        return engine
+
+    def prepare(self, *args: Any, device_placement: Any = None) -> Any:
+        """As ``Accelerator.prepare``; models are sharded first, wherever they stand."""
+        optimizers = [each for each in args if isinstance(each, torch.optim.Optimizer)]
+        for each in args:
+            if isinstance(each, nn.Module):
+                self.shard_model(each, optimizers)
+        return super().prepare(*args, device_placement=device_placement)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Shard a model, if it is not, for training as for evaluation; returns the same model."""
+        engine = self.shard_model(model)
+        plugin = self.state.dynamo_plugin
+        if plugin.backend != DynamoBackend.NO and not getattr(
+            model, "_is_accelerate_prepared", False
+        ):
+            compile_units(engine, plugin.to_kwargs())
+        # The parent would compile the model as a whole, the engine's hooks with it.
+        self.state.dynamo_plugin = TorchDynamoPlugin(backend="no")
+        try:
+            prepared: nn.Module = super().prepare_model(
+                model, device_placement=False, evaluation_mode=True
+            )
+        finally:
+            self.state.dynamo_plugin = plugin
+        return prepared
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer:
+        """As ``Accelerator.prepare_optimizer``; an elementwise one steps on plain slices."""
+        plain = plain_optimizer(optimizer)
+        if is_elementwise(plain):
+            shard_optimizer(plain)
+        return super().prepare_optimizer(optimizer, device_placement=False)
+
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """``engine.no_sync()`` of a sharded model."""
+        engine = engine_of(model)
+        with contextlib.nullcontext() if engine is None else engine.no_sync():
+            yield
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2
+    ) -> Tensor:
+        """Clip gradients to a norm over all ranks; returns the norm before, a plain 0-d tensor.
+
+        Args:
+            parameters: of a sharded model: all that have gradients. Parameters of several models,
+                or a part of a model's, are clipped by torch.
+            max_norm: the largest norm that is left alone; inf only measures.
+            norm_type: p of the p-norm.
+        """
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        ids = {id(param) for param in given}
+        for model in self._models:
+            engine = engine_of(model)
+            if engine is not None and all(
+                id(param) in ids for param in model.parameters() if param.requires_grad
+            ):
+                trainable = sum(param.requires_grad for param in model.parameters())
+                if trainable == sum(param.requires_grad for param in given):
+                    return engine.clip_grad_norm_(max_norm, norm_type)
+        norm = super().clip_grad_norm_(given, max_norm, norm_type)
+        whole = getattr(norm, "full_tensor", None)
+        return norm if whole is None else whole()
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Full weights in host memory, on the first rank; empty on others. Collective."""
+        engine = engine_of(model)
+        if engine is None:
+            state: dict[str, Any] = super().get_state_dict(model, unwrap)
+            return state
+        return engine.full_state_dict(rank0_only=True)
+
+    def save_state(
+        self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any
+    ) -> str:
+        """Save models, optimizers, schedulers, samplers, random states and registered objects.
+
+        The folder is there as a whole or not at all: a job that is killed while it saves leaves
+        what was there before. Any number of ranks loads it. Collective.
+
+        Args:
+            output_dir: the folder; what is in it is replaced. None: as accelerate's automatic names
+                say.
+            safe_serialization, kwargs: for other engines; nothing here.
+
+        Returns:
+            The folder.
+        """
+        folder = Path(os.path.expanduser(self._folder_of_save(output_dir)))
+        with whole_folder(folder, self._first_engine().ranks) as staging:
+            error: Exception | None = None
+            try:
+                for hook in self._save_model_state_pre_hook.values():
+                    hook(self._models, [], str(staging))
+                schedulers, loaders = self._schedulers, self._dataloaders
+                index = self.state.process_index
+                save_accelerator_state(staging, [], [], schedulers, loaders, index, self.step)
+                for number, each in enumerate(self._custom_objects):
+                    save_custom_state(each, str(staging), number)
+            except Exception as caught:  # what users registered raises anything
+                error = caught
+            agree("save_state()", error, self._first_engine().ranks.control_group)
+            for name, engine, optimizer in self._saved():
+                save_checkpoint(staging / name, engine, optimizer)
+        self._retire(folder)
+        self.project_configuration.iteration += 1
+        return str(folder)
+
+    def load_state(
+        self, input_dir: Any = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        """Load what :meth:`save_state` wrote, on any number of ranks. Collective.
+
+        Random states come back on ranks that have saved theirs.
+
+        Args:
+            input_dir: the folder. None: the latest of accelerate's automatic names.
+            load_kwargs: for reading schedulers and samplers.
+            kwargs: for other engines; nothing here.
+
+        Raises:
+            ValueError, OSError: the folder is none of :meth:`save_state`, or does not fit; on all
+                ranks.
+        """
+        error: Exception | None = None
+        folder = Path()
+        try:
+            folder = Path(os.path.expanduser(input_dir or self._latest()))
+            if not (folder / SHARDED).is_dir():
+                raise ValueError(
+                    f"input_dir: expected what FSDPEngineAccelerator.save_state wrote; found "
+                    f"{folder} without {SHARDED}/"
+                )
+            self._check_custom_objects(folder)
+        except Exception as caught:
+            error = caught
+        group = self._first_engine().ranks.control_group
+        agree("load_state()", error, group)
+        for name, engine, optimizer in self._saved():
+            load_checkpoint(folder / name, engine, optimizer)
+        try:
+            for hook in self._load_model_state_pre_hook.values():
+                hook(self._models, str(folder))
+            schedulers, loaders = self._schedulers, self._dataloaders
+            index = self.state.process_index
+            changes = load_accelerator_state(
+                str(folder), [], [], schedulers, loaders, index, None, "cpu", load_kwargs
+            )
+            if "step" in changes:
+                self.step: int = changes["step"]
+            for number, each in enumerate(self._custom_objects):
+                load_custom_state(each, str(folder), number)
+        except Exception as caught:  # what users registered raises anything
+            error = caught
+        agree("load_state()", error, group)
+
+    def _shard(self, model: nn.Module) -> Engine:
+        arguments = dict(self.shard_arguments)
+        is_meta = any(param.is_meta for param in model.parameters())
+        if self.mixed_precision == "bf16" and not {"mp_policy", "plan"} & arguments.keys():
+            arguments["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        if not is_meta:  # as in DDP
+            arguments.setdefault("initial_values", "rank0")
+        elif self.pretrained is not None:
+            arguments.setdefault("initial_values", "empty")
+        engine = shard_model(model, **arguments)
+        if engine.mesh.device.type != self.device.type:
+            raise ValueError(
+                f"shard: expected a mesh of {self.device.type}, as the accelerator says; found "
+                f"{engine.mesh.device.type}"
+            )
+        if is_meta and self.pretrained is not None:
+            load_pretrained(engine, self.pretrained)
+        return engine
+
+    def _check_state(self) -> None:
+        """Raise ValueError for what does not go with the engine."""
+        if self.distributed_type not in _TYPES:
+            raise ValueError(
+                "distributed_type: expected ranks without another engine; found "
+                f"{self.distributed_type}"
+            )
+        if self.state.mixed_precision not in ("no", "bf16"):
+            raise ValueError(
+                "mixed_precision: expected 'no' or 'bf16', which need no scaling of the loss; "
+                f"found {self.state.mixed_precision!r}"
+            )
+        if self.parallelism_config is not None:
+            raise ValueError(
+                "parallelism_config: expected None; found one (cut the model by torch, and give "
+                "the rest of the mesh in shard)"
+            )
+
+    def _saved(self) -> Iterator[tuple[str, Engine, torch.optim.Optimizer | None]]:
+        """Folder, engine and optimizer of each model.
+
+        Raises:
+            ValueError: a model has more than one optimizer.
+        """
+        engines = [engine for model in self._models if (engine := engine_of(model)) is not None]
+        for number, engine in enumerate(engines):
+            own = {id(param) for param in engine.model.parameters()}
+            optimizers = [
+                plain_optimizer(each)
+                for each in self._optimizers
+                if any(id(param) in own for group in each.param_groups for param in group["params"])
+            ]
+            if len(optimizers) > 1:
+                raise ValueError(
+                    f"optimizers: expected at most one for a model; found {len(optimizers)} for "
+                    f"{type(engine.model).__name__}"
+                )
+            name = SHARDED if number == 0 else f"{SHARDED}_{number}"
+            yield name, engine, optimizers[0] if optimizers else None
+
+    def _first_engine(self) -> Engine:
+        for model in self._models:
+            if (engine := engine_of(model)) is not None:
+                return engine
+        raise ValueError("models: expected one that was prepared; found none")
+
+    def _folder_of_save(self, output_dir: Any) -> str:
+        project = self.project_configuration
+        if not project.automatic_checkpoint_naming:
+            if output_dir is None:
+                raise ValueError(
+                    "output_dir: expected a folder; found None, without automatic names"
+                )
+            return str(output_dir)
+        folder = os.path.join(self.project_dir, "checkpoints", f"checkpoint_{self.save_iteration}")
+        if os.path.exists(folder):
+            raise ValueError(
+                f"save_iteration: expected one that was not saved yet; found {folder} (set "
+                "project_configuration.iteration to go on after it)"
+            )
+        return folder
+
+    def _automatic(self, parent: Path) -> list[Path]:
+        """Folders of automatic names, the latest last."""
+        named = [(re.fullmatch(r"checkpoint_(\d+)", each.name), each) for each in parent.iterdir()]
+        return [path for _, path in sorted((int(name[1]), path) for name, path in named if name)]
+
+    def _latest(self) -> Path:
+        if not self.project_configuration.automatic_checkpoint_naming:
+            raise ValueError("input_dir: expected a folder, since names are not automatic")
+        folders = self._automatic(Path(self.project_dir) / "checkpoints")
+        if not folders:
+            raise ValueError(f"input_dir: expected a checkpoint in {self.project_dir}; found none")
+        return folders[-1]
+
+    def _retire(self, folder: Path) -> None:
+        """Remove the oldest of automatic names, beyond ``total_limit``."""
+        project = self.project_configuration
+        limit = project.total_limit
+        if project.automatic_checkpoint_naming and limit is not None and self.is_main_process:
+            for each in self._automatic(folder.parent)[:-limit]:
+                shutil.rmtree(each, ignore_errors=True)
+
+    def _check_custom_objects(self, folder: Path) -> None:
+        found = len(list(folder.glob("custom_checkpoint_*.pkl")))
+        if found != len(self._custom_objects):
+            raise ValueError(
+                f"registered objects: expected {found}, as {folder} has; found "
+                f"{len(self._custom_objects)}"
+            )
+
+
+def plain_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer within those that accelerate makes."""
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer

@@ -1,0 +1,78 @@
+"""What a trainer does around ``shard``: its arguments, optimizers that were there, compilation."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_engine.devices.meeting import telling
+from fsdp_engine.devices.mesh import ranks_that_meet
+from fsdp_engine.engine import Engine
+from fsdp_engine.sharding import shard as shard_model
+
+_ARGUMENTS = frozenset(inspect.signature(shard_model).parameters) - {"model"}
+
+
+def checked_arguments(shard: Mapping[str, Any] | None) -> dict[str, Any]:
+    """``shard`` as a dict.
+
+    Raises:
+        TypeError: it is no mapping.
+        ValueError: it has what ``fsdp_engine.shard`` does not know.
+    """
+    if shard is None:
+        return {}
+    if not isinstance(shard, Mapping):
+        raise TypeError(
+            "shard: expected arguments of fsdp_engine.shard by name, such as "
+            f"dict(strategy='optim_grads_params'), or None; found {type(shard).__name__}"
+        )
+    unknown = sorted(map(str, set(shard) - _ARGUMENTS))
+    if unknown:
+        known = ", ".join(sorted(_ARGUMENTS))
+        raise ValueError(
+            f"shard: expected arguments of fsdp_engine.shard ({known}); found {', '.join(unknown)}"
+        )
+    return dict(shard)
+
+
+@contextlib.contextmanager
+def held_by_name(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
+    """Within it, optimizers hold no parameter of the model; afterwards those of the same names."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    held = []
+    with telling("prepare()", ranks_that_meet(None)):
+        for optimizer in optimizers:
+            own = [
+                group
+                for group in optimizer.param_groups
+                if any(id(param) in names for param in group["params"])
+            ]
+            if own and optimizer.state:
+                raise ValueError(
+                    "optimizer: expected one that has not stepped, or was built after its model "
+                    "was sharded; found one with state"
+                )
+            held += own
+    params = [[names.get(id(param), param) for param in group["params"]] for group in held]
+    for group in held:
+        group["params"] = []
+    try:
+        yield
+    finally:
+        named = dict(model.named_parameters())
+        for group, each in zip(held, params, strict=True):
+            group["params"] = [named[one] if isinstance(one, str) else one for one in each]
+
+
+def compile_units(engine: Engine, options: dict[str, Any]) -> None:
+    """Compile the modules of units, each by itself, by ``torch.compile``'s ``options``."""
+    options = {**options, "fullgraph": False}  # the engine's hooks stand between graphs
+    for unit in engine.units[1:]:
+        for module in unit.built.modules:
+            module.compile(**options)

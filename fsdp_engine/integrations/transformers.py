@@ -1,0 +1,289 @@
+"""The ``Trainer`` of transformers over this engine.
+
+The trainer's own loop runs; its accelerator is :class:`~.accelerate.FSDPEngineAccelerator`, which
+shards the model. What is saved and loaded is the engine's. Tried with transformers 5.23: methods
+that begin with an underscore are those that its documentation has no public ones for.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
+from torch import Tensor, nn
+from transformers import PreTrainedModel, Seq2SeqTrainer, Trainer, TrainingArguments
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+
+from fsdp_engine.checkpoint.folder import load_checkpoint, save_checkpoint
+from fsdp_engine.checkpoint.hugging_face import export_safetensors
+from fsdp_engine.devices.agreement import agree
+from fsdp_engine.devices.meeting import telling
+from fsdp_engine.devices.mesh import ranks_that_meet
+from fsdp_engine.engine import Engine
+from fsdp_engine.integrations.accelerate import (
+    SHARDED,
+    FSDPEngineAccelerator,
+    plain_optimizer,
+)
+from fsdp_engine.integrations.preparation import checked_arguments
+from fsdp_engine.integrations.whole_folder import whole_folder
+from fsdp_engine.pretrained.load import load_pretrained
+from fsdp_engine.pretrained.save import save_pretrained
+
+WHAT = "FSDPEngineTrainer()"
+# The optimizer's state in a checkpoint of the plain Trainer: whole tensors.
+WHOLE_OPTIMIZER = "optimizer.pt"
+
+if TYPE_CHECKING:
+    _Trainer = Trainer
+else:
+    _Trainer = object
+
+
+class FSDPEngineMixin(_Trainer):
+    """Put before a ``Trainer``, it trains with this engine: ``class Mine(FSDPEngineMixin,
+    SFTTrainer)``.
+
+    Checkpoints are there as a whole or not at all: ``checkpoint-<step>`` appears by one rename when
+    all ranks have written. Any number of ranks resumes them.
+
+    Args:
+        *args: as for the trainer. ``model`` may be plain, on the meta device, or sharded.
+        shard: arguments of ``fsdp_engine.shard`` by name. None: its defaults. Not used for a model
+            that is sharded.
+        pretrained: a Hugging Face folder, from which ``fsdp_engine.load_pretrained`` reads the
+            weights of a model that is on the meta device.
+        model_in_checkpoints: a checkpoint has the model as ``from_pretrained`` reads it, too.
+            False: what the engine needs to resume, alone.
+        optimizers: as for the trainer; one that was built before the model was sharded holds the
+            sharded parameters afterwards.
+        **kwargs: as for the trainer.
+
+    Attributes:
+        engine: the model's.
+
+    Raises:
+        ValueError, TypeError: an argument does not go with the engine, here or among the training
+            arguments; on all ranks.
+    """
+
+    # Whatever a trainer has of these, when it comes to what is below.
+    model: Any
+    accelerator: Any
+    gather_function: Any
+    optimizer: Any
+    lr_scheduler: Any
+
+    def __init__(
+        self,
+        *args: Any,
+        shard: Mapping[str, Any] | None = None,
+        pretrained: str | os.PathLike[str] | None = None,
+        model_in_checkpoints: bool = True,
+        optimizers: tuple[Any, Any] = (None, None),
+        **kwargs: Any,
+    ) -> None:
+        self._shard, self._pretrained = shard, pretrained
+        self._model_in_checkpoints = model_in_checkpoints
+        # Where a checkpoint is written, while one is.
+        self._staging: Path | None = None
+        # Built before the model was sharded, or after.
+        self._own_optimizers = [each for each in optimizers[:1] if each is not None]
+        kwargs["optimizers"] = optimizers
+        super().__init__(*args, **kwargs)
+
+    @property
+    def engine(self) -> Engine:
+        """The model's engine."""
+        return self._accelerator.shard_model(self.model)
+
+    @property
+    def _accelerator(self) -> FSDPEngineAccelerator:
+        assert isinstance(self.accelerator, FSDPEngineAccelerator)
+        return self.accelerator
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As the trainer's, with an accelerator that shards."""
+        self.args.device  # noqa: B018 - ranks come together, as the arguments say
+        with telling(WHAT, ranks_that_meet(None)):
+            arguments = checked_arguments(self._shard)
+            _check(self.args)
+            if self.args.save_only_model and not self._model_in_checkpoints:
+                raise ValueError(
+                    "model_in_checkpoints: expected True with save_only_model=True; found False"
+                )
+        super().create_accelerator_and_postprocess()
+        made = self.accelerator
+        accumulation = GradientAccumulationPlugin(**made.gradient_state.plugin_kwargs)
+        loading: DataLoaderConfiguration = made.dataloader_config
+        self.accelerator = FSDPEngineAccelerator(
+            shard=arguments,
+            pretrained=self._pretrained,
+            mixed_precision=self.args.mixed_precision,
+            dataloader_config=loading,
+            gradient_accumulation_plugin=accumulation,
+            dynamo_plugin=made.state.dynamo_plugin,
+        )
+        self.gather_function = functools.partial(
+            self.accelerator.gather_for_metrics,
+            use_gather_object=self.args.eval_use_gather_object,
+        )
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        # Each rank its slices; the trainer would move the whole model.
+        self._accelerator.shard_model(model, self._own_optimizers)
+
+    def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
+        # The engine's norm is over all meshes; and looking at gradients would hold them.
+        return False
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model as ``from_pretrained`` reads it, with its tokenizer. Collective.
+
+        Args:
+            output_dir: the folder; None: that of the training arguments.
+        """
+        folder = Path(output_dir if output_dir is not None else str(self.args.output_dir))
+        if not _internal_call or self._model_in_checkpoints:
+            self._save_pretrained(folder)
+        if self.args.push_to_hub and not _internal_call:
+            revision = self.args.hub_revision
+            self.push_to_hub(commit_message="Model save", revision=revision)
+
+    def _save_pretrained(self, folder: Path) -> None:
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if isinstance(self.model, PreTrainedModel) or hasattr(self.model, "peft_config"):
+            save_pretrained(self.engine, folder, tokenizer=tokenizer)
+        else:
+            export_safetensors(self.engine, folder)
+        error: Exception | None = None
+        try:
+            if self.args.should_save:
+                torch.save(self.args, folder / TRAINING_ARGS_NAME)
+        except Exception as caught:
+            error = caught
+        agree("save_model()", error, self.engine.ranks.control_group)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self._staging) if self._staging is not None else super()._get_output_dir(trial)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        run = self._get_output_dir(trial)
+        folder = Path(run) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        with whole_folder(folder, self.engine.ranks) as staging:
+            self._staging = staging.parent
+            try:
+                super()._save_checkpoint(model, trial)
+            finally:
+                self._staging = None
+            if self.state.best_model_checkpoint == str(staging):
+                self.state.best_model_checkpoint = str(folder)
+                if self.args.should_save:
+                    self.state.save_to_json(str(staging / TRAINER_STATE_NAME))
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(folder))
+        if self.args.should_save:
+            best, limit = self.state.best_model_checkpoint, self.args.save_total_limit
+            rotate_checkpoints(
+                output_dir=run, save_total_limit=limit, best_model_checkpoint=best, use_mtime=True
+            )
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self._staging is None:  # else when it is whole
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        engine, folder = self.engine, Path(output_dir)
+        save_checkpoint(folder / SHARDED, engine, plain_optimizer(self.optimizer))
+        error: Exception | None = None
+        try:
+            if self.args.should_save:
+                torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
+        except Exception as caught:
+            error = caught
+        agree("saving the scheduler", error, engine.ranks.control_group)
+
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
+        """Weights, if they do not come with the optimizer's state, once there is an optimizer."""
+        folder = Path(resume_from_checkpoint)
+        if not (folder / SHARDED).is_dir():
+            load_pretrained(self.engine, folder)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        engine, folder = self.engine, Path(checkpoint)
+        optimizer = plain_optimizer(self.optimizer)
+        if (folder / SHARDED).is_dir():
+            load_checkpoint(folder / SHARDED, engine, optimizer)
+        elif not (folder / WHOLE_OPTIMIZER).is_file():
+            return  # save_only_model=True: optimizer and scheduler begin anew
+        error: Exception | None = None
+        try:
+            if not (folder / SHARDED).is_dir():
+                _load_whole(optimizer, folder / WHOLE_OPTIMIZER)
+            state = torch.load(folder / SCHEDULER_NAME, weights_only=True)
+            self.lr_scheduler.load_state_dict(state)
+        except Exception as caught:
+            error = caught
+        agree(f"resume from {folder}", error, engine.ranks.control_group)
+
+    def _load_best_model(self) -> None:
+        folder = Path(str(self.state.best_model_checkpoint))
+        if (folder / SHARDED).is_dir():
+            load_checkpoint(folder / SHARDED, self.engine)
+        else:
+            load_pretrained(self.engine, folder)
+
+
+class FSDPEngineTrainer(FSDPEngineMixin, Trainer):
+    """``transformers.Trainer`` with this engine; see :class:`FSDPEngineMixin`."""
+
+
+class FSDPEngineSeq2SeqTrainer(FSDPEngineMixin, Seq2SeqTrainer):
+    """``transformers.Seq2SeqTrainer`` with this engine; see :class:`FSDPEngineMixin`."""
+
+
+def _load_whole(optimizer: torch.optim.Optimizer, file: Path) -> None:
+    """Give a sharded optimizer the state of one that had the same parameters, not sharded."""
+    packed = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+
+    def like(param: Tensor, value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.shape != param.shape or not value.ndim:
+            return value
+        return torch.clone(param.detach()).to(value.dtype).copy_(value)
+
+    state = {
+        number: {key: like(params[number], value) for key, value in each.items()}
+        for number, each in packed["state"].items()
+    }
+    optimizer.load_state_dict({**packed, "state": state})
+
+
+def _check(args: TrainingArguments) -> None:
+    """Raise ValueError for training arguments that do not go with the engine."""
+    ours = {
+        "fsdp": "the engine shards; its arguments are given as shard",
+        "deepspeed": "the engine shards; its arguments are given as shard",
+        "fp16": "it would need its loss scaled; bf16=True does not",
+        "auto_find_batch_size": "a rank that ran out of memory would leave the others behind",
+        "save_on_each_node": "all ranks write one folder together",
+        "parallelism_config": "cut the model by torch, and give the rest of the mesh in shard",
+    }
+    for name, reason in ours.items():
+        if value := getattr(args, name, None):
+            raise ValueError(f"{name}: expected it unset, since {reason}; found {value!r}")
+    if args.n_gpu > 1:
+        raise ValueError(
+            "devices: expected one process for each, by torchrun or accelerate launch; found one "
+            f"process with {args.n_gpu}"
+        )

@@ -1,0 +1,248 @@
+"""A loop of accelerate's over the engine, beside the same one over DDP on the same ranks."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integrations.trainer_scene import (
+    FULL,
+    LEVELS,
+    as_launched,
+    llama,
+    num_ranks,
+    rows,
+    shared_folder,
+)
+from tests.pool import Ranks, on_few_ranks, on_ranks
+
+
+def accelerator(kind: str, **given: Any) -> Any:
+    """Of a kind: "plain", or a level."""
+    as_launched()
+    from accelerate import Accelerator
+
+    from fsdp_engine.integrations.accelerate import FSDPEngineAccelerator
+
+    given = {"cpu": True, "gradient_accumulation_steps": 2, **given}
+    if kind == "plain":
+        return Accelerator(**given)
+    return FSDPEngineAccelerator(shard={"strategy": kind, "min_unit_size": 0}, **given)
+
+
+class Loop:
+    """What accelerate's documentation shows: everything is built before it is prepared."""
+
+    def __init__(self, kind: str, seed: int = 0, shuffle: bool = True, **given: Any) -> None:
+        self.accelerator = accelerator(kind, **given)
+        model = llama(seed)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+        size = 4 // num_ranks()
+        torch.manual_seed(7)
+        loader = torch.utils.data.DataLoader(rows(32), batch_size=size, shuffle=shuffle)
+        held_out = torch.utils.data.DataLoader(rows(7, seed=2), batch_size=3)
+        prepared = self.accelerator.prepare(optimizer, model, loader, held_out, scheduler)
+        self.optimizer, self.model, self.loader, self.held_out, self.scheduler = prepared
+
+    def train(self, epochs: int = 1) -> list[tuple[float, float]]:
+        """The loss over all ranks, and the gradient's norm, of every step."""
+        figures, losses = [], []
+        for _ in range(epochs):
+            for batch in self.loader:
+                with self.accelerator.accumulate(self.model):
+                    loss = self.model(**batch).loss
+                    losses.append(self.accelerator.reduce(loss.detach(), "mean"))
+                    self.accelerator.backward(loss)
+                    if self.accelerator.sync_gradients:
+                        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), 0.5)
+                        assert type(norm) is torch.Tensor
+                        figures.append((float(sum(losses)) / len(losses), float(norm)))
+                        losses.clear()
+                    self.optimizer.step()
+                    self.scheduler.step()
+                    self.optimizer.zero_grad()
+        return figures
+
+    @torch.no_grad()
+    def evaluate(self) -> torch.Tensor:
+        """Logits of all held-out sequences, in their order."""
+        self.model.eval()
+        found = []
+        for batch in self.held_out:
+            logits = self.model(**batch).logits
+            found.append(self.accelerator.gather_for_metrics(logits))
+        self.model.train()
+        return torch.cat(found)
+
+
+@pytest.mark.parametrize("level", [FULL])
+@on_few_ranks
+def test_a_loop_is_that_of_ddp(level: str) -> None:
+    plain = Loop("plain")
+    expected, logits = plain.train(), plain.evaluate()
+    ours = Loop(level)
+    torch.testing.assert_close(ours.train(), expected, rtol=1e-4, atol=1e-5)
+    found = ours.evaluate()
+    assert len(found) == 7
+    torch.testing.assert_close(found, logits, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("level", LEVELS)
+@on_ranks(2)
+def test_a_loop_at_every_level_is_that_of_ddp(level: str) -> None:
+    expected = Loop("plain").train()
+    torch.testing.assert_close(Loop(level).train(), expected, rtol=1e-4, atol=1e-5)
+
+
+@on_ranks(2)
+def test_a_loop_in_bf16_and_its_policy() -> None:
+    expected = Loop("plain", mixed_precision="bf16").train()
+    ours = Loop(FULL, mixed_precision="bf16")
+    torch.testing.assert_close(ours.train(), expected, rtol=3e-2, atol=3e-2)
+    batch = next(iter(ours.held_out))
+    assert ours.model(**batch).logits.dtype == torch.float32
+
+
+@on_ranks(2)
+def test_a_part_of_the_parameters_is_clipped_by_its_own_norm() -> None:
+    norms = []
+    for kind in ("plain", FULL):
+        loop = Loop(kind, gradient_accumulation_steps=1)
+        loop.accelerator.backward(loop.model(**next(iter(loop.loader))).loss)
+        part = [p for name, p in loop.model.named_parameters() if "mlp" in name]
+        norms.append(loop.accelerator.clip_grad_norm_(part, 1e-3))
+        norms.append(loop.accelerator.clip_grad_norm_(loop.model.parameters(), float("inf")))
+    assert all(type(norm) is torch.Tensor for norm in norms)
+    torch.testing.assert_close(norms[:2], norms[2:], rtol=1e-4, atol=1e-6)
+
+
+@on_ranks(2)
+def test_the_weights_are_those_of_the_usual_idiom() -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = shared_folder()
+    loop = Loop(FULL)
+    loop.train()
+    state = loop.accelerator.get_state_dict(loop.model)
+    whole = loop.accelerator.unwrap_model(loop.model)
+    first = loop.accelerator.is_main_process
+    assert bool(state) == first
+    whole.save_pretrained(
+        folder, is_main_process=first, save_function=loop.accelerator.save, state_dict=state
+    )
+    loop.accelerator.save_model(loop.model, folder / "plain")
+    loop.accelerator.wait_for_everyone()
+    expected = _whole(loop)
+    for name, value in AutoModelForCausalLM.from_pretrained(folder).state_dict().items():
+        assert torch.equal(value, expected[name])
+    assert (folder / "plain" / "model.safetensors").is_file()
+
+
+def _whole(loop: Loop) -> dict[str, torch.Tensor]:
+    from fsdp_engine.engine import engine_of
+
+    engine = engine_of(loop.model)
+    assert engine is not None
+    return engine.full_state_dict()
+
+
+class Counter:
+    """An object that a user registers."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def held(loop: Loop) -> dict[str, Any]:
+    """Weights, and the optimizer's state and hyperparameters, whole."""
+    state = loop.optimizer.optimizer.state
+    names = {param: name for name, param in loop.model.named_parameters()}
+    means = {names[param]: each["exp_avg"].full_tensor() for param, each in state.items()}
+    rates = [group["lr"] for group in loop.optimizer.param_groups]
+    return {"weights": _whole(loop), "means": means, "rates": rates}
+
+
+def train_and_save(folder: str, level: str) -> tuple[dict[str, Any], list[tuple[float, float]]]:
+    """Train an epoch, save, train another; what was saved, and the second epoch."""
+    loop, counter = Loop(level, shuffle=False), Counter()
+    loop.accelerator.register_for_checkpointing(counter)
+    loop.train()
+    counter.count = 5
+    assert loop.accelerator.save_state(f"{folder}/state") == f"{folder}/state"
+    loop.accelerator.save_state(f"{folder}/state")  # takes its own place
+    return held(loop), loop.train()
+
+
+def resume(folder: str, level: str) -> tuple[dict[str, Any], list[tuple[float, float]]]:
+    """What was loaded into another model, and the second epoch from it."""
+    loop, counter = Loop(level, seed=9, shuffle=False), Counter()
+    loop.accelerator.register_for_checkpointing(counter)
+    loop.accelerator.load_state(f"{folder}/state")
+    assert counter.count == 5
+    return held(loop), loop.train()
+
+
+@pytest.mark.parametrize(("first", "second"), [(2, 2), (2, 1)])
+def test_a_saved_state_is_loaded_on_any_ranks(
+    ranks: Ranks, tmp_path: Path, first: int, second: int
+) -> None:
+    saved, expected = ranks.run(train_and_save, str(tmp_path), FULL, world_size=first)[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+    loaded, found = ranks.run(resume, str(tmp_path), "optim", world_size=second)[0]
+    torch.testing.assert_close(loaded, saved, rtol=0, atol=0)
+    if second == first:  # accelerate's schedulers step once for each rank
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@on_ranks(2)
+def test_automatic_names_and_their_limit() -> None:
+    from accelerate.utils import ProjectConfiguration
+
+    folder = shared_folder()
+    project = ProjectConfiguration(
+        project_dir=str(folder), automatic_checkpoint_naming=True, total_limit=2
+    )
+    loop = Loop(FULL, project_config=project)
+    for _ in range(3):
+        loop.accelerator.save_state()
+    loop.accelerator.wait_for_everyone()
+    names = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert names == ["checkpoint_1", "checkpoint_2"]
+    loop.accelerator.load_state()
+    if loop.accelerator.is_main_process:
+        shutil.rmtree(folder / "checkpoints" / "checkpoint_2" / "fsdp_engine")
+    loop.accelerator.wait_for_everyone()
+    with pytest.raises(ValueError, match=r"input_dir: expected .*; found .*checkpoint_2"):
+        loop.accelerator.load_state()
+
+
+@on_ranks(2)
+def test_what_does_not_go_together_is_refused_on_all_ranks() -> None:
+    with pytest.raises(ValueError, match="mixed_precision: expected 'no' or 'bf16'"):
+        accelerator(FULL, mixed_precision="fp16")
+    with pytest.raises(ValueError, match="strategy: expected"):
+        Loop("level 3")
+    loop = Loop(FULL)
+    with pytest.raises(ValueError, match="part of it"):
+        loop.accelerator.prepare(loop.model.model)
+
+
+@pytest.mark.thorough
+@on_ranks(2)
+def test_units_are_compiled() -> None:
+    expected = Loop("plain").train()
+    ours = Loop(FULL, dynamo_backend="eager")
+    assert ours.model.model.layers[0]._compiled_call_impl is not None
+    torch.testing.assert_close(ours.train(), expected, rtol=1e-4, atol=1e-5)

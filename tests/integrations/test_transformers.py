@@ -1,0 +1,247 @@
+"""transformers' ``Trainer`` over the engine, beside the plain one (DDP) on the same ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.integrations.trainer_scene import (
+    FULL,
+    LEVELS,
+    Make,
+    arguments,
+    as_launched,
+    assert_same,
+    figures,
+    llama,
+    rows,
+    run,
+    shared_folder,
+    trainer,
+)
+from tests.pool import on_few_ranks, on_ranks
+
+
+def hits(prediction: Any) -> dict[str, float]:
+    """Tokens that were predicted right."""
+    guessed = prediction.predictions.argmax(-1)[:, :-1]
+    labels = prediction.label_ids[:, 1:]
+    return {"hits": float(np.sum((guessed == labels) & (labels != -100)))}
+
+
+@pytest.mark.parametrize("level", [FULL])
+@on_few_ranks
+def test_a_run_is_that_of_the_plain_trainer(level: str) -> None:
+    given = {"compute_metrics": hits}
+    expected = run("plain", trainer=given)
+    assert {(2, "eval_hits"), (5, "grad_norm")} <= expected.keys()
+    assert_same(run(level, trainer=given), expected)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("level", LEVELS)
+@on_few_ranks
+def test_a_run_at_every_level_is_that_of_the_plain_trainer(level: str) -> None:
+    given = {"compute_metrics": hits}
+    assert_same(run(level, trainer=given), run("plain", trainer=given))
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "each rank's own mean": {"average_tokens_across_devices": False},
+    "no accumulation": {"gradient_accumulation_steps": 1},
+    "no clipping": {"max_grad_norm": 0.0},
+    "label smoothing": {"label_smoothing_factor": 0.1},
+    "checkpointing": {"activation_checkpointing": True},
+    "sgd": {"optim": "sgd", "lr_scheduler_type": "linear", "warmup_steps": 2},
+    "fused": {"optim": "adamw_torch_fused"},
+    "adagrad": {"optim": "adagrad"},
+    "rmsprop": {"optim": "rmsprop"},
+    "plateau": {"lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "loss"},
+    "neftune": {"neftune_noise_alpha": 5.0},
+}
+# One of each kind in every run of the tests.
+QUICK = ("each rank's own mean", "label smoothing", "checkpointing", "sgd")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in QUICK else pytest.param(name, marks=pytest.mark.thorough)
+        for name in VARIANTS
+    ],
+)
+@on_ranks(2)
+def test_training_arguments_mean_what_they_mean(name: str) -> None:
+    arguments = VARIANTS[name]
+    assert_same(run(FULL, **arguments), run("plain", **arguments))
+
+
+@pytest.mark.parametrize("level", [FULL, pytest.param("no_shard", marks=pytest.mark.thorough)])
+@on_ranks(2)
+def test_bf16_is_as_close_to_autocast_as_bf16_is(level: str) -> None:
+    exact, expected = run("plain"), run("plain", bf16=True)
+    assert_same(run(level, bf16=True), expected, rtol=3e-2, atol=3e-2)
+    assert any(abs(exact[key] - expected[key]) > 1e-4 for key in exact)
+
+
+@on_ranks(2)
+def test_the_policy_that_is_given_is_taken_beside_bf16() -> None:
+    import fsdp_engine as fe
+
+    policy = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    made = trainer(FULL, arguments(shared_folder(), bf16=True), shard={"mp_policy": policy})
+    assert made.engine.policy == policy
+    made = trainer(FULL, arguments(shared_folder(), bf16=True))
+    assert made.engine.policy.param_dtype is torch.bfloat16
+
+
+@on_ranks(2)
+def test_only_the_last_microbatch_syncs_and_the_optimizer_steps_on_slices() -> None:
+    from transformers import TrainerCallback
+
+    from fsdp_engine.flat_dtensor import FlatDTensor
+
+    seen: list[tuple[bool, int]] = []
+
+    class Look(TrainerCallback):
+        def on_substep_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            seen.append((False, state.global_step))
+
+        def on_pre_optimizer_step(
+            self, args: Any, state: Any, control: Any, model: Any = None, **given: Any
+        ) -> None:
+            assert all(isinstance(p.grad, FlatDTensor) for p in model.parameters())
+            seen.append((True, state.global_step))
+
+    made = trainer(FULL, arguments(shared_folder(), max_steps=2))
+    made.add_callback(Look())
+    synced: list[bool] = []
+    step = made.training_step
+
+    def training_step(*args: Any) -> Any:
+        synced.append(made.engine._reductions.sync)
+        return step(*args)
+
+    made.training_step = training_step
+    made.train()
+    assert synced == [False, True, False, True]
+    assert seen == [(False, 0), (True, 0), (False, 1), (True, 1)]
+    state = made.optimizer.optimizer.state
+    assert state
+    assert all(isinstance(value["exp_avg"], FlatDTensor) for value in state.values())
+
+
+@pytest.mark.parametrize("level", ["no_shard", FULL])
+@on_ranks(2)
+def test_an_optimizer_that_was_built_before_is_taken(level: str) -> None:
+    def given() -> dict[str, Any]:
+        model = llama()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.8, 0.9))
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        return {"model": model, "optimizers": (optimizer, scheduler)}
+
+    assert_same(run(level, trainer=given()), run("plain", trainer=given()))
+
+
+@on_ranks(2)
+def test_an_optimizer_that_has_stepped_before_is_refused() -> None:
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    model(**{name: value[None] for name, value in rows(1)[0].items()}).loss.backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match="optimizer: expected one that has not stepped"):
+        trainer(FULL, arguments(shared_folder()), model, optimizers=(optimizer, None))
+
+
+@on_ranks(2)
+def test_a_model_on_the_meta_device_gets_the_weights_of_a_folder() -> None:
+    folder = shared_folder()
+    plain = llama(seed=3)
+    if torch.distributed.get_rank() == 0:
+        plain.save_pretrained(folder / "model")
+    torch.distributed.barrier()
+    expected = run("plain", trainer={"model": plain})
+    with torch.device("meta"):
+        model = llama()
+    given = {"model": model, "pretrained": folder / "model"}
+    assert_same(run(FULL, trainer=given), expected)
+
+
+@on_ranks(2)
+def test_a_model_that_is_sharded_is_taken_as_it_is() -> None:
+    import fsdp_engine as fe
+
+    model = llama()
+    engine = fe.shard(model, strategy="optim_grads")
+    made = trainer(FULL, arguments(shared_folder()), model)
+    assert made.engine is engine
+    made.train()
+    assert_same(figures(made), run("plain"))
+
+
+@on_ranks(2)
+def test_model_init_is_called_for_each_training() -> None:
+    expected = run("plain", trainer={"model_init": lambda: llama()})
+    made = trainer(FULL, arguments(shared_folder()), model_init=lambda: llama())
+    made.train()
+    assert_same(figures(made), expected)
+    made.train()
+    assert_same(figures(made), expected)
+
+
+@on_ranks(2)
+def test_evaluation_and_prediction_without_training() -> None:
+    plain = trainer("plain", arguments(shared_folder()), compute_metrics=hits)
+    expected, predicted = plain.evaluate(), plain.predict(rows(5, seed=4))
+    ours = trainer(FULL, arguments(shared_folder()), compute_metrics=hits)
+    assert ours.evaluate()["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)
+    found = ours.predict(rows(5, seed=4))
+    np.testing.assert_allclose(found.predictions, predicted.predictions, rtol=1e-4, atol=1e-5)
+    assert found.metrics["test_hits"] == predicted.metrics["test_hits"]
+
+
+@pytest.mark.thorough
+@on_ranks(2)
+def test_evaluation_in_bf16_throughout() -> None:
+    plain = trainer("plain", arguments(shared_folder(), bf16_full_eval=True)).evaluate()
+    ours = trainer(FULL, arguments(shared_folder(), bf16_full_eval=True)).evaluate()
+    assert ours["eval_loss"] == pytest.approx(plain["eval_loss"], rel=1e-2)
+
+
+@on_ranks(2)
+def test_adapters_of_peft_are_trained_on_a_frozen_base() -> None:
+    as_launched()
+    import peft
+
+    def model() -> Any:
+        base = llama()
+        torch.manual_seed(5)
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        return peft.get_peft_model(base, config)
+
+    expected = run("plain", trainer={"model": Make(model)})
+    assert_same(run(FULL, trainer={"model": Make(model)}), expected)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "fp16": ({"fp16": True}, {}),
+    "auto_find_batch_size": ({"auto_find_batch_size": True}, {}),
+    "save_on_each_node": ({"save_on_each_node": True}, {}),
+    "fsdp": ({"fsdp": True}, {}),
+    "shard: expected arguments of": ({}, {"shard": {"level": 3}}),
+    "model_in_checkpoints": ({"save_only_model": True}, {"model_in_checkpoints": False}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("by", ["all ranks", "rank 1"])
+@on_ranks(2)
+def test_what_does_not_go_together_is_refused_on_all_ranks(name: str, by: str) -> None:
+    changes, given = REFUSED[name]
+    if by == "rank 1" and torch.distributed.get_rank() == 0:
+        changes, given = {}, {}
+    with pytest.raises(ValueError, match=name):
+        trainer(FULL, arguments(shared_folder(), **changes), **given)

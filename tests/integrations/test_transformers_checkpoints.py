@@ -1,0 +1,258 @@
+"""What ``FSDPEngineTrainer`` saves, and how a run goes on from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integrations.trainer_scene import (
+    FULL,
+    arguments,
+    as_launched,
+    assert_same,
+    figures,
+    llama,
+    run,
+    shared_folder,
+    trainer,
+)
+from tests.pool import Ranks, on_ranks
+
+SAVES = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
+FOLDER = {
+    "config.json",
+    "fsdp_engine",
+    "generation_config.json",
+    "model.safetensors",
+    "scheduler.pt",
+    "trainer_state.json",
+    "training_args.bin",
+}
+
+
+class Tokenizer:
+    """What a trainer asks of one."""
+
+    def save_pretrained(self, folder: str) -> None:
+        (Path(folder) / "tokenizer.txt").write_text("bytes")
+
+
+def checkpoints(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@on_ranks(2)
+def test_the_model_is_saved_as_from_pretrained_reads_it() -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = shared_folder()
+    made = trainer(FULL, arguments(folder), processing_class=Tokenizer())
+    made.train()
+    made.save_model(str(folder / "model"))
+    read = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
+    held = made.engine.full_state_dict()
+    assert read.keys() == held.keys()
+    assert all(torch.equal(read[name], value) for name, value in held.items())
+    assert (folder / "model" / "tokenizer.txt").is_file()
+    assert (folder / "model" / "training_args.bin").is_file()
+    assert not (folder / "model" / "fsdp_engine").exists()
+    made.save_model()
+    assert (folder / "config.json").is_file()
+
+
+@on_ranks(2)
+def test_a_model_that_is_not_of_transformers_is_saved_by_names() -> None:
+    from safetensors.torch import load_file
+
+    class Plain(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = torch.nn.Linear(3, 4)
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": self.up(x).square().mean()}
+
+    as_launched()
+    torch.manual_seed(0)
+    folder = shared_folder()
+    data = [{"x": torch.ones(3) * number} for number in range(16)]
+    given = {"train_dataset": data, "eval_dataset": data}
+    args = arguments(folder, eval_strategy="no", **SAVES)
+    made = trainer(FULL, args, Plain(), **given)
+    made.train()
+    read = load_file(folder / "checkpoint-6" / "model.safetensors")
+    assert torch.equal(read["up.weight"], made.engine.full_tensor("up.weight"))
+    again = trainer(FULL, arguments(folder, eval_strategy="no", **SAVES), Plain(), **given)
+    again.train(resume_from_checkpoint=True)
+    assert torch.equal(again.engine.full_tensor("up.weight"), read["up.weight"])
+
+
+def first_run(folder: str) -> dict[Any, float]:
+    """Four of the six steps, as a run that is killed then."""
+    from transformers import TrainerCallback
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            control.should_training_stop = state.global_step == 4
+
+    made = trainer(FULL, arguments(Path(folder), **SAVES), llama(attention_dropout=0.0))
+    made.add_callback(Stop())
+    made.train()
+    return figures(made)
+
+
+def second_run(folder: str, level: str, changes: dict[str, Any]) -> dict[Any, float]:
+    """The same run started again, from another model's weights."""
+    made = trainer(level, arguments(Path(folder), **{**SAVES, **changes}), llama(seed=9))
+    made.train(resume_from_checkpoint=True)
+    assert made.state.global_step == 6
+    return figures(made)
+
+
+def whole_run(kind: str) -> dict[Any, float]:
+    """All six steps."""
+    return run(kind, **SAVES)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "level"),
+    [
+        (2, 1, "optim"),
+        (1, 2, FULL),
+        pytest.param(2, 4, "no_shard", marks=pytest.mark.thorough),
+        pytest.param(4, 2, "optim_grads", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_run_goes_on_along_its_curve_on_other_ranks(
+    ranks: Ranks, tmp_path: Path, first: int, second: int, level: str
+) -> None:
+    began = ranks.run(first_run, str(tmp_path), world_size=first)[0]
+    assert checkpoints(tmp_path) == ["checkpoint-2", "checkpoint-4"]
+    named = FOLDER | ({f"rng_state_{rank}.pth" for rank in range(first)} if first > 1 else set())
+    named |= {"rng_state.pth"} if first == 1 else set()
+    assert set(checkpoints(tmp_path / "checkpoint-4")) == named
+    ended = ranks.run(second_run, str(tmp_path), level, {}, world_size=second)[0]
+    whole = ranks.run(whole_run, FULL, world_size=second)[0]
+    # The mean over batches that ranks fill up differs where ranks do (the plain Trainer's, too).
+    figured = {key: value for key, value in whole.items() if key[1] != "eval_loss"}
+    found = {key: value for key, value in {**ended, **began}.items() if key[1] != "eval_loss"}
+    assert_same({**found}, figured)
+    assert {step for step, _ in ended} == {1, 2, 3, 4, 5, 6}
+
+
+@on_ranks(2)
+def test_a_run_goes_on_bit_by_bit_on_as_many_ranks_also_with_dropout() -> None:
+    folder = shared_folder()
+    args: dict[str, Any] = {**SAVES, "eval_strategy": "no"}
+    made = trainer(FULL, arguments(folder, **args), llama(attention_dropout=0.3))
+    made.train()
+    again = trainer(FULL, arguments(folder, **args), llama(attention_dropout=0.3, seed=9))
+    again.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    assert figures(again) == figures(made)
+    whole, other = made.engine.full_state_dict(), again.engine.full_state_dict()
+    assert all(torch.equal(value, other[name]) for name, value in whole.items())
+
+
+@on_ranks(2)
+def test_limits_and_the_best_model() -> None:
+    folder = shared_folder()
+    args = arguments(
+        folder,
+        **SAVES,
+        save_total_limit=1,
+        load_best_model_at_end=True,
+        metric_for_best_model="loss",
+        learning_rate=1.0,  # so that the last one is not the best
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+    )
+    made = trainer(FULL, args)
+    made.train()
+    losses = {step: value for (step, name), value in figures(made).items() if name == "eval_loss"}
+    step = min(losses, key=losses.__getitem__)
+    assert step < 6
+    best = Path(made.state.best_model_checkpoint)
+    assert best == folder / f"checkpoint-{step}"
+    torch.distributed.barrier()  # the first rank removes the others
+    assert checkpoints(folder) == [f"checkpoint-{step}"]
+    state = json.loads((best / "trainer_state.json").read_text())
+    assert state["best_model_checkpoint"] == str(best)
+    assert made.evaluate()["eval_loss"] == losses[step]
+
+
+@pytest.mark.parametrize("only", [True, False])
+@on_ranks(2)
+def test_a_checkpoint_may_leave_out_the_state_or_the_model(only: bool) -> None:
+    folder = shared_folder()
+    given = {} if only else {"model_in_checkpoints": False}
+    made = trainer(FULL, arguments(folder, **SAVES, save_only_model=only), **given)
+    made.train()
+    last = folder / "checkpoint-6"
+    assert (last / "model.safetensors").exists() == only
+    assert (last / "fsdp_engine").exists() != only
+    again = trainer(FULL, arguments(folder, **{**SAVES, "max_steps": 7}), llama(seed=9))
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 7
+    # Weights are those of step 6 in either case, so the loss is that of trained ones.
+    assert figures(again)[7, "loss"] == pytest.approx(figures(made)[6, "loss"], abs=0.5)
+
+
+@on_ranks(2)
+def test_an_error_on_one_rank_is_raised_on_all_and_leaves_no_checkpoint() -> None:
+    folder = shared_folder()
+
+    class Broken(Tokenizer):
+        def save_pretrained(self, folder: str) -> None:
+            raise OSError("no space left")
+
+    made = trainer(FULL, arguments(folder, **SAVES), processing_class=Broken())
+    with pytest.raises(OSError, match="no space left"):
+        made.train()
+    assert checkpoints(folder) == []
+
+    made = trainer(FULL, arguments(folder, **SAVES))
+    save = made._save_rng_state
+
+    def breaks(output_dir: str) -> None:
+        if torch.distributed.get_rank() == 1:
+            raise OSError("no space left")
+        save(output_dir)
+
+    made._save_rng_state = breaks
+    with pytest.raises(OSError, match="no space left"):
+        made.train()
+    assert checkpoints(folder) == []
+
+
+@on_ranks(2)
+def test_what_a_killed_save_has_left_is_taken_for_nothing_and_removed() -> None:
+    folder = shared_folder()
+    made = trainer(FULL, arguments(folder, **{**SAVES, "max_steps": 2}))
+    made.train()
+    if torch.distributed.get_rank() == 0:
+        (folder / ".saving" / "checkpoint-4").mkdir(parents=True)
+    torch.distributed.barrier()
+    again = trainer(FULL, arguments(folder, **SAVES), llama(seed=9))
+    again.train(resume_from_checkpoint=True)
+    assert checkpoints(folder) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+
+
+@on_ranks(2)
+def test_a_run_of_the_plain_trainer_goes_on_sharded() -> None:
+    folder = shared_folder()
+    expected = run("plain", folder, **SAVES)
+    made = trainer(FULL, arguments(folder, **SAVES), llama(seed=9))
+    made.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    assert_same(figures(made), expected)
+
+
+@on_ranks(2)
+def test_a_folder_that_is_no_checkpoint_is_refused() -> None:
+    folder = shared_folder()
+    made = trainer(FULL, arguments(folder, **SAVES))
+    with pytest.raises(OSError, match="nothing"):
+        made.train(resume_from_checkpoint=str(folder / "nothing"))

@@ -1,0 +1,182 @@
+"""What tests of trainers share: small models, data, and runs of theirs and ours on equal ranks."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp_engine.devices.collectives import gather_objects
+from tests.integrations.hide_te import import_trainers
+
+LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+FULL = "optim_grads_params"
+VOCAB = 48
+Rows = list[dict[str, Tensor]]
+
+
+def llama(seed: int = 0, **changes: Any) -> Any:
+    """A Llama of three layers and some 20,000 parameters."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = {
+        "vocab_size": VOCAB,
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    return LlamaForCausalLM(LlamaConfig(**{**config, **changes}))
+
+
+def rows(count: int, seed: int = 1) -> Rows:
+    """Sequences of 12 tokens; the first of some have no label, so that ranks count differently."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for _ in range(count):
+        tokens = torch.randint(3, VOCAB, (12,), generator=generator)
+        labels = tokens.clone()
+        labels[: int(torch.randint(0, 9, (1,), generator=generator))] = -100
+        found.append({"input_ids": tokens, "labels": labels})
+    return found
+
+
+def as_launched() -> None:
+    """Say to accelerate what torchrun says, and make it forget earlier runs."""
+    import_trainers()
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))]:
+        del os.environ[name]
+    os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        rank, size = str(dist.get_rank()), str(dist.get_world_size())
+        os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size}
+        os.environ |= {"LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1"}
+
+
+def num_ranks() -> int:
+    """Ranks of this world."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def shared_folder() -> Path:
+    """A new folder that all ranks know."""
+    made = tempfile.mkdtemp(prefix="trainer-") if not _rank() else None
+    return Path(str(_from_first(made)))
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _from_first(value: object) -> object:
+    group = dist.group.WORLD if num_ranks() > 1 else None
+    return gather_objects(value, group)[0]
+
+
+def arguments(folder: Path, cls: Any = None, **changes: Any) -> Any:
+    """Training arguments: 5 steps of 8 sequences in 2 microbatches over all ranks."""
+    import transformers
+
+    as_launched()
+    given = {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "per_device_train_batch_size": 4 // num_ranks(),
+        "per_device_eval_batch_size": 3,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 5,
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "cosine",
+        "weight_decay": 0.1,
+        "max_grad_norm": 0.5,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "log_level": "error",
+    }
+    return (cls or transformers.TrainingArguments)(**{**given, **changes})
+
+
+def trainer(kind: str, args: Any, model: Any = None, **changes: Any) -> Any:
+    """The trainer of a kind: "plain", or a level."""
+    import transformers
+
+    from fsdp_engine.integrations import transformers as ours
+
+    given: dict[str, Any] = {"train_dataset": rows(40), "eval_dataset": rows(7, seed=2), **changes}
+    given |= {
+        "args": args,
+        "model": llama() if model is None and "model_init" not in changes else model,
+    }
+    seq2seq = isinstance(args, transformers.Seq2SeqTrainingArguments)
+    callback = transformers.trainer_callback.PrinterCallback
+    if kind == "plain":
+        given.pop("shard", None)
+        made = (transformers.Seq2SeqTrainer if seq2seq else transformers.Trainer)(**given)
+    else:
+        shard = {"strategy": kind, "min_unit_size": 0, **given.pop("shard", {})}
+        cls = ours.FSDPEngineSeq2SeqTrainer if seq2seq else ours.FSDPEngineTrainer
+        made = cls(shard=shard, **given)
+    made.remove_callback(callback)
+    return made
+
+
+_FIGURES = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_hits")
+
+
+def figures(made: Any) -> dict[tuple[int, str], float]:
+    """What a trainer has logged, by step and name."""
+    return {
+        (row["step"], name): row[name]
+        for row in made.state.log_history
+        for name in _FIGURES
+        if name in row
+    }
+
+
+def run(kind: str, folder: Path | None = None, **changes: Any) -> dict[tuple[int, str], float]:
+    """Train; what was logged. ``trainer=`` has what the trainer gets, others the arguments."""
+    given = changes.pop("trainer", {})
+    given = {name: value() if isinstance(value, Make) else value for name, value in given.items()}
+    made = trainer(kind, arguments(folder or shared_folder(), **changes), **given)
+    made.train()
+    return figures(made)
+
+
+class Make:
+    """A value that each run makes for itself."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+
+    def __call__(self) -> Any:
+        return self._make()
+
+
+def assert_same(found: Any, expected: Any, rtol: float = 1e-4, atol: float = 2e-5) -> None:
+    """Figures of the same steps and names, and equal as far as sums in another order allow."""
+    assert expected
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert abs(found[key] - value) <= atol + rtol * abs(value), (key, found[key], value)
