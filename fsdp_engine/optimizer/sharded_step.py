@@ -45,6 +45,11 @@ _taken: Callable[[Any], Tensor] = operator.attrgetter("taken")
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether :func:`shard_optimizer` takes it as it is."""
+    return isinstance(optimizer, _ELEMENTWISE) and not optimizer.defaults.get("differentiable")
+
+
 def shard_optimizer(optimizer: AnyOptimizer, *, elementwise: bool = False) -> AnyOptimizer:
     """Makes an optimizer step on the plain slices of its FlatDTensors; returns the same object.
 
