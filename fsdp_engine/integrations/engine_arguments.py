@@ -121,12 +121,12 @@ def prepare_optimizers(engines: Sequence[Engine], optimizers: Sequence[Optimizer
 
 
 def has_all_gradients(engine: Engine, optimizer: Optimizer) -> bool:
-    """Whether the optimizer has all parameters of the engine that get gradients."""
+    """Whether the optimizer has all parameters of the engine that may have gradients; also those
+    that are frozen for now, whose gradients of an earlier backward may still be there."""
     own = {id(param) for group in optimizer.param_groups for param in group["params"]}
     return all(
         id(param) in own
         for unit in engine.units
         for buffer in unit.trainable
         for param in buffer.sharded_params
-        if param.requires_grad
     )

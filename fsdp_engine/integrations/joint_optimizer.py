@@ -13,7 +13,11 @@ class _States(Mapping[Tensor, Any]):
     """State by parameter, from the optimizer whose parameter it is."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._states = [optimizer.state for optimizer in optimizers]
+        self._optimizers = optimizers
+
+    @property
+    def _states(self) -> list[Any]:
+        return [optimizer.state for optimizer in self._optimizers]  # loading makes new ones
 
     def __getitem__(self, param: Tensor) -> Any:
         for states in self._states:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -136,7 +137,9 @@ def make_trainer(strategy: Any = "fsdp_engine", **arguments: Any) -> Trainer:
 
     quiet = {
         "logger": False,
-        "enable_checkpointing": False,
+        "enable_checkpointing": any(
+            isinstance(each, Checkpoint) for each in arguments.get("callbacks", ())
+        ),
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "num_sanity_val_steps": 0,
