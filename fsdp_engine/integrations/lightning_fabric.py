@@ -137,11 +137,17 @@ class FSDPEngineFabricStrategy(DDPStrategy):
         with self._arguments.telling():
             for optimizer in optimizers:
                 _check_fresh(optimizer, names)
-        engine = self._shard(module)
-        params = dict(module.named_parameters())
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["params"] = [params[names[id(param)]] for param in group["params"]]
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        held = [group["params"] for group in groups]
+        for group in groups:
+            group["params"] = []  # shard() refuses a model whose parameters an optimizer holds
+        try:
+            engine = self._shard(module)
+            params = dict(module.named_parameters())
+            held = [[params[names[id(param)]] for param in each] for each in held]
+        finally:
+            for group, each in zip(groups, held, strict=True):
+                group["params"] = each
         prepare_optimizers([engine], optimizers)
         return _Forward(module), optimizers, scheduler
 
