@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import logging
+import shutil
+import tempfile
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 # What Lightning says of every run, and its advice on workers and intervals.
-logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+for name in ("lightning.pytorch", "lightning.fabric"):
+    logging.getLogger(name).setLevel(logging.ERROR)
 
 NUM_SAMPLES = 24
 BATCH = 4  # of all ranks
@@ -83,6 +88,9 @@ class Net(LightningModule):
         self.head = nn.Linear(6, 2)
         self.losses: list[float] = []
 
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.scale)
+
     def forward(self, x: Tensor) -> Tensor:
         x = self.inlet(x)
         for block in self.blocks:
@@ -117,10 +125,10 @@ class Net(LightningModule):
         return torch.optim.Adam(self.parameters(), lr=self.hparams["lr"])
 
 
-def make(kind: type[Net] = Net, **arguments: Any) -> Net:
+def make(made: type[Net] = Net, **arguments: Any) -> Net:
     """The same values on every rank and every time."""
     torch.manual_seed(0)
-    return kind(**arguments)
+    return made(**arguments)
 
 
 def data(count: int = NUM_SAMPLES, shuffle: bool = False) -> DataLoader[Any]:
@@ -135,6 +143,9 @@ def make_trainer(strategy: Any = "fsdp_engine", **arguments: Any) -> Trainer:
     """Quiet, and without folders, unless something is asked for."""
     import fsdp_engine.integrations.lightning  # noqa: F401 - registers the name
 
+    plugins = [*arguments.pop("more", ())]
+    if dist.is_initialized():
+        plugins.append(ThereAlready())
     quiet = {
         "logger": False,
         "enable_checkpointing": any(
@@ -150,18 +161,18 @@ def make_trainer(strategy: Any = "fsdp_engine", **arguments: Any) -> Trainer:
         strategy=strategy,
         accelerator="cpu",
         devices=dist.get_world_size() if dist.is_initialized() else 1,
-        plugins=[ThereAlready()] if dist.is_initialized() else None,
+        plugins=plugins,
         **{**quiet, **arguments},
     )
 
 
 def fit(model: LightningModule, strategy: Any = "fsdp_engine", **arguments: Any) -> Trainer:
-    """Train it on :func:`data`, without Lightning's advice on loaders."""
+    """Train it on :func:`data`, without Lightning's advice."""
     loaders = {"train_dataloaders": data(), "val_dataloaders": arguments.pop("val", None)}
     ckpt_path = arguments.pop("ckpt_path", None)
     trainer = make_trainer(strategy, **arguments)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*does not have many workers")
+        warnings.simplefilter("ignore")
         trainer.fit(model, **loaders, ckpt_path=ckpt_path)
     return trainer
 
@@ -183,6 +194,21 @@ def check_equal(found: nn.Module, expected: nn.Module, rtol: float = 1e-5) -> No
         torch.testing.assert_close(ours[name], value, rtol=rtol, atol=rtol, msg=name)
 
 
-def folder_for_all(tmp: str) -> Path:
-    """A folder that all ranks know, made by nobody yet."""
-    return Path(tmp)
+@contextmanager
+def shared_folder() -> Iterator[Path]:
+    """A new folder that all ranks know."""
+    name = [tempfile.mkdtemp(prefix="lightning-") if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(name)
+    try:
+        yield Path(name[0])
+    finally:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(name[0])
+
+
+def by_engine(*levels: str, **arguments: Any) -> Any:
+    """The strategy; small units, as many as there are."""
+    from fsdp_engine.integrations.lightning import FSDPEngineStrategy
+
+    return FSDPEngineStrategy(*levels, **{"min_unit_size": 0, **arguments})
