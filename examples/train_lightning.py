@@ -225,7 +225,7 @@ def places(options: argparse.Namespace) -> dict[str, Any]:
 
 def run(options: argparse.Namespace) -> None:
     """The whole job, on one rank."""
-    # Both are meant: a run that goes on, and evaluations by all ranks.
+    # It is meant: a run that goes on.
     warnings.filterwarnings("ignore", message="Checkpoint directory .* exists")
     module = LitGPT(options, read_corpus(options.data))
     folder = options.out / "checkpoints"
@@ -234,8 +234,9 @@ def run(options: argparse.Namespace) -> None:
         folder, save_top_k=0, save_last=True, every_n_train_steps=options.save_every
     )
     losses = Losses(options.out / "losses.json")
+    strategy = FSDPEngineStrategy(options.strategy)
     trainer = Trainer(
-        strategy=FSDPEngineStrategy(options.strategy),
+        strategy=strategy,
         accelerator=options.accelerator,
         precision=options.precision,
         max_epochs=1,
@@ -252,7 +253,7 @@ def run(options: argparse.Namespace) -> None:
     last = folder / "last.ckpt"
     trainer.fit(module, ckpt_path=last if last.exists() else None)
     if trainer.is_global_zero:
-        print(trainer.strategy.engine.describe())
+        print(strategy.engine.describe())
         print(f"trained to step {trainer.global_step}; checkpoint in {last}")
         print(f"loss {losses.steps[-1]:.4f}, held-out losses {losses.held_out}, in {losses.file}")
 
