@@ -164,11 +164,21 @@ class FSDPEngineStrategy(DDPStrategy):
         return False
 
     def setup(self, trainer: Trainer) -> None:
-        """Shard the model; configure optimizers over the sharded parameters. Collective."""
+        """Shard the model; configure optimizers over the sharded parameters. Collective.
+
+        Raises:
+            TypeError: the module went through ``torch.compile`` as a whole.
+            Exception: see :func:`fsdp_engine.shard`; on all ranks.
+        """
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         module, plugin = self.lightning_module, self.precision_plugin
+        if getattr(module, "_compiler_ctx", None) is not None:  # Lightning's mark (2.5, 2.6)
+            raise TypeError(
+                "model: expected a LightningModule that is not compiled as a whole; found one. "
+                "Compile its blocks instead: block.compile()"
+            )
         if hooks_of(module) is None:
             if self._layer_sync is not None:
                 module = self._layer_sync.apply(module)  # type: ignore[assignment]

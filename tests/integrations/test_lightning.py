@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import fsdp_engine as fe
 from fsdp_engine.integrations.checkpoint_folder import is_checkpoint
 from tests.integrations.lightning_scene import (
     Block,
@@ -43,6 +44,36 @@ def test_each_level_trains_as_ddp(level: str) -> None:
         assert float(ours.callback_metrics[name]) == pytest.approx(
             float(theirs.callback_metrics[name]), rel=1e-5
         )
+
+
+class Counting(Net):
+    """Has a metric, whose state is neither parameter nor buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from torchmetrics import MeanMetric
+
+        self.mean = MeanMetric()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.mean(self.loss(batch))
+        self.log("mean", self.mean)
+
+
+@on_ranks(2)
+def test_arguments_of_shard_and_a_metric() -> None:
+    expected, found = make(Counting), make(Counting)
+    theirs = fit(expected, "ddp", val=data())
+    policy = fe.MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    levels = ("optim_grads_params", "optim")
+    strategy = by_engine(*levels, mesh=(2, 1), policy=policy, units=[Block], checkpointing=True)
+    ours = fit(found, strategy, val=data())
+    check_equal(found, expected)
+    assert ours.strategy.engine.policy is policy
+    assert ours.strategy.engine.mesh.outer.size == 2
+    assert float(ours.callback_metrics["mean"]) == pytest.approx(
+        float(theirs.callback_metrics["mean"]), rel=1e-5
+    )
 
 
 class Watching(Net):
@@ -431,6 +462,8 @@ def test_errors_are_raised_on_all_ranks() -> None:
         _ = by_engine().engine
     with pytest.raises(ValueError, match="strategy: expected one of no_shard"):
         fit(make(), by_engine("everything"))
+    with pytest.raises(TypeError, match="not compiled as a whole"):
+        fit(torch.compile(make(), backend="eager"), by_engine())
     with pytest.raises(TypeError, match="not iterable"):
         fit(make(), by_engine(units=3 if rank else None))
     with pytest.raises(ValueError, match="optimizer: expected parameters of the sharded model"):
