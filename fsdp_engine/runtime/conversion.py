@@ -60,13 +60,16 @@ class Conversions:
         for module in model.modules():
             vars(module)["_apply"] = _Apply(module, self)
 
-    def convert(self, module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool) -> None:
-        """What ``nn.Module._apply`` does.
+    def convert(
+        self, module: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any
+    ) -> None:
+        """What ``nn.Module._apply`` does; a subclass may have other arguments (metrics do).
 
         Raises:
             RuntimeError: not at rest; ValueError: see :func:`changes_of`.
         """
-        apply = partial(type(module)._apply, module, fn, recurse)
+        apply = partial(type(module)._apply, module, fn, *args, **kwargs)
+        recurse = (args[0] if args else kwargs.get("recurse")) is not False
         if self._is_under_way:
             apply()
             return
@@ -129,10 +132,10 @@ class _Apply:
         self._module = weakref.ref(module)
         self._conversions = conversions
 
-    def __call__(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    def __call__(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
         module = self._module()
         assert module is not None
-        self._conversions.convert(module, fn, recurse)
+        self._conversions.convert(module, fn, *args, **kwargs)
         return module
 
     def __reduce__(self) -> Any:

@@ -365,3 +365,28 @@ def test_copies_of_parts_leave_the_model_alone() -> None:
         assert part.float() is part
     assert inner.weight.dtype == torch.float32
     assert model.double().blocks[0].qkv.weight.dtype == torch.float64
+
+
+class Metric(nn.Module):
+    """Converts its state itself, as torchmetrics does: ``_apply`` has other arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = torch.zeros(2)
+
+    def _apply(self, fn: Any, exclude: str = "") -> Any:
+        super()._apply(fn)
+        if "total" not in exclude:
+            self.total = fn(self.total)
+        return self
+
+
+@on_ranks(1)
+def test_modules_that_convert_themselves() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), Metric())
+    fe.shard(model)
+    model.double()
+    assert model[1].total.dtype == torch.float64
+    model[1]._apply(lambda tensor: tensor.float(), "total")
+    assert model[1].total.dtype == torch.float64
+    assert model[1].float().total.dtype == torch.float32

@@ -1,0 +1,289 @@
+"""One checkpoint of somebody's trainer as one folder, under the name that the trainer gives it.
+
+The folder is that of :func:`fsdp_engine.save_checkpoint`: any ranks and levels load it, and the
+command line of ``fsdp_engine.checkpoint`` reads it. Beside that:
+
+- a new folder is written out of sight, ``.saving-<name>``, and appears by one rename when it is
+  complete. An older checkpoint of that name is replaced when the new one's metadata are in place;
+- several engines and several optimizers go into one folder;
+- what the trainer keeps (loops, callbacks, schedulers) is its ``extra``;
+- random states of the ranks are in it, and come back where as many ranks load as have saved.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.optim import Optimizer
+
+from fsdp_engine.checkpoint.dcp_metadata import read_metadata
+from fsdp_engine.checkpoint.directory import sync_folder
+from fsdp_engine.checkpoint.engines import Engines, as_one
+from fsdp_engine.checkpoint.folder import (
+    FolderMatch,
+    collector_paused,
+    read_entries,
+    training_entries,
+    write_entries,
+)
+from fsdp_engine.checkpoint.manifest import FileRow
+from fsdp_engine.checkpoint.model_state import EXTRA, MODEL, OPTIMIZER, RANKS, Saved, nested
+from fsdp_engine.checkpoint.run_state import pack, random_state, set_random_state, unpack
+from fsdp_engine.checkpoint.writer import PREFIX, SUFFIX, Writer
+from fsdp_engine.devices.agreement import agree
+from fsdp_engine.engine import Engine
+from fsdp_engine.integrations.joint_optimizer import as_one_optimizer
+
+_SAVING, _REMOVING = ".saving-", ".removing-"
+# Beside what the trainer keeps: how many param groups each optimizer has.
+_STATE, _NUM_GROUPS = "state", "num_groups"
+
+Keeps = Callable[[str, Any], bool]
+
+
+def save_folder(
+    path: Path,
+    engines: Engines,
+    optimizers: Sequence[Optimizer],
+    extra: dict[str, Any],
+    *,
+    keeps: Keeps | None = None,
+) -> None:
+    """Write a checkpoint. Collective.
+
+    Args:
+        path: the same on all ranks.
+        engines: one, or several by name.
+        optimizers: over their parameters, each in one of them.
+        extra: what else there is; that of rank 0 is kept.
+        keeps: of names and values of the models' entries, those that are saved; None: all.
+
+    Raises:
+        Exception: see :func:`fsdp_engine.save_checkpoint`; on every rank if on one.
+    """
+    model = as_one(engines)
+    group, rank = model.ranks.control_group, model.ranks.rank
+    entries: dict[str, Any] = {}
+    staging: Path | None = None
+    error: Exception | None = None
+    try:
+        entries = training_entries(model, as_one_optimizer(optimizers))
+        if keeps is not None:
+            kept = {name: value for name, value in entries[MODEL].items() if keeps(name, value)}
+            entries[MODEL] = kept
+        own = {"random": random_state(model.ranks.device), "num_ranks": model.ranks.size}
+        entries[RANKS] = {str(rank): pack(own)}
+        if rank == 0:
+            num_groups = [len(each.param_groups) for each in optimizers]
+            entries[EXTRA] = pack({_STATE: extra, _NUM_GROUPS: num_groups})
+            staging = _begin(path)
+    except Exception as caught:
+        error = caught
+    staging = agree("save_checkpoint()", error, group, staging)[0]
+    assert staging is not None
+
+    def publish(metadata: Metadata, rows: dict[str, FileRow]) -> None:
+        if staging == path:
+            for file in path.glob(f"{PREFIX}*{SUFFIX}"):
+                if file.name not in rows:
+                    file.unlink(missing_ok=True)
+            return
+        if path.is_symlink():
+            path.unlink()
+        sync_folder(staging)
+        staging.rename(path)
+        sync_folder(path.parent)
+
+    write_entries(entries, Writer(staging, publish), group)
+
+
+def load_folder(
+    path: Path,
+    engines: Engines,
+    optimizers: Sequence[Optimizer],
+    *,
+    strict: bool = True,
+    trust: bool = False,
+) -> dict[str, Any]:
+    """Read what :func:`save_folder` wrote; returns its ``extra``. Collective.
+
+    Args:
+        path: the folder.
+        engines: whose weights are replaced.
+        optimizers: whose state is replaced; none: weights only.
+        strict: refuse entries that are missing, unexpected or do not fit. False: load what fits.
+        trust: whoever wrote it may run code here.
+
+    Raises:
+        Exception: see :func:`fsdp_engine.load_checkpoint`; on every rank if on one.
+    """
+    model = as_one(engines)
+    group = model.ranks.control_group
+    own_key = f"{RANKS}.{model.ranks.rank}"
+    match: FolderMatch | None = None
+    error: Exception | None = None
+    with collector_paused():
+        try:
+            optimizer = as_one_optimizer(optimizers)
+            match = FolderMatch(path, model, optimizer, (EXTRA, own_key), trust)
+            if strict:
+                match.raise_problems()
+        except Exception as caught:
+            error = caught
+        agree("load_checkpoint()", error, group)
+        assert match is not None
+        match.load("load_checkpoint()", group)
+    own = match.targets.get(own_key)
+    if own is not None and own.get("num_ranks") == model.ranks.size:
+        set_random_state(own["random"], model.ranks.device)
+    return _extra_of(match.targets.get(EXTRA, {}))
+
+
+def read_extra(path: Path, trust: bool = False) -> dict[str, Any]:
+    """What is in a checkpoint beside weights and optimizers. Not collective.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError: there is no checkpoint.
+        ValueError: it is damaged, or of a class that could run code.
+    """
+    metadata = read_metadata(path, trust)
+    return _extra_of(_read_objects(path, metadata, trust))
+
+
+def read_whole(path: Path, trust: bool = False) -> dict[str, Any]:
+    """A checkpoint of one model as plain tensors on the CPU, without ranks.
+
+    Returns:
+        The ``extra``, and in it ``state_dict`` and, where there are any, ``optimizer_states``: one
+        for each optimizer, by numbers of parameters, as ``torch.optim`` has them.
+
+    Raises:
+        Exception: as :func:`read_extra`.
+    """
+    metadata = read_metadata(path, trust)
+    saved = Saved(metadata)
+    targets = {key: saved.empty(key) for top in (MODEL, OPTIMIZER) for key in saved.below(top)}
+    read_entries(path, metadata, targets, trust=trust)
+    packed = _read_objects(path, metadata, trust)
+    by_path = {saved.paths[key]: value for key, value in targets.items()}
+    weights = {
+        ".".join(map(str, parts[1:])): value
+        for parts, value in by_path.items()
+        if parts[0] == MODEL
+    }
+    whole = {**_extra_of(packed), "state_dict": weights}
+    optimizer = {parts[1:]: value for parts, value in by_path.items() if parts[0] == OPTIMIZER}
+    if optimizer:
+        whole["optimizer_states"] = _split(nested(optimizer), packed.get(_NUM_GROUPS, []))
+    return whole
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a checkpoint: first out of sight, so that nobody ever sees a part of it."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        hidden = path.with_name(f"{_REMOVING}{path.name}")
+        if hidden.exists():  # of a job that died
+            shutil.rmtree(hidden)
+        shutil.rmtree(path.rename(hidden))
+
+
+def _begin(path: Path) -> Path:
+    """The folder to write into: ``path`` where it is a checkpoint already."""
+    if path.is_file():
+        raise NotADirectoryError(f"path: expected a folder, or nothing; found the file {path}")
+    if path.is_dir() and not path.is_symlink():
+        return path
+    staging = path.with_name(f"{_SAVING}{path.name}")
+    if staging.exists():  # of a job that died
+        shutil.rmtree(staging)
+    staging.mkdir(parents=True)
+    return staging
+
+
+def _read_objects(path: Path, metadata: Metadata, trust: bool) -> dict[str, Any]:
+    if EXTRA not in metadata.state_dict_metadata:
+        return {}
+    objects: dict[str, Any] = {EXTRA: None}
+    read_entries(path, metadata, objects, trust=trust)
+    found: dict[str, Any] = unpack(objects[EXTRA], f"{path}: {EXTRA}", trust)
+    return found
+
+
+def _extra_of(packed: dict[str, Any]) -> dict[str, Any]:
+    """The trainer's part; of a checkpoint of :func:`fsdp_engine.save_checkpoint`, all of it."""
+    extra: dict[str, Any] = packed[_STATE] if _NUM_GROUPS in packed else packed
+    return extra
+
+
+def _split(optimizer: dict[str, Any], num_groups: Sequence[int]) -> list[dict[str, Any]]:
+    """States by number of parameter, one for each optimizer, from one by name over all groups."""
+    states, groups = optimizer.get("state", {}), list(optimizer["param_groups"])
+    found = []
+    for count in num_groups or [len(groups)]:
+        names: list[str] = []
+        packed = []
+        for group in groups[:count]:
+            first = len(names)
+            names += group["params"]
+            packed.append({**group, "params": list(range(first, len(names)))})
+        state = {number: states[name] for number, name in enumerate(names) if name in states}
+        found.append({"state": state, "param_groups": packed})
+        groups = groups[count:]
+    return found
+
+
+def load_whole(
+    weights: dict[str, Any],
+    states: Sequence[dict[str, Any]],
+    engine: Engine,
+    optimizers: Sequence[Optimizer],
+    *,
+    strict: bool = True,
+) -> None:
+    """Give a sharded model, and optimizers, plain tensors, of which a rank keeps its slices.
+
+    Args:
+        weights: a ``state_dict``, whole.
+        states: of each optimizer, by numbers of parameters; none: weights only.
+        engine: whose weights are replaced.
+        optimizers: over its parameters.
+        strict: refuse names that are missing or unexpected.
+
+    Raises:
+        RuntimeError: weights do not fit.
+        ValueError: there are other optimizers than states.
+    """
+    engine.model.load_state_dict(weights, strict=strict)
+    engine.weights_changed()
+    if states and len(states) != len(optimizers):
+        raise ValueError(
+            f"optimizer_states: expected {len(optimizers)} of them, one for each optimizer; "
+            f"found {len(states)}"
+        )
+    for optimizer, packed in zip(optimizers, states, strict=False):
+        numbered = [param for group in optimizer.param_groups for param in group["params"]]
+        sliced = {
+            number: {key: _like(numbered[number], value) for key, value in state.items()}
+            for number, state in packed["state"].items()
+        }
+        optimizer.load_state_dict({**packed, "state": sliced})
+
+
+def _like(param: torch.Tensor, value: Any) -> Any:
+    """A state as the parameter lies, where it is of its shape and not a counter."""
+    if not isinstance(value, torch.Tensor) or value.shape != param.shape or not value.ndim:
+        return value
+    return torch.clone(param.detach()).to(value.dtype).copy_(value)
+
+
+def is_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Whether a folder with a complete checkpoint is there."""
+    return (Path(path) / ".metadata").is_file()

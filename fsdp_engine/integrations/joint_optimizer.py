@@ -1,0 +1,116 @@
+"""Several optimizers of one model, or of several, as one: checkpoints know one optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class _States(Mapping[Tensor, Any]):
+    """State by parameter, from the optimizer whose parameter it is."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+
+    @property
+    def _states(self) -> list[Any]:
+        return [optimizer.state for optimizer in self._optimizers]  # loading makes new ones
+
+    def __getitem__(self, param: Tensor) -> Any:
+        for states in self._states:
+            if param in states:
+                return states[param]
+        raise KeyError(param)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for states in self._states:
+            yield from states
+
+    def __len__(self) -> int:
+        return sum(map(len, self._states))
+
+
+class JointOptimizer(Optimizer):
+    """Optimizers over different parameters, to be saved and loaded as one.
+
+    Only that: it does not step. Parameters are numbered on from optimizer to optimizer.
+
+    Args:
+        optimizers: at least one.
+
+    Raises:
+        ValueError: two of them have the same parameter.
+    """
+
+    # Optimizer.__init__ would copy the groups, which are the optimizers' own here.
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self.optimizers = list(optimizers)
+        params = [id(param) for group in self._groups() for param in group["params"]]
+        if len(set(params)) < len(params):
+            raise ValueError(
+                "optimizers: expected each parameter in one of them, to save them; found some in "
+                "several"
+            )
+        self.param_groups = self._groups()
+        self.state = _States(self.optimizers)  # type: ignore[assignment]
+        # What a checkpoint says of its kind.
+        self.__class__ = type(
+            "And".join(type(each).__name__ for each in self.optimizers), (JointOptimizer,), {}
+        )
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """As one optimizer over all groups would give it."""
+        states: dict[int, Any] = {}
+        groups: list[dict[str, Any]] = []
+        for optimizer, first in self._numbered():
+            packed = optimizer.state_dict()
+            states |= {index + first: state for index, state in packed["state"].items()}
+            groups += [
+                {**group, "params": [index + first for index in group["params"]]}
+                for group in packed["param_groups"]
+            ]
+        return {"state": states, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Give each optimizer its part."""
+        groups = iter(state_dict["param_groups"])
+        for optimizer, first in self._numbered():
+            mine = [next(groups) for _ in optimizer.param_groups]
+            indices = {index for group in mine for index in group["params"]}
+            optimizer.load_state_dict(
+                {
+                    "state": {
+                        index - first: state
+                        for index, state in state_dict["state"].items()
+                        if index in indices
+                    },
+                    "param_groups": [
+                        {**group, "params": [index - first for index in group["params"]]}
+                        for group in mine
+                    ],
+                }
+            )
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Not here."""
+        raise TypeError("JointOptimizer: expected its optimizers to step; found a step of its own")
+
+    def _numbered(self) -> Iterator[tuple[Optimizer, int]]:
+        """Each optimizer, with the number of its first parameter."""
+        first = 0
+        for optimizer in self.optimizers:
+            yield optimizer, first
+            first += sum(len(group["params"]) for group in optimizer.param_groups)
+
+
+def as_one_optimizer(optimizers: Sequence[Optimizer]) -> Optimizer | None:
+    """None of none, the only one as it is, several as a :class:`JointOptimizer`."""
+    if len(optimizers) < 2:
+        return optimizers[0] if optimizers else None
+    return JointOptimizer(optimizers)

@@ -1,0 +1,504 @@
+"""``Trainer(strategy="fsdp_engine")`` beside Lightning's own DDPStrategy."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsdp_engine as fe
+from fsdp_engine.integrations.checkpoint_folder import is_checkpoint
+from tests.integrations.lightning_scene import (
+    Block,
+    Net,
+    by_engine,
+    check_equal,
+    data,
+    fit,
+    make,
+    make_trainer,
+    shared_folder,
+    weights,
+)
+from tests.pool import Ranks, on_ranks
+
+LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@on_ranks(2)
+def test_each_level_trains_as_ddp(level: str) -> None:
+    options: dict[str, Any] = {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2}
+    calls_forward = level == LEVELS[1]
+    expected, found = make(calls_forward=calls_forward), make(calls_forward=calls_forward)
+    theirs = fit(expected, "ddp", val=data(), **options)
+    ours = fit(found, by_engine(level), val=data(), **options)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+    check_equal(found, expected)
+    for name in ("loss", "val_loss"):
+        assert float(ours.callback_metrics[name]) == pytest.approx(
+            float(theirs.callback_metrics[name]), rel=1e-5
+        )
+
+
+class Counting(Net):
+    """Has a metric, whose state is neither parameter nor buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from torchmetrics import MeanMetric
+
+        self.mean = MeanMetric()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.mean(self.loss(batch))
+        self.log("mean", self.mean)
+
+
+@on_ranks(2)
+def test_arguments_of_shard_and_a_metric() -> None:
+    expected, found = make(Counting), make(Counting)
+    theirs = fit(expected, "ddp", val=data())
+    policy = fe.MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    levels = ("optim_grads_params", "optim")
+    strategy = by_engine(*levels, mesh=(2, 1), policy=policy, units=[Block], checkpointing=True)
+    ours = fit(found, strategy, val=data())
+    check_equal(found, expected)
+    assert ours.strategy.engine.policy is policy
+    assert ours.strategy.engine.mesh.outer.size == 2
+    assert float(ours.callback_metrics["mean"]) == pytest.approx(
+        float(theirs.callback_metrics["mean"]), rel=1e-5
+    )
+
+
+class Watching(Net):
+    """Notes whether each backward is the last microbatch of its step."""
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.syncs = [*getattr(self, "syncs", []), self.trainer.strategy.engine._reductions.sync]
+
+
+@on_ranks(2)
+def test_by_name_and_all_but_the_last_microbatch_do_not_sync() -> None:
+    module = make(Watching)
+    fit(module, "fsdp_engine", accumulate_grad_batches=3, max_epochs=1)
+    assert module.syncs == [False, False, True] * 2
+
+
+@on_ranks(2)
+def test_clipping_by_value_and_by_the_norm_of_a_double() -> None:
+    for options in (
+        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+        {"gradient_clip_val": 0.1, "precision": "64-true"},
+    ):
+        expected, found = make(), make()
+        fit(expected, "ddp", **options)
+        fit(found, by_engine(), **options)
+        assert found.losses == pytest.approx(expected.losses, rel=1e-6)
+        check_equal(found, expected)
+
+
+@on_ranks(2)
+def test_half_precision_is_that_of_ddp() -> None:
+    expected, found = make(), make()
+    fit(expected, "ddp", precision="bf16-true", max_epochs=1)
+    fit(found, by_engine(), precision="bf16-true", max_epochs=1)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-2)
+    assert {param.dtype for param in found.parameters()} == {torch.bfloat16}
+
+
+class Seeing(Net):
+    """Notes dtypes within its step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        blocks: Any = self.blocks
+        blocks[0].register_forward_pre_hook(self._see)
+        self.targets = batch[1].dtype
+        return super().training_step(batch, batch_idx)
+
+    def _see(self, module: nn.Module, args: Any) -> None:
+        self.seen = (module.up.weight.dtype, args[0].dtype)
+
+
+@on_ranks(2)
+def test_mixed_precision_computes_in_bf16_and_keeps_fp32_weights() -> None:
+    expected, found = make(), make(Seeing)
+    fit(expected, "ddp", precision="bf16-mixed", max_epochs=1)
+    fit(found, by_engine(), precision="bf16-mixed", gradient_clip_val=10.0, max_epochs=1)
+    assert found.losses == pytest.approx(expected.losses, rel=5e-2)
+    assert found.seen == (torch.bfloat16, torch.bfloat16)
+    assert found.targets == torch.float32  # a step's batch is not cast
+    assert {param.dtype for param in found.parameters()} == {torch.float32}
+
+
+@on_ranks(2)
+def test_fp16_with_a_scaler() -> None:
+    from lightning.pytorch.plugins.precision import MixedPrecision
+
+    modules = []
+    for strategy in ("ddp", by_engine()):
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        plugin = MixedPrecision("16-mixed", "cpu", scaler)
+        module = make()
+        trainer = make_trainer(strategy, max_epochs=1, gradient_clip_val=0.3, more=[plugin])
+        trainer.fit(module, data())
+        assert trainer.precision_plugin.state_dict()["_growth_tracker"] == 6
+        modules.append(module)
+    assert modules[1].losses == pytest.approx(modules[0].losses, rel=1e-2)
+
+
+@on_ranks(2)
+def test_evaluation_by_itself_has_the_numbers_of_ddp() -> None:
+    expected, found = make(), make()
+    ours, theirs = make_trainer(by_engine()), make_trainer("ddp")
+    for run in ("validate", "test"):
+        (metrics,) = getattr(ours, run)(found, data(), verbose=False)
+        (others,) = getattr(theirs, run)(expected, data(), verbose=False)
+        assert metrics == pytest.approx(others)
+    predicted = ours.predict(found, data())
+    torch.testing.assert_close(predicted, theirs.predict(expected, data()))
+    fit(found, by_engine())  # another Trainer goes on with what is sharded
+    fit(expected, "ddp")
+    check_equal(found, expected)
+
+
+class Adversaries(Net):
+    """Two optimizers by hand, each over its own network; one clips."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.maker = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 4))
+        self.judge = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        x, _ = batch
+        making, judging = self.optimizers()  # type: ignore[misc]
+        made = self.maker(x[:, :3])
+        softplus = nn.functional.softplus
+
+        self.toggle_optimizer(making)
+        loss = softplus(-self.judge(self.maker(x[:, :3]))).mean()
+        making.zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(making, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+        making.step()
+        self.untoggle_optimizer(making)
+
+        self.toggle_optimizer(judging)
+        other = softplus(-self.judge(x)).mean() + softplus(self.judge(made.detach())).mean()
+        other = other + self.loss(batch) * self.scale.mean()
+        judging.zero_grad()
+        self.manual_backward(other)
+        judging.step()
+        self.untoggle_optimizer(judging)
+        self.losses += [float(loss.detach()), float(other.detach())]
+
+    def configure_optimizers(self) -> Any:
+        maker = list(self.maker.parameters())
+        ids = {id(param) for param in maker}
+        rest = [param for param in self.parameters() if id(param) not in ids]
+        return [torch.optim.Adam(maker, lr=1e-2), torch.optim.SGD(rest, lr=1e-2, momentum=0.9)]
+
+
+@on_ranks(2)
+def test_two_optimizers_by_hand_train_as_ddp_and_come_back() -> None:
+    from fsdp_engine.integrations.lightning import consolidate
+
+    ddp = "ddp_find_unused_parameters_true"
+    with shared_folder() as folder:
+        expected, first = make(Adversaries), make(Adversaries)
+        fit(expected, ddp)
+        trainer = fit(first, by_engine(), max_epochs=1)
+        trainer.save_checkpoint(folder / "half.ckpt")
+        second = make(Adversaries)
+        fit(second, by_engine("optim"), ckpt_path=folder / "half.ckpt")
+        assert first.losses + second.losses == pytest.approx(expected.losses, rel=1e-5)
+        check_equal(second, expected)
+        if dist.get_rank() == 0:
+            consolidate(folder / "half.ckpt", folder / "file.ckpt")
+        dist.barrier()
+        plain = make(Adversaries)
+        fit(plain, ddp, ckpt_path=folder / "file.ckpt")
+        check_equal(plain, expected)
+
+
+class Scheduled(Net):
+    """Frozen and tied weights, and a schedule."""
+
+    def __init__(self, kind: str = "step") -> None:
+        super().__init__()
+        self.kind = kind
+        blocks: Any = self.blocks
+        blocks[0].requires_grad_(False)
+        blocks[1].up.weight = blocks[2].up.weight
+
+    def configure_optimizers(self) -> Any:
+        params = [param for param in self.parameters() if param.requires_grad]
+        optimizer = torch.optim.AdamW(params, lr=1e-2)
+        schedules = torch.optim.lr_scheduler
+        if self.kind == "plateau":
+            plateau = schedules.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
+            schedule: Any = {"scheduler": plateau, "monitor": "val_loss"}
+        else:
+            schedule = {"scheduler": schedules.StepLR(optimizer, 2, 0.7), "interval": self.kind}
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+
+@pytest.mark.parametrize("kind", ["step", "epoch", "plateau"])
+@on_ranks(2)
+def test_schedules_frozen_and_tied_weights_go_on_from_a_checkpoint(kind: str) -> None:
+    with shared_folder() as folder:
+        expected = make(Scheduled, kind=kind)
+        theirs = fit(expected, "ddp", val=data(), max_epochs=3, gradient_clip_val=0.5)
+        options: dict[str, Any] = {"val": data(), "gradient_clip_val": 0.5}
+        trainer = fit(make(Scheduled, kind=kind), by_engine(), max_epochs=2, **options)
+        trainer.save_checkpoint(folder / "x")
+        found = make(Scheduled, kind=kind)
+        ours = fit(found, by_engine("optim"), max_epochs=3, ckpt_path=folder / "x", **options)
+        check_equal(found, expected)
+        rates = [each.optimizers[0].param_groups[0]["lr"] for each in (ours, theirs)]
+        assert rates[0] == pytest.approx(rates[1])
+        assert rates[0] < 1e-2
+
+
+class Later(Net):
+    """Builds its blocks where Lightning has told it to, without memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks: Any = None
+
+    def configure_model(self) -> None:
+        if self.blocks is None:
+            with torch.device("meta"):
+                self.blocks = nn.ModuleList([Block() for _ in range(3)])
+
+
+@on_ranks(2)
+def test_models_without_memory_get_values_shard_by_shard() -> None:
+    module = make(Later)
+    trainer = fit(module, by_engine())
+    assert module.losses[-1] < 100
+    assert not any(param.is_meta for param in module.parameters())
+    with make_trainer(by_engine()).init_module(empty_init=True):
+        other = Net()
+    assert other.head.weight.is_meta
+    fit(other, by_engine(), max_epochs=1)
+    assert float(weights(other)["blocks.0.up.weight"].std()) > 0.1
+    with shared_folder() as folder:
+        trainer.save_checkpoint(folder / "x")
+        with make_trainer(by_engine()).init_module(empty_init=True):
+            empty = Net()
+        loading = make_trainer(by_engine(initial_values="empty"))
+        loading.validate(empty, data(), ckpt_path=folder / "x", verbose=False)
+        check_equal(empty, module)
+
+
+@on_ranks(2)
+def test_ranks_start_from_what_the_first_one_built() -> None:
+    torch.manual_seed(dist.get_rank())
+    module = Net()
+    make_trainer(by_engine(), limit_val_batches=1).validate(module, data(), verbose=False)
+    torch.manual_seed(0)
+    check_equal(module, Net())
+
+
+@on_ranks(2)
+def test_summary_early_stopping_and_what_a_strategy_sends() -> None:
+    from lightning.pytorch.callbacks import EarlyStopping
+    from lightning.pytorch.utilities.model_summary import ModelSummary
+
+    module = make()
+    total = ModelSummary(module).total_parameters
+    stopping = EarlyStopping("val_loss", patience=0, min_delta=10.0)
+    trainer = fit(module, by_engine(), val=data(), max_epochs=5, callbacks=[stopping])
+    assert trainer.current_epoch == 2
+    assert ModelSummary(module).total_parameters == total
+    rank = torch.tensor(float(dist.get_rank()))
+    assert float(trainer.strategy.reduce(rank, reduce_op="sum")) == 1.0
+    assert trainer.strategy.broadcast(dist.get_rank()) == 0
+    trainer.strategy.barrier()
+    assert trainer.strategy.engine.model is module
+
+
+def _train(folder: str, num_epochs: int, level: str, resumes: bool) -> list[float]:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    saver = ModelCheckpoint(folder, save_last=True, save_top_k=2, monitor="val_loss")
+    module = make()
+    last = f"{folder}/last.ckpt" if resumes else None
+    trainer = fit(
+        module,
+        by_engine(level),
+        val=data(),
+        max_epochs=num_epochs,
+        callbacks=[saver],
+        ckpt_path=last,
+    )
+    names = sorted(os.listdir(folder))
+    dist.barrier()
+    assert "last.ckpt" in names
+    assert len(names) == 3, names  # worse ones were removed
+    assert is_checkpoint(saver.best_model_path)
+    (metrics,) = trainer.validate(module, data(), ckpt_path="best", verbose=False)
+    assert metrics["val_loss"] == pytest.approx(float(saver.best_model_score), rel=1e-6)
+    losses = [torch.empty(len(module.losses)) for _ in range(dist.get_world_size())]
+    dist.all_gather(losses, torch.tensor(module.losses))
+    mean: list[float] = torch.stack(losses).mean(dim=0).tolist()
+    return mean
+
+
+def test_a_run_goes_on_along_its_curve_on_other_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    whole = ranks.run(_train, str(tmp_path / "a"), 4, "optim_grads_params", False, world_size=2)[0]
+    begun = ranks.run(_train, str(tmp_path / "b"), 2, "optim_grads_params", False, world_size=2)[0]
+    third = ranks.run(_train, str(tmp_path / "b"), 3, "optim_grads", True, world_size=1)[0]
+    fourth = ranks.run(_train, str(tmp_path / "b"), 4, "optim", True, world_size=2)[0]
+    assert begun + third + fourth == pytest.approx(whole, rel=1e-5)
+
+
+@on_ranks(2)
+def test_files_of_other_strategies_come_in_and_go_out() -> None:
+    from fsdp_engine.integrations.lightning import consolidate
+
+    with shared_folder() as folder:
+        expected = make()
+        fit(expected, "ddp", max_epochs=3)
+        theirs = fit(make(), "ddp", max_epochs=1)
+        theirs.save_checkpoint(folder / "ddp.ckpt")
+        found = make()
+        ours = fit(found, by_engine(), max_epochs=2, ckpt_path=folder / "ddp.ckpt")
+        ours.save_checkpoint(folder / "ours.ckpt")
+        if dist.get_rank() == 0:
+            consolidate(folder / "ours.ckpt", folder / "file.ckpt")
+        dist.barrier()
+        loaded = Net.load_from_checkpoint(folder / "file.ckpt")
+        assert loaded.hparams["lr"] == 1e-2
+        check_equal(loaded, found)
+        last = make()
+        fit(last, "ddp", max_epochs=3, ckpt_path=folder / "file.ckpt")
+        check_equal(last, expected)
+
+
+class Picky(Net):
+    """Changes what is saved."""
+
+    puts_in: Any = None
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        del checkpoint["state_dict"]["head.bias"]
+        checkpoint["mine"] = [1, 2]
+        if self.puts_in is not None:
+            checkpoint["state_dict"]["head.weight"] = self.puts_in
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        assert checkpoint["mine"] == [1, 2]
+
+
+@on_ranks(2)
+def test_hooks_leave_out_weights_and_add_to_all_else() -> None:
+    with shared_folder() as folder:
+        module = make(Picky)
+        trainer = fit(module, by_engine(), max_epochs=1)
+        trainer.save_checkpoint(folder / "x", weights_only=True)
+        with pytest.raises(ValueError, match=r"missing model\.head\.bias"):
+            make_trainer(by_engine()).validate(make(Picky), data(), ckpt_path=folder / "x")
+        other = make(Picky)
+        other.strict_loading = False
+        bias = weights(other)["head.bias"]
+        make_trainer(by_engine()).validate(other, data(), ckpt_path=folder / "x", verbose=False)
+        torch.testing.assert_close(weights(other)["head.weight"], weights(module)["head.weight"])
+        assert torch.equal(weights(other)["head.bias"], bias)
+        with pytest.raises(ValueError, match=r"optimizer: expected entries"):
+            fit(other, by_engine(), ckpt_path=folder / "x")
+        module.puts_in = torch.zeros(2, 6)
+        with pytest.raises(ValueError, match=r"found others in head\.weight"):
+            trainer.save_checkpoint(folder / "y")
+        assert os.listdir(folder) == ["x"]
+
+
+class Failing(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.global_step == 3:
+            raise ZeroDivisionError("planted")
+        return loss
+
+
+@on_ranks(2)
+def test_a_checkpoint_on_an_exception_has_the_weights_of_the_last_step() -> None:
+    from lightning.pytorch.callbacks import OnExceptionCheckpoint
+
+    with shared_folder() as folder:
+        module, expected = make(Failing), make()
+        with pytest.raises(ZeroDivisionError, match="planted"):
+            fit(module, by_engine(), callbacks=[OnExceptionCheckpoint(folder)])
+        fit(expected, by_engine(), max_steps=3)
+        check_equal(module, expected)
+        found = make()
+        trainer = make_trainer(by_engine())
+        trainer.test(found, data(), ckpt_path=folder / "on_exception.ckpt", verbose=False)
+        check_equal(found, expected)
+
+
+class Foreign(Net):
+    def configure_optimizers(self) -> Any:
+        if dist.get_rank() == 1:
+            return torch.optim.Adam([nn.Parameter(torch.ones(2))])
+        return super().configure_optimizers()
+
+
+@on_ranks(2)
+def test_errors_are_raised_on_all_ranks() -> None:
+    rank = dist.get_rank()
+    with pytest.raises(TypeError, match=r"expected arguments of fsdp_engine\.shard.*found unitz"):
+        by_engine(unitz=1)
+    with pytest.raises(RuntimeError, match="engine: expected a model that the Trainer has set up"):
+        _ = by_engine().engine
+    with pytest.raises(ValueError, match="strategy: expected one of no_shard"):
+        fit(make(), by_engine("everything"))
+    with pytest.raises(TypeError, match="not compiled as a whole"):
+        fit(torch.compile(make(), backend="eager"), by_engine())
+    with pytest.raises(TypeError, match="not iterable"):
+        fit(make(), by_engine(units=3 if rank else None))
+    with pytest.raises(ValueError, match="optimizer: expected parameters of the sharded model"):
+        fit(make(Foreign), by_engine())
+    with pytest.raises(FileNotFoundError, match="expected a checkpoint at"):
+        fit(make(), by_engine(), ckpt_path="/nowhere/x.ckpt")
+    from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+    with pytest.raises(TypeError, match="checkpoint_io: expected none"):
+        make_trainer(by_engine(), more=[TorchCheckpointIO()])
+    from lightning.pytorch.plugins.precision import Precision
+
+    class Other(Precision):
+        precision = "transformer-engine"
+
+    with pytest.raises(ValueError, match="precision: expected one of 32-true"):
+        make_trainer(by_engine(), more=[Other()])
+
+
+@on_ranks(1)
+def test_one_device_and_a_job_that_died_while_it_saved() -> None:
+    with shared_folder() as folder:
+        expected, found = make(), make()
+        fit(expected, "ddp", max_epochs=1)
+        trainer = fit(found, by_engine(), max_epochs=1)
+        assert found.losses == pytest.approx(expected.losses, rel=1e-6)
+        left = folder / ".saving-x.ckpt"
+        left.mkdir()
+        (left / "__shards_0_0_0.distcp").write_bytes(b"half")
+        trainer.save_checkpoint(folder / "x.ckpt")
+        assert os.listdir(folder) == ["x.ckpt"]
+        trainer.save_checkpoint(folder / "x.ckpt")  # in its place
+        assert len(list((folder / "x.ckpt").glob("*.distcp"))) == 1
+        (folder / "file").write_text("")
+        with pytest.raises(NotADirectoryError, match="found the file"):
+            trainer.save_checkpoint(folder / "file")
+        trainer.strategy.remove_checkpoint(folder / "x.ckpt")
+        assert os.listdir(folder) == ["file"]

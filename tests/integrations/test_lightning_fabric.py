@@ -1,0 +1,211 @@
+"""``Fabric(strategy="fsdp_engine")`` beside Lightning's own DDPStrategy."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.integrations.lightning_scene import Block, ThereAlready, shared_folder
+from tests.pool import on_ranks
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(4, 6)
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.scale = nn.Parameter(torch.ones(6))
+        self.head = nn.Linear(6, 2)
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x * self.scale)
+
+    def twice(self, x: Tensor) -> Tensor:
+        return 2 * self.forward(x)
+
+
+def make_fabric(*levels: str, strategy: Any = None, **arguments: Any) -> Any:
+    from lightning.fabric import Fabric
+
+    from fsdp_engine.integrations.lightning import FSDPEngineFabricStrategy
+
+    fabric = Fabric(
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        strategy=strategy or FSDPEngineFabricStrategy(*levels, min_unit_size=0),
+        plugins=[ThereAlready()],
+        **arguments,
+    )
+    fabric.launch()
+    return fabric
+
+
+def build(fabric: Any, *, apart: bool = False) -> tuple[Any, Any]:
+    """A model and its optimizer, set up."""
+    torch.manual_seed(0)
+    model = Model()
+    if not apart:
+        return fabric.setup(model, torch.optim.Adam(model.parameters(), lr=1e-2))
+    model = fabric.setup_module(model)
+    return model, fabric.setup_optimizers(torch.optim.Adam(model.parameters(), lr=1e-2))
+
+
+def train(
+    fabric: Any, model: Any, optimizer: Any, first: int = 0, every: int = 1, **clip: Any
+) -> list[float]:
+    """Four microbatches; their losses."""
+    losses = []
+    for index in range(first, first + 4):
+        generator = torch.Generator().manual_seed(10 * index + dist.get_rank())
+        x, y = torch.randn(4, 6, generator=generator).split([4, 2], dim=1)
+        steps = index % every == every - 1
+        with fabric.no_backward_sync(model, enabled=not steps):
+            loss = nn.functional.mse_loss(model(x), y) / every
+            fabric.backward(loss)
+        if steps:
+            if clip:
+                fabric.clip_gradients(model, optimizer, **clip)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@on_ranks(2)
+def test_training_is_that_of_ddp() -> None:
+    for options in ({}, {"max_norm": 0.1}, {"clip_val": 0.01}, {"every": 2}):
+        ddp = make_fabric(strategy="ddp")
+        expected = train(ddp, *build(ddp), **options)
+        together, apart = make_fabric(strategy="fsdp_engine"), make_fabric("optim_grads")
+        assert train(together, *build(together), **options) == pytest.approx(expected, rel=1e-5)
+        assert train(apart, *build(apart, apart=True), **options) == pytest.approx(
+            expected, rel=1e-5
+        )
+
+
+@on_ranks(2)
+def test_precisions() -> None:
+    for precision, rtol in (("64-true", 1e-9), ("bf16-true", 1e-2), ("bf16-mixed", 5e-2)):
+        ddp = make_fabric(strategy="ddp", precision=precision)
+        expected = train(ddp, *build(ddp))
+        ours = make_fabric(precision=precision)
+        assert train(ours, *build(ours)) == pytest.approx(expected, rel=rtol), precision
+
+
+@on_ranks(2)
+def test_a_saved_run_goes_on_at_another_level() -> None:
+    with shared_folder() as folder:
+        fabric = make_fabric()
+        model, optimizer = build(fabric)
+        train(fabric, model, optimizer)
+        state = {"model": model, "optimizer": optimizer, "step": 4, "notes": {"a": 1, "b": 2}}
+        fabric.save(folder / "x", state, filter={"notes": lambda name, _: name == "a"})
+        expected = train(fabric, model, optimizer, first=4)
+
+        other = make_fabric("optim")
+        model, optimizer = build(other)
+        state = {"model": model, "optimizer": optimizer, "step": 0}
+        assert other.load(folder / "x", state) == {"notes": {"a": 1}}
+        assert state["step"] == 4
+        assert train(other, model, optimizer, first=4) == pytest.approx(expected, rel=1e-6)
+
+        with pytest.raises(KeyError, match="found \\['nothing'\\]"):
+            other.load(folder / "x", {"model": model, "nothing": 1})
+        other.load_raw(folder / "x", model)  # its weights alone
+        fabric.save(
+            folder / "y", {"model": model}, filter={"model": lambda name, _: "head" in name}
+        )
+        with pytest.raises(ValueError, match=r"missing model\.inlet\.weight"):
+            other.load(folder / "y", {"model": model})
+        other.load(folder / "y", {"model": model}, strict=False)
+        with pytest.raises(ValueError, match="filter: expected names of modules and dicts"):
+            fabric.save(
+                folder / "z",
+                {"model": model, "optimizer": optimizer},
+                filter={"optimizer": lambda name, _: True},
+            )
+        assert sorted(os.listdir(folder)) == ["x", "y"]
+
+
+@on_ranks(2)
+def test_files_of_other_strategies_come_in() -> None:
+    with shared_folder() as folder:
+        ddp = make_fabric(strategy="ddp")
+        theirs, optimizer = build(ddp)
+        train(ddp, theirs, optimizer)
+        ddp.save(folder / "x.ckpt", {"model": theirs, "optimizer": optimizer, "step": 4})
+        ddp.save(folder / "raw.ckpt", theirs.state_dict())
+        raw = theirs(torch.ones(2, 4)).detach()
+        expected = train(ddp, theirs, optimizer, first=4)
+        fabric = make_fabric()
+        model, optimizer = build(fabric)
+        state = {"model": model, "optimizer": optimizer, "step": 0}
+        assert fabric.load(folder / "x.ckpt", state) == {}
+        assert state["step"] == 4
+        assert train(fabric, model, optimizer, first=4) == pytest.approx(expected, rel=1e-5)
+        fabric.load_raw(folder / "raw.ckpt", model)
+        torch.testing.assert_close(model(torch.ones(2, 4)).detach(), raw)
+
+
+@on_ranks(2)
+def test_two_models_in_one_checkpoint() -> None:
+    with shared_folder() as folder:
+        fabric = make_fabric()
+        maker, making = build(fabric)
+        judge, judging = build(fabric, apart=True)
+        train(fabric, maker, making)
+        state = {"maker": maker, "judge": judge, "making": making, "judging": judging}
+        fabric.save(folder / "x", state)
+        expected = [train(fabric, *pair) for pair in ((maker, making), (judge, judging))]
+        assert expected[0] != expected[1]
+        fabric.load(folder / "x", state)
+        found = [train(fabric, *pair) for pair in ((maker, making), (judge, judging))]
+        assert found == expected
+
+
+@on_ranks(2)
+def test_other_methods_and_what_fabric_sends() -> None:
+    fabric = make_fabric()
+    with fabric.init_module(empty_init=True):
+        model = Model()
+    assert model.head.weight.is_meta
+    model = fabric.setup(model)
+    model.mark_forward_method("twice")
+    x = torch.ones(2, 4)
+    assert torch.equal(model.twice(x), 2 * model(x))
+    rank = torch.tensor(float(dist.get_rank()))
+    assert float(fabric.all_reduce(rank, reduce_op="sum")) == 1.0
+    assert fabric.broadcast(dist.get_rank()) == 0
+
+
+@on_ranks(2)
+def test_errors_are_raised_on_all_ranks_before_anything_is_changed() -> None:
+    fabric = make_fabric()
+    model = Model()
+    used = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    used.step()
+    with pytest.raises(ValueError, match="expected a Adam that has no state yet"):
+        fabric.setup(model, used)
+    del used
+    stranger = torch.optim.SGD(Model().parameters() if dist.get_rank() else model.parameters(), 0.1)
+    with pytest.raises(ValueError, match="expected parameters of the module"):
+        fabric.setup(model, stranger)
+    assert type(model.head.weight) is nn.Parameter
+    with pytest.raises(
+        ValueError, match=r"state: expected a module that fabric\.setup has sharded"
+    ):
+        fabric.save("/nowhere", {"step": 3})
+    with pytest.raises(TypeError, match=r"expected arguments of fsdp_engine\.shard"):
+        type(fabric.strategy)(unitz=1)
