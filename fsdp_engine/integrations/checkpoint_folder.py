@@ -100,7 +100,12 @@ def save_folder(
         staging.rename(path)
         sync_folder(path.parent)
 
-    write_entries(entries, Writer(staging, publish), group)
+    try:
+        write_entries(entries, Writer(staging, publish), group)
+    except Exception:
+        if rank == 0 and staging != path:
+            shutil.rmtree(staging, ignore_errors=True)
+        raise
 
 
 def load_folder(
@@ -143,6 +148,22 @@ def load_folder(
     if own is not None and own.get("num_ranks") == model.ranks.size:
         set_random_state(own["random"], model.ranks.device)
     return _extra_of(match.targets.get(EXTRA, {}))
+
+
+def read_file(path: Path, engine: Engine, trust: bool = False) -> dict[str, Any]:
+    """What another strategy has saved as one file, mapped into memory. Collective.
+
+    Raises:
+        Exception: it cannot be read; on every rank if on one.
+    """
+    found: dict[str, Any] = {}
+    error: Exception | None = None
+    try:
+        found = torch.load(path, map_location="cpu", mmap=True, weights_only=not trust)
+    except Exception as caught:
+        error = caught
+    agree("load_checkpoint()", error, engine.ranks.control_group)
+    return found
 
 
 def read_extra(path: Path, trust: bool = False) -> dict[str, Any]:

@@ -44,6 +44,7 @@ from fsdp_engine.engine import Engine
 from fsdp_engine.integrations.checkpoint_folder import (
     load_folder,
     load_whole,
+    read_file,
     read_whole,
     remove_folder,
     save_folder,
@@ -308,9 +309,7 @@ class FSDPEngineStrategy(DDPStrategy):
         optimizers = [each for each in self.optimizers if _steps(each)] if is_fitting else []
         if not path.is_file():
             return load_folder(path, self.engine, optimizers, strict=strict, trust=trust)
-        checkpoint: dict[str, Any] = torch.load(
-            path, map_location="cpu", mmap=True, weights_only=not trust
-        )
+        checkpoint = read_file(path, self.engine, trust)
         states = checkpoint.pop("optimizer_states", []) if is_fitting else []
         weights = checkpoint.pop("state_dict")
         load_whole(weights, states, self.engine, optimizers, strict=strict)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp_engine as fe
+from fsdp_engine.integrations import checkpoint_folder
 from fsdp_engine.integrations.checkpoint_folder import is_checkpoint
 from tests.integrations.lightning_scene import (
     Block,
@@ -250,7 +252,9 @@ class Scheduled(Net):
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
 
-@pytest.mark.parametrize("kind", ["step", "epoch", "plateau"])
+@pytest.mark.parametrize(
+    "kind", ["step", pytest.param("epoch", marks=pytest.mark.thorough), "plateau"]
+)
 @on_ranks(2)
 def test_schedules_frozen_and_tied_weights_go_on_from_a_checkpoint(kind: str) -> None:
     with shared_folder() as folder:
@@ -420,6 +424,23 @@ def test_hooks_leave_out_weights_and_add_to_all_else() -> None:
         with pytest.raises(ValueError, match=r"found others in head\.weight"):
             trainer.save_checkpoint(folder / "y")
         assert os.listdir(folder) == ["x"]
+
+
+@on_ranks(2)
+def test_a_save_that_fails_leaves_nothing_and_is_an_error_on_all_ranks() -> None:
+    with shared_folder() as folder:
+        trainer = fit(make(), by_engine(), max_epochs=1)
+        with (
+            mock.patch.object(checkpoint_folder, "sync_folder", side_effect=OSError("planted")),
+            pytest.raises(OSError, match="planted"),
+        ):
+            trainer.save_checkpoint(folder / "x")
+        dist.barrier()
+        assert os.listdir(folder) == []
+        trainer.save_checkpoint(folder / "x")
+        (folder / "broken").write_bytes(b"no checkpoint")
+        with pytest.raises(RuntimeError, match=r"torch\.save"):
+            fit(make(), by_engine(), ckpt_path=folder / "broken")
 
 
 class Failing(Net):
