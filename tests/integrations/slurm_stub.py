@@ -34,10 +34,12 @@ def srun(command: list[str]) -> int:
             "SLURM_LOCALID": str(rank % (num_tasks // num_nodes)),
         }
         tasks.append(subprocess.Popen(command, env={**os.environ, **own}, start_new_session=True))
-    status = 0
-    while not status and any(task.poll() is None for task in tasks):
+    while True:
+        statuses = [task.poll() for task in tasks]
+        status = next(filter(None, statuses), 0)
+        if status or None not in statuses:
+            break
         time.sleep(0.02)
-        status = next((task.returncode for task in tasks if task.poll()), 0)
     for task in tasks:
         task.kill()
         task.wait()
