@@ -14,7 +14,8 @@ model is one of PEFT. Names come from PEFT's own functions, which sort and renam
 Layers with adapters know how adapters begin (LoRA: A random, B zero); the modules that hold the
 tensors, plain ``nn.Linear`` among them, do not. So where a model was built on the meta device, the
 layer gives them values, in two steps: what is drawn (:meth:`AdapterLayers.draw`), and what follows
-from the base weights (:meth:`AdapterLayers.derive`: DoRA's magnitudes, copies of whole modules).
+from the base weights (:meth:`AdapterLayers.derive`: DoRA's magnitudes, rows of embeddings, copies
+of whole modules).
 """
 
 from __future__ import annotations
@@ -223,7 +224,7 @@ class AdapterLayers:
 
         path, adapter = place
         layer = self._layers[path]
-        return isinstance(layer, ModulesToSaveWrapper) or adapter in _magnitudes(layer)
+        return isinstance(layer, ModulesToSaveWrapper) or _has_formula(layer, adapter)
 
     def derive(self, place: Place) -> None:
         """Give what follows from the base weights its values. All tensors of the layer are whole.
@@ -239,6 +240,10 @@ class AdapterLayers:
             layer.modules_to_save[adapter].load_state_dict(layer.original_module.state_dict())
             return
         magnitudes = _magnitudes(layer)
+        if adapter in _token_rows(layer):
+            rows = layer.get_base_layer().weight[layer.token_indices[adapter]]
+            layer.trainable_tokens_delta[adapter].copy_(rows)
+            layer.trainable_tokens_original[adapter].copy_(rows)
         if adapter not in magnitudes:
             return
         aside, config = _Aside(layer), self._peft.peft_config[adapter]
@@ -252,7 +257,7 @@ class AdapterLayers:
 
     def all_following(self) -> list[Place]:
         """Every adapter of which something follows from the base weights by a formula."""
-        return [place for place in self._all_places() if place[1] in _magnitudes(self.layer(place))]
+        return [each for each in self._all_places() if _has_formula(self.layer(each), each[1])]
 
     def _all_places(self) -> list[Place]:
         if self._peft is None:
@@ -277,6 +282,15 @@ class _Aside:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
+
+
+def _has_formula(layer: Any, adapter: str) -> bool:
+    return adapter in _magnitudes(layer) or adapter in _token_rows(layer)
+
+
+def _token_rows(layer: Any) -> Any:
+    """Rows of an embedding that are trained by themselves."""
+    return getattr(layer, "trainable_tokens_delta", ())
 
 
 def _magnitudes(layer: Any) -> Any:

@@ -31,6 +31,7 @@ CARD = "README.md"
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 # An older adapter's, while a newer one takes its place.
 BEFORE = "adapter_config.json.before"
+STAGING = ".exporting-"
 # What an adapter computes depends on these, beside its tensors.
 _COMPUTES = ("peft_type", "lora_alpha", "alpha_pattern", "use_rslora", "use_dora", "fan_in_fan_out")
 
@@ -109,7 +110,9 @@ def save_adapters(engine: Engine, folder: Path, dtype: torch.dtype | None, token
                 for each in found.peft_config
             }
             folder.mkdir(parents=True, exist_ok=True)
-            staging = Path(tempfile.mkdtemp(prefix=".exporting-", dir=folder))
+            for left in folder.glob(f"{STAGING}*"):  # by a job that died
+                shutil.rmtree(left, ignore_errors=True)
+            staging = Path(tempfile.mkdtemp(prefix=STAGING, dir=folder))
     except Exception as caught:
         error = caught
     try:
@@ -127,10 +130,12 @@ def save_adapters(engine: Engine, folder: Path, dtype: torch.dtype | None, token
                         tokenizer.save_pretrained(str(folder))
             except Exception as caught:
                 error = caught
-        agree(what, error, group)
-    finally:
-        if staging is not None:
-            shutil.rmtree(staging, ignore_errors=True)
+    except Exception as caught:  # on all ranks
+        error = caught
+    if staging is not None:
+        shutil.rmtree(staging, ignore_errors=True)
+    # Nobody returns or raises before the folder is as it shall stay.
+    agree(what, error, group)
 
 
 def _chosen(model: Any, adapter: str | None) -> str:

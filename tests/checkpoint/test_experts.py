@@ -184,7 +184,7 @@ def test_experts_load_on_other_numbers_of_ranks(
 
 
 def filled_from_a_checkpoint(folder: str, size: int, level: str) -> list[str]:
-    """What is not as it was saved, of experts that get memory alone and then a checkpoint."""
+    """Names that are not as they were saved, of experts that get memory and then a checkpoint."""
     engine, rank = built(size, level, 1, on_meta=True, values="empty")
     num_local = NUM_EXPERTS // size
     grouped = engine.full_tensor("blocks.1.grouped.inner.weight")

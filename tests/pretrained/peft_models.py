@@ -53,6 +53,7 @@ CONFIGS: dict[str, Any] = {
     "dora": lambda: lora(use_dora=True),
     "gaussian, biases": lambda: lora(init_lora_weights="gaussian", bias="lora_only"),
     "modules to save": lambda: lora(modules_to_save=["lm_head", "norm"]),
+    "tokens": lambda: lora(trainable_token_indices={"embed_tokens": [1, 5]}),
     "ia3": lambda: peft.IA3Config(
         target_modules=["k_proj", "down_proj"],
         feedforward_modules=["down_proj"],

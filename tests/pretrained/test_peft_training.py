@@ -131,9 +131,8 @@ def test_an_adapter_that_was_frozen_when_sharded_stays_so() -> None:
     engine = fe.shard(model, initial_values="rank0")
     tokens = torch.arange(8).view(1, 8)
     model.set_adapter("other")
-    with pytest.raises(RuntimeError, match=r"lora_A.other.*frozen") as caught:
+    with pytest.raises(RuntimeError, match=r"expected .*lora_A.other.weight to stay frozen"):
         model(input_ids=tokens)
-    print(caught.value)
     model.set_adapter("default")
     engine.reset()
     assert model(input_ids=tokens, labels=tokens).loss.isfinite()
@@ -149,9 +148,10 @@ def test_adapters_merge_where_weights_are_whole() -> None:
     engine = fe.shard(model, initial_values="rank0")
     tokens = torch.arange(8).view(1, 8)
     before = whole(engine)
-    with pytest.raises((RuntimeError, ValueError, NotImplementedError)) as caught:
+    with pytest.raises(ValueError, match=r"or work within engine\.unsharded"):
         model.merge_adapter()
-    print(type(caught.value), caught.value)
+    with pytest.raises(ValueError, match="expected the parameters that the model had when"):
+        model.add_adapter("late", lora(r=2))
     after = whole(engine)
     assert all(torch.equal(after[name], value) for name, value in before.items())
     with engine.unsharded():
