@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -127,6 +127,14 @@ def check_ready(engine: Engine) -> None:
     check_finished(engine)
 
 
+class TensorMetadata(NamedTuple):
+    """A tensor that a receiver has."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Group:
     """What is streamed at a time: a unit, or several of which the receiver has a tensor together.
@@ -167,6 +175,19 @@ class WeightStream:
         if self.version is not None:
             return self._changes(self.version)
         return self._own_pieces() if self._pieces else self._whole()
+
+    def metadata(self) -> list[TensorMetadata]:
+        """Name, dtype and shape of what a receiver has in the end, in the order in which whole
+        tensors come. Nothing is sent or gathered.
+
+        Raises:
+            ValueError: see :func:`weight_stream`.
+        """
+        return [
+            TensorMetadata(given.name, given.dtype, given.shape)
+            for group in self.plan()
+            for given in group.given
+        ]
 
     def plan(self) -> list[Group]:
         """What is streamed, in order.

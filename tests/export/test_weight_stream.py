@@ -71,7 +71,11 @@ def forms_are_right(engine: fe.Engine, dtype: torch.dtype | None) -> None:
     """All three forms of one model."""
     expected = sent_state(engine, dtype)
     whole = Receiver.of(expected)
-    whole.take(fe.weight_stream(engine, dtype))
+    stream = fe.weight_stream(engine, dtype)
+    told = [(name, kind, tuple(shape)) for name, kind, shape in stream.metadata()]
+    items = list(stream)
+    assert told == [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in items]
+    whole.take(items)
     whole.once()
     own = {name for name, _ in engine.model.named_buffers() if engine.ranks.rank > 0}
     for name, value in expected.items():
