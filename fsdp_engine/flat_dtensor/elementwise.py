@@ -10,8 +10,9 @@ result is a plain tensor; larger ones raise. That is how it is where
 - autograd follows a plain tensor: from slices it would get a part of its gradient;
 - a parameter has one element and autograd follows it: it may well meet a loss later.
 
-In place, a whole tensor beside a slice can only be the same on every rank: its slice is taken. So
-it is beside a gradient that a hook is given (``takes_slices``).
+A slice is changed in place by a whole tensor that can only be the same on every rank: its slice is
+taken. So it is beside a gradient that a hook is given (``takes_slices``). A plain tensor that is
+changed in place is changed as a whole: what stands beside it is gathered, or refused.
 """
 
 from __future__ import annotations
@@ -138,6 +139,8 @@ def _wants_whole(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> bool:
                 wants = wants or math.prod(value._flat.shape) == 1
         elif isinstance(value, Tensor):
             beside.append(value)
+    if is_inplace(func) and beside and beside[0] is args[0] and not isinstance(args[0], DTensor):
+        return True
     if not (wants or beside) or is_inplace(func) or "out" in kwargs:
         return False
     return wants or any(

@@ -458,3 +458,24 @@ def distributed_values_are_copied() -> None:
 
 def test_copying_takes_the_slice_of_any_distributed_tensor(ranks: Ranks) -> None:
     ranks.run(distributed_values_are_copied)
+
+
+def plain_tensors_are_changed_as_a_whole() -> None:
+    mesh = mesh_of((4,))
+    full = torch.rand(6, 5)
+    flat = flat_of(full, mesh, 1)
+    plain = torch.ones(6, 5)
+    assert plain.mul_(flat) is plain
+    assert torch.equal(plain, full)
+    plain += flat
+    assert torch.equal(plain, full * 2)
+    row = torch.ones(5)
+    with pytest.raises(RuntimeError, match="shape"):
+        row.mul_(flat)  # as torch does
+    large = flat_of(torch.zeros(300, 300), mesh, 1)
+    with pytest.raises(ValueError, match="not gathered without being asked for"):
+        torch.ones(300, 300).mul_(large)
+
+
+def test_a_plain_tensor_that_is_changed_in_place_is_changed_as_a_whole(ranks: Ranks) -> None:
+    ranks.run(plain_tensors_are_changed_as_a_whole)

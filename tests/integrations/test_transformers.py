@@ -57,7 +57,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "checkpointing": {"activation_checkpointing": True},
     "sgd": {"optim": "sgd", "lr_scheduler_type": "linear", "warmup_steps": 2},
     "fused": {"optim": "adamw_torch_fused"},
+    "adafactor": {"optim": "adafactor"},
     "adagrad": {"optim": "adagrad"},
+    "compiled": {"torch_compile": True, "torch_compile_backend": "eager"},
     "rmsprop": {"optim": "rmsprop"},
     "plateau": {"lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "loss"},
     "neftune": {"neftune_noise_alpha": 5.0},
@@ -182,6 +184,7 @@ def test_a_model_that_is_sharded_is_taken_as_it_is() -> None:
     assert_same(figures(made), run("plain"))
 
 
+@pytest.mark.thorough
 @on_ranks(2)
 def test_model_init_is_called_for_each_training() -> None:
     expected = run("plain", trainer={"model_init": lambda: llama()})

@@ -64,6 +64,7 @@ def test_the_model_is_saved_as_from_pretrained_reads_it() -> None:
     assert (folder / "config.json").is_file()
 
 
+@pytest.mark.thorough
 @on_ranks(2)
 def test_a_model_that_is_not_of_transformers_is_saved_by_names() -> None:
     from safetensors.torch import load_file
@@ -184,6 +185,7 @@ def test_limits_and_the_best_model() -> None:
     assert made.evaluate()["eval_loss"] == losses[step]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("only", [True, False])
 @on_ranks(2)
 def test_a_checkpoint_may_leave_out_the_state_or_the_model(only: bool) -> None:
@@ -228,6 +230,7 @@ def test_an_error_on_one_rank_is_raised_on_all_and_leaves_no_checkpoint() -> Non
     assert checkpoints(folder) == []
 
 
+@pytest.mark.thorough
 @on_ranks(2)
 def test_what_a_killed_save_has_left_is_taken_for_nothing_and_removed() -> None:
     folder = shared_folder()
