@@ -31,7 +31,7 @@ from fsdp_engine.flat_dtensor.spread import Spread
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SentParam:
     """A parameter.
 
@@ -96,7 +96,7 @@ class SentParam:
         return self.buffer.records[self.index].spread
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SentBuffer:
     """A persistent buffer of a module; attributes and methods as of :class:`SentParam`. Where each
     rank sends its own, that of the first rank is sent.

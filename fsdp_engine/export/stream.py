@@ -315,7 +315,7 @@ class WeightStream:
                 start, flat = own[sent.name]
                 if flat.numel():
                     for offset, part in given.parts(sent, start, flat):
-                        yield given.name, offset, part.reshape(-1).contiguous()
+                        yield given.name, offset, _in_a_row(part)
 
     def _own_bytes(self, group: Group) -> int:
         return sum(
@@ -349,12 +349,21 @@ def _items(
     """What has changed of ``given``, as far as it is ``sent``."""
     for low, high in changes.runs:
         for offset, part in given.parts(sent, start + low, values[low:high]):
-            yield given.name, slice(offset, offset + part.numel()), part.reshape(-1).contiguous()
+            yield given.name, slice(offset, offset + part.numel()), _in_a_row(part)
     if changes.elements is not None and changes.values is not None:
         numel = torch.Size(given.shape).numel()
         kind = torch.int32 if numel <= _INT32_MAX else torch.int64
         for where, found in given.places(sent, changes.elements + start, changes.values):
             yield given.name, where.to(kind), found
+
+
+def _in_a_row(part: Tensor) -> Tensor:
+    """1-D, each element behind the other. (One element counts as contiguous whatever its stride,
+    but cannot be viewed as bytes.)"""
+    flat = part.reshape(-1)
+    if flat.stride(0) == 1:
+        return flat
+    return flat.clone(memory_format=torch.contiguous_format)
 
 
 def sources_of(group: Group) -> list[Sent]:
