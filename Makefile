@@ -18,6 +18,9 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 p
 VENV := .venv
 RUN := $(VENV)/bin/python -m
 STAMP := $(VENV)/.installed
+# Transformer Engine's Python files, without its libraries: tests/codecs/te_on_cpu.py. Not among the
+# packages, where others (peft) would take them for the library.
+TE_PYTHON := $(VENV)/transformer_engine_python
 
 # One thread for each rank: ranks share the cores. Set it to use more.
 OMP_NUM_THREADS ?= 1
@@ -57,6 +60,8 @@ $(STAMP): pyproject.toml constraints.txt
 	fi
 	@$(RUN) pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
 		--constraint constraints.txt --editable ".[test,examples]"
+	@$(RUN) pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+		--constraint constraints.txt --no-deps --upgrade --target $(TE_PYTHON) transformer_engine
 	@$(VENV)/bin/python -c "import torch; print('Ready: torch', torch.__version__)"
 	@echo "$(CURDIR)" > $@
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import os
@@ -37,6 +38,8 @@ from torch.nn import functional as F
 from tests.codecs import te_kernels
 from tests.codecs.te_reference import Quantised, dequantise
 
+# Not among the packages: what looks for the library (peft) would import it, and fail.
+PYTHON_FILES = Path(sys.prefix) / "transformer_engine_python"
 RECIPES = ("delayed", "current", "block", "mxfp8")
 # Where a module's weight stands among the tensors of its forward: input, weight, output.
 WEIGHT = 1
@@ -57,9 +60,13 @@ def load() -> None:
         return
     if kernels is not None or "transformer_engine" in sys.modules:
         raise RuntimeError("this process has loaded the real Transformer Engine")
-    spec = importlib.util.find_spec("transformer_engine")
+    places = [*sys.path, str(PYTHON_FILES)]
+    spec = importlib.machinery.PathFinder.find_spec("transformer_engine", places)
     if spec is None or spec.origin is None:
-        raise ModuleNotFoundError("no transformer_engine; tests need it, with pydantic")
+        raise ModuleNotFoundError(
+            "no transformer_engine; tests need its Python files, as `make setup` installs them: "
+            f"pip install --no-deps --target {PYTHON_FILES} transformer_engine==2.20.2"
+        )
     # Says not to look for shared libraries; children shall not either.
     os.environ["NVTE_PROJECT_BUILDING"] = "1"
     sys.modules["transformer_engine_torch"] = te_kernels.module()
@@ -77,7 +84,7 @@ def load() -> None:
         mock.patch.dict(os.environ, {"NVTE_TORCH_COMPILE": "0"}),
     ):
         vars(top).update(
-            __version__=importlib.metadata.version("transformer_engine"),
+            __version__=_version(places),
             common=importlib.import_module("transformer_engine.common"),
             pytorch=framework,
         )
@@ -98,6 +105,11 @@ def load() -> None:
     storage._FromMXFP8Func.forward = staticmethod(
         lambda ctx, tensor, dtype: te_kernels.dequantize(tensor, dtypes[dtype])
     )
+
+
+def _version(places: list[str]) -> str:
+    (found, *_) = importlib.metadata.distributions(name="transformer_engine", path=places)
+    return found.version
 
 
 def _have_library() -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_engine.devices.collectives import gather_objects
-from tests.integrations.hide_te import import_trainers
+from tests.without_te import import_without_te
 
 LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 FULL = "optim_grads_params"
@@ -55,7 +55,7 @@ def rows(count: int, seed: int = 1) -> Rows:
 
 def as_launched() -> None:
     """Say to accelerate what torchrun says, and make it forget earlier runs."""
-    import_trainers()
+    import_without_te("transformers.trainer_seq2seq")
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(True)

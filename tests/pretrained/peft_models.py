@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,21 +11,12 @@ import transformers
 from torch import nn
 
 from tests.pretrained.families import FAMILIES
+from tests.without_te import import_without_te
 
-# PEFT imports Transformer Engine where it is installed; here it is for its Python files alone
-# (tests/codecs/te_on_cpu.py), and does not import without its libraries.
-_BEFORE: Any = sys.modules.get("transformer_engine")
-sys.modules["transformer_engine"] = None  # type: ignore[assignment]
-try:
-    import peft
-finally:
-    if _BEFORE is None:
-        del sys.modules["transformer_engine"]
-    else:
-        sys.modules["transformer_engine"] = _BEFORE
+peft: Any = import_without_te("peft")
 
-# For other processes, whose examples import PEFT by themselves.
-ENVIRONMENT: Mapping[str, str] = {"NVTE_PROJECT_BUILDING": "1", "HF_HUB_OFFLINE": "1"}
+# For other processes, too.
+ENVIRONMENT: Mapping[str, str] = {"HF_HUB_OFFLINE": "1"}
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 TARGETS = ["q_proj", "v_proj"]
