@@ -12,7 +12,7 @@ result is a plain tensor; larger ones raise. That is how it is where
 
 A slice is changed in place by a whole tensor that can only be the same on every rank: its slice is
 taken. So it is beside a gradient that a hook is given (``takes_slices``). A plain tensor that is
-changed in place is changed as a whole: what stands beside it is gathered, or refused.
+changed in place is changed as a whole: what stands beside it is gathered.
 """
 
 from __future__ import annotations
@@ -150,11 +150,14 @@ def _wants_whole(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> bool:
 
 
 def _on_whole(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
+    # What is changed in place is there as a whole: to gather as much once more is what is meant.
+    most = max(SMALL, args[0].numel()) if is_inplace(func) else SMALL
+
     def whole(value: Any) -> Any:
         if not isinstance(value, cls):
             return value
-        if math.prod(value._flat.shape) > SMALL:
-            why = f"more than {SMALL} elements are not gathered without being asked for"
+        if math.prod(value._flat.shape) > most:
+            why = f"more than {most} elements are not gathered without being asked for"
             raise refusal(cls, func, (value,), f"mixes a FlatDTensor and plain tensors; {why}")
         return value.full_tensor()
 

@@ -105,7 +105,7 @@ class FSDPEngineAccelerator(Accelerator):
             )
         if engine.ranks.size > 1:
             # Ranks whose text ends early go on calling the model as long as others do:
-            # `transformers` asks for this attribute (is_fsdp_managed_module, 5.0 to 5.23) where
+            # `transformers` asks for this attribute (is_fsdp_managed_module, in 5.23) where
             # `generate` is not told `synced_gpus`.
             for module in model.modules():
                 if hasattr(module, "generate"):

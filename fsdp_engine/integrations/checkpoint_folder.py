@@ -290,12 +290,22 @@ def load_whole(
             f"found {len(states)}"
         )
     for optimizer, packed in zip(optimizers, states, strict=False):
-        numbered = [param for group in optimizer.param_groups for param in group["params"]]
-        sliced = {
-            number: {key: _like(numbered[number], value) for key, value in state.items()}
-            for number, state in packed["state"].items()
-        }
-        optimizer.load_state_dict({**packed, "state": sliced})
+        load_whole_state(optimizer, packed)
+
+
+def load_whole_state(optimizer: Optimizer, packed: dict[str, Any]) -> None:
+    """Give an optimizer over sharded parameters the state of one over whole ones.
+
+    Args:
+        optimizer: over the same parameters, in the same order.
+        packed: that state, as ``torch.optim`` has it: by numbers of parameters, whole tensors.
+    """
+    numbered = [param for group in optimizer.param_groups for param in group["params"]]
+    sliced = {
+        number: {key: _like(numbered[number], value) for key, value in state.items()}
+        for number, state in packed["state"].items()
+    }
+    optimizer.load_state_dict({**packed, "state": sliced})
 
 
 def _like(param: torch.Tensor, value: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel, Seq2SeqTrainer, Trainer, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
@@ -31,6 +31,7 @@ from fsdp_engine.integrations.accelerate import (
     FSDPEngineAccelerator,
     plain_optimizer,
 )
+from fsdp_engine.integrations.checkpoint_folder import load_whole_state
 from fsdp_engine.integrations.preparation import checked_arguments
 from fsdp_engine.integrations.whole_folder import whole_folder
 from fsdp_engine.pretrained.load import load_pretrained
@@ -229,7 +230,9 @@ class FSDPEngineMixin(_Trainer):
         error: Exception | None = None
         try:
             if not (folder / SHARDED).is_dir():
-                _load_whole(optimizer, folder / WHOLE_OPTIMIZER)
+                whole = folder / WHOLE_OPTIMIZER
+                packed = torch.load(whole, map_location="cpu", weights_only=True, mmap=True)
+                load_whole_state(optimizer, packed)
             state = torch.load(folder / SCHEDULER_NAME, weights_only=True)
             self.lr_scheduler.load_state_dict(state)
         except Exception as caught:
@@ -250,23 +253,6 @@ class FSDPEngineTrainer(FSDPEngineMixin, Trainer):
 
 class FSDPEngineSeq2SeqTrainer(FSDPEngineMixin, Seq2SeqTrainer):
     """``transformers.Seq2SeqTrainer`` with this engine; see :class:`FSDPEngineMixin`."""
-
-
-def _load_whole(optimizer: torch.optim.Optimizer, file: Path) -> None:
-    """Give a sharded optimizer the state of one that had the same parameters, not sharded."""
-    packed = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-
-    def like(param: Tensor, value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.shape != param.shape or not value.ndim:
-            return value
-        return torch.clone(param.detach()).to(value.dtype).copy_(value)
-
-    state = {
-        number: {key: like(params[number], value) for key, value in each.items()}
-        for number, each in packed["state"].items()
-    }
-    optimizer.load_state_dict({**packed, "state": state})
 
 
 def _check(args: TrainingArguments) -> None:

@@ -472,9 +472,10 @@ def plain_tensors_are_changed_as_a_whole() -> None:
     row = torch.ones(5)
     with pytest.raises(RuntimeError, match="shape"):
         row.mul_(flat)  # as torch does
-    large = flat_of(torch.zeros(300, 300), mesh, 1)
+    large = torch.rand(300, 300)
+    assert torch.equal(torch.ones(300, 300).mul_(flat_of(large, mesh, 1)), large)
     with pytest.raises(ValueError, match="not gathered without being asked for"):
-        torch.ones(300, 300).mul_(large)
+        torch.ones(300).mul_(flat_of(large, mesh, 1))
 
 
 def test_a_plain_tensor_that_is_changed_in_place_is_changed_as_a_whole(ranks: Ranks) -> None:
