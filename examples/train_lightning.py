@@ -204,6 +204,7 @@ class Losses(Callback):
         """Write them down."""
         if trainer.is_global_zero:
             text = json.dumps({"steps": self.steps, "held_out": self.held_out}, indent=1)
+            self.file.parent.mkdir(parents=True, exist_ok=True)
             self.file.write_text(text + "\n", encoding="utf-8")
 
     def state_dict(self) -> dict[str, Any]:
@@ -243,7 +244,7 @@ def run(options: argparse.Namespace) -> None:
         max_steps=options.steps,
         accumulate_grad_batches=options.grad_accumulation,
         gradient_clip_val=options.clip,
-        val_check_interval=options.eval_every * options.grad_accumulation,
+        val_check_interval=min(options.eval_every, options.steps) * options.grad_accumulation,
         num_sanity_val_steps=0,
         callbacks=[saver, losses],
         logger=False,
@@ -252,6 +253,8 @@ def run(options: argparse.Namespace) -> None:
     )
     last = folder / "last.ckpt"
     trainer.fit(module, ckpt_path=last if last.exists() else None)
+    if trainer.global_step % options.save_every:
+        trainer.save_checkpoint(last)
     if trainer.is_global_zero:
         print(strategy.engine.describe())
         print(f"trained to step {trainer.global_step}; checkpoint in {last}")
