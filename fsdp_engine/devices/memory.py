@@ -14,6 +14,15 @@ that memory in use and idle together exceed what was once in use. With the step'
 goes back: the optimizer, or another model, can have it. (To get it again costs up to 2 % of a step,
 ``docs/benchmarks.md``.)
 
+[Note: Freed pages]
+Small allocations that last (of gloo's threads, of whoever logs) settle between large tensors that
+autograd frees, so on CPU glibc's heap has ever more holes, and the resident set grows to about
+twice its size over a thousand steps though nothing leaks. ``malloc_trim`` hands the pages of all
+holes back to the system. It takes milliseconds, and what it gave back is taken again in the next
+step, so every so many backwards it costs next to nothing. Settings of malloc do not do as well:
+with a larger ``M_TOP_PAD`` (or any other of them) glibc no longer learns how large tensors are, and
+where the heap has no hole for one above 128 KiB it maps and unmaps it (``benchmarks/long_run.py``).
+
 [Note: Who serves a fill]
 With ``fsdp_double_buffer`` transient storages have addresses of their own, planned from what a
 step was seen to do ([Note: Arena] in ``arena.py``), and steps that go on like that allocate
@@ -30,9 +39,11 @@ pretended: sizes of storages are swapped then.
 
 from __future__ import annotations
 
+import ctypes
 import math
+import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Protocol
@@ -40,10 +51,11 @@ from typing import Protocol
 import torch
 
 from fsdp_engine.devices.arena import Arena
-from fsdp_engine.devices.pages import BACKWARDS_PER_TRIM, ask_for_huge_pages, find_malloc_trim
 from fsdp_engine.devices.pretence import pretends_device
 
 _CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+# See [Note: Freed pages].
+BACKWARDS_PER_TRIM = 100
 
 
 class Ledger:
@@ -217,7 +229,7 @@ class Memory:
         self._idle: dict[int, list[torch.UntypedStorage]] = {}
         # Storage objects that have given their memory away, to take some again.
         self._hollow: list[torch.UntypedStorage] = []
-        self._trim = find_malloc_trim() if device.type == "cpu" else None
+        self._trim = _find_malloc_trim() if device.type == "cpu" else None
         self._backwards = 0
         self.arenas: dict[str, Arena] = {}
         if plans_addresses and _CAN_SWAP and type(empty(0, torch.uint8, device)) is torch.Tensor:
@@ -231,9 +243,7 @@ class Memory:
         """A zeroed 1-D tensor that lives as long as the engine; ``sent``: collectives use it."""
         self.ledger.add(role, numel * dtype.itemsize)
         with self._allocating(sent):
-            tensor = empty(numel, dtype, self.device)
-        self._is_fresh(tensor.untyped_storage())
-        return tensor.zero_()
+            return zeros(numel, dtype, self.device)
 
     def give_back(self, tensor: torch.Tensor, role: str) -> None:
         """A persistent tensor is about to go."""
@@ -317,16 +327,7 @@ class Memory:
             self._idle[size].pop()
             idle -= size
         with self._allocating(sent=self._fills_from_pool):
-            self._resize(storage, num_bytes)
-
-    def _resize(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
-        storage.resize_(num_bytes)
-        self._is_fresh(storage)
-
-    def _is_fresh(self, storage: torch.UntypedStorage) -> None:
-        """See [Note: Huge pages] in ``pages.py``."""
-        if storage.device.type == "cpu":
-            ask_for_huge_pages(storage)
+            storage.resize_(num_bytes)
 
     def _drain(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
         self._in_use -= num_bytes
@@ -351,6 +352,13 @@ def _swap_sizes(first: torch.UntypedStorage, second: torch.UntypedStorage) -> No
     sizes = first.nbytes(), second.nbytes()
     first.resize_(sizes[1])
     second.resize_(sizes[0])
+
+
+def _find_malloc_trim() -> Callable[[int], int] | None:
+    """glibc's function of that name; None with another C library."""
+    if sys.platform != "linux":
+        return None
+    return getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
 class TransientStorage:
@@ -385,7 +393,7 @@ class TransientStorage:
         """Give the storage memory (uninitialised). Nothing happens if it has some."""
         if not self.filled:
             if not self._is_kept_idle:
-                self._memory._resize(self._storage, self.num_bytes)
+                self._storage.resize_(self.num_bytes)
                 self._memory.ledger.add(self._role, self.num_bytes)
             elif self._arena is None or not self._arena.fill(self._number, self._storage):
                 self._memory._fill(self._storage, self.num_bytes)

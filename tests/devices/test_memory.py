@@ -20,8 +20,7 @@ from torch import Tensor, nn
 import fsdp_engine as fe
 from curve import memory_in_use
 from fsdp_engine.devices.host_memory import HostBlock
-from fsdp_engine.devices.memory import Memory, TransientStorage
-from fsdp_engine.devices.pages import BACKWARDS_PER_TRIM
+from fsdp_engine.devices.memory import BACKWARDS_PER_TRIM, Memory, TransientStorage
 from fsdp_engine.strategies import Axis, Role, Strategy
 from tests.models import DIM, Mlp, Regression, odd_model, vector_batch
 from tests.pairs import PAIRS_AND_WAYS
