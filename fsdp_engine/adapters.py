@@ -174,17 +174,18 @@ class AdapterLayers:
 
     def places(self, names: Iterable[str]) -> list[Place]:
         """Which adapters' tensors these are, in the order of layers; others are left out."""
-        found: set[Place] = set()
-        for name in names:
-            parts = name.split(".")
-            for end in range(len(parts) - 1, 0, -1):
-                path = ".".join(parts[:end])
-                if path in self._layers:
-                    adapter = self._adapter_at(self._layers[path], parts[end:])
-                    if adapter:
-                        found.add((path, adapter))
-                    break
-        return [place for place in self._all_places() if place in found]
+        found = {place for name in names if (place := self.place_of(name)) is not None}
+        return [place for place in self._all_places() if place in found] if found else []
+
+    def place_of(self, name: str) -> Place | None:
+        """Which adapter's tensor that is; None: none's."""
+        parts = name.split(".")
+        for end in range(len(parts) - 1, 0, -1):
+            path = ".".join(parts[:end])
+            if path in self._layers:
+                adapter = self._adapter_at(self._layers[path], parts[end:])
+                return (path, adapter) if adapter else None
+        return None
 
     def draw(self, place: Place) -> None:
         """Let an adapter begin as PEFT begins it, but for what follows from base weights.

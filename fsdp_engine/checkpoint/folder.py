@@ -37,7 +37,7 @@ import gc
 import io
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -190,22 +190,42 @@ def load_checkpoint(
         All but the last before anything is changed, and on every rank if on one.
     """
     model = as_one(engine)
-    group = model.ranks.control_group
-    match: FolderMatch | None = None
-    error: Exception | None = None
+
+    def make() -> FolderMatch:
+        return FolderMatch(Path(path), model, optimizer, trust=trust, trainable_only=trainable_only)
+
     with collector_paused():
-        try:
-            match = FolderMatch(
-                Path(path), model, optimizer, trust=trust, trainable_only=trainable_only
-            )
-            match.raise_problems()
-        except Exception as caught:
-            error = caught
-        agree("load_checkpoint()", error, group)
-        assert match is not None
-        match.load("load_checkpoint()", group)
+        match = load_matching("load_checkpoint()", model.ranks.control_group, make)
     extra: dict[str, Any] = match.targets.get(EXTRA, {})
     return extra
+
+
+def load_matching(
+    what: str, group: ProcessGroup | None, make: Callable[[], FolderMatch], *, strict: bool = True
+) -> FolderMatch:
+    """Match a folder on all ranks, then load what fits. Collective.
+
+    Args:
+        what: is being done, for messages.
+        group: the ranks.
+        make: matches it on this rank.
+        strict: entries that are missing, unexpected or do not fit are an error.
+
+    Raises:
+        Exception: of ``make``; or see :func:`load_checkpoint`. On every rank if on one.
+    """
+    match: FolderMatch | None = None
+    error: Exception | None = None
+    try:
+        match = make()
+        if strict:
+            match.raise_problems()
+    except Exception as caught:
+        error = caught
+    agree(what, error, group)
+    assert match is not None
+    match.load(what, group)
+    return match
 
 
 def training_entries(

@@ -20,6 +20,7 @@ from fsdp_engine.checkpoint.engines import Engines, as_one, axis_sizes, level_na
 from fsdp_engine.checkpoint.folder import (
     FolderMatch,
     LoadReport,
+    load_matching,
     training_entries,
     write_entries,
 )
@@ -139,10 +140,9 @@ class Run:
         """
         ranks_key = f"{RANKS}.{self.ranks.rank}"
         manifest = self._check_files(folder, verify)
-        match: FolderMatch | None = None
-        error: Exception | None = None
-        try:
-            match = FolderMatch(
+
+        def make() -> FolderMatch:
+            return FolderMatch(
                 folder,
                 self._engine,
                 self._optimizer,
@@ -150,13 +150,8 @@ class Run:
                 trust,
                 trainable_only=self._trainable_only,
             )
-            if strict:
-                match.raise_problems()
-        except Exception as caught:
-            error = caught
-        agree(what, error, self.ranks.control_group)
-        assert match is not None
-        match.load(what, self.ranks.control_group)
+
+        match = load_matching(what, self.ranks.control_group, make, strict=strict)
         extra = match.targets.get(EXTRA, {})
         own = match.targets.get(ranks_key)
         if own is not None and manifest.world_size == self.ranks.size:

@@ -31,7 +31,12 @@ from fsdp_engine.devices.agreement import agree
 from fsdp_engine.devices.meeting import telling
 from fsdp_engine.devices.mesh import ranks_that_meet
 from fsdp_engine.engine import Engine, engine_of
-from fsdp_engine.integrations.preparation import checked_arguments, compile_units, held_by_name
+from fsdp_engine.integrations.preparation import (
+    check_not_stepped,
+    checked_arguments,
+    compile_units,
+    held_by_name,
+)
 from fsdp_engine.integrations.whole_folder import whole_folder
 from fsdp_engine.optimizer.sharded_step import is_elementwise, shard_optimizer
 from fsdp_engine.precision import MixedPrecisionPolicy
@@ -96,7 +101,10 @@ class FSDPEngineAccelerator(Accelerator):
         """
         engine = engine_of(model)
         if engine is None:
-            with held_by_name(model, [plain_optimizer(each) for each in optimizers]):
+            plain = [plain_optimizer(each) for each in optimizers]
+            with telling("prepare()", ranks_that_meet(None)):
+                check_not_stepped(model, plain)
+            with held_by_name(model, plain):
                 engine = self._shard(model)
         elif engine.model is not model:
             raise ValueError(

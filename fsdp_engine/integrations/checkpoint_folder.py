@@ -12,7 +12,6 @@ command line of ``fsdp_engine.checkpoint`` reads it. Beside that:
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,6 +27,7 @@ from fsdp_engine.checkpoint.engines import Engines, as_one
 from fsdp_engine.checkpoint.folder import (
     FolderMatch,
     collector_paused,
+    load_matching,
     read_entries,
     training_entries,
     write_entries,
@@ -131,19 +131,13 @@ def load_folder(
     model = as_one(engines)
     group = model.ranks.control_group
     own_key = f"{RANKS}.{model.ranks.rank}"
-    match: FolderMatch | None = None
-    error: Exception | None = None
+
+    def make() -> FolderMatch:
+        optimizer = as_one_optimizer(optimizers)
+        return FolderMatch(path, model, optimizer, (EXTRA, own_key), trust)
+
     with collector_paused():
-        try:
-            optimizer = as_one_optimizer(optimizers)
-            match = FolderMatch(path, model, optimizer, (EXTRA, own_key), trust)
-            if strict:
-                match.raise_problems()
-        except Exception as caught:
-            error = caught
-        agree("load_checkpoint()", error, group)
-        assert match is not None
-        match.load("load_checkpoint()", group)
+        match = load_matching("load_checkpoint()", group, make, strict=strict)
     own = match.targets.get(own_key)
     if own is not None and own.get("num_ranks") == model.ranks.size:
         set_random_state(own["random"], model.ranks.device)
@@ -313,8 +307,3 @@ def _like(param: torch.Tensor, value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or value.shape != param.shape or not value.ndim:
         return value
     return torch.clone(param.detach()).to(value.dtype).copy_(value)
-
-
-def is_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Whether a folder with a complete checkpoint is there."""
-    return (Path(path) / ".metadata").is_file()

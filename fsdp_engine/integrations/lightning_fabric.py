@@ -32,6 +32,7 @@ from fsdp_engine.integrations.engine_arguments import (
     has_all_gradients,
     prepare_optimizers,
 )
+from fsdp_engine.integrations.preparation import held_by_name
 from fsdp_engine.precision import MixedPrecisionPolicy
 
 
@@ -137,17 +138,8 @@ class FSDPEngineFabricStrategy(DDPStrategy):
         with self._arguments.telling():
             for optimizer in optimizers:
                 _check_fresh(optimizer, names)
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        held = [group["params"] for group in groups]
-        for group in groups:
-            group["params"] = []  # shard() refuses a model whose parameters an optimizer holds
-        try:
+        with held_by_name(module, optimizers):
             engine = self._shard(module)
-            params = dict(module.named_parameters())
-            held = [[params[names[id(param)]] for param in each] for each in held]
-        finally:
-            for group, each in zip(groups, held, strict=True):
-                group["params"] = each
         prepare_optimizers([engine], optimizers)
         return _Forward(module), optimizers, scheduler
 

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_engine.devices.meeting import telling
-from fsdp_engine.devices.mesh import ranks_that_meet
 from fsdp_engine.engine import Engine
 from fsdp_engine.sharding import shard as shard_model
 
@@ -41,24 +39,33 @@ def checked_arguments(shard: Mapping[str, Any] | None) -> dict[str, Any]:
     return dict(shard)
 
 
+def check_not_stepped(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Whether optimizers that hold the model's parameters can go on with sharded ones.
+
+    Raises:
+        ValueError: one has state.
+    """
+    own = {id(param) for param in model.parameters()}
+    for optimizer in optimizers:
+        held = (param for group in optimizer.param_groups for param in group["params"])
+        if optimizer.state and any(id(param) in own for param in held):
+            raise ValueError(
+                "optimizer: expected one that has not stepped, or was built after its model "
+                "was sharded; found one with state"
+            )
+
+
 @contextlib.contextmanager
 def held_by_name(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
-    """Within it, optimizers hold no parameter of the model; afterwards those of the same names."""
+    """Within it, optimizers hold no parameter of the model (``shard`` refuses one whose parameters
+    they hold); afterwards those of the same names."""
     names = {id(param): name for name, param in model.named_parameters()}
-    held = []
-    with telling("prepare()", ranks_that_meet(None)):
-        for optimizer in optimizers:
-            own = [
-                group
-                for group in optimizer.param_groups
-                if any(id(param) in names for param in group["params"])
-            ]
-            if own and optimizer.state:
-                raise ValueError(
-                    "optimizer: expected one that has not stepped, or was built after its model "
-                    "was sharded; found one with state"
-                )
-            held += own
+    held = [
+        group
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        if any(id(param) in names for param in group["params"])
+    ]
     params = [[names.get(id(param), param) for param in group["params"]] for group in held]
     for group in held:
         group["params"] = []

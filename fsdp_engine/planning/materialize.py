@@ -176,7 +176,7 @@ def _begin_adapters(
     places = adapters.places(names)
     if not places:
         return
-    own = [record for name, record in names.items() if adapters.places([name])]
+    own = [record for name, record in names.items() if adapters.place_of(name)]
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.no_grad():
         torch.manual_seed(seed)

@@ -212,3 +212,8 @@ def by_engine(*levels: str, **arguments: Any) -> Any:
     from fsdp_engine.integrations.lightning import FSDPEngineStrategy
 
     return FSDPEngineStrategy(*levels, **{"min_unit_size": 0, **arguments})
+
+
+def is_checkpoint(path: str | Path) -> bool:
+    """Whether a folder with a complete checkpoint is there."""
+    return (Path(path) / ".metadata").is_file()

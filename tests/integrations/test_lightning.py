@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import fsdp_engine as fe
 from fsdp_engine.integrations import checkpoint_folder
-from fsdp_engine.integrations.checkpoint_folder import is_checkpoint
 from tests.integrations.lightning_scene import (
     Block,
     Net,
@@ -22,6 +21,7 @@ from tests.integrations.lightning_scene import (
     check_equal,
     data,
     fit,
+    is_checkpoint,
     make,
     make_trainer,
     shared_folder,

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_engine.integrations.checkpoint_folder import is_checkpoint
+from tests.integrations.lightning_scene import is_checkpoint
 
 ROOT = Path(__file__).parents[2]
 SIZES = ("--layers", "2", "--width", "32", "--sequence-length", "32", "--batch-size", "8")
