@@ -50,8 +50,6 @@ FLOORS: dict[str, int] = {
     "__main__": 12,
 }
 
-MAX_LINES = 450
-
 LEVEL_NAMES = {"no_shard", "optim", "optim_grads", "optim_grads_params"}
 LEVEL_OBJECTS = {"NO_SHARD", "OPTIM", "OPTIM_GRADS", "OPTIM_GRADS_PARAMS"}
 
@@ -378,13 +376,6 @@ def _is_level(node: ast.expr) -> bool:
     return False
 
 
-def files_are_short(source: Source) -> Iterator[Finding]:
-    """No file is longer than a reader's patience."""
-    num_lines = len(source.text.splitlines())
-    if num_lines > MAX_LINES:
-        yield num_lines, f"{num_lines} lines; at most {MAX_LINES}"
-
-
 def public_things_have_docstrings(source: Source) -> Iterator[Finding]:
     """Modules, and their public functions and classes, say what they are."""
     if ast.get_docstring(source.tree) is None:
@@ -403,7 +394,6 @@ RULES: list[Callable[[Source], Iterator[Finding]]] = [
     only_lanes_knows_streams,
     only_its_codec_imports_transformer_engine,
     nobody_asks_which_level_runs,
-    files_are_short,
     public_things_have_docstrings,
 ]
 
@@ -515,7 +505,6 @@ PLANTED: list[tuple[Callable[[Source], Iterator[Finding]], str, str]] = [
         "buffers.sharded_buffer",
         "from fsdp_engine.strategies import OPTIM\nx = level is OPTIM",
     ),
-    (files_are_short, "buffers.sharded_buffer", "\n" * (MAX_LINES + 1)),
     (
         public_things_have_docstrings,
         "buffers.sharded_buffer",
