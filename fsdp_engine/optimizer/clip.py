@@ -1,4 +1,11 @@
-"""Norm and clipping of all gradients, on this rank's flat shards: one reduction, no host wait."""
+"""Norm and clipping of all gradients, on this rank's flat shards: one reduction, no host wait.
+
+[Note: Accuracy of the norm]
+On CPU ``vector_norm`` adds up a whole tensor in a few fp32 accumulators: the norm of 2.4 million
+elements is 4e-5 too small, that of 1e8 elements 1.1 %. So each shard is viewed as rows of 4,096
+elements, whose norms are right to 1e-6, and the norms of the rows are combined in fp64:
+3e-9 for 1e8 elements, at the same speed (30 ms; fp64 throughout takes 670 ms and a copy).
+"""
 
 from __future__ import annotations
 
@@ -12,6 +19,7 @@ from torch.distributed import ProcessGroup
 from fsdp_engine.devices.collectives import all_reduce_
 
 _WHAT = "the norm of gradients"
+_ROW = 4096
 
 
 def total_norm(
@@ -41,16 +49,32 @@ def total_norm(
         raise ValueError(f"norm_type: expected a positive number or inf; found {norm_type!r}")
     dtype = torch.float64 if any(s.dtype == torch.float64 for s in shards) else torch.float32
     norms = [
-        torch.linalg.vector_norm(shard, norm_type, dtype=dtype) * count ** (-1.0 / norm_type)
+        _local_norm(shard, norm_type, dtype) * count ** (-1.0 / norm_type)
         for shard, count in zip(shards, copies or [1] * len(shards), strict=True)
         if shard.numel()
     ]
     if not norms:
-        norms = [torch.zeros((), dtype=dtype, device=device)]
+        norms = [torch.zeros((), dtype=torch.float64, device=device)]
     local = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     if math.isinf(norm_type):
-        return all_reduce_(local, group, "max", what=_WHAT)
-    return all_reduce_(local.pow(norm_type), group, what=_WHAT).pow(1.0 / norm_type)
+        return all_reduce_(local, group, "max", what=_WHAT).to(dtype)
+    return all_reduce_(local.pow(norm_type), group, what=_WHAT).pow(1.0 / norm_type).to(dtype)
+
+
+def _local_norm(shard: Tensor, norm_type: float, dtype: torch.dtype) -> Tensor:
+    """The p-norm of one shard as a 0-d fp64 tensor: see [Note: Accuracy of the norm].
+
+    Args:
+        shard: 1-D.
+        norm_type: p.
+        dtype: of the sums within a row.
+    """
+    in_rows = shard.numel() // _ROW * _ROW
+    norms = torch.linalg.vector_norm(shard[:in_rows].view(-1, _ROW), norm_type, 1, dtype=dtype)
+    if in_rows < shard.numel():
+        rest = torch.linalg.vector_norm(shard[in_rows:], norm_type, dtype=dtype)
+        norms = torch.cat([norms, rest.view(1)])
+    return torch.linalg.vector_norm(norms, norm_type, dtype=torch.float64)
 
 
 def clip_(shards: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:

@@ -1,10 +1,13 @@
-"""Who is told that an optimizer has stepped.
+"""Notifies engines after each optimizer step.
 
 Optimizers change weights in ways that version counters need not show (fused kernels, ``.data``).
+Listeners are called in the order in which they were registered, which is the same on all ranks: a
+listener may issue collectives.
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from typing import Protocol
 
@@ -13,24 +16,25 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
 class Listener(Protocol):
-    """Is told, as long as somebody else holds it."""
+    """An object to notify; it is held weakly."""
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Any optimizer of this process has stepped."""
         ...
 
 
-_LISTENERS: weakref.WeakSet[Listener] = weakref.WeakSet()
+_LISTENERS: weakref.WeakValueDictionary[int, Listener] = weakref.WeakValueDictionary()
+_NUMBERS = itertools.count()
 _HOOKS: list[object] = []  # one for this process
 
 
 def tell_of_steps(listener: Listener) -> None:
-    """From now on ``listener`` is told after each step of any optimizer."""
+    """Call ``listener.optimizer_stepped`` after each step of any optimizer of this process."""
     if not _HOOKS:
         _HOOKS.append(register_optimizer_step_post_hook(_tell))
-    _LISTENERS.add(listener)
+    _LISTENERS[next(_NUMBERS)] = listener
 
 
 def _tell(optimizer: torch.optim.Optimizer, *args: object) -> None:
-    for listener in _LISTENERS:
+    for listener in list(_LISTENERS.values()):
         listener.optimizer_stepped(optimizer)
