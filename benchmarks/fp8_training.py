@@ -87,7 +87,7 @@ class Sent(TorchDispatchMode):
 def make_job(folder: str, name: str, **settings: Any) -> Job:
     """The example's job with one kind of gathers."""
     out = Path(folder) / name
-    return prepare(Settings(dtype="bf16", fp8_gather=GATHERS[name], out=out, **settings))
+    return prepare(Settings(dtype="bf16", fp8_gather=GATHERS[name], out=out, **settings), Job)
 
 
 def train(steps: int, seed: int) -> dict[str, list[tuple[int, float]]]:

@@ -54,11 +54,11 @@ def rank_main(rank: int, store: str, turns: Any, arguments: list[str], hands_bac
     from curve import memory_in_use
     from fsdp_engine.devices import memory
     from settings import parse_settings
-    from train_gpt import StepReader, prepare
+    from train_gpt import Job, StepReader, prepare
 
     if not hands_back:
         memory.BACKWARDS_PER_TRIM = sys.maxsize
-    job = prepare(parse_settings(arguments))
+    job = prepare(parse_settings(arguments), Job)
     reader = StepReader(job, job.curve)
     step = 0
     turns.send(None)
