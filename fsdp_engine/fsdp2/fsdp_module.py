@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import weakref
 from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
+from torch.distributed import fsdp
+from torch.distributed._composable.contract import STATE_KEY
 
 from fsdp_engine.codecs.phase import FORWARD
 from fsdp_engine.devices.lanes import compute_waits_for
@@ -19,7 +24,7 @@ from fsdp_engine.runtime.hooks import hooks_of
 from fsdp_engine.runtime.unit import Residence, Unit
 
 
-class UnshardHandle:
+class UnshardHandle(fsdp.UnshardHandle):
     """Of an :meth:`FSDPModule.unshard` that is under way."""
 
     def __init__(self, unit: Unit | None = None) -> None:
@@ -33,13 +38,19 @@ class UnshardHandle:
             unit.install()
 
 
-class FSDPModule:
-    """What the class of a module has beside its own, once ``fully_shard`` was called on it."""
+class FSDPModule(fsdp.FSDPModule):
+    """Methods that ``fully_shard`` adds to the class of a module.
+
+    A subclass of ``torch.distributed.fsdp.FSDPModule``: programs that test for torch's class treat
+    these modules as FSDP2's. Every method of torch's class is overridden.
+    """
+
+    _orig_cls_mro_index = 3  # [FSDP<Class>, FSDPModule, torch's FSDPModule, Class, ...]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """A new module of the class is one that ``fully_shard`` was not called on: slices of a
         container, say, are made so."""
-        own: Any = cls.__mro__[2]
+        own: Any = cls.__mro__[cls._orig_cls_mro_index]
         module = own.__new__(own)
         module.__init__(*args, **kwargs)
         return module
@@ -234,7 +245,9 @@ class FSDPModule:
         group.engine.reset()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        apply = functools.partial(super()._apply, fn, recurse)  # type: ignore[misc]
+        # Past torch's class, whose own _apply looks for FSDP2's state.
+        plain_apply = super(fsdp.FSDPModule, self)._apply  # type: ignore[misc]
+        apply = functools.partial(plain_apply, fn, recurse)
         if _group_of(self).engine is None:
             convert(cast(nn.Module, self), fn, apply)
         else:
@@ -242,10 +255,30 @@ class FSDPModule:
         return self
 
 
+class _PipelineState:
+    """The part of FSDP2's module state that torch's pipeline stage uses.
+
+    At the end of a step ``torch.distributed.pipelining``'s stage runs FSDP2's reductions by hand
+    (``perform_reduce_grad``): those of each unit, of which there are none here, then the root's
+    final callback.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        self._state_ctx = SimpleNamespace(all_states=())
+
+    def _root_post_backward_final_callback(self) -> None:
+        engine = _group_of(self._module()).engine
+        if engine is not None:
+            engine.finish_grad_sync()
+
+
 def become_fsdp_module(module: nn.Module) -> None:
-    """Change the class of ``module``: FSDPModule goes before its own."""
+    """Insert FSDPModule before the class of ``module``."""
     own: Any = type(module)
     module.__class__ = _fsdp_class(own)
+    states: Any = module.__dict__.setdefault(STATE_KEY, {})
+    states[inspect.unwrap(fsdp.fully_shard)] = _PipelineState(module)
 
 
 @functools.cache

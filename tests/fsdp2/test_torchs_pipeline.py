@@ -1,0 +1,58 @@
+"""torch's own pipeline stage over modules of ``fully_shard``."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import pipelining
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_engine import fsdp2
+from tests.pool import Ranks
+
+
+def _steps(schedule: str, reshard: bool) -> list[float]:
+    """Differences of gradients from one process's, in each of two steps."""
+    torch.manual_seed(0)
+    stages = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(2)]
+    whole = nn.Sequential(*copy.deepcopy(stages))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    place, replica = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
+    module = stages[place]
+    fsdp2.fully_shard(module[0], mesh=mesh["dp"], reshard_after_forward=reshard)
+    fsdp2.fully_shard(module, mesh=mesh["dp"], reshard_after_forward=reshard)
+    stage = pipelining.PipelineStage(
+        module, place, 2, torch.device("cpu"), group=mesh.get_group("pp")
+    )
+    run = getattr(pipelining, schedule)(
+        stage, 4, loss_fn=lambda output, target: (output - target).square().mean()
+    )
+    found = []
+    for step in range(2):
+        torch.manual_seed(step)
+        batch, target = torch.randn(2, 8, 8), torch.randn(2, 8, 8)
+        module.zero_grad()
+        whole.zero_grad()
+        if place == 0:
+            run.step(batch[replica])
+        else:
+            run.step(target=target[replica])
+        (whole(batch) - target).square().mean().backward()
+        expected = dict(whole[place].named_parameters())
+        found += [
+            (param.grad.full_tensor() - expected[name].grad).abs().max().item()
+            for name, param in module.named_parameters()
+        ]
+    dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B"])
+def test_gradients_are_those_of_one_process(ranks: Ranks, schedule: str, reshard: bool) -> None:
+    found = ranks.run(_steps, schedule, reshard, world_size=4)
+    assert max(max(each) for each in found) < 1e-6
