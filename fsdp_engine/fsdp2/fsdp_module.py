@@ -123,13 +123,13 @@ class FSDPModule(fsdp.FSDPModule):
         """Whether backward reads this module's parameters."""
         _unit_of(self).wishes.gathers_in_backward = bool(unshard_in_backward)
 
-    def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+    def set_modules_to_forward_prefetch(self, modules: Sequence[fsdp.FSDPModule]) -> None:
         """What to gather ahead when this module's forward begins, in place of what the record of
         the last forward says."""
         group = _group_of(self)
         group.unit.wishes.ahead_in_forward = _of_one_model(group, _all_groups("forward", modules))
 
-    def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+    def set_modules_to_backward_prefetch(self, modules: Sequence[fsdp.FSDPModule]) -> None:
         """Likewise when its backward begins."""
         group = _group_of(self)
         group.unit.wishes.ahead_in_backward = _of_one_model(group, _all_groups("backward", modules))
