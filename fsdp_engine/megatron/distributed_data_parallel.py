@@ -147,6 +147,19 @@ class DistributedDataParallel(LoopAttributes):
         with self.engine.no_sync():
             yield
 
+    def set_is_first_microbatch(self) -> None:
+        """Set ``is_first_microbatch`` on every submodule that has it.
+
+        Megatron-Core's schedules call this before a step's first forward. Transformer Engine's
+        modules then quantise their weights anew instead of reusing the cached fp8 weights.
+        """
+        for module in self._modules_with_is_first_microbatch:
+            module.is_first_microbatch = True  # type: ignore[assignment]
+
+    @functools.cached_property
+    def _modules_with_is_first_microbatch(self) -> list[nn.Module]:
+        return [each for each in self.module.modules() if hasattr(each, "is_first_microbatch")]
+
     def broadcast_params(self) -> None:
         """Give the values of rank 0 to all ranks that hold the same elements. Collective.
 
