@@ -65,10 +65,16 @@ class GradientViews:
             for index, (tensor, grad) in enumerate(zip(self.tensors, found, strict=True))
             if grad is tensor and isinstance(tensor, FlatDTensor) and tensor.zeroed
         ]
+        self.forget_zeroed()
+        return places
+
+    def forget_zeroed(self) -> None:
+        """Count none of them as zeroed: other gradients are about to lie there."""
+        if self._are_plain or _NEVER.issuperset(map(_zeroed_at, self.tensors)):
+            return
         for tensor in self.tensors:
             if isinstance(tensor, FlatDTensor):
                 tensor.zeroed = False
-        return places
 
     def are_held(self) -> bool:
         """Whether anybody holds any of them; none of them is ``.grad`` of a parameter now."""

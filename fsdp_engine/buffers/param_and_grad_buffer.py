@@ -253,11 +253,18 @@ class ParamAndGradBuffer:
         """See :meth:`ShownGradients.begin_backward`."""
         if self.is_plain:
             self.hooks.adopt(self.sharded_params)
-        self.shown.begin_backward(reduced=reduced)
+        self.shown.begin_backward(reduced=reduced, hooked=self.hooks.hooked)
 
     def publish_gradients(self, used: Sequence[int], *, reduced: bool) -> None:
         """See :meth:`ShownGradients.publish`."""
         self.shown.publish(used, reduced=reduced)
+
+    def run_hooks(self) -> None:
+        """Run users' hooks on published gradients, and add earlier gradients to them. See
+        :class:`ParamHooks`."""
+        self.hooks.run_on_gradients(self.sharded_params)
+        self.shown.add_earlier()
+        self.hooks.run_on_params(self.sharded_params)
 
     def attach_main_grads(self) -> None:
         """Give parameters ``main_grad``: full ones the full gradient that is accumulated, if there

@@ -12,16 +12,21 @@ Edits count where the gradient is reduced. Between microbatches of ``no_sync()``
 is a part of what is summed later, and an edit of it would not be one of the whole: it raises. A
 plain tensor does not tell that it was zeroed; it is kept, and zeros are added to.
 
-What is reduced already and cannot lie among what travels is held *apart* until all is reduced, and
-added then: what users put into ``.grad``; what autograd accumulates into a sharded parameter itself
-(a penalty on the parameters, say: its gradient is that of the slice, alike on all that hold it);
-and what a wire of low precision would round once more ([Note: Reducing again] in
-``reducing_again.py``).
+Reduced gradients that must not be reduced once more are held beside the buffer until its reduction
+is done, and are added then:
+
+- *earlier* gradients: those that users put into ``.grad``; those that a ``comm_dtype`` of low
+  precision would round once more ([Note: Reducing again] in ``reducing_again.py``); those of
+  parameters with hooks, which autograd runs on the new gradient alone. They are added after the
+  hooks have run.
+- *penalties*: gradients that autograd accumulates into a sharded parameter itself, since a penalty
+  on the parameters was part of the loss. A penalty's gradient is that of the slice, alike on all
+  ranks that hold it. They are part of the new gradient and are added before the hooks run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import repeat
 from operator import is_, is_not, ne, or_
 
@@ -67,7 +72,8 @@ class ShownGradients:
         self._made_views: GradientViews | None = None
         # How many users have not made None yet; seen of sharded parameters only.
         self._num_shown = 0
-        self._apart: dict[int, Tensor] = {}
+        self._earlier: dict[int, Tensor] = {}
+        self._penalties: dict[int, Tensor] = {}
         # Parameters that autograd accumulates into by itself in this backward.
         self._own: set[int] = set()
         # As a backward began: of which ``.grad`` went away; whether all of it was what is shown,
@@ -79,11 +85,12 @@ class ShownGradients:
         # Of the views, between microbatches.
         self._versions: list[int] = []
 
-    def begin_backward(self, *, reduced: bool) -> None:
+    def begin_backward(self, *, reduced: bool, hooked: Collection[int] = ()) -> None:
         """See [Note: What became of gradients].
 
         Args:
             reduced: gradients are reduced. False: microbatches are accumulated, or nothing is.
+            hooked: parameters with hooks on their gradients.
 
         Raises:
             RuntimeError: one was edited between microbatches; names the parameter.
@@ -106,7 +113,7 @@ class ShownGradients:
         cleared = set(views.zeroed(found))
         for index in cleared:
             self._gradients.clear(index)
-            self._apart.pop(index, None)
+            self._drop_held(index)
         if not reduced and self._versions and versions != self._versions:
             for index in _places(map(ne, versions, self._versions)):
                 if found[index] is shown[index] and index not in cleared:
@@ -120,7 +127,7 @@ class ShownGradients:
         if self._taken:
             clear_gradients([self._params[index] for index in self._taken])
         if reduced and len(others) + len(cleared) < len(found):
-            self._keep_reduced(views, cleared.union(others))
+            self._keep_reduced(views, cleared.union(others), hooked)
 
     def make_way(self, index: int) -> None:
         """Autograd is about to accumulate into a sharded parameter itself."""
@@ -130,7 +137,7 @@ class ShownGradients:
             self._is_clear = self._stand = False
 
     def end_backward(self) -> None:
-        """Backward is over: what autograd has accumulated by itself is apart.
+        """Backward is over: hold what autograd has accumulated into the parameters as penalties.
 
         Raises:
             RuntimeError: it is no gradient of this rank's slice; names the parameter.
@@ -149,8 +156,7 @@ class ShownGradients:
                         "to the function in the first forward, too, or leave its module to the "
                         "root (units= names the blocks alone)"
                     )
-                known = self._apart.get(index)
-                self._apart[index] = grad if known is None else local_part(known) + local_part(grad)
+                _hold(self._penalties, index, grad)
                 self.used[index] = 1
                 param.grad = views.tensors[index]
         self._own.clear()
@@ -169,7 +175,7 @@ class ShownGradients:
 
         Args:
             used: of each parameter, whether any rank had a gradient.
-            reduced: all is reduced: what is apart joins it.
+            reduced: all is reduced: penalties are added to it.
         """
         self.are_hidden = False
         self._is_clear = False
@@ -184,12 +190,16 @@ class ShownGradients:
                 self._num_shown -= wanted[index] is None
         if not self._stand or not all(used):
             set_gradients(self._params, wanted)
-        if reduced and self._apart:
-            for index, apart in self._apart.items():
-                views.local(index).add_(local_part(apart))
-            self._apart.clear()
+        if reduced:
+            self._add(self._penalties)
         # Between microbatches users may clear gradients, but not edit them.
         self._versions = [] if reduced else views.versions()
+
+    def add_earlier(self) -> None:
+        """Add earlier gradients to the published ones, on which hooks have run."""
+        self._add(self._earlier)
+        if self._versions:
+            self._versions = self._views().versions()
 
     def put_back(self) -> None:
         """Nothing came in this microbatch: what was shown before it is shown again."""
@@ -251,15 +261,15 @@ class ShownGradients:
             self._is_clear = False
             return
         self._num_shown -= 1
-        if self._num_shown == 0 and not self.are_hidden and not self._apart:
+        if self._num_shown == 0 and not self.are_hidden and not self._holds_any:
             found = gradients_of(self._params)
             if not any(map(is_not, found, repeat(None))):
                 self._forget()
 
-    def scale_apart(self, factor: float | Tensor) -> None:
-        """Multiply what is apart."""
-        for apart in self._apart.values():
-            local = local_part(apart)
+    def scale_held(self, factor: float | Tensor) -> None:
+        """Multiply earlier gradients and penalties."""
+        for held in (*self._earlier.values(), *self._penalties.values()):
+            local = local_part(held)
             local.mul_(factor.to(local.dtype) if isinstance(factor, Tensor) else factor)
 
     def discard(self, *, keeps_memory: bool = False) -> None:
@@ -282,7 +292,7 @@ class ShownGradients:
     @property
     def are_cleared(self) -> bool:
         """Nothing is accumulated, or ``.grad`` of all is None or was zeroed since."""
-        if self.are_hidden or self._apart:
+        if self.are_hidden or self._holds_any:
             return False
         shown = [grad for grad in gradients_of(self._params) if grad is not None]
         return all(isinstance(grad, FlatDTensor) and grad.zeroed for grad in shown)
@@ -294,8 +304,11 @@ class ShownGradients:
         self._num_shown = 0
         # Of plain parameters nobody tells when there is one again.
         self._is_clear = not self._is_plain
-        self._apart.clear()
+        self._earlier.clear()
+        self._penalties.clear()
         self._versions = []
+        if self._made_views is not None:
+            self._made_views.forget_zeroed()
         goes = self._gradients.may_go and not keeps_memory
         were_asked = self._reads is not None and self._reads.were_asked
         if not (goes or were_asked):
@@ -316,20 +329,39 @@ class ShownGradients:
             self._gradients.clear(index)
             grad = found[index]
             self.used[index] = grad is not None
-            if grad is None:
-                self._apart.pop(index, None)
-            else:
-                self._apart[index] = grad
+            self._drop_held(index)
+            if grad is not None:
+                self._earlier[index] = grad
 
-    def _keep_reduced(self, views: GradientViews, without: set[int]) -> None:
+    def _keep_reduced(
+        self, views: GradientViews, without: set[int], hooked: Collection[int]
+    ) -> None:
         """What is reduced, but for what is cleared, is to be added to."""
-        if not self._gradients.rounds_again:
+        rounds_again = self._gradients.rounds_again
+        held = [
+            index
+            for index in (range(len(views.tensors)) if rounds_again else hooked)
+            if index not in without
+        ]
+        for index in held:
+            _hold(self._earlier, index, views.local(index).clone())
+        if len(without) + len(held) < len(views.tensors):
             self._gradients.resume()
-            return
-        for index in range(len(views.tensors)):
-            if index not in without:
-                self._apart[index] = views.local(index).clone()
-                self._gradients.clear(index)
+        for index in held:
+            self._gradients.clear(index)
+
+    def _add(self, held: dict[int, Tensor]) -> None:
+        for index, grad in held.items():
+            self._views().local(index).add_(local_part(grad))
+        held.clear()
+
+    def _drop_held(self, index: int) -> None:
+        self._earlier.pop(index, None)
+        self._penalties.pop(index, None)
+
+    @property
+    def _holds_any(self) -> bool:
+        return bool(self._earlier or self._penalties)
 
     def _clear_or_raise(self, index: int, grad: Tensor) -> None:
         """``grad`` was changed since microbatches were accumulated in it."""
@@ -351,6 +383,12 @@ class ShownGradients:
 def _places(flags: Iterable[bool]) -> list[int]:
     """Of those that are set."""
     return [place for place, flag in enumerate(flags) if flag]
+
+
+def _hold(held: dict[int, Tensor], index: int, grad: Tensor) -> None:
+    """Add ``grad`` to what is held of parameter ``index``."""
+    known = held.get(index)
+    held[index] = grad if known is None else local_part(known) + local_part(grad)
 
 
 def local_part(tensor: Tensor) -> Tensor:

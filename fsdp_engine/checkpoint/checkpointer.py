@@ -11,11 +11,20 @@ What happens in :meth:`Checkpointer.save`, on all ranks:
 An error on any rank, up to the rename, is raised on all; the folder is removed and what was saved
 before stays. :meth:`Checkpointer.save_async` copies everything to host memory after 1, and does 2
 and 3 in a thread, over a process group of its own.
+
+[Note: The script ends]
+A script may end right after its last ``save_async``. Python first calls the functions that were
+registered by ``threading._register_atexit``, last one first, then joins threads. Among them is that
+of ``concurrent.futures``, which stops all executors, those that write the files included. The
+engine's function is registered later, so it is called earlier, and waits for the save. If the save
+fails, its error is printed and the process ends with status 1.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Mapping
@@ -303,6 +312,11 @@ class _Save(threading.Thread):
         self.landed = threading.Event()
         self._error: BaseException | None = None
 
+    def start(self) -> None:
+        """Begin to write. See [Note: The script ends]."""
+        _UNSEEN.append(self)
+        super().start()
+
     def run(self) -> None:
         """Write; keeps what goes wrong."""
         try:
@@ -327,11 +341,53 @@ class _Save(threading.Thread):
         Raises:
             RuntimeError: it did.
         """
+        if self in _UNSEEN:
+            _UNSEEN.remove(self)
         reason = "" if self._error is None else _reason(self._error)
         reasons: list[Any] = gather_objects(reason, self._checkpointer._control)
         reason = reason or next(filter(None, reasons), "")
         if reason:
             raise RuntimeError(f"saving step {self.step} failed: {reason}") from self._error
+
+
+class _Ending:
+    """See [Note: The script ends].
+
+    Attributes:
+        has_failed: a save that was under way as the script ended has failed.
+    """
+
+    def __init__(self) -> None:
+        self.has_failed = False
+        # Before the threads of executors are told to end, which the writing of files needs.
+        threading._register_atexit(self.finish_saves)  # type: ignore[attr-defined]
+        atexit.register(self.set_exit_status)
+
+    def finish_saves(self) -> None:
+        """Wait for saves whose outcome no method has returned or raised."""
+        for save in list(_UNSEEN):
+            save.join()
+            if save._error is not None:
+                self.has_failed = True
+                print(
+                    f"fsdp_engine: saving step {save.step} into "
+                    f"{save._checkpointer._directory.path}, begun before the script ended, failed: "
+                    f"{_reason(save._error)}. Call wait() at the end of the script, and before "
+                    "destroy_process_group()",
+                    file=sys.stderr,
+                )
+
+    def set_exit_status(self) -> None:
+        """End with status 1 if a save has failed."""
+        if self.has_failed:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+
+# Saves whose outcome no method has returned or raised.
+_UNSEEN: list[_Save] = []
+_ENDING = _Ending()
 
 
 def _reason(error: BaseException) -> str:

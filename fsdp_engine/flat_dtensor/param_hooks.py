@@ -1,9 +1,10 @@
 """Hooks that users put on parameters: `register_hook`, `register_post_accumulate_grad_hook`.
 
 Autograd would run them on what one rank's backward leaves at a full parameter. Users mean the
-gradient: so they run once in each step, on ``.grad`` of the sharded parameter, when it has been
-reduced. Hooks from before ``shard`` are carried over, in the dictionaries that their handles know,
-so that ``handle.remove()`` works.
+gradient: so they run when it has been reduced, as torch runs them: hooks on gradients on the new
+gradient alone, before earlier ones are added; hooks on parameters when ``.grad`` is their sum.
+Hooks from before ``shard`` are carried over, in the dictionaries that their handles know, so that
+``handle.remove()`` works.
 
 A sharded parameter adds hooks here by itself. A plain one is torch's own: what was put on it is
 found when the next backward begins, and taken from it.
@@ -12,7 +13,7 @@ found when the next backward begins, and taken from it.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Collection, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -63,25 +64,21 @@ class ParamHooks:
                 param._post_accumulate_grad_hooks = OrderedDict({key: hooks.pop(key)})
                 self._on_param.setdefault(index, []).append(hooks)
 
-    def run(self, params: Sequence[Tensor]) -> None:
-        """Gradients are final: run what hooks there are on those that came.
+    @property
+    def hooked(self) -> Collection[int]:
+        """Parameters with hooks on their gradients, by index, in ascending order."""
+        return sorted(index for index, hooks in self._on_grad.items() if any(hooks))
+
+    @torch.no_grad()
+    def run_on_gradients(self, params: Sequence[Tensor]) -> None:
+        """Run ``hook(gradient)`` on the new gradients, which are reduced.
 
         Raises:
             TypeError: a hook returned something else than None or a gradient of the same shape.
         """
-        if self._on_grad or self._on_param:
-            with torch.no_grad():
-                self._run(params)
-
-    def _run(self, params: Sequence[Tensor]) -> None:
-        for index in sorted(self._on_grad.keys() | self._on_param.keys()):
-            param = params[index]
-            grad = param.grad
-            if grad is None:
-                continue
-            # Of a FlatDTensor: masks beside it are the same on every rank.
-            grad.takes_slices = True  # type: ignore[attr-defined]
-            for hook in _all(self._on_grad.get(index, ())):
+        for index in self.hooked:
+            grad = _gradient(params[index])
+            for hook in _all(self._on_grad[index]) if grad is not None else ():
                 given = hook(grad)
                 if given is None or given is grad:
                     continue
@@ -92,8 +89,22 @@ class ParamHooks:
                         f"{tuple(grad.shape)}; found {found}"
                     )
                 grad.copy_(given)
-            for hook in _all(self._on_param.get(index, ())):
-                hook(param)
+
+    @torch.no_grad()
+    def run_on_params(self, params: Sequence[Tensor]) -> None:
+        """Run ``hook(param)`` on the parameters whose gradients are accumulated."""
+        for index in sorted(self._on_param):
+            if _gradient(params[index]) is not None:
+                for hook in _all(self._on_param[index]):
+                    hook(params[index])
+
+
+def _gradient(param: Tensor) -> Any:
+    """``.grad``. Of a FlatDTensor: masks beside it are the same on every rank."""
+    grad: Any = param.grad
+    if grad is not None:
+        grad.takes_slices = True
+    return grad
 
 
 def _all(dictionaries: Sequence[Hooks]) -> list[Callable[..., Any]]:

@@ -267,11 +267,14 @@ class Reductions:
         self._move_to(Phase.FINAL)
 
     def run_hooks(self) -> None:
-        """Run users' hooks on gradients that have become final; the engine must be at rest."""
+        """Run users' hooks on gradients that have become final, and add earlier gradients to them;
+        the engine must be at rest."""
         if self._hooks_are_due:
             self._hooks_are_due = False
-            for buffer in self._buffers:
-                buffer.hooks.run(buffer.sharded_params)
+            for unit in self._queue:
+                if unit.index not in self._turns.partial:
+                    for buffer in unit.trainable:
+                        buffer.run_hooks()
 
     def clear(self, *, zero: bool) -> None:
         """A new step begins: what is accumulated counts no more.
@@ -302,7 +305,7 @@ class Reductions:
         for buffer in self._buffers:
             assert buffer.grads is not None
             buffer.grads.scale(factor, self._phase is Phase.FINAL)
-            buffer.shown.scale_apart(factor)
+            buffer.shown.scale_held(factor)
 
     def reset(self) -> None:
         """Forget this backward and all accumulated gradients."""

@@ -281,6 +281,10 @@ class Scheduler:
         if not self._backward.is_told:
             check_is_whole(self.units)
         self.reductions.begin_backward(inputs_only=self.inputs_only)
+        for unit in self.units:
+            # Parameters may have been frozen and thawed since forward, as adapters are around the
+            # forward of a reference model.
+            unit.follow_requires_grad_in_backward()
         self._backward.is_open = True
         self._backward.weights_only = weights_only
         if not weights_only:

@@ -362,6 +362,12 @@ class Unit:
                     "thaw it when wanted"
                 )
 
+    def follow_requires_grad_in_backward(self) -> None:
+        """Freeze and thaw full parameters as the user has frozen and thawed the sharded ones since
+        forward. Autograd accumulates into a leaf only if the leaf requires grad at that moment."""
+        for buffer in self.trainable:
+            buffer.follow_requires_grad()
+
     def check_not_swapped(self) -> None:
         """See :meth:`~fsdp_engine.planning.installing.Installation.check_not_swapped`."""
         self._installation.check_not_swapped()
