@@ -55,10 +55,10 @@ def total_norm(
     ]
     if not norms:
         norms = [torch.zeros((), dtype=torch.float64, device=device)]
-    local = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    local = torch.linalg.vector_norm(torch.stack(norms), norm_type).to(dtype)
     if math.isinf(norm_type):
-        return all_reduce_(local, group, "max", what=_WHAT).to(dtype)
-    return all_reduce_(local.pow(norm_type), group, what=_WHAT).pow(1.0 / norm_type).to(dtype)
+        return all_reduce_(local, group, "max", what=_WHAT)
+    return all_reduce_(local.pow(norm_type), group, what=_WHAT).pow(1.0 / norm_type)
 
 
 def _local_norm(shard: Tensor, norm_type: float, dtype: torch.dtype) -> Tensor:
