@@ -24,6 +24,10 @@ from fsdp_engine.runtime.hooks import hooks_of
 from fsdp_engine.runtime.unit import Residence, Unit
 
 
+# torch's fully_shard.state(module) is stored under the function that its decorator wraps.
+_TORCHS_KEY: Any = inspect.unwrap(fsdp.fully_shard)
+
+
 class UnshardHandle(fsdp.UnshardHandle):
     """Of an :meth:`FSDPModule.unshard` that is under way."""
 
@@ -244,6 +248,9 @@ class FSDPModule(fsdp.FSDPModule):
             )
         group.engine.reset()
 
+    def _get_fsdp_state(self) -> Any:
+        return vars(self)[STATE_KEY][_TORCHS_KEY]
+
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         # Past torch's class, whose own _apply looks for FSDP2's state.
         plain_apply = super(fsdp.FSDPModule, self)._apply  # type: ignore[misc]
@@ -255,17 +262,32 @@ class FSDPModule(fsdp.FSDPModule):
         return self
 
 
-class _PipelineState:
-    """The part of FSDP2's module state that torch's pipeline stage uses.
+class _TorchState:
+    """The part of FSDP2's module state that functions of torch use on modules of its class.
 
-    At the end of a step ``torch.distributed.pipelining``'s stage runs FSDP2's reductions by hand
-    (``perform_reduce_grad``): those of each unit, of which there are none here, then the root's
-    final callback.
+    - ``register_fsdp_forward_method``: ``_pre_forward`` and ``_post_forward``.
+    - ``share_comm_ctx``: ``_comm_ctx``, which has no effect since units share their queues.
+    - the pipeline stage of ``torch.distributed.pipelining``: at the end of a step it runs FSDP2's
+      reductions by hand (``perform_reduce_grad``), those of each unit, of which there are none
+      here, then the root's final callback.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
         self._state_ctx = SimpleNamespace(all_states=())
+        self._comm_ctx: object = None
+        self._fsdp_param_groups = ()
+
+    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        ensure_engine(module)
+        hooks = hooks_of(module)
+        inputs = None if hooks is None else hooks.before(args, kwargs)
+        return (args, kwargs) if inputs is None else inputs
+
+    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        hooks = hooks_of(module)
+        replaced = None if hooks is None else hooks.after(output)
+        return output if replaced is None else replaced
 
     def _root_post_backward_final_callback(self) -> None:
         engine = _group_of(self._module()).engine
@@ -278,7 +300,7 @@ def become_fsdp_module(module: nn.Module) -> None:
     own: Any = type(module)
     module.__class__ = _fsdp_class(own)
     states: Any = module.__dict__.setdefault(STATE_KEY, {})
-    states[inspect.unwrap(fsdp.fully_shard)] = _PipelineState(module)
+    states[_TORCHS_KEY] = _TorchState(module)
 
 
 @functools.cache

@@ -8,17 +8,17 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
 from fsdp_engine import fsdp2
-from tests.pool import Ranks
+from tests.pool import Ranks, on_ranks
 
 
-def test_every_public_method_of_torchs_class_is_overridden() -> None:
+def test_every_method_of_torchs_class_is_overridden() -> None:
     own = vars(fsdp2.FSDPModule)
     missing = [
         name
         for name, value in vars(torch_fsdp.FSDPModule).items()
         if callable(value) and name not in own
     ]
-    assert missing == ["_get_fsdp_state"]
+    assert missing == []
 
 
 def _gradients_without_division() -> float:
@@ -53,3 +53,22 @@ def _handle_is_torchs() -> bool:
 
 def test_the_handle_of_unshard_is_one_of_torchs(ranks: Ranks) -> None:
     assert all(ranks.run(_handle_is_torchs, world_size=2))
+
+
+@on_ranks(2)
+def test_functions_of_torch_take_the_modules() -> None:
+    """``register_fsdp_forward_method`` and ``share_comm_ctx``, imported from torch."""
+    found = []
+    for shard in (torch_fsdp.fully_shard, fsdp2.fully_shard):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3))
+        model.logits = lambda x, model=model: model[1](model[0](x)) * 2
+        shard(model[0])
+        shard(model, mp_policy=torch_fsdp.MixedPrecisionPolicy(output_dtype=torch.float64))
+        torch_fsdp.share_comm_ctx([model, model[0]])
+        torch_fsdp.register_fsdp_forward_method(model, "logits")
+        for _ in range(2):
+            output = model.logits(torch.ones(1, 8))
+            output.sum().backward()
+        found.append([output, *(param.grad.full_tensor() for param in model.parameters())])
+    torch.testing.assert_close(found[1], found[0])
