@@ -23,7 +23,6 @@ from fsdp_engine.fsdp2.outermost import ensure_engine
 from fsdp_engine.runtime.hooks import hooks_of
 from fsdp_engine.runtime.unit import Residence, Unit
 
-
 # torch's fully_shard.state(module) is stored under the function that its decorator wraps.
 _TORCHS_KEY: Any = inspect.unwrap(fsdp.fully_shard)
 
