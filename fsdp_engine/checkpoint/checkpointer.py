@@ -42,7 +42,7 @@ from fsdp_engine.checkpoint.manifest import MANIFEST
 from fsdp_engine.checkpoint.run_folder import Run
 from fsdp_engine.checkpoint.run_state import Stateful
 from fsdp_engine.checkpoint.snapshot import HostMemory
-from fsdp_engine.devices.agreement import agree
+from fsdp_engine.devices.agreement import agree, agree_on_same
 from fsdp_engine.devices.collectives import gather_objects
 
 
@@ -100,9 +100,9 @@ class Checkpointer:
                 place of the older one when it is complete.
 
         Raises:
-            ValueError, TypeError, RuntimeError: nothing was written: ``step`` is no such number or
-                differs between ranks, the engine is not at rest, the optimizer is not the
-                engine's, or another job saves into the directory.
+            ValueError, TypeError, RuntimeError: nothing was written: ``step`` is no such number,
+                it or the optimizer's class differs between ranks, the engine is not at rest, the
+                optimizer is not the engine's, or another job saves into the directory.
             RuntimeError: writing failed, now or in the background before; names the rank.
 
             On every rank if on one; the checkpoints that were there stay.
@@ -178,14 +178,17 @@ class Checkpointer:
 
         Raises:
             FileNotFoundError: no checkpoint of that step is there, or one of its files is not.
-            ValueError: entries that do not fit (all of them are listed), files that are damaged,
-                an object of a class that could run code, or a format that is newer than this code.
+            ValueError: arguments or classes of optimizers differ between ranks, entries do not fit
+                (all of them are listed), files are damaged, an object is of a class that could run
+                code, or a format is newer than this code.
             RuntimeError: reading failed half way (a damaged block; names file and tensor); weights
                 are then partly replaced, and forwards and saves raise until a checkpoint is loaded.
 
             All but the last before anything is changed, and on every rank if on one.
         """
         self.wait()
+        same = {"step": step, "strict": strict, "verify": verify, "trust": trust}
+        agree_on_same("load()", None, self._control, same)
         with collector_paused():
             return self._run.load(
                 self._find(step),
@@ -239,15 +242,13 @@ class Checkpointer:
         except Exception as caught:
             error = caught
         try:
-            agreed = agree(f"save({step!r})", error, self._control, (staging, step))
-            if any(other != step for _, other in agreed):
-                steps = [other for _, other in agreed]
-                raise ValueError(f"step: expected the same on all ranks; found {steps[:16]}")
+            same = {"step": step, "optimizer": self._run.optimizer_kind}
+            agreed = agree_on_same("save()", error, self._control, same, staging)
         except Exception:
             if staging is not None:
                 self._directory.discard(staging)
             raise
-        return _Save(self, entries, agreed[0][0], step)
+        return _Save(self, entries, agreed[0], step)
 
     def _find(self, step: int | Literal["latest"]) -> Path:
         """The folder of a step, as rank 0 sees it."""

@@ -37,6 +37,7 @@ import gc
 import io
 import os
 import warnings
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -49,7 +50,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from fsdp_engine.checkpoint.dcp_metadata import check_files, read_metadata
+from fsdp_engine.checkpoint.dcp_metadata import METADATA, check_files, read_metadata
 from fsdp_engine.checkpoint.engines import Engines, as_one
 from fsdp_engine.checkpoint.manifest import FileRow
 from fsdp_engine.checkpoint.model_state import (
@@ -69,6 +70,7 @@ from fsdp_engine.checkpoint.optimizer_state import (
     OptimizerMatch,
     group_targets,
     optimizer_entries,
+    optimizer_kind,
 )
 from fsdp_engine.checkpoint.plain_errors import plain_errors
 from fsdp_engine.checkpoint.reader import Reader
@@ -76,7 +78,7 @@ from fsdp_engine.checkpoint.run_state import pack, unpack
 from fsdp_engine.checkpoint.sharded_model import ShardedModel
 from fsdp_engine.checkpoint.unfinished_load import check_finished, replacing
 from fsdp_engine.checkpoint.writer import PREFIX, SUFFIX, SavePlanner, Writer
-from fsdp_engine.devices.agreement import agree
+from fsdp_engine.devices.agreement import agree, agree_on_same
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,8 @@ def save_checkpoint(
             entries[EXTRA] = packed
     except Exception as caught:
         error = caught
-    agree("save_checkpoint()", error, group)
+    same = {"optimizer": optimizer_kind(optimizer), "trainable_only": trainable_only}
+    agree_on_same("save_checkpoint()", error, group, same)
 
     def remove_older(metadata: Metadata, rows: dict[str, FileRow]) -> None:
         for file in folder.glob(f"{PREFIX}*{SUFFIX}"):
@@ -216,13 +219,15 @@ def load_matching(
     """
     match: FolderMatch | None = None
     error: Exception | None = None
+    same: dict[str, object] = {}
     try:
         match = make()
+        same = match.identity
         if strict:
             match.raise_problems()
     except Exception as caught:
         error = caught
-    agree(what, error, group)
+    agree_on_same(what, error, group, same)
     assert match is not None
     match.load(what, group)
     return match
@@ -294,6 +299,8 @@ class FolderMatch:
         self._folder = folder
         self._engine = engine
         self._trust = trust
+        self._trainable_only = trainable_only
+        self._given_optimizer = optimizer
         self._metadata = read_metadata(folder, trust)
         check_files(folder, self._metadata, engine.ranks.rank, engine.ranks.size)
         self._saved = Saved(self._metadata)
@@ -320,6 +327,17 @@ class FolderMatch:
                 self._optimizer = None  # nothing of another kind's state is of use
         self._others = [key for key in others if key in self._saved.entries]
         self.targets |= dict.fromkeys(self._others)
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """What must be equal on all ranks that load together; the folder by its content, since
+        ranks may see it at different paths."""
+        return {
+            "checkpoint": f"checksum {zlib.crc32((self._folder / METADATA).read_bytes()):08x}",
+            "optimizer": optimizer_kind(self._given_optimizer),
+            "trust": self._trust,
+            "trainable_only": self._trainable_only,
+        }
 
     def raise_problems(self) -> None:
         """Refuse what does not fit as a whole.

@@ -324,3 +324,10 @@ def _equal(one: Any, other: Any) -> bool:
         both = isinstance(one, Tensor) and isinstance(other, Tensor)
         return both and bool(torch.equal(one, other))
     return bool(one == other)
+
+
+def optimizer_kind(optimizer: torch.optim.Optimizer | None) -> str | None:
+    """The optimizer's class, to compare between ranks; None: there is no optimizer."""
+    if optimizer is None:
+        return None
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"

@@ -31,6 +31,7 @@ from fsdp_engine.checkpoint.manifest import (
     tensor_rows,
 )
 from fsdp_engine.checkpoint.model_state import EXTRA, RANKS
+from fsdp_engine.checkpoint.optimizer_state import optimizer_kind
 from fsdp_engine.checkpoint.run_state import (
     Stateful,
     check_extra,
@@ -73,6 +74,11 @@ class Run:
         self._optimizer = optimizer
         self._trainable_only = trainable_only
         self.ranks = self._engine.ranks
+
+    @property
+    def optimizer_kind(self) -> str | None:
+        """See :func:`~fsdp_engine.checkpoint.optimizer_state.optimizer_kind`."""
+        return optimizer_kind(self._optimizer)
 
     def entries(self) -> dict[str, Any]:
         """What this rank contributes: views of what lives, not copies.
