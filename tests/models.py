@@ -347,6 +347,23 @@ def shared_model() -> Regression:
     return model
 
 
+class WithShared(nn.Module):
+    """A block that holds a module which others hold, too, as Zamba2's attention."""
+
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.shared, self.own = shared, nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.own(self.shared(x))
+
+
+def shared_module_model() -> Regression:
+    """Blocks share a module, with a block of its own between them."""
+    shared = Mlp()
+    return Chain(WithShared(shared), Mlp(), WithShared(shared))
+
+
 class DecoderLayer(nn.Module):
     """Takes its own input and a memory, by keyword, and reads both."""
 

@@ -1,9 +1,10 @@
 """Which modules are units, and which unit owns which parameter.
 
 A unit is a set of modules: it is entered whenever one of them is called, and left when that call
-returns. A parameter belongs to the smallest unit that contains every module that refers to it: its
-own unit, for a tied parameter the unit that contains both places, else the root. So each parameter
-is in exactly one unit, however units nest.
+returns. A parameter belongs to the smallest unit that contains every module that refers to it, at
+every place of that module in the model: its own unit; for a tied parameter, or one of a module that
+two blocks share, the unit that contains both places, else the root. So each parameter is in exactly
+one unit, however units nest.
 
 [Note: Default units]
 Blocks, the children of every ``nn.ModuleList`` and ``nn.Sequential``, are units. What module order
@@ -196,16 +197,48 @@ def assign(
     model: nn.Module, units: Sequence[ModuleSet], records: Sequence[ParamRecord]
 ) -> dict[str, list[ParamRecord]]:
     """The records of each unit by its name; the root, "", takes what no unit contains."""
-    containing: dict[int, list[tuple[int, str]]] = {}
-    for unit in (ModuleSet(("",), [model]), *units):
-        inside = [each for module in unit.modules for each in module.modules()]
-        for each in inside:
-            containing.setdefault(id(each), []).append((len(inside), unit.name))
+    all_units = [ModuleSet(("",), [model]), *units]
+    sizes = [sum(1 for module in unit.modules for _ in module.modules()) for unit in all_units]
+    containing = _containing(model, [unit.modules for unit in all_units])
     owned: dict[str, list[ParamRecord]] = {"": [], **{unit.name: [] for unit in units}}
     for record in records:
-        candidates = set.intersection(*(set(containing[id(m)]) for m, _ in record.owners))
-        owned[min(candidates)[1]].append(record)
+        candidates = set.intersection(*(containing[id(module)] for module, _ in record.owners))
+        smallest = min((sizes[number], all_units[number].name) for number in candidates)
+        owned[smallest[1]].append(record)
     return owned
+
+
+def _containing(model: nn.Module, units: Sequence[Sequence[nn.Module]]) -> dict[int, set[int]]:
+    """Numbers of the units that contain each module, by its ``id``.
+
+    A unit contains a module if every path from the root to it passes through a module of the unit:
+    then the unit is entered before each call of that module, also where blocks share it.
+
+    Args:
+        model: the root.
+        units: modules of each unit; some unit has the root.
+    """
+    starts: dict[int, set[int]] = {}
+    for number, modules in enumerate(units):
+        for module in modules:
+            starts.setdefault(id(module), set()).add(number)
+    parents: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        for child in module._modules.values():
+            if child is not None:
+                parents.setdefault(id(child), []).append(module)
+    found: dict[int, set[int]] = {}
+
+    def containing(module: nn.Module) -> set[int]:
+        if id(module) not in found:
+            above = [containing(parent) for parent in parents.get(id(module), ())]
+            shared = set.intersection(*above) if above else set()
+            found[id(module)] = starts.get(id(module), set()) | shared
+        return found[id(module)]
+
+    for module in model.modules():
+        containing(module)
+    return found
 
 
 @dataclass(frozen=True)
@@ -318,7 +351,8 @@ def _default_units(model: nn.Module, records: Sequence[ParamRecord]) -> list[Mod
         elif id(module) not in seen:
             runs[-1][name] = module
             seen.add(id(module))
-    sets = [ModuleSet((name,), [module]) for name, module in blocks.items()]
+    firsts = {id(module): name for name, module in reversed(blocks.items())}  # a block in two lists
+    sets = [ModuleSet((name,), [blocks[name]]) for name in reversed(firsts.values())]
     for run in _tied_together([run for run in runs if run], records):
         sets.append(ModuleSet(tuple(run), list(run.values()), loose=tuple(run.values())))
     places = {id(module): place for place, module in enumerate(model.modules())}
@@ -353,15 +387,14 @@ def _tied_together(
     runs: Sequence[dict[str, nn.Module]], records: Sequence[ParamRecord]
 ) -> list[dict[str, nn.Module]]:
     """``runs``, those that a parameter ties made one."""
-    run_of = {
-        id(each): number
-        for number, run in enumerate(runs)
-        for module in run.values()
-        for each in module.modules()
-    }
+    runs_of: dict[int, set[int]] = {}  # several for a module that runs share
+    for number, run in enumerate(runs):
+        for module in run.values():
+            for each in module.modules():
+                runs_of.setdefault(id(each), set()).add(number)
     first = list(range(len(runs)))  # of the runs that each one is tied to, directly or not
     for record in records:
-        tied = {run_of.get(id(module), -1) for module, _ in record.owners}
+        tied = set().union(*(runs_of.get(id(module), {-1}) for module, _ in record.owners))
         if -1 not in tied:
             known = {first[each] for each in tied}
             first = [min(known) if each in known else each for each in first]

@@ -96,6 +96,41 @@ def test_a_module_of_two_names_is_in_one_unit() -> None:
     assert names_of(model) == ["embedding", "blocks.0", "norm + head"]
 
 
+def test_a_module_that_blocks_share_goes_where_all_its_places_are() -> None:
+    shared = nn.Linear(2, 2)
+    inner = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    model = nn.ModuleDict(
+        {
+            "first": nn.ModuleDict({"own": nn.Linear(2, 2), "shared": shared}),
+            "both": nn.ModuleDict({"one": nn.ModuleList([inner]), "again": nn.ModuleList([inner])}),
+            "last": nn.ModuleDict({"shared": shared}),
+        }
+    )
+    records = collect_records(model)
+    units = [
+        ModuleSet((name,), [model.get_submodule(name)])
+        for name in ("first", "both", "both.one", "last")
+    ]
+    owned = {
+        unit: [record.name for record in records]
+        for unit, records in assign(model, units, records).items()
+    }
+    assert owned[""] == ["first.shared.weight", "first.shared.bias"]
+    assert owned["first"] == ["first.own.weight", "first.own.bias"]
+    assert owned["both"] == ["both.one.0.0.weight", "both.one.0.0.bias"]
+    assert owned["both.one"] == owned["last"] == []
+    # A unit of its own is entered at each of its places.
+    own = ModuleSet(("first.shared",), [shared])
+    assert len(assign(model, [*units, own], records)["first.shared"]) == 2
+
+
+def test_a_block_in_two_lists_is_one_unit() -> None:
+    block = nn.Linear(2, 2)
+    model = nn.Module()
+    model.there, model.back = nn.ModuleList([block, nn.Linear(2, 2)]), nn.ModuleList([block])
+    assert names_of(model) == ["there.0", "there.1"]
+
+
 # What people name.
 
 

@@ -168,6 +168,7 @@ MODELS: list[Callable[[], nn.Module]] = [
     models.NestedModel,
     models.NestedUnits,
     models.shared_model,
+    models.shared_module_model,
     models.unused_model,
     models.InPlace,
     models.UnusedOutput,

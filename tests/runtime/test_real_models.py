@@ -133,6 +133,13 @@ def test_a_weight_shared_by_two_units_trains() -> None:
     assert first.up.weight is last.up.weight
 
 
+@on_ranks(2)
+def test_a_module_shared_by_two_units_trains() -> None:
+    for units in ("blocks.*", [models.WithShared], [models.WithShared, models.Mlp], None):
+        at_every_level(models.shared_module_model, units=units)
+    at_every_level(models.shared_module_model, min_unit_size=0)
+
+
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @on_ranks(2)
 def test_a_transformer_trains(tied: bool) -> None:
