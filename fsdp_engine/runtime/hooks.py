@@ -16,6 +16,12 @@ been visited. They are torch's own views: what the unit changes in place then ch
 Of an input that was changed in place autograd visits other nodes than that view's, so such a call
 is over when all of backward is. And its gradient enters the unit from there, as from outputs; so it
 does from what the unit has put into the user's containers.
+
+[Note: Casts of autocast]
+``torch.autocast`` caches casts of weights until it ends, with the autograd nodes that made them. In
+the next forward a cached cast would bring its gradients through the nodes of an earlier backward,
+and after an optimizer step it would hold old values. At level 3 the cache would keep all weights in
+memory, in the dtype of the casts. So each unit clears the cache when its call returns.
 """
 
 from __future__ import annotations
@@ -276,6 +282,8 @@ class ModuleHooks:
         if self.paused or not self._entered:
             return None  # entering failed: there is nothing to leave
         entered = self._entered.pop()
+        # See [Note: Casts of autocast].
+        torch.clear_autocast_cache()
         inputs = entered.inputs
         if inputs is not None:
             inputs.take_back()

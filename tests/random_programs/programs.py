@@ -32,7 +32,7 @@ class Program:
         width: of the model's tensors.
         dtype: of parameters.
         wider: whether a part of the model is in fp64.
-        autocast: whether forwards run in ``torch.autocast`` in bf16.
+        autocast: whether microbatches run in ``torch.autocast`` in bf16.
         adam: AdamW, not SGD.
         shards: arguments of ``fe.shard`` for each time that the model is sharded: at first, and
             when a checkpoint is loaded into a new one.
@@ -199,10 +199,12 @@ class Runner:
         rows = ROWS * self.world_size
         x = torch.randn(rows, self.program.width, generator=generator).to(self.program.dtype)
         y = torch.randn(rows, 2, generator=generator).to(self.program.dtype)
-        context = torch.autocast("cpu", torch.bfloat16) if self.program.autocast else nullcontext()
-        with context:
+        with self._autocast():
             loss: Tensor = self.model(self._part(x), self._part(y))
         return loss
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast("cpu", torch.bfloat16, enabled=self.program.autocast)
 
     def _evaluate(self, label: str, how: Callable[[], Any] = torch.no_grad) -> None:
         with how():
@@ -226,7 +228,7 @@ class Runner:
         self.model.train()
 
     def do_microbatch(self, label: str, kind: str, sync: bool, names: list[str]) -> None:
-        with nullcontext() if sync else self._no_sync():
+        with nullcontext() if sync else self._no_sync(), self._autocast():
             losses = [self._loss()]
             if kind == "evaluated":
                 self._evaluate(label)
