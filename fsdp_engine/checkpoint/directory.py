@@ -142,7 +142,8 @@ class CheckpointDirectory:
     def _take_lock(self) -> None:
         if self._lock is not None:
             return
-        lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        # A link is an error (ELOOP): the file that it leads to would be overwritten.
+        lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -157,8 +158,11 @@ class CheckpointDirectory:
         self._lock = lock
 
     def _remove(self, folder: Path) -> None:
-        # What cannot be removed now is tried again by the next save.
-        shutil.rmtree(folder, ignore_errors=True)
+        # A step may be a link to a folder elsewhere, which stays.
+        if folder.is_symlink():
+            folder.unlink()
+        else:  # what cannot be removed now is tried again by the next save
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def sync_folder(folder: Path) -> None:

@@ -26,7 +26,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -118,12 +118,59 @@ class Manifest:
             tensors = tuple(TensorRow(r["name"], tuple(r["shape"]), r["dtype"]) for r in rows)
             files = {name: FileRow(**row) for name, row in values["files"].items()}
             files.pop(_RENAMED, None)
-            return cls(**{**values, "tensors": tensors, "files": files})
+            manifest = cls(**{**values, "tensors": tensors, "files": files})
+            manifest._check_values()
+            return manifest
         except NewerFormatError:
             raise
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             reason = error if type(error) is ValueError else f"no such manifest ({error!r})"
             raise ValueError(f"{path}: {reason}") from error
+
+    def _check_values(self) -> None:
+        """Whether values are of the types that the class declares.
+
+        Raises:
+            ValueError: one is not, or a file lies outside the checkpoint's folder.
+        """
+        are_right = {
+            "step": type(self.step) is int,
+            "world_size": type(self.world_size) is int,
+            "mesh": _is_dict_of(self.mesh, int),
+            "strategy": _is_dict_of(self.strategy, str),
+            "libraries": _is_dict_of(self.libraries, str),
+            "trainable_only": type(self.trainable_only) is bool,
+            "tensors": all(
+                type(row.name) is str
+                and type(getattr(torch, str(row.dtype), None)) is torch.dtype
+                and all(type(size) is int and size >= 0 for size in row.shape)
+                for row in self.tensors
+            ),
+            "files": all(
+                type(row.bytes) is int and row.bytes >= 0 and type(row.crc32) is str
+                for row in self.files.values()
+            ),
+        }
+        for name in self.files:
+            check_file_name(name, "a file")
+        if wrong := [name for name, is_right in are_right.items() if not is_right]:
+            raise ValueError(f"expected values of other types for {', '.join(wrong)}")
+
+
+def check_file_name(name: str, where: str) -> str:
+    """``name`` if it is that of a file within the checkpoint's folder.
+
+    Raises:
+        ValueError: it is absolute, leads out of the folder, or names no file.
+    """
+    path = PurePosixPath(name)
+    if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name:
+        raise ValueError(f"expected as {where} a file in the checkpoint's folder; found {name!r}")
+    return name
+
+
+def _is_dict_of(value: Any, kind: type) -> bool:
+    return type(value) is dict and all(type(each) is kind for each in value.values())
 
 
 def tensor_rows(saved: Metadata) -> tuple[TensorRow, ...]:

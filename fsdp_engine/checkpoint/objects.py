@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fsdp_engine.checkpoint.dcp_metadata import RefusedError
+from fsdp_engine.checkpoint.inert_pickle import RefusedError
 
 _ALLOWED: list[Any] = [
     io.BytesIO,

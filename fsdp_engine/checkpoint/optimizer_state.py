@@ -151,7 +151,7 @@ class OptimizerMatch:
         self.problems: list[str] = []
         self.is_same_kind = True
         read = nested({saved.paths[key][1:]: value for key, value in groups.items()})
-        saved_groups: list[dict[str, Any]] = read[GROUPS]
+        saved_groups = _checked_groups(read)
         self._group_of = {
             self._canonical.get(name, name): group
             for group in saved_groups
@@ -295,6 +295,27 @@ class OptimizerMatch:
     def _saved_shape(self, aliases: Iterable[str]) -> tuple[int, ...] | None:
         shapes = (self._saved.shape(f"{MODEL}.{alias}") for alias in aliases)
         return next((shape for shape in shapes if shape is not None), None)
+
+
+def _checked_groups(read: Any) -> list[dict[str, Any]]:
+    """The param groups of a saved optimizer, with names of parameters.
+
+    Raises:
+        ValueError: they are not a list of dicts that have a list of names in ``params``.
+    """
+    groups = read.get(GROUPS) if isinstance(read, dict) else None
+    are_right = isinstance(groups, list) and all(
+        isinstance(group, dict)
+        and isinstance(group.get("params"), list)
+        and all(isinstance(name, str) for name in group["params"])
+        for group in groups
+    )
+    if not are_right or not isinstance(read.get(KIND), str | None):
+        raise ValueError(
+            f"{OPTIMIZER}.{GROUPS}: expected a list of groups with names of parameters, and the "
+            "name of the optimizer's class; found others. The checkpoint is damaged"
+        )
+    return list(groups)  # type: ignore[arg-type]
 
 
 def _like(member: SavedParam, dtype: torch.dtype) -> Tensor:

@@ -28,7 +28,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from fsdp_engine.checkpoint.checksums import CheckedFile, DamagedError
-from fsdp_engine.checkpoint.dcp_metadata import RefusedError, file_sums
+from fsdp_engine.checkpoint.dcp_metadata import file_sums
+from fsdp_engine.checkpoint.inert_pickle import RefusedError
 from fsdp_engine.devices import memory
 
 # What a rank holds at once, beyond its own shards, while it reads.

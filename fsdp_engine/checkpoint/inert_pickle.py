@@ -1,0 +1,148 @@
+"""Pickles from strangers, read as data: nothing that exists before the call can change.
+
+A pickle calls the callables that it names, and sets attributes on them. Here each class that it may
+name is replaced by a stand-in that is made for one call, so a pickle can change nothing else. The
+caller builds the objects that it expects from the stand-ins, and checks their values on the way.
+
+[Note: Indices and lengths]
+CPython's unpickler allocates memory for the largest index of its memo, and for a string's length,
+before it reads on. Both are numbers of four or eight bytes, so a pickle of a few bytes can demand
+GiBs. Therefore a first pass goes over the opcodes: an index must be below the number of bytes of
+the pickle, and a string must end within it.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import pickletools
+import re
+from collections.abc import Mapping
+from typing import Any
+
+
+class RefusedError(ValueError):
+    """A pickle names something that could run code."""
+
+
+class Record:
+    """An object of a class that the pickle named.
+
+    Attributes:
+        kind: the name that the caller gave to the class.
+        args: arguments of the constructor.
+        state: the state that the pickle set, None without one.
+    """
+
+    kind: str
+    args: tuple[Any, ...]
+    state: Any
+
+
+def load(
+    content: bytes,
+    kinds: Mapping[tuple[str, str], str],
+    constants: Mapping[tuple[str, str], Any],
+    trust: bool = False,
+) -> Any:
+    """Unpickle ``content``.
+
+    Args:
+        content: the pickle; bytes behind its end are ignored.
+        kinds: classes and functions that it may name, by module and name; each becomes a
+            :class:`Record` of this kind. Several may have the same kind.
+        constants: immutable objects that it may name.
+        trust: whether it may name anything else, which is then imported and called.
+
+    Raises:
+        RefusedError: it names something else; the message is its name.
+        Exception: of any type, if the pickle is damaged.
+    """
+    _check_numbers(content)
+    stand_ins = {kind: _stand_in(kind) for kind in kinds.values()}
+
+    class Unpickler(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            if (kind := kinds.get((module, name))) is not None:
+                return stand_ins[kind]
+            if (module, name) in constants:
+                return constants[module, name]
+            if trust:
+                return super().find_class(module, name)
+            raise RefusedError(f"{module}.{name}")
+
+    return Unpickler(io.BytesIO(content)).load()
+
+
+def _stand_in(kind_: str) -> type[Record]:
+    """A class of its own, with functions of its own: the pickle may change them."""
+
+    class StandIn(Record):
+        kind = kind_
+        state = None
+
+        def __new__(cls, *args: Any) -> StandIn:
+            made = super().__new__(cls)
+            made.args = args
+            return made
+
+        def __setstate__(self, state: Any) -> None:
+            self.state = state
+
+    return StandIn
+
+
+_SIZES = {ord(each.code): 0 if each.arg is None else each.arg.n for each in pickletools.opcodes}
+# Bytes of the length that precedes an argument. A negative one fails in the unpickler.
+_LENGTH_BYTES = {
+    pickletools.TAKEN_FROM_ARGUMENT1: 1,
+    pickletools.TAKEN_FROM_ARGUMENT4: 4,
+    pickletools.TAKEN_FROM_ARGUMENT4U: 4,
+    pickletools.TAKEN_FROM_ARGUMENT8U: 8,
+}
+_COUNTED = {code: _LENGTH_BYTES[size] for code, size in _SIZES.items() if size in _LENGTH_BYTES}
+_NUM_LINES = {code: 1 for code, size in _SIZES.items() if size == pickletools.UP_TO_NEWLINE}
+_NUM_LINES |= {ord(pickle.GLOBAL): 2, ord(pickle.INST): 2}  # module and name
+_PUT, _LONG_BINPUT, _STOP = ord(pickle.PUT), ord(pickle.LONG_BINPUT), ord(pickle.STOP)
+
+
+def _run_of_fixed() -> re.Pattern[bytes]:
+    """As many opcodes in a row as have arguments of a fixed size: nearly all of a pickle."""
+    codes: dict[int, bytes] = {}
+    for code, size in _SIZES.items():
+        if size >= 0 and code not in (_LONG_BINPUT, _STOP):
+            codes[size] = codes.get(size, b"") + re.escape(bytes([code]))
+    alternatives = (b"[%s].{%d}" % (each, size) for size, each in codes.items())
+    return re.compile(b"(?:%s)*+" % b"|".join(alternatives), re.DOTALL)
+
+
+_FIXED = _run_of_fixed()
+
+
+def _check_numbers(content: bytes) -> None:
+    """See [Note: Indices and lengths].
+
+    Raises:
+        ValueError: an index or a length is out of bounds.
+    """
+    place, end = 0, len(content)
+    while True:
+        place = _FIXED.match(content, place).end()  # type: ignore[union-attr]
+        if place >= end or (code := content[place]) == _STOP:
+            return
+        start, index = place + 1, 0
+        if code in _COUNTED:
+            place = start + _COUNTED[code]
+            place += int.from_bytes(content[start:place], "little")
+        elif code in _NUM_LINES:
+            place = start
+            for _ in range(_NUM_LINES[code]):
+                place = content.find(b"\n", place) + 1 or end + 1
+            index = int(content[start : place - 1]) if code == _PUT else 0
+        elif code == _LONG_BINPUT:
+            place = start + 4
+            index = int.from_bytes(content[start:place], "little")
+        else:
+            raise ValueError(f"expected an opcode at byte {place}; found {code:#04x}")
+        if place > end or index >= end:
+            raise ValueError(f"expected lengths and indices up to {end} bytes")
