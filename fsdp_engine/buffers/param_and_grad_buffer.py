@@ -147,11 +147,12 @@ class ParamAndGradBuffer:
             start=start,
             stop=stop,
             mesh=self.mesh.device_mesh if self.spec.optim_depth else self.mesh.alone,
-            split_groups=self.split_groups,
+            given_groups=self.split_groups,
             num_cut_axes=self._num_cut_mesh_axes,
             name=self.records[index].name,
             spread=spread,
             is_written=self.records[index].is_written,
+            num_rows=self._num_rows,
         )
 
     def rename(self, index: int, name: str) -> None:
@@ -182,6 +183,12 @@ class ParamAndGradBuffer:
         axes = AXIS_BELOW_DEPTH[: self.spec.optim_depth]
         comms = [self._machinery.ladder.comms[axis].gather for axis in axes]
         return tuple(comm.group for comm in comms if comm is not None)
+
+    @property
+    def _num_rows(self) -> int:
+        """Rows of a mesh of one axis, if main weights are cut within each."""
+        has_rows = self.mesh.device_mesh.ndim == 1 and self.spec.optim_depth == 1
+        return self.mesh.outer.size if has_rows else 1
 
     @property
     def _num_cut_mesh_axes(self) -> int:

@@ -150,7 +150,14 @@ def _part_of_all(name: str, param: Tensor, expert: ExpertPlace, mesh: DataMesh) 
         flat, local = param.flat_placement, param.local
         start, stop = before + flat.start, before + flat.stop
         placement = FlatPlacement(
-            shape, start, stop, flat.mesh, flat.split_groups, flat.num_cut_axes, flat.name
+            shape,
+            start,
+            stop,
+            flat.mesh,
+            flat.split_groups,
+            flat.num_cut_axes,
+            flat.name,
+            num_rows=flat.num_rows,
         )
     else:
         local = param.detach().view(-1)

@@ -55,7 +55,8 @@ def elementwise(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
             if flat is None:
                 flat = mine
             elif mine is not flat and mine != flat:
-                raise refusal(cls, func, (value,), "mixes two different slices")
+                why = f"mixes two different slices: {_both(flat, mine)}"
+                raise refusal(cls, func, (value,), why)
             check_inplace(func, value)
             takes_slices = takes_slices or value.takes_slices
             value = _remember(owners, value)
@@ -295,4 +296,12 @@ def _check_columns(
 ) -> None:
     for tensor, mine, other in zip(tensors, found, expected, strict=True):
         if mine is not None and mine != other:
-            raise refusal(cls, func, (tensor,), "mixes different slices at one index")
+            why = f"mixes different slices at one index: {_both(other, mine)}"
+            raise refusal(cls, func, (tensor,), why)
+
+
+def _both(one: FlatPlacement | None, other: FlatPlacement) -> str:
+    return (
+        f"{one or 'a plain tensor'} and {other} (state of torch.save fits the ranks and the levels "
+        "that it was saved with; fe.save_checkpoint saves for any)"
+    )

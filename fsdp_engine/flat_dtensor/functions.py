@@ -82,7 +82,7 @@ _FOREACH = _words(
 _METADATA = _words(
     """
     size dim ndimension numel nelement stride is_contiguous is_floating_point is_complex is_signed
-    element_size get_device data_ptr storage_offset untyped_storage retain_grad
+    element_size get_device untyped_storage retain_grad
     register_hook register_post_accumulate_grad_hook is_same_size is_inference is_conj is_neg
     is_pinned is_shared dim_order _is_view __len__ detach_
     """
@@ -247,6 +247,12 @@ def _takes_data(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> bool:
     return True
 
 
+def _no_address(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> int:
+    """Returns 0, as for any DTensor: the wrapper has no memory. torch would report the offset of
+    the slice in its flat buffer, and DCP's stager would take that for an address."""
+    return 0
+
+
 def _new_tensor(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     if isinstance(args[0], cls) and any(isinstance(each, cls) for each in args[1:]):
         raise refusal(cls, func, args)  # it would ask for one element after the other
@@ -320,6 +326,7 @@ _SPECIAL: dict[str, Handler] = {
     **dict.fromkeys(("new_empty", "new_zeros", "new_ones", "new_full"), _new),
     **dict.fromkeys(("item", "is_nonzero", "__bool__", "__nonzero__", "__float__"), _item),
     **dict.fromkeys(("__int__", "__long__", "__index__", "__complex__"), _item),
+    **dict.fromkeys(("data_ptr", "storage_offset"), _no_address),
     "requires_grad_": _set_metadata,
     "_has_compatible_shallow_copy_type": _takes_data,
     "new_tensor": _new_tensor,

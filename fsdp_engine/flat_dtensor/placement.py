@@ -28,7 +28,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
-from fsdp_engine.devices.mesh import joint_mesh
+from fsdp_engine.devices.mesh import DataMesh, joint_mesh
 from fsdp_engine.flat_dtensor.spread import Spread
 
 
@@ -163,14 +163,17 @@ class FlatPlacement:
             rank's shard of it (``spread``).
         stop: the element after the last; equal to ``start`` when this rank holds nothing.
         mesh: (inner,) or (outer, inner).
-        split_groups: groups over which the tensor is cut, innermost first. A group of one rank may
-            be left out.
+        given_groups: groups over which the tensor is cut, innermost first. A group of one rank may
+            be left out. None: :attr:`split_groups` finds them by the mesh, as for a placement that
+            was unpickled.
         num_cut_axes: how many mesh axes cut the tensor, counted from the innermost; None: one for
-            each of ``split_groups``.
+            each of ``given_groups``.
         name: of the parameter, for messages; "" if it is not known.
         spread: of a tensor that is a DTensor over other mesh dimensions.
         is_written: a checkpoint takes these elements from here; False: from another rank that holds
             them, at another place of others' mesh dimensions.
+        num_rows: rows of consecutive ranks that a mesh of one axis consists of, each of which holds
+            the whole tensor.
 
     Raises:
         ValueError: the range does not lie inside the tensor, or more axes cut it than there are.
@@ -180,11 +183,13 @@ class FlatPlacement:
     start: int
     stop: int
     mesh: DeviceMesh
-    split_groups: tuple[ProcessGroup, ...] = ()
+    # Equal placements may have groups of their own: the mesh says between which ranks they are.
+    given_groups: tuple[ProcessGroup, ...] | None = field(default=(), compare=False)
     num_cut_axes: int | None = None
     name: str = field(default="", compare=False)
     spread: Spread | None = None
     is_written: bool = field(default=True, compare=False)
+    num_rows: int = 1
     # One for each dtype that this slice is held in; they cost more to make than to keep.
     _specs: dict[torch.dtype, DTensorSpec] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -197,10 +202,11 @@ class FlatPlacement:
                 f"placement: expected 0 <= start <= stop <= {numel} for shape "
                 f"{tuple(self.cut_shape)}; found [{self.start}, {self.stop})"
             )
+        num_groups = len(self.given_groups or ())
         if self.num_cut_axes is None:
-            object.__setattr__(self, "num_cut_axes", len(self.split_groups))
+            object.__setattr__(self, "num_cut_axes", num_groups)
         # One axis of a mesh may be two of the engine's: ranks of a row, and rows.
-        least = min(len(self.split_groups), self.mesh.ndim)
+        least = min(num_groups, self.mesh.ndim)
         if not least <= self._num_cut <= self.mesh.ndim:
             raise ValueError(
                 f"placement: expected {least} to {self.mesh.ndim} cut axes; "
@@ -220,11 +226,51 @@ class FlatPlacement:
         mesh: DeviceMesh,
         num_cut_axes: int,
         spread: Spread | None = None,
+        name: str = "",
+        is_written: bool = True,
+        num_rows: int = 1,
     ) -> FlatPlacement:
         """A placement with the mesh's own groups, for the ``num_cut_axes`` innermost axes."""
-        axes = range(mesh.ndim - 1, mesh.ndim - 1 - num_cut_axes, -1)
-        groups = tuple(mesh.get_group(axis) for axis in axes)
-        return cls(torch.Size(shape), start, stop, mesh, groups, num_cut_axes, spread=spread)
+        return cls(
+            torch.Size(shape),
+            start,
+            stop,
+            mesh,
+            None,
+            num_cut_axes,
+            name=name,
+            spread=spread,
+            is_written=is_written,
+            num_rows=num_rows,
+        )
+
+    @cached_property
+    def split_groups(self) -> tuple[ProcessGroup, ...]:
+        """Groups over which the tensor is cut, innermost first.
+
+        Raises:
+            RuntimeError: this process has no groups between the ranks of ``mesh``.
+        """
+        if self.given_groups is not None:
+            return self.given_groups
+        axes = range(self.mesh.ndim - 1, self.mesh.ndim - 1 - self._num_cut, -1)
+        try:
+            if self.num_rows == 1:
+                return tuple(self.mesh.get_group(axis) for axis in axes)
+            what = "groups of a sharded tensor that was loaded"
+            row = DataMesh.create(self.mesh, num_instances=self.num_rows, what=what).inner
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{self.name or 'sharded tensor'}: expected the process groups of {self.mesh}, "
+                "over which its slices are spread, since the whole tensor is asked for; found none "
+                "in this process. Initialise torch.distributed and make the same mesh; "
+                ".to_local() has the slice that was saved"
+            ) from error
+        return () if row.gather_group is None else (row.gather_group,)
+
+    def __str__(self) -> str:
+        ranks = f"{self.mesh.size()} rank" + "s" * (self.mesh.size() > 1)
+        return f"elements [{self.start}, {self.stop}) of shape {tuple(self.shape)} over {ranks}"
 
     @property
     def _num_cut(self) -> int:
@@ -310,7 +356,7 @@ class FlatPlacement:
     def __reduce__(self) -> Any:
         # Groups do not pickle; those of the mesh reach the same ranks.
         args = (tuple(self.shape), self.start, self.stop, self.mesh, self._num_cut, self.spread)
-        return _on_mesh, args
+        return _on_mesh, (*args, self.name, self.is_written, self.num_rows)
 
 
 def _on_mesh(*args: Any) -> FlatPlacement:

@@ -196,7 +196,9 @@ class _Slot:
         if isinstance(value, FlatDTensor):
             if value.flat_placement != placement:
                 raise ValueError(
-                    f"state {key!r}: expected the slice of {self.param}; found {value}"
+                    f"state {key!r} of {placement.name or 'a parameter'}: expected {placement}; "
+                    f"found {value.flat_placement}. State of torch.save fits the ranks and the "
+                    "levels that it was saved with; fe.save_checkpoint saves for any"
                 )
             return value, value.local
         if isinstance(value, Tensor) and value.ndim and value.shape == placement.shape:
