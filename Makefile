@@ -21,6 +21,10 @@ STAMP := $(VENV)/.installed
 # Transformer Engine's Python files, without its libraries: tests/codecs/te_on_cpu.py. Not among the
 # packages, where others (peft) would take them for the library.
 TE_PYTHON := $(VENV)/transformer_engine_python
+# What the tests of programs train with: the extra `programs`, and torchtitan with triton in a folder
+# of their own, since torch takes a triton among the packages for its own.
+PROGRAMS := $(VENV)/.programs
+TORCHTITAN := $(VENV)/torchtitan
 
 # One thread for each rank: ranks share the cores. Set it to use more.
 OMP_NUM_THREADS ?= 1
@@ -34,7 +38,7 @@ help:
 	@echo "make megatron train by Megatron-Core's names, tensor x data parallel on 2 x 2 ranks"
 	@echo "make pipeline train the GPT in pipeline stages, pipeline x data parallel on 2 x 2 ranks"
 	@echo "make test     lint, types and the tests, but those that take long"
-	@echo "make test-all the same with all tests"
+	@echo "make test-all the same with all tests, also of programs that it installs (TRL, torchtitan, ...)"
 	@echo "make lint     ruff and mypy"
 	@echo "make format   let ruff rewrite the files"
 	@echo "make bench    every benchmark, one after the other"
@@ -65,6 +69,14 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(VENV)/bin/python -c "import torch; print('Ready: torch', torch.__version__)"
 	@echo "$(CURDIR)" > $@
 
+$(PROGRAMS): $(STAMP)
+	@echo "Installing the programs that tests train"
+	@$(RUN) pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+		--constraint constraints.txt --editable ".[programs]"
+	@$(RUN) pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+		--constraint constraints.txt --no-deps --upgrade --target $(TORCHTITAN) torchtitan triton
+	@touch $@
+
 train: $(STAMP)
 	@$(RUN) torch.distributed.run --standalone --nproc-per-node $(RANKS) \
 		examples/train_gpt.py $(ARGS)
@@ -79,9 +91,9 @@ pipeline: $(STAMP)
 
 # What PYTEST_ARGS names is run, whatever it takes.
 test: lint
-	@$(RUN) pytest $(or $(PYTEST_ARGS),-m "not thorough")
+	@$(RUN) pytest $(or $(PYTEST_ARGS),-m "not thorough and not programs")
 
-test-all: lint
+test-all: lint $(PROGRAMS)
 	@$(RUN) pytest
 
 lint: $(STAMP)

@@ -1,0 +1,23 @@
+"""The marks of tests that need the packages of the extra ``programs``."""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+import pytest
+
+# Made by the Makefile: torchtitan and triton.
+TORCHTITAN = Path(sys.prefix) / "torchtitan"
+_NEEDED = ("datasets", "sentence_transformers", "torchtitan", "trl")
+_missing = [
+    name for name in _NEEDED if PathFinder.find_spec(name, [*sys.path, str(TORCHTITAN)]) is None
+]
+
+PROGRAM = [
+    pytest.mark.programs,
+    pytest.mark.skipif(
+        bool(_missing), reason=f"needs what `make test-all` installs; found no {_missing}"
+    ),
+]

@@ -1,0 +1,237 @@
+"""TRL's trainers with LoRA, over the engine, beside the same trainers without it.
+
+DPO and KTO switch the adapters off between the forward and the backward of a step, for their
+reference model: parameters are frozen and thawed there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from tests.integrations.trainer_scene import (
+    LEVELS,
+    as_launched,
+    num_ranks,
+    shared_folder,
+)
+from tests.pool import Ranks
+from tests.programs.packages import PROGRAM
+from tests.programs.words import VOCABULARY, WORDS, sentences, tokenizer
+
+pytestmark = PROGRAM
+NUM_ROWS = 16
+STEPS = 8
+
+
+class Algorithm(NamedTuple):
+    """A trainer of TRL.
+
+    Attributes:
+        name: of its classes, ``<name>Trainer`` and ``<name>Config``.
+        columns: its data set.
+        arguments: of its config.
+        shown: the logged figure that shows what it learns, and whether it rises.
+        least: by how much that figure changes at least, first two steps to last two.
+    """
+
+    name: str
+    columns: Callable[[], dict[str, list[Any]]]
+    arguments: dict[str, Any]
+    shown: str = "loss"
+    rises: bool = False
+    least: float = 0.0
+
+
+def _with(word: str, seed: int) -> list[str]:
+    return [f" {each} {word}" for each in sentences(NUM_ROWS, 4, seed)]
+
+
+def reward(completions: list[str], **given: Any) -> list[float]:
+    """Words of a completion that are among the first half of all words."""
+    liked = set(WORDS[: len(WORDS) // 2])
+    return [sum(word in liked for word in each.split()) / 6 for each in completions]
+
+
+ALGORITHMS = {
+    "sft": Algorithm(
+        "SFT",
+        lambda: {"text": [f"{each} cat dog" for each in sentences(NUM_ROWS, 6, 1)]},
+        {"learning_rate": 5e-2},
+        least=0.5,
+    ),
+    "dpo": Algorithm(
+        "DPO",
+        lambda: {
+            "prompt": sentences(NUM_ROWS, 4, 1),
+            "chosen": _with("cat", 2),
+            "rejected": _with("dog", 3),
+        },
+        {"learning_rate": 2e-2},
+        least=0.1,
+    ),
+    "kto": Algorithm(
+        "KTO",
+        lambda: {
+            "prompt": sentences(NUM_ROWS, 4, 1),
+            "completion": [
+                each[row % 2]
+                for row, each in enumerate(zip(_with("cat", 2), _with("dog", 3), strict=True))
+            ],
+            "label": [row % 2 == 0 for row in range(NUM_ROWS)],
+        },
+        {"learning_rate": 2e-2},
+        least=0.05,
+    ),
+    "grpo": Algorithm(
+        "GRPO",
+        lambda: {"prompt": sentences(NUM_ROWS, 4, 1)},
+        {
+            "learning_rate": 5e-2,
+            "per_device_train_batch_size": 4,
+            "num_generations": 4,
+            "max_completion_length": 6,
+            "beta": 0.05,  # a reference model
+        },
+        shown="reward",
+        rises=True,
+        least=0.1,
+    ),
+}
+
+
+def _model() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(VOCABULARY),
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            initializer_range=0.2,
+        )
+    )
+
+
+def train(kind: str, name: str, lora: bool = True, **changes: Any) -> list[dict[str, float]]:
+    """Loss, norm and the figure that shows what is learned, of each step.
+
+    Args:
+        kind: "plain", or a level.
+        name: of the algorithm.
+        lora: train adapters; else the whole model.
+        changes: of the training arguments.
+    """
+    as_launched()
+    import datasets
+    import trl
+    from peft import LoraConfig
+    from transformers.trainer_callback import PrinterCallback
+
+    from fsdp_engine.integrations.transformers import FSDPEngineMixin
+
+    datasets.disable_progress_bars()
+    algorithm = ALGORITHMS[name]
+    arguments = {
+        "output_dir": str(shared_folder()),
+        "use_cpu": True,
+        "bf16": False,
+        "per_device_train_batch_size": 4 // num_ranks(),
+        "gradient_accumulation_steps": 2,
+        "max_steps": STEPS,
+        "logging_steps": 1,
+        "lr_scheduler_type": "constant",
+        "report_to": [],
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "seed": 1,
+    }
+    config = getattr(trl, f"{algorithm.name}Config")
+    given: dict[str, Any] = {
+        "model": _model(),
+        "args": config(**{**arguments, **algorithm.arguments, **changes}),
+        "train_dataset": datasets.Dataset.from_dict(algorithm.columns()),
+        "processing_class": tokenizer(),
+    }
+    if lora:
+        given["peft_config"] = LoraConfig(
+            r=4,
+            lora_alpha=8,
+            target_modules=["v_proj", "o_proj", "up_proj", "down_proj"],
+            task_type="CAUSAL_LM",
+        )
+    elif name in ("dpo", "kto"):
+        given["ref_model"] = _model()
+    if name == "grpo":
+        given["reward_funcs"] = reward
+    cls = getattr(trl, f"{algorithm.name}Trainer")
+    if kind != "plain":
+        cls = type(f"Sharded{cls.__name__}", (FSDPEngineMixin, cls), {})
+        given["shard"] = {"strategy": kind, "min_unit_size": 0}
+    trainer = cls(**given)
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    names = {"loss", "grad_norm", algorithm.shown}
+    return [{key: row[key] for key in names} for row in trainer.state.log_history if "loss" in row]
+
+
+def check(found: list[dict[str, float]], expected: list[dict[str, float]], name: str) -> None:
+    """The figures of two runs are equal, and the algorithm learns."""
+    assert len(expected) == STEPS
+    algorithm = ALGORITHMS[name]
+    shown = [row[algorithm.shown] for row in expected]
+    change = (sum(shown[-2:]) - sum(shown[:2])) / 2
+    assert (change if algorithm.rises else -change) > algorithm.least, shown
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def plain(ranks: Ranks) -> Callable[[str, int], list[dict[str, float]]]:
+    """Figures of a trainer without the engine, by algorithm and number of processes."""
+    known: dict[tuple[str, int], list[dict[str, float]]] = {}
+
+    def find(name: str, processes: int) -> list[dict[str, float]]:
+        if (name, processes) not in known:
+            known[name, processes] = ranks.run(train, "plain", name, world_size=processes)[0]
+        return known[name, processes]
+
+    return find
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    ("name", "processes"),
+    # KTO subtracts a divergence that each process estimates on its own batch; GRPO's processes
+    # sample completions of their own. One process computes other figures than two.
+    [("sft", 1), ("dpo", 1), ("kto", 2), ("grpo", 2)],
+)
+def test_adapters_are_trained_as_without_the_engine(
+    ranks: Ranks, plain: Callable[..., Any], name: str, processes: int, level: str
+) -> None:
+    found = ranks.run(train, level, name, world_size=2)
+    assert found[0] == found[1]
+    check(found[0], plain(name, processes), name)
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "kto", "grpo"])
+def test_whole_models_are_trained_beside_a_reference_model(ranks: Ranks, name: str) -> None:
+    # Without adapters GRPO would read its reference model from a folder.
+    given = {"learning_rate": 5e-3, **({"beta": 0.0} if name == "grpo" else {})}
+    expected = ranks.run(_train_whole, "plain", name, given, world_size=2)
+    found = ranks.run(_train_whole, LEVELS[-1], name, given, world_size=2)
+    torch.testing.assert_close(found[0], expected[0], rtol=2e-3, atol=1e-4)
+
+
+def _train_whole(kind: str, name: str, given: dict[str, Any]) -> list[dict[str, float]]:
+    return train(kind, name, lora=False, **given)
