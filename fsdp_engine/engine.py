@@ -33,7 +33,7 @@ from fsdp_engine.runtime.microbatches import Microbatches
 from fsdp_engine.runtime.model_hooks import ModelHooks
 from fsdp_engine.runtime.reductions import Reductions
 from fsdp_engine.runtime.rehearsal import moments_of
-from fsdp_engine.runtime.roster import Roster, refuse_copies
+from fsdp_engine.runtime.roster import Roster, refuse_copies, refuse_replicas
 from fsdp_engine.runtime.scheduler import Scheduler
 from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.strategies import Role
@@ -102,6 +102,8 @@ class Engine:
         self._hooks = ModelHooks(self.units, self._scheduler, self._roster.check, self)
         for module in self._hooks.modules:
             refuse_copies(module)
+        if not all(buffer.is_plain for buffer in self.buffers):
+            refuse_replicas(model)
         Conversions(
             self.units,
             config,

@@ -160,7 +160,7 @@ def shard(
     )
 
 
-@memory.off_meta()
+@memory.ordinary_tensors()
 def make_engine(
     model: nn.Module,
     mesh: DeviceMesh | None,

@@ -123,9 +123,11 @@ def device_peak(device: torch.device) -> int | None:
 
 
 @contextmanager
-def off_meta() -> Iterator[None]:
-    """Within it, who names no device gets a real one, also under ``with torch.device("meta")``."""
-    with torch.device("cpu") if torch.get_default_device().type == "meta" else nullcontext():
+def ordinary_tensors() -> Iterator[None]:
+    """Within it, new tensors are on a real device unless another is named, and take part in
+    autograd: also under ``with torch.device("meta")`` and ``torch.inference_mode()``."""
+    is_meta = torch.get_default_device().type == "meta"
+    with torch.inference_mode(False), torch.device("cpu") if is_meta else nullcontext():
         yield
 
 

@@ -25,7 +25,7 @@ from fsdp_engine.strategies import Role, Strategy
 M = TypeVar("M", bound="nn.Module | list[nn.Module]")
 
 
-@memory.off_meta()
+@memory.ordinary_tensors()
 def fully_shard(
     module: M,
     *,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -324,6 +324,23 @@ def refuse_copies(module: nn.Module) -> None:
     """
     # They ask the object for these methods before its class.
     vars(module).update(__deepcopy__=_refuse_deepcopy, __reduce_ex__=_refuse_pickle)
+
+
+class _Unreplicated:
+    """What ``DistributedDataParallel`` reads of a module first: names of parameters to ignore."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise RuntimeError(
+            "DistributedDataParallel: expected a model that is not sharded; found one in the hands "
+            "of an engine, which reduces its gradients. Call the model itself; replicas are the "
+            'engine\'s, too: strategy="no_shard", or an outer axis (mesh=(2, 4))'
+        )
+
+
+def refuse_replicas(model: nn.Module) -> None:
+    """Let ``torch.nn.parallel.DistributedDataParallel(model)`` raise RuntimeError: it would
+    broadcast slices of one rank over those of others."""
+    vars(model)["_ddp_params_and_buffers_to_ignore"] = _Unreplicated()
 
 
 def _refuse_deepcopy(memo: Any) -> Any:

@@ -282,3 +282,32 @@ def test_a_method_that_does_not_gather_names_the_parameter_and_the_remedy(place:
     expected = engine.full_tensor("embedding.weight")[tokens]
     fe.register_forward_method(model, "embed")
     torch.testing.assert_close(model.embed(tokens), expected)
+
+
+@everywhere
+def test_it_is_sharded_within_inference_mode(place: Place) -> None:
+    model = Model()
+    alone = copy.deepcopy(model)
+    with torch.inference_mode():
+        engine = place.shard(model)
+        model(torch.tensor([[1, 2]]))
+    assert_as_alone(model, engine, alone)
+
+
+@everywhere
+def test_ddp_around_it_is_refused_or_right(place: Place) -> None:
+    model = Model()
+    alone = copy.deepcopy(model)
+    engine = place.shard(model)
+    if all(buffer.is_plain for buffer in engine.buffers):
+        tokens = torch.tensor([[1, 2, 3]])
+        nn.parallel.DistributedDataParallel(model)(tokens).square().mean().backward()
+        alone(tokens).square().mean().backward()
+        for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad)
+        return
+    with pytest.raises(
+        RuntimeError, match=r"DistributedDataParallel: expected a model that is not"
+    ):
+        nn.parallel.DistributedDataParallel(model)
+    assert_as_alone(model, engine, alone)
