@@ -10,6 +10,7 @@ fp8, and quantises bf16 weights in every forward: what fp8 weights change is see
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -32,8 +33,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp_engine as fe
-from examples.gpt import GPT
 from fsdp_engine.planner.estimates import estimate
+from gpt import GPT
 
 RANKS = 8
 POLICY = fe.MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16)
@@ -84,7 +85,8 @@ def native_groups(mesh: DeviceMesh) -> tuple[dict[str, Any], Groups]:
     """The model's sizes; and for each level bf16 gathers, fp8 with scales of rows, of blocks."""
     config, num_sequences = model_config()
     if on_cuda():
-        config.num_layers = max(2, config.num_layers // 2)  # time is short
+        # Time is short.
+        config = dataclasses.replace(config, num_layers=max(2, config.num_layers // 2))
     shape = (num_sequences, config.sequence_length)
     tokens = torch.randint(0, config.vocab_size, shape, device=the_device())
     batch = (tokens, tokens.roll(-1, 1))

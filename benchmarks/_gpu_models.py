@@ -18,10 +18,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_engine as fe
-import fsdp_engine.buffers.sharded_buffer
-from examples.gpt import GPT, GPTConfig
+from fsdp_engine.buffers import redistribute
 from fsdp_engine.codecs import CodecRule
 from fsdp_engine.devices.collectives import Communicator, Steps
+from gpt import GPT, GPTConfig
 
 LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 LEVEL_3_ONE_AHEAD = "level 3, one unit ahead"
@@ -65,9 +65,16 @@ def emulate_scatter(
 
 
 class EmulatedCommunicator(Communicator):
-    """This engine's collectives as device copies; see the module docstring."""
+    """This engine's collectives as device copies; see the module docstring.
+
+    Attributes:
+        num_calls: of all instances.
+    """
+
+    num_calls = 0
 
     def all_gather(self, full: Tensor, source: Tensor | None = None, tag: int = 0) -> Steps:
+        EmulatedCommunicator.num_calls += 1
         emulate_gather(full, self.part(full) if source is None else source, self.size)
         yield from ()
 
@@ -78,27 +85,27 @@ class EmulatedCommunicator(Communicator):
         *,
         reduce_dtype: torch.dtype | None = None,
         average: bool = False,
+        divisor: float = 1.0,
         accumulate: bool = False,
         tag: int = 0,
     ) -> Steps:
+        EmulatedCommunicator.num_calls += 1
         target = torch.empty_like(out, dtype=full.dtype) if accumulate else out
         if target.dtype != full.dtype:
             target = self.part(full)  # as the real one does: sum in place, then cast
         total = emulate_scatter(full, target, self.size, average, reduce_dtype)
+        if divisor != 1.0:
+            total.div_(divisor)
         if accumulate:
             out.add_(total)
         elif total is not out:
             out.copy_(total)
         yield from ()
 
-    def all_reduce(
-        self, tensor: Tensor, *, reduce_dtype: torch.dtype | None = None, average: bool = False
-    ) -> Steps:
-        wire = tensor if reduce_dtype is None else tensor.to(reduce_dtype)
-        total = emulate_scatter(wire, self.part(wire), self.size, average)
-        emulate_gather(wire, total, self.size)
-        if wire is not tensor:
-            tensor.copy_(wire)
+    def all_reduce(self, tensor: Tensor, *, average: bool = False) -> Steps:
+        EmulatedCommunicator.num_calls += 1
+        total = emulate_scatter(tensor, self.part(tensor), self.size, average)
+        emulate_gather(tensor, total, self.size)
         yield from ()
 
 
@@ -142,7 +149,9 @@ def start(num_ranks: int) -> DeviceMesh:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     else:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
-        fsdp_engine.buffers.sharded_buffer.Communicator = EmulatedCommunicator  # type: ignore[misc]
+        # Where the engine makes its communicators.
+        assert redistribute.Communicator is Communicator
+        redistribute.Communicator = EmulatedCommunicator  # type: ignore[misc]
     return init_device_mesh(device.type, (num_ranks,))
 
 

@@ -39,9 +39,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_engine as fe
-from examples.gpt import GPT, GPTConfig
 from fsdp_engine.checkpoint.folder import training_entries
 from fsdp_engine.checkpoint.reader import Reader
+from gpt import GPT, GPTConfig
 
 SIZES = {
     "10M": GPTConfig(sequence_length=128, num_layers=6, width=384, num_heads=6),
@@ -169,7 +169,7 @@ def measure(size: str, rounds: int, folder: str) -> dict[str, list[float]]:
 
     def unchecked_load() -> None:
         checked = Reader._checked
-        Reader._checked = lambda reader, file, name: file  # type: ignore[method-assign]
+        Reader._checked = lambda reader, file, name: file  # type: ignore[assignment, method-assign]
         try:
             checkpointer.load()
         finally:

@@ -32,9 +32,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F
 
 import fsdp_engine as fe
-from examples.gpt import GPT, GPTConfig
 from fsdp_engine import fsdp2
 from fsdp_engine.strategies import LEVELS
+from gpt import GPT, GPTConfig
 
 Steps = dict[str, Callable[[], None]]
 CONFIG, SEQUENCES = GPTConfig(sequence_length=128, num_layers=6, width=384, num_heads=6), 4
@@ -154,7 +154,8 @@ def measure(what: str, rounds: int) -> dict[str, list[float]]:
 
 def report(what: str, times: dict[str, list[float]]) -> dict[str, Any]:
     """Print the table of one comparison and return what is written down."""
-    rows, record = [], {}
+    rows: list[list[str]] = []
+    record: dict[str, Any] = {}
     for name in times:
         low, middle, high = harness.quartiles(times[name])
         against = harness.ratios(times, name, "FSDP2")

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -32,7 +31,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdp_engine.codecs import Float8Codec
 
 # The example's files import each other as scripts do.
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from settings import Settings
 from train_gpt import Job, prepare
 

@@ -22,7 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 RESULTS = Path(__file__).parent / "results"
-sys.path.insert(0, str(Path(__file__).parent.parent))
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> Any:

@@ -14,13 +14,10 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import sys
 import tempfile
-from pathlib import Path
 
 import harness
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 MEBIBYTE = 2**20
 STEPS_PER_SAMPLE = 25
 

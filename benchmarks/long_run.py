@@ -29,7 +29,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "examples"))
 PICTURE = ROOT / "docs" / "long_run.png"
 EXAMPLE = ["--layers", "2", "--batch-size", "4", "--steps", "1000000", "--warmup", "50"]
 WAYS = {

@@ -14,7 +14,7 @@ import argparse
 import functools
 import gc
 import time
-from collections import Counter
+from collections import defaultdict
 from typing import Any
 
 import harness
@@ -63,7 +63,7 @@ class Stopwatch:
     """Seconds within methods, by name; what one of them calls counts as its own."""
 
     def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self._is_running = False
 
     def watch(self, owner: Any, name: str) -> None:

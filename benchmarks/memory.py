@@ -51,8 +51,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fsdp_engine as fe
-from examples.gpt import GPT, GPTConfig
 from fsdp_engine.strategies import LEVELS, Role
+from gpt import GPT, GPTConfig
 
 NUM_RANKS = 2
 FP32, BF16 = torch.float32, torch.bfloat16

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from step_time import LEVELS, SIZES
 
 import fsdp_engine as fe
-from examples.gpt import GPT
+from gpt import GPT
 
 SIZE = "10M"
 CHECK = " with check"
@@ -79,7 +79,8 @@ def main() -> None:
     torch.set_num_threads(1)
 
     passes = measure_passes(10 * args.rounds)
-    rows, record = [], {"passes": {}, "steps": {}}
+    rows: list[list[str]] = []
+    record: dict[str, Any] = {"passes": {}, "steps": {}}
     for name in ("the check", "the closer look"):
         record["passes"][name] = ratio = harness.ratios(passes, name, "torch.sum")
         rows.append([name, harness.show_ratio(ratio)])

@@ -12,6 +12,7 @@ once.
 
 from __future__ import annotations
 
+import functools
 import gc
 import random
 import timeit
@@ -22,10 +23,10 @@ import torch
 import torch.distributed as dist
 
 import fsdp_engine as fe
-from examples.gpt import GPT, GPTConfig
 from fsdp_engine.devices.address_plan import ALIGNMENT, Overlaps, plan_addresses
 from fsdp_engine.devices.memory import Memory, TransientStorage
 from fsdp_engine.strategies import LEVELS
+from gpt import GPT, GPTConfig
 
 NUM_RANKS = 2
 MODELS = {
@@ -112,7 +113,7 @@ def time_fills() -> dict[str, list[float]]:
     found: dict[str, list[float]] = {name: [] for name in storages}
     for _ in range(ROUNDS):
         for name, storage in storages.items():
-            seconds = timeit.timeit(lambda storage=storage: cycle(storage), number=2000)
+            seconds = timeit.timeit(functools.partial(cycle, storage), number=2000)
             found[name].append(1e6 * seconds / 2000)
     return found
 

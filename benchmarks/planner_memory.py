@@ -90,8 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     print(f"planned in {time.perf_counter() - start:.0f} s")
     show(results)
-    found = [each["percent"] for each in results]
-    print(f"from {min(found):+.4f} % to {max(found):+.4f} %")
+    percents = [each["percent"] for each in results]
+    print(f"from {min(percents):+.4f} % to {max(percents):+.4f} %")
     missed = [each for each in results if not TOO_LITTLE <= each["percent"] <= TOO_MUCH]
     print(f"beyond {TOO_LITTLE:+} % and {TOO_MUCH:+} %: {len(missed)} of {len(results)}")
     name = "planner_memory_bf16" if options.bf16 else "planner_memory"

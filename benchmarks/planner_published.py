@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import harness
 import torch
@@ -100,7 +100,7 @@ def plan(job: Job, *, recomputes: bool) -> dict[str, Any]:
 
     def build() -> nn.Module:
         with torch.device("meta"):
-            return LlamaForCausalLM(LlamaConfig(**job.config))
+            return LlamaForCausalLM(LlamaConfig(**cast(dict[str, Any], job.config)))
 
     known = KnownOperations()
     found = fe.simulate(

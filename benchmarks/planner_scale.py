@@ -19,6 +19,7 @@ in the file.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import resource
@@ -206,7 +207,7 @@ def simulate_all(name: str, afresh: bool) -> dict[str, Any]:
     for row in ROWS[:: 9 if afresh else 1]:
         start = time.perf_counter()
         result = fe.simulate(
-            lambda row=row: build(name, row.recomputes),
+            functools.partial(build, name, row.recomputes),
             WORLD_SIZE,
             batch={"input_ids": tokens, "labels": tokens},
             mesh=row.mesh,

@@ -34,8 +34,8 @@ from simulated import PAIRS, rank_correlation
 from torch import Tensor
 
 import fsdp_engine as fe
-from examples.gpt import GPT, GPTConfig
 from fsdp_engine.simulation.calibrate import calibrate
+from gpt import GPT, GPTConfig
 
 MODELS = {
     "gpt": (GPTConfig(sequence_length=128, num_layers=6, width=256, num_heads=4), 4),
@@ -83,7 +83,9 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
     a step, on two ranks."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    meshes = {sizes: init_device_mesh("cpu", sizes) for sizes in ((2,), (2, 1))}
+    meshes: dict[tuple[int, ...], Any] = {
+        sizes: init_device_mesh("cpu", sizes) for sizes in ((2,), (2, 1))
+    }
     made = {" / ".join(pair): make_step(name, pair, meshes[ranks_of(pair)]) for pair in PAIRS}
     busy: dict[str, list[float]] = {key: [] for key in made}
 

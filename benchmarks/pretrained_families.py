@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import harness
 import torch
@@ -75,7 +76,7 @@ def main() -> None:
         torch.manual_seed(0)
         names: dict[str, dict[str, int]] = {}
         for family in FAMILIES:
-            model = build(family)
+            model: Any = build(family)
             model.save_pretrained(Path(root) / family)
             files, memory = set(in_files(Path(root) / family)), set(model.state_dict())
             names[family] = {

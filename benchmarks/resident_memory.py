@@ -37,7 +37,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as FSDP2Policy
 from torch.distributed.fsdp import fully_shard
 
 import fsdp_engine as fe
-from examples.gpt import GPT
+from gpt import GPT
 
 NUM_RANKS = 2
 NUM_WARMUP = 2

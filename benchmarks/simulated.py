@@ -33,10 +33,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fsdp_engine as fe
-from examples.gpt import GPT, GPTConfig
 from fsdp_engine.devices.mesh import init_from_environment
 from fsdp_engine.simulation.calibrate import calibrate
 from fsdp_engine.strategies import ALL_STRATEGIES
+from gpt import GPT, GPTConfig
 
 PAIRS = [(each.inner.name, each.outer.name) for each in ALL_STRATEGIES]
 GPT_CONFIG = GPTConfig(sequence_length=128, num_layers=6, width=256, num_heads=4)
@@ -129,7 +129,8 @@ def run_measured(rounds: int) -> dict[str, Any]:
     machine = calibrate()
     predicted = predict(machine)
     times = harness.run_ranks(measure, 2, rounds)
-    rows, record = [], {}
+    rows: list[list[str]] = []
+    record: dict[str, Any] = {}
     for name in predicted:
         low, middle, high = harness.quartiles(times[name])
         least = min(times[name])
@@ -326,7 +327,7 @@ def run_budgets() -> dict[str, Any]:
                 continue
             cells = []
             for label, budget in budgets.items():
-                options = {
+                options: dict[str, Any] = {
                     "strategy": pair[0],
                     "outer_strategy": pair[1],
                     "mp_policy": policy,

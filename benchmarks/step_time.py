@@ -32,8 +32,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fsdp_engine as fe
-from examples.gpt import GPT, GPTConfig
 from fsdp_engine.devices.collectives import Communicator, Steps
+from gpt import GPT, GPTConfig
 
 SIZES = {
     # name: config, sequences per rank
@@ -204,8 +204,8 @@ def make_engines(size: str, dtype: str, without: list[str]) -> dict[str, Callabl
         if level in without:
             continue
         model = fresh()
-        policy = fe.MixedPrecisionPolicy(param_dtype=low, reduce_dtype=low)
-        fe.shard(model, strategy=level, mp_policy=policy)
+        dtypes = fe.MixedPrecisionPolicy(param_dtype=low, reduce_dtype=low)
+        fe.shard(model, strategy=level, mp_policy=dtypes)
         steps[level] = make_step(model, _Sharded(model.parameters()), batch, False)
     for name, fields in WRAPPERS.items():
         if name not in without:
@@ -238,7 +238,8 @@ def main() -> None:
 def report(title: str, times: dict[str, list[float]]) -> dict[str, Any]:
     """Print the tables of one model and return what is written down."""
     bases = [base for base in ("DDP", "FSDP2", "FSDP2 pairwise") if base in times]
-    rows, record = [], {}
+    rows: list[list[str]] = []
+    record: dict[str, Any] = {}
     for name in times:
         low, middle, high = harness.quartiles(times[name])
         against = {base: harness.ratios(times, name, base) for base in bases}
@@ -250,7 +251,7 @@ def report(title: str, times: dict[str, list[float]]) -> dict[str, Any]:
         ["engine", "ms", *(f"x {base}" for base in bases)],
         rows,
     )
-    floors = {
+    floors: dict[str, float] = {
         base: harness.quartiles(
             [(a + b) / c for a, b, c in zip(times[BARE], times[BYTES], times[base], strict=True)]
         )[1]

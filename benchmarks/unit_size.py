@@ -30,7 +30,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fsdp_engine as fe
-from examples.gpt import GPT, GPTConfig
+from gpt import GPT, GPTConfig
 
 LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 ROWS = 64
@@ -182,7 +182,8 @@ def measure_clock() -> list[dict[str, Any]]:
 def report_gloo(width: int, times: dict[str, list[float]]) -> dict[str, Any]:
     """Print one width's table; returns medians and ratios."""
     size = block_numel(width)
-    rows, record = [], {}
+    rows: list[list[str]] = []
+    record: dict[str, Any] = {}
     for level in LEVELS:
         base = f"{level} 1"
         over = {g: harness.ratios(times, f"{level} {g}", base) for g in GROUPS[1:]}

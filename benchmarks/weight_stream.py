@@ -27,7 +27,6 @@ import random
 import socket
 import statistics
 import struct
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -41,8 +40,6 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
 import fsdp_engine as fe
-
-sys.path.append(str(Path(__file__).parent.parent / "examples"))
 from gpt import GPT, GPTConfig
 
 MIB = 2**20
@@ -106,7 +103,7 @@ class Sender:
         rest = pickle.dumps([x for x in item if not isinstance(x, Tensor)])
         self._message(memoryview(rest))
         for tensor in tensors:
-            self._message(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+            self._message(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
         self.seconds += time.perf_counter() - begin
 
     def finish(self) -> None:
@@ -140,7 +137,7 @@ def by_fsdp2(layers: int) -> GPT:
 
 def full_tensors(model: GPT) -> Iterator[tuple[Any, ...]]:
     for name, param in model.named_parameters():
-        yield name, param.detach().to(BF16).full_tensor()  # type: ignore[operator]
+        yield name, param.detach().to(BF16).full_tensor()  # type: ignore[attr-defined]
 
 
 def full_state(engine: fe.Engine) -> Iterator[tuple[Any, ...]]:
