@@ -194,7 +194,14 @@ class ParamAndGradBuffer:
     def _num_cut_mesh_axes(self) -> int:
         return min(self.spec.optim_depth, self.mesh.device_mesh.ndim)
 
-    def convert(self, kind: BufferKind, codec: ParamCodec, *, are_reduced: bool) -> None:
+    def convert(
+        self,
+        kind: BufferKind,
+        codec: ParamCodec,
+        *,
+        are_reduced: bool,
+        memory: mem.Memory | None = None,
+    ) -> None:
         """Weights and gradients become those of ``kind``; values are rounded. Parameters, full and
         sharded, stay the objects that they are. Nothing may be under way. Not collective.
 
@@ -202,17 +209,22 @@ class ParamAndGradBuffer:
             kind: differs in dtypes alone.
             codec: of its own.
             are_reduced: gradients that users see are reduced.
+            memory: where those come from that have been on the meta device; they have no values
+                yet.
         """
         dtypes, shown = kind.dtypes, gradients_of(self.sharded_params)
         grads = [None if each is None else local_part(each).to(dtypes.optim_grad) for each in shown]
         clear_gradients(self.sharded_params)
         del shown
         self.spec = replace(self.spec, kind=kind)
+        if memory is not None:
+            self._machinery = replace(self._machinery, memory=memory)
         before, self.weights = (
             self.weights,
             Weights(self.spec, self._machinery, codec, self.full_params),
         )
-        self.weights.main.tensor.copy_(before.main.tensor)
+        if memory is None:
+            self.weights.main.tensor.copy_(before.main.tensor)
         before.release()
         before.give_back()
         if self.grads is not None:

@@ -53,10 +53,13 @@ def requires_grad_of(params: Sequence[Tensor]) -> list[bool]:
 
 
 def become(param: Tensor, other: Tensor) -> None:
-    """``param`` stays the object that it is, with the memory, dtype and placement of ``other``, of
-    its class. Its gradient must have been cleared."""
+    """``param`` stays the object that it is, with the memory, dtype, device and placement of
+    ``other``, of its class, which is of no use afterwards. Its gradient must have been cleared."""
     with _NoTorchFunction():
-        _set_data(param, other.detach())
+        if other.device.type == param.device.type:
+            _set_data(param, other.detach())
+        else:  # off the meta device: ``.data`` cannot be set to memory of another kind
+            torch._C._swap_tensor_impl(param, other.requires_grad_(param.requires_grad))
     for name in ("_local_tensor", "_spec", "_flat"):
         if hasattr(other, name):
             setattr(param, name, getattr(other, name))

@@ -8,13 +8,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from fsdp_engine.buffers.sharded_buffer import ShardedBuffer
 from fsdp_engine.devices import memory
 from fsdp_engine.fsdp2.group import Group, groups_within
 from fsdp_engine.runtime.conversion import changes_of, hidden
 
-# What becomes of each dtype of a unit that gets memory: another one, and where.
-_Moves = dict[torch.dtype, tuple[torch.dtype, torch.device]]
+# What becomes of each dtype of a unit that gets memory.
+_Moves = dict[torch.dtype, torch.dtype]
 
 _here = threading.local()
 
@@ -22,8 +21,8 @@ _here = threading.local()
 def convert(module: nn.Module, fn: Callable[[Tensor], Tensor], apply: Callable[[], object]) -> None:
     """What ``nn.Module._apply`` does, where parameters are those of units.
 
-    Dtypes are changed in place, of whole units. Units that come off the meta device are made anew,
-    of whole parameters: collective.
+    Dtypes are changed in place, of whole units; units that come off the meta device get memory.
+    Parameters stay the objects that they are. Not collective.
 
     Args:
         module: that is converted; ``fully_shard`` was called on it.
@@ -67,30 +66,8 @@ def convert(module: nn.Module, fn: Callable[[Tensor], Tensor], apply: Callable[[
         buffer.convert(kind, codec, are_reduced=False)
     for group, moved in moves:
         if moved:
-            group.rebuild(_whole_parameters(group, moved), next(iter(moved.values()))[1])
-
-
-def take_assigned(group: Group) -> None:
-    """Where all parameters are on the meta device, and values were assigned to all of them
-    (``load_state_dict(assign=True)``): the unit gets memory, and those values."""
-    found = {
-        (id(module), attribute): module._parameters[attribute]
-        for record in group.records
-        for module, attribute in record.owners[:1]
-    }
-    if not group.metas or any(value is None or value.is_meta for value in found.values()):
-        return
-    device = group.resources.memory.device
-    dtypes = {b.weights.main.tensor.dtype for b in group.unit.buffers}
-    group.rebuild(_whole_parameters(group, {dtype: (dtype, device) for dtype in dtypes}), device)
-    with torch.no_grad():
-        for record in group.records:
-            module, attribute = record.owners[0]
-            value = found[id(module), attribute]
-            assert value is not None
-            sharded = module._parameters[attribute]
-            assert sharded is not None
-            sharded.copy_(value)
+            group.values.forget()
+            group.give_memory(moved.__getitem__)
 
 
 def _moves(group: Group, fn: Callable[[Tensor], Tensor]) -> _Moves:
@@ -102,24 +79,5 @@ def _moves(group: Group, fn: Callable[[Tensor], Tensor]) -> _Moves:
         if main.is_meta:
             probe = fn(memory.empty(0, main.dtype, main.device))
             if probe.device.type == device.type:
-                found[main.dtype] = (probe.dtype, device)
+                found[main.dtype] = probe.dtype
     return found
-
-
-def _whole_parameters(group: Group, moves: _Moves) -> dict[tuple[int, str], nn.Parameter]:
-    """By their first place, as users had them; without values, where there were none."""
-    whole = {}
-    for buffer in group.unit.buffers:
-        main = buffer.weights.main.tensor
-        dtype, device = moves[main.dtype]
-        if main.is_meta:
-            flat = memory.empty(buffer.layout.numel, dtype, device)
-            full = ShardedBuffer(buffer.layout, buffer.mesh.coordinate, 0, flat)
-        else:
-            full = buffer.gather_main()
-        params = zip(buffer.records, buffer.sharded_params, buffer.main_params(full), strict=True)
-        for record, old, main_param in params:
-            value = main_param.detach().to(dtype)
-            module, attribute = record.owners[0]
-            whole[id(module), attribute] = nn.Parameter(value, requires_grad=old.requires_grad)
-    return whole

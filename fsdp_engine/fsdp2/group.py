@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +21,10 @@ from fsdp_engine.devices.groups import default_group
 from fsdp_engine.devices.mesh import DataMesh
 from fsdp_engine.devices.ranks import Ranks
 from fsdp_engine.engine import Engine, engine_within
+from fsdp_engine.fsdp2.assigned import ValuesBeforeEngine
 from fsdp_engine.fsdp2.errors import WrongUse
 from fsdp_engine.planning.build import Ladders, Resources, agree_on_plan, build_unit
+from fsdp_engine.planning.converting import kind_after
 from fsdp_engine.planning.dtensors import choose_written, ranks_of_model
 from fsdp_engine.planning.initial_values import OWN, Holdings, Start
 from fsdp_engine.planning.one_unit import plan_one
@@ -54,7 +56,8 @@ class Group:
         resources: what it shares with others.
         settings: what it was planned by.
         engine: that has the unit, once there is one.
-        replaced: parameters in whose place the unit's are.
+        replaced: users' parameters in whose place the unit's are.
+        values: that are assigned to its parameters.
         first_calls: hooks that wait for the first forward.
         divisor: of sums of gradients; None: the number of ranks.
     """
@@ -65,13 +68,16 @@ class Group:
     resources: Resources
     settings: PlanSettings
     engine: Engine | None = None
-    replaced: list[weakref.ref[Tensor]] = field(default_factory=list)
+    replaced: list[tuple[ParamRecord, weakref.ref[Tensor]]] = field(default_factory=list)
     first_calls: list[Any] = field(default_factory=list)
     divisor: float | None = None
 
+    def __post_init__(self) -> None:
+        self.values = ValuesBeforeEngine(self.unit, self.give_memory)
+
     @property
     def index(self) -> int:
-        """Of its unit, which a conversion may replace: wishes of others name the group."""
+        """Of its unit: wishes of others name the group."""
         return self.unit.index
 
     @property
@@ -86,39 +92,28 @@ class Group:
 
     @property
     def metas(self) -> list[str]:
-        """Names of parameters on the meta device."""
+        """Names of parameters on the meta device that no value was assigned to."""
         return [
             record.name
             for buffer in self.unit.buffers
             for record, param in zip(buffer.records, buffer.sharded_params, strict=True)
-            if param.is_meta
+            if param.is_meta and not self.values.awaits_others(param)
         ]
 
-    def rebuild(self, params: dict[tuple[int, str], nn.Parameter], device: torch.device) -> None:
-        """Put a unit of other parameters in the place of its own: of another dtype, or real.
+    def give_memory(self, dtype_of: Callable[[torch.dtype], torch.dtype] | None = None) -> None:
+        """The unit's parameters come off the meta device, without values yet. They stay the objects
+        that they are, so optimizers may hold them already. Not collective.
 
         Args:
-            params: by their first place, whole.
-            device: of their memory.
+            dtype_of: what becomes of the dtype of main weights; None: it stays.
         """
-        old = self.unit
-        records = []
-        for record in self.records:
-            module, attribute = record.owners[0]
-            param = params[id(module), attribute]
-            records.append(ParamRecord(record.name, param, record.owners, record.aliases))
-        for buffer in old.buffers:
-            self.replaced += [weakref.ref(param) for param in buffer.sharded_params]
-        for record in records:
-            for module, attribute in record.owners:
-                module._parameters[attribute] = record.param
-        known = {id(record.param): record for record in records}
-        plan = plan_one(old.name, self.modules, lambda each: id(each.param) in known, self.settings)
-        choose_written(plan.records, self.ladders.data.mesh, self.ladders.ranks)
-        built = _build(plan.units[0], self.ladders, self.resources, self.settings.policy, device)
-        self.unit = Unit(built, self.resources.lanes)
-        self.unit.wishes = old.wishes
-        self.divide_gradients()
+        resources = self.resources
+        resources.memory.begin_unit()
+        for buffer in self.unit.buffers:
+            dtype = buffer.kind.dtypes.main
+            dtype = dtype if dtype_of is None else dtype_of(dtype)
+            kind, codec = kind_after(buffer, dtype, self.settings.policy, resources.config)
+            buffer.convert(kind, codec, are_reduced=False, memory=resources.memory)
 
     def divide_gradients(self) -> None:
         """Let its buffers know the divisor, if there is one."""
@@ -198,10 +193,10 @@ def make_group(
         resources = shared[mesh.device] = Resources(mesh, config)
     resources.next_tag = start.tag
     ladders = Ladders(axis_plans, ranks, Ladder(mesh))
-    replaced: list[weakref.ref[Tensor]] = []
+    replaced: list[tuple[ParamRecord, weakref.ref[Tensor]]] = []
     for record in plan.records:
         _TAKEN[id(record.param)] = record.param
-        replaced.append(weakref.ref(record.param))
+        replaced.append((record, weakref.ref(record.param)))
     planned = plan.units[0]
     planned = dataclasses.replace(planned, name=f"{planned.name} ({start.tag})")
     device = torch.device("meta") if plan.on_meta else mesh.device

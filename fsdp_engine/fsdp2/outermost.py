@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from itertools import cycle
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from torch import nn
 
 from fsdp_engine.config import Timing
 from fsdp_engine.engine import Engine
-from fsdp_engine.fsdp2.conversion import take_assigned
 from fsdp_engine.fsdp2.group import Group, group_of, groups_within
 from fsdp_engine.optimizer.alive import optimizers_that_hold
 from fsdp_engine.patterns import joined_names
@@ -65,7 +63,7 @@ def ensure_engine(module: nn.Module) -> Engine:
                 f"first; found {group.unit.label} in it, which was called before by itself"
             )
     for group in groups:
-        take_assigned(group)
+        group.values.take_all()
     _name(module, groups)
     metas = [group.metas for group in groups if group.metas]
     if metas:
@@ -160,20 +158,19 @@ def _name(root: nn.Module, groups: Sequence[Group]) -> None:
 def _check_no_optimizer(groups: Sequence[Group]) -> None:
     """No optimizer may hold what units have replaced. (Only if somebody holds it at all are all
     objects looked through.)"""
-    alive = {
-        id(param): name
+    replaced = [
+        (record.name, param)
         for group in groups
-        for reference, name in zip(group.replaced, cycle(_names(group)), strict=False)
+        for record, reference in group.replaced
         if (param := reference()) is not None
-    }
+    ]
+    replaced += [each for group in groups for each in group.values.assigned]
+    alive = {id(param): name for name, param in replaced}
     if not alive:
         return
     for optimizer, held in optimizers_that_hold(alive):
         raise RuntimeError(
-            "optimizer: expected it to be built after fully_shard() and conversions by .to(); "
-            f"found a {type(optimizer).__name__} that holds {alive[held]} as it was before"
+            "optimizer: expected it to be built after fully_shard(), from model.parameters(); "
+            f"found a {type(optimizer).__name__} that holds {alive[held]} as it was before, or a "
+            "tensor that was assigned to it, whose values the sharded parameter has taken"
         )
-
-
-def _names(group: Group) -> list[str]:
-    return [record.name for record in group.records]

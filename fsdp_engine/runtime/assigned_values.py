@@ -1,0 +1,168 @@
+"""Values that users assign to sharded parameters: checked, and copied into them.
+
+A sharded parameter stays the object that it is, which optimizers and units hold.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_engine.flat_dtensor import FlatDTensor
+from fsdp_engine.flat_dtensor.elementwise import slice_of_distributed
+from fsdp_engine.runtime.unit import Unit
+
+
+@dataclass(frozen=True)
+class Owner:
+    """One place of one parameter: its name, who else is tied to it, and what stands for it."""
+
+    name: str
+    others: tuple[str, ...]
+    module: nn.Module
+    attribute: str
+    full: Tensor
+    sharded: Tensor
+
+
+class AssignedValues:
+    """Of the parameters of some units.
+
+    Args:
+        units: whose parameters.
+
+    Attributes:
+        owners: every place of every parameter.
+        names: of parameters, by ``id`` of the sharded ones.
+        assigned: parameters of users' own whose values were taken, with their names.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self.owners = [
+            Owner(record.aliases[0], tuple(record.aliases[1:]), module, attribute, full, sharded)
+            for unit in units
+            for buffer in unit.buffers
+            for record, full, sharded in zip(
+                buffer.records, buffer.full_params, buffer.sharded_params, strict=True
+            )
+            for module, attribute in record.owners
+        ]
+        self.names = {id(owner.sharded): owner.name for owner in self.owners}
+        self.assigned: list[tuple[str, weakref.ref[Tensor]]] = []
+        self._storages: set[int] | None = None
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Whether it steps a tensor that was assigned to a parameter, instead of the parameter.
+
+        Raises:
+            RuntimeError: it does; names the parameter.
+        """
+        if not self.assigned:
+            return
+        self.assigned = [each for each in self.assigned if each[1]() is not None]
+        names = {id(reference()): name for name, reference in self.assigned}
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if id(param) in names:
+                    raise RuntimeError(
+                        f"{names[id(param)]}: expected an optimizer of the model's parameters; "
+                        f"found one of the tensor that was assigned to it, whose values the "
+                        "sharded parameter has taken. Build the optimizer from "
+                        "model.parameters() after the assignment"
+                    )
+
+    def _is_of_another(self, value: Tensor, sharded: Tensor) -> bool:
+        if self._storages is None:
+            self._storages = {_address(owner.sharded)[0] for owner in self.owners}
+        storage, first = _address(value)
+        return storage > 0 < first and storage in self._storages and first != _address(sharded)[1]
+
+    def take(self, owner: Owner, value: Tensor, target: Tensor | None) -> Tensor:
+        """``target``, with the values of ``value``.
+
+        Raises:
+            ValueError: see :meth:`check_value`.
+        """
+        assert target is not None
+        self.check_value(owner, value)
+        with torch.no_grad():
+            target.copy_(value if isinstance(value, DTensor) else value.detach())
+        if target.requires_grad is not value.requires_grad:
+            target.requires_grad_(value.requires_grad)
+        target.grad = None
+        self.remember(owner, value)
+        return target
+
+    def remember(self, owner: Owner, value: Tensor) -> None:
+        """``value`` was taken: an optimizer that holds it would step nothing."""
+        if isinstance(value, nn.Parameter):
+            self.assigned.append((owner.name, weakref.ref(value)))
+
+    def check_value(self, owner: Owner, value: Tensor, *, as_tied: bool = False) -> None:
+        """Whether the parameter can take ``value``.
+
+        Args:
+            owner: the place that it is assigned to.
+            as_tied: the caller sees to it that all names of a tied parameter get one value.
+
+        Raises:
+            ValueError: it cannot; names the parameter.
+        """
+        sharded = owner.sharded
+        tied = self.names.get(id(value))
+        problem = ""
+        if tied is not None:
+            problem = f"{tied}, which would tie them. Tie parameters before shard()"
+        elif owner.others and not as_tied:
+            others = ", ".join(owner.others)
+            problem = (
+                f"an assignment to one name of a parameter that is tied ({others})."
+                " Copy values into it, under torch.no_grad(), or untie before shard()"
+            )
+        elif self._is_of_another(value, sharded):
+            problem = "memory of another of its parameters. Tie parameters before shard()"
+        elif isinstance(value, FlatDTensor):
+            mine = sharded._flat if isinstance(sharded, FlatDTensor) else None
+            # By name, too: on one rank the slices of two parameters can both be empty.
+            if mine is None or value._flat != mine or value._flat.name != mine.name:
+                problem = f"another slice, {value.flat_placement}. Assign value.full_tensor()"
+        elif isinstance(value, DTensor):
+            if not _is_distributed_like(value, sharded):
+                problem = f"a DTensor over {value.device_mesh}. Assign value.full_tensor()"
+        elif type(value) not in (Tensor, nn.Parameter):
+            problem = f"a {type(value).__name__}. Assign a plain tensor"
+        elif value.is_meta:
+            problem = "a tensor on the meta device, which has none"
+        if not problem and value.shape != sharded.shape:
+            problem = f"shape {tuple(value.shape)}. Change shapes before shard()"
+        if not problem and torch.promote_types(value.dtype, sharded.dtype) != sharded.dtype:
+            problem = f"{value.dtype}. Cast it, to round on purpose"
+        if problem:
+            raise ValueError(
+                f"{owner.name}: expected values of shape {tuple(sharded.shape)}, {sharded.dtype}, "
+                f"for a parameter of a sharded model; found {problem}"
+            )
+
+
+def _is_distributed_like(value: Tensor, sharded: Tensor) -> bool:
+    """Whether ``distribute_tensor`` made ``value`` by the placements of ``sharded``, or over the
+    mesh of tensor parallelism."""
+    if not isinstance(sharded, FlatDTensor):
+        return False
+    flat = sharded.flat_placement
+    if flat.spread is not None and isinstance(value, DTensor):
+        return value.device_mesh in (flat.spread.mesh, flat.device_mesh)
+    return slice_of_distributed(value, flat) is not None
+
+
+def _address(tensor: Tensor) -> tuple[int, int]:
+    """Of its memory, and of its first element in it; zeros where nobody can tell."""
+    local = tensor.local if isinstance(tensor, FlatDTensor) else tensor
+    if isinstance(local, DTensor) or type(local) not in (Tensor, nn.Parameter) or local.is_meta:
+        return 0, 0
+    return local.untyped_storage().data_ptr(), local.data_ptr() if local.numel() else 0
