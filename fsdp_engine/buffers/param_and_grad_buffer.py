@@ -252,6 +252,7 @@ class ParamAndGradBuffer:
         own = self.hooks.own if self.is_plain else None
         self._gradient_hooks = GradientHooks(self.shown, self.sharded_params, on_grad, begin)
         self._gradient_hooks.listen(self.full_params, own)
+        self.reads.reduces_gradients = True
 
     def gradient_came(self, index: int) -> None:
         """See :meth:`GradientHooks.came`."""

@@ -5,8 +5,8 @@ may be empty; then it contributes the neutral element. Sums are differentiable. 
 each in its own way (`output / model.head.weight.norm()`): as everywhere, the gradient is the mean
 over the ranks, and it is the gradient of every slice.
 
-Over some dims only, where nothing has to be differentiated, the whole tensor is gathered and
-reduced (row norms, as initialisations take them); under autograd it raises.
+Over some dims only, and where a slice has no gradient (``max``), they are refused here, and the
+whole tensor is gathered (``gathered.py``).
 
 ``norm ** p`` adds up over slices: with slices of norms 3 and 4, the 2-norm is (9 + 16) ** 0.5 = 5.
 """
@@ -101,11 +101,7 @@ def _extreme_over(value: Tensor, groups: Groups, op: str) -> Tensor:
 
 
 def _bind(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> dict[str, Any]:
-    """Arguments by name; refuses all but a reduction over all dims of a FlatDTensor.
-
-    Raises:
-        _OverSomeDims: of what need not be differentiated.
-    """
+    """Arguments by name; refuses all but a reduction over all dims of a FlatDTensor."""
     named = ((key, value) for key, value in kwargs.items() if value is not None)
     kwargs = {"p" if key == "ord" else key: value for key, value in named}
     bound = dict(zip(_PARAMETERS[func.__name__], args, strict=False)) | kwargs
@@ -117,30 +113,9 @@ def _bind(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> dict[str, Any
     dims = (dim,) if isinstance(dim, int) else tuple(dim or ())
     is_partial = dims and {each % max(ndim, 1) for each in dims} != set(range(ndim))
     if is_partial or bound.get("keepdim"):
-        if torch.is_grad_enabled() and tensor.requires_grad:
-            why = f"reduces over dim {dim} only" if is_partial else "keeps dims"
-            raise refusal(cls, func, (args, kwargs), why)
-        raise _OverSomeDims
+        why = f"reduces over dim {dim} only" if is_partial else "keeps dims"
+        raise refusal(cls, func, (args, kwargs), why)
     return bound
-
-
-class _OverSomeDims(Exception):
-    """A reduction that slices do not have."""
-
-
-def _gathering(handler: Handler) -> Handler:
-    """``handler``; over some dims only, of the whole tensor. Collective."""
-
-    def handle(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
-        try:
-            return handler(cls, func, args, kwargs)
-        except _OverSomeDims:
-            pass
-        whole = [each.full_tensor() if isinstance(each, cls) else each for each in args]
-        named = {k: v.full_tensor() if isinstance(v, cls) else v for k, v in kwargs.items()}
-        return func(*whole, **named)
-
-    return handle
 
 
 def _add_up(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
@@ -299,9 +274,9 @@ def unscale(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> None:
 
 
 HANDLERS: dict[str, Handler] = {
-    **dict.fromkeys(("sum", "nansum", "mean", "count_nonzero"), _gathering(_add_up)),
-    **dict.fromkeys(("max", "min", "amax", "amin", "any", "all"), _gathering(_extreme)),
-    **dict.fromkeys(("norm", "linalg_vector_norm", "linalg_norm"), _gathering(_norm)),
+    **dict.fromkeys(("sum", "nansum", "mean", "count_nonzero"), _add_up),
+    **dict.fromkeys(("max", "min", "amax", "amin", "any", "all"), _extreme),
+    **dict.fromkeys(("norm", "linalg_vector_norm", "linalg_norm"), _norm),
     **dict.fromkeys(("_foreach_norm", "_foreach_max"), _foreach_norm),
     **dict.fromkeys(("equal", "allclose"), equal),
     "_amp_foreach_non_finite_check_and_unscale_": unscale,

@@ -9,6 +9,8 @@
                                                                 over the ranks; a plain tensor
     random         ``normal_``, ``uniform_``                    drawn whole; the slice is kept
     metadata       ``size``, ``requires_grad_``, ``grad``       asked of the wrapper
+    gathered       ``p @ x``, ``p[0]``, ``norm(dim=1)``         run on the whole tensor; a plain
+                                                                result (``gathered.py``)
     =============  ===========================================  ==================================
 
 Everything else raises ValueError. Names are listed, since torch's own tag for pointwise functions
@@ -23,8 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_engine.flat_dtensor import full_reductions
+from fsdp_engine.flat_dtensor import full_reductions, gathered
 from fsdp_engine.flat_dtensor.elementwise import convert, copy_, elementwise, foreach, set_masked
+from fsdp_engine.flat_dtensor.gathered import on_whole
 from fsdp_engine.flat_dtensor.outside_reads import check_leads_to_slices
 from fsdp_engine.flat_dtensor.random_values import constant_, draw_
 from fsdp_engine.flat_dtensor.slices import (
@@ -39,15 +42,11 @@ from fsdp_engine.flat_dtensor.slices import (
     refuses,
     unwrap,
     with_full_parameters,
+    words,
 )
 
-
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
 # Each also in its forms `name_`, `special_name`, `_foreach_name`, `_foreach_name_`.
-_ELEMENTWISE = _words(
+_ELEMENTWISE = words(
     """
     abs absolute acos acosh add addcdiv addcmul arccos arccosh arcsin arcsinh arctan arctan2
     arctanh asin asinh atan atan2 atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or
@@ -64,22 +63,22 @@ _ELEMENTWISE = _words(
     """
 )
 # Each as `__name__`, `__rname__`, `__iname__`.
-_OPERATORS = _words(
+_OPERATORS = words(
     """
     add sub mul div truediv floordiv mod pow and or xor lshift rshift eq ne lt le gt ge neg pos abs
     invert
     """
 )
-_MAKE_ANOTHER = _words(
+_MAKE_ANOTHER = words(
     """
     clone contiguous float half double bfloat16 int long short byte char bool cpu cuda pin_memory
     zeros_like ones_like empty_like full_like resolve_conj resolve_neg record_stream
     """
 )
-_FOREACH = _words(
+_FOREACH = words(
     "_foreach_copy_ _foreach_clone _fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_"
 )
-_METADATA = _words(
+_METADATA = words(
     """
     size dim ndimension numel nelement stride is_contiguous is_floating_point is_complex is_signed
     element_size get_device untyped_storage retain_grad
@@ -87,19 +86,19 @@ _METADATA = _words(
     is_pinned is_shared dim_order _is_view __len__ detach_
     """
 )
-_DRAW = _words(
+_DRAW = words(
     """
     normal_ uniform_ random_ bernoulli_ exponential_ cauchy_ log_normal_ geometric_
     kaiming_uniform_
     """
 )
-_RANDOM = _words(
+_RANDOM = words(
     """
     bernoulli rand_like randn_like randint_like dropout alpha_dropout feature_dropout native_dropout
     rrelu
     """
 )
-_RESHAPING_PROPERTIES = _words("T mT H mH real imag")
+_RESHAPING_PROPERTIES = words("T mT H mH real imag")
 
 _call_base = torch._C._disabled_torch_function_impl  # type: ignore[attr-defined]
 _known: dict[Function, Handler] = {}
@@ -110,14 +109,22 @@ def call(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
 
     Raises:
         ValueError: it is not defined for slices.
+        RuntimeError: an optimizer's step calls what needs whole matrices.
     """
     try:
         return handler_of(func)(cls, func, args, kwargs)
     except ValueError as error:
-        whole = with_full_parameters(cls, func, args, kwargs) if refuses(error) else None
-        if whole is None:
+        if not refuses(error):
             raise
+        whole = with_full_parameters(cls, func, args, kwargs)
+        if whole is None:
+            return on_whole(cls, func, args, kwargs, error)
     return func(*whole[0], **whole[1])
+
+
+def gathers(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Raises as :func:`refuse` does: :func:`call` then runs it on whole tensors."""
+    refuse(cls, func, args, kwargs)
 
 
 def handler_of(func: Function) -> Handler:
@@ -133,7 +140,7 @@ def _classify(func: Function) -> Handler:
     if name in {"__get__", "__set__"}:
         owner = func.__self__.__name__  # type: ignore[attr-defined]
         if owner in _RESHAPING_PROPERTIES:
-            return refuse
+            return gathers
         if owner == "grad" and name == "__get__":
             return _gradient
         return _metadata if name == "__get__" else _set_metadata
@@ -153,7 +160,7 @@ def _classify(func: Function) -> Handler:
         operator = name[2:-2]
         if operator in _OPERATORS or (operator[0] in "ri" and operator[1:] in _OPERATORS):
             return elementwise
-    return refuse
+    return gathers if name in gathered.NAMES else refuse
 
 
 def _foreach_stem(name: str) -> str:

@@ -28,6 +28,7 @@ class OutsideReads:
 
     Attributes:
         hooks: that users put on the parameters.
+        reduces_gradients: an engine reduces gradients of the full parameters.
         num_open: reads whose backward is to come and whose graph still lives.
         on_read: makes the full parameters be there, for a function that needs them, and tells
             whether they are; None: they cannot be.
@@ -42,6 +43,7 @@ class OutsideReads:
     ) -> None:
         self.full_params = full_params
         self.names = names
+        self.reduces_gradients = False
         self.num_open = 0
         self.hooks = hooks
         self.on_read: Callable[[], bool] | None = None
@@ -146,14 +148,14 @@ class Home:
         return reads.full_params[self._index]
 
     def followed(self, values: Tensor, spread: Spread | None) -> Tensor | None:
-        """``values``, the whole main weights, as autograd is to follow them; None: the engine has
-        gone.
+        """``values``, the whole main weights, as autograd is to follow them; None: there is no
+        engine, not yet or no longer.
 
         Args:
             spread: of a parameter that is a DTensor.
         """
         reads = self._reads()
-        if reads is None:
+        if reads is None or not reads.reduces_gradients:
             return None
         leaf = reads.full_params[self._index]
         if not leaf.requires_grad:

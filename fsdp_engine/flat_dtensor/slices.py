@@ -35,6 +35,11 @@ _INPLACE_OPERATORS |= {"__ifloordiv__", "__ipow__", "__ilshift__", "__irshift__"
 _INPLACE_OPERATORS |= {"__iand__", "__ior__", "__ixor__"}
 
 
+def words(text: str) -> frozenset[str]:
+    """Names of functions, as they stand in tables."""
+    return frozenset(text.split())
+
+
 class _Unwrap(torch.autograd.Function):
     """The slice of a FlatDTensor, as a plain tensor that autograd follows."""
 

@@ -394,11 +394,14 @@ class _FullTensor(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: FlatDTensor) -> Tensor:
         ctx.cls, ctx.flat = type(tensor), tensor._flat
+        ctx.set_materialize_grads(False)
         return _gather(tensor._local_tensor, tensor._flat)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        if grad is None:  # of a function without one, on all ranks (norm(p=0))
+            return None
         local = ctx.flat.part_of(mean_over_mesh(grad, ctx.flat))
         # A clone, so that the whole gradient need not live as long as its slice.
         return ctx.cls._wrap(local.clone(), ctx.flat)

@@ -270,63 +270,20 @@ def test_arithmetic_keeps_a_scalar_tensor(mesh: DeviceMesh, index: int, stop: in
 
 
 REFUSED: list[Callable[[Any], Any]] = [
-    lambda p: p.t(),
-    lambda p: p.T,
-    lambda p: p.mT,
-    lambda p: p.real,
-    lambda p: p[0],
-    lambda p: p[:, 1:3],
-    lambda p: p.view(-1),
-    lambda p: p.view(5, 6),
-    lambda p: p.flatten(),
-    lambda p: p.reshape(30),
-    lambda p: p.transpose(0, 1),
-    lambda p: p.permute(1, 0),
-    lambda p: p.unsqueeze(0),
-    lambda p: p.squeeze(),
-    lambda p: p.expand(2, 6, 5),
-    lambda p: p.narrow(0, 0, 1),
-    lambda p: p.chunk(2),
-    lambda p: p.split(2),
-    lambda p: p.unbind(),
-    lambda p: list(p),
-    lambda p: p @ p,
-    lambda p: torch.ones(3, 6) @ p,
-    lambda p: torch.mm(p, p),
-    lambda p: F.linear(torch.ones(2, 5), p),
-    lambda p: torch.einsum("ij->i", p),
-    lambda p: torch.linalg.norm(p, 1),
-    lambda p: torch.linalg.vector_norm(p, -1),
-    lambda p: torch.linalg.matrix_norm(p),
-    lambda p: p.var(),
-    lambda p: p.std(),
-    lambda p: p.median(),
-    lambda p: p.argmax(),
-    lambda p: p.sort(),
-    lambda p: p.topk(2),
-    lambda p: p.prod(),
-    lambda p: p.cumsum(0),
-    lambda p: p.softmax(-1),
-    lambda p: F.normalize(p),
     lambda p: F.layer_norm(p, (5,)),
-    lambda p: p.tril(),
-    lambda p: p.flip(0),
-    lambda p: p.roll(1),
-    lambda p: torch.cat([p, p]),
-    lambda p: torch.stack([p, p]),
-    lambda p: p.repeat(2, 1),
     lambda p: p.numpy(),
-    lambda p: p.tolist(),
     lambda p: p.item(),
     lambda p: bool(p),
     lambda p: p.resize_(3),
+    lambda p: p.t_(),
+    lambda p: p.transpose_(0, 1),
+    lambda p: p.squeeze_(),
+    lambda p: torch.mm(p, p.local, out=torch.empty(6, 6)),
     lambda p: torch.randn_like(p),
     lambda p: F.dropout(p),
     lambda p: torch.ones(6, 5).copy_(p),
     lambda p: torch._foreach_add([p], [torch.ones(6, 5)]),
     lambda p: p.__setitem__(0, 1.0),
-    lambda p: p.view(torch.float64),
-    lambda p: p.view(torch.bfloat16),
 ]
 
 
@@ -341,8 +298,8 @@ def test_what_a_slice_cannot_answer_is_refused_by_name(mesh: DeviceMesh, index: 
 
 def test_a_refusal_says_what_was_expected_and_found(mesh: DeviceMesh) -> None:
     flat = flat_of(torch.rand(SHAPE), mesh)
-    with pytest.raises(ValueError, match=r"^matmul|__matmul__: not defined .*shape \(6, 5\), el"):
-        flat @ flat
+    with pytest.raises(ValueError, match=r"^layer_norm: not defined .*shape \(6, 5\), el"):
+        F.layer_norm(flat, (5,))
     with pytest.raises(ValueError, match="initialise full parameters instead"):
         torch.randn_like(flat)
 
@@ -488,12 +445,6 @@ def test_autograd_notices_a_change_before_backward(mesh: DeviceMesh) -> None:
         loss.backward()
 
 
-def test_an_extreme_of_what_autograd_follows_is_refused(mesh: DeviceMesh) -> None:
-    param = param_of(torch.rand(SHAPE), mesh)
-    with pytest.raises(ValueError, match=r"max: has no gradient here"):
-        param.max()
-
-
 def test_a_number_is_copied_into_every_element(mesh: DeviceMesh) -> None:
     tensor = flat_of(torch.ones(SHAPE), mesh)
     check(tensor.copy_(3.0), torch.full(SHAPE, 3.0))
@@ -510,15 +461,6 @@ def test_memory_cannot_be_replaced_nor_copied_element_by_element(mesh: DeviceMes
 def test_the_node_at_which_autograd_accumulates_is_not_shown(mesh: DeviceMesh) -> None:
     with pytest.raises(ValueError, match="register_post_accumulate_grad_hook"):
         torch.autograd.graph.get_gradient_edge(param_of(torch.ones(SHAPE), mesh))
-
-
-def test_an_extreme_of_a_dim_is_refused_for_it_has_indices_too(mesh: DeviceMesh) -> None:
-    vector = flat_of(torch.arange(30.0), mesh)
-    for function in (torch.max, torch.min):
-        with pytest.raises(ValueError, match="values and indices of a dim"):
-            function(vector, 0)
-        with pytest.raises(ValueError, match="values and indices of a dim"):
-            function(vector, dim=0)
 
 
 def test_backward_to_sharded_inputs_says_what_to_do_instead(mesh: DeviceMesh) -> None:
@@ -569,8 +511,8 @@ def test_a_compiled_function_of_slices_is_as_right_as_any(mesh: DeviceMesh, back
     full = torch.rand(SHAPE)
     compiled = torch.compile(lambda x: (x + 1) * 2, backend=backend)
     check(compiled(flat_of(full, mesh)), (full + 1) * 2)
-    with pytest.raises(ValueError, match=r"t: not defined for a slice"):
-        torch.compile(lambda x: x.t(), backend=backend)(flat_of(full, mesh))
+    with pytest.raises(ValueError, match=r"layer_norm: not defined for a slice"):
+        torch.compile(lambda x: F.layer_norm(x, (5,)), backend=backend)(flat_of(full, mesh))
 
 
 def test_a_module_keeps_its_parameters_through_to_or_refuses(mesh: DeviceMesh) -> None:
@@ -711,11 +653,3 @@ def test_an_average_of_weights_keeps_the_slice(mesh: DeviceMesh) -> None:
         average.lerp_(param, 0.1)
         torch._foreach_lerp_([average], [param], 0.1)
     check(average, other.lerp(full, 0.1).lerp(full, 0.1))
-
-
-def test_a_reduction_over_some_dims_is_refused_where_autograd_follows(mesh: DeviceMesh) -> None:
-    param = param_of(torch.rand(SHAPE), mesh)
-    with pytest.raises(ValueError, match="reduces over dim 0 only"):
-        param.sum(0)
-    with torch.no_grad():
-        torch.testing.assert_close(param.sum(0), param.full_tensor().sum(0))
