@@ -48,6 +48,7 @@ class DirectFile(io.RawIOBase):
         self.num_bytes = 0
         self.crc = 0
         self.sums = BlockSummer()
+        self._path = path
         self._descriptor = _open(path)
         # Memory maps begin at a page, as direct writes want it.
         self._blocks = [mmap.mmap(-1, BLOCK_BYTES), mmap.mmap(-1, BLOCK_BYTES)]
@@ -131,7 +132,8 @@ class DirectFile(io.RawIOBase):
                     written += os.pwrite(self._descriptor, view[written:num_bytes], place + written)
                 except OSError as error:
                     if error.errno != errno.EINVAL or not self._stop_direct_writes():
-                        raise
+                        # Of a descriptor the system does not say which file it is.
+                        raise OSError(error.errno, error.strerror, str(self._path)) from error
                 if written % _ALIGNMENT:
                     self._stop_direct_writes()  # the rest begins anywhere
 

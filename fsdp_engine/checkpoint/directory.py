@@ -141,7 +141,9 @@ class CheckpointDirectory:
 
     def _take_lock(self) -> None:
         if self._lock is not None:
-            return
+            if self._is_here(self._lock):
+                return
+            self.release()  # the directory was removed, or made anew
         # A link is an error (ELOOP): the file that it leads to would be overwritten.
         lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
@@ -156,6 +158,14 @@ class CheckpointDirectory:
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         self._lock = lock
+
+    def _is_here(self, lock: int) -> bool:
+        """Whether the file that is locked is the directory's."""
+        try:
+            found = os.stat(self.path / _LOCK, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(found, os.fstat(lock))
 
     def _remove(self, folder: Path) -> None:
         # A step may be a link to a folder elsewhere, which stays.

@@ -123,7 +123,8 @@ def save_checkpoint(
         RuntimeError: within a forward, a backward or ``engine.unsharded()``.
         ValueError, TypeError: the optimizer does not belong to the engine, or has state that is
             neither tensor nor number; ``extra`` is no dict.
-        RuntimeError: writing failed on some rank; an older checkpoint is as it was.
+        RuntimeError, OSError: writing failed on some rank; an older checkpoint is as it was, and
+            what was written is removed.
 
         All but the last before anything is written, and on every rank if on one.
     """
@@ -150,7 +151,12 @@ def save_checkpoint(
             if file.name not in rows:
                 file.unlink(missing_ok=True)
 
-    write_entries(entries, Writer(folder, remove_older), group)
+    writer = Writer(folder, remove_older)
+    try:
+        write_entries(entries, writer, group)
+    except Exception:
+        writer.discard()
+        raise
 
 
 def load_checkpoint(

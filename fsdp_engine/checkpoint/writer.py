@@ -95,6 +95,15 @@ class Writer(dcp.FileSystemWriter):
         super().__init__(folder)
         self.fs = self._files = _ChecksummingFiles()
         self._finished = finished
+        self._save = ""  # on the coordinator, until its metadata are there
+
+    def discard(self) -> None:
+        """Remove what a save that failed has written, on the coordinator; others do nothing. What
+        metadata point to stays."""
+        if self._save:
+            for file in Path(self.path).glob(f"{PREFIX}{self._save}_*"):
+                file.unlink(missing_ok=True)
+            (Path(self.path) / f"{METADATA}.tmp").unlink(missing_ok=True)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Without the warning that a checkpoint is there."""
@@ -106,7 +115,7 @@ class Writer(dcp.FileSystemWriter):
 
         Torch's own would write over the files that an older metadata still points to.
         """
-        save = uuid.uuid4().hex[:8]
+        self._save = save = uuid.uuid4().hex[:8]
         return [
             dataclasses.replace(
                 plan,
@@ -144,6 +153,7 @@ class Writer(dcp.FileSystemWriter):
                 sums |= result.sums
         add_sums(metadata, sums)
         super().finish(metadata, results)
+        self._save = ""
         rows[METADATA] = next(
             row for name, row in self._files.rows.items() if name.startswith(METADATA)
         )

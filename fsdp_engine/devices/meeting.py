@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -54,6 +55,7 @@ ERROR_KINDS: dict[str, type[Exception]] = {
     )
 }
 _alone = itertools.count()
+_log = logging.getLogger("fsdp_engine")
 
 
 @dataclass(frozen=True)
@@ -170,12 +172,15 @@ class _Place:
     def _wait_for_verdict(self, timeout: timedelta) -> tuple[str, Any]:
         key = f"{self._base}/verdict"
         began = time.monotonic()
-        next_look = FIRST_LOOK_SECONDS
+        next_look, next_line = FIRST_LOOK_SECONDS, watch.PATIENCE_SECONDS
         # The store can wait, too, but says so on stderr, and nobody else can use it meanwhile.
         while not self._store.check([key]):
             waited = time.monotonic() - began
             if waited > timeout.total_seconds():
                 self.decide("missing", self._who_is_missing(waited))
+            elif waited > next_line:
+                next_line *= 10
+                _log.error("%s. Waiting on", self._who_is_missing(waited))
             elif waited > next_look:
                 next_look += min(next_look, MOST_SECONDS_BETWEEN_LOOKS)
                 self._look_for_others_elsewhere()

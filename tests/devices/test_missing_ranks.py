@@ -320,3 +320,20 @@ def test_a_store_that_an_earlier_job_has_used_is_refused() -> None:
         "left. Where torchrun restarts workers, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
     ):
         fe.shard(make_model())
+
+
+def _save_late(path: str) -> None:
+    engine = fe.shard(make_model())
+    checkpointer = fe.Checkpointer(path, engine)
+    with logged(patience_seconds=1.0) as lines:
+        if dist.get_rank() == 1:
+            do_something_else()
+        checkpointer.save(1)
+    if dist.get_rank() == 0:
+        assert "ranks [1] did not come in 1 s: rank 1 is at " in lines[0]
+        assert "in do_something_else" in lines[0]
+    checkpointer.close()
+
+
+def test_a_rank_that_saves_alone_logs_who_is_missing(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(_save_late, str(tmp_path / "run"), world_size=2)
