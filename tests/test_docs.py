@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,3 +35,10 @@ def test_readme_is_read_in_five_minutes_and_leads_to_every_page() -> None:
     assert len(text.splitlines()) <= 170
     for page in (ROOT / "docs").glob("*.md"):
         assert f"(docs/{page.name})" in text, page.name
+
+
+def test_figures_are_those_of_the_results_files() -> None:
+    run = subprocess.run(
+        [sys.executable, "tools/figures.py"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
