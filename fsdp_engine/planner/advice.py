@@ -22,40 +22,42 @@ def advice(setting: Setting, outcomes: Sequence[Outcome], trials: Sequence[Trial
     lines = []
     if setting.why_unknown:
         lines.append(f"Activations and times are unknown: {setting.why_unknown}")
-    chosen = outcomes[0]
-    if not chosen.fits:
+    first = outcomes[0]
+    if first.lacking:
         return "\n".join([*lines, *_nothing_fits(setting, outcomes)])
-    lines.append(_choice(setting, chosen))
-    lines.append(_next_faster(setting, chosen, outcomes))
-    if chosen.times is not None:
-        lines.append(_bottleneck(setting, chosen, chosen.times))
-    lines += _help(setting, chosen, trials)
+    if first.times is None:
+        return "\n".join([*lines, *_fit_is_unknown(setting, first)])
+    lines.append(_choice(setting, first, first.times))
+    lines.append(_next_faster(first, outcomes))
+    lines.append(_bottleneck(setting, first, first.times))
+    lines += _help(setting, first, first.times, trials)
     return "\n".join(lines)
 
 
-def _choice(setting: Setting, chosen: Outcome) -> str:
+def _fit_is_unknown(setting: Setting, first: Outcome) -> list[str]:
+    sent = format_bytes(sum(first.sent.values()))
+    held, there = format_bytes(first.peak_bytes), format_bytes(setting.memory)
+    return [
+        "Whether anything fits is unknown, too.",
+        f"Of those whose weights, gradients and optimizer state fit, {first.candidate} sends least "
+        f"({sent} a step); it holds {held} of {there}, activations not counted.",
+    ]
+
+
+def _choice(setting: Setting, chosen: Outcome, times: Times) -> str:
     held = format_bytes(chosen.peak_bytes)
     there = format_bytes(setting.memory)
-    if chosen.times is None:
-        sent = format_bytes(sum(chosen.sent.values()))
-        return (
-            f"Take {chosen.candidate}: it sends least ({sent} a step) of those whose weights, "
-            f"gradients and optimizer state fit, and holds {held} of {there}, activations not "
-            "counted."
-        )
     rate = f"{format_count(chosen.rate)} {setting.item}/s"
-    step = format_seconds(chosen.times.step)
+    step = format_seconds(times.step)
     return f"Take {chosen.candidate}: {step} a step, {rate}, at most {held} of {there}."
 
 
-def _next_faster(setting: Setting, chosen: Outcome, outcomes: Sequence[Outcome]) -> str:
-    faster = [each for each in outcomes if not each.fits and is_faster(each, chosen)]
+def _next_faster(chosen: Outcome, outcomes: Sequence[Outcome]) -> str:
+    faster = [each for each in outcomes if each.lacking and is_faster(each, chosen)]
     if not faster:
         return "Nothing that does not fit would be faster."
     nearest = min(faster, key=lambda each: each.rate)
-    how = "sends less"
-    if chosen.times is not None:
-        how = f"is {nearest.rate / chosen.rate - 1:.1%} faster"
+    how = f"is {nearest.rate / chosen.rate - 1:.1%} faster"
     return f"The next faster one, {nearest.candidate}, {how} and does not fit: {_lack(nearest)}."
 
 
@@ -89,14 +91,14 @@ def _link(setting: Setting, chosen: Outcome, *, inner: bool) -> str:
     return "within a node" if ranks <= setting.ranks_per_node else "between nodes"
 
 
-def _help(setting: Setting, chosen: Outcome, trials: Sequence[Trial]) -> list[str]:
+def _help(setting: Setting, chosen: Outcome, times: Times, trials: Sequence[Trial]) -> list[str]:
     lines = []
     for trial in trials:
         fits = "fits" if not trial.lacking else f"lacks {format_bytes(trial.lacking)}"
         lines.append(
             f"With {trial.change}: {trial.speedup:.2f} times the {setting.item}/s; {fits}."
         )
-    if chosen.times is not None and chosen.times.shares()["host"] >= 2 * _LITTLE:
+    if times.shares()["host"] >= 2 * _LITTLE:
         lines.append(
             "The host issues work too slowly: larger microbatches, fewer and larger operations "
             "(torch.compile) or CUDA graphs help."

@@ -6,15 +6,14 @@
     fsdp-engine calibrate machine.json
     fsdp-engine checkpoint inspect PATH
 
-``plan`` with a batch simulates every strategy and says which one to take; without one it tells what
-formulas know. Nothing is trained or allocated. ``calibrate`` measures this machine. ``checkpoint``
-looks into checkpoints (``checkpoint/command_line.py``).
+``plan`` with a batch simulates every strategy and says which one to take; without one, or with
+``--formulas``, it prints what formulas know. Nothing is trained or allocated. ``calibrate``
+measures this machine. ``checkpoint`` looks into checkpoints (``checkpoint/command_line.py``).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,11 +27,13 @@ from fsdp_engine.planner.advice import advice
 from fsdp_engine.planner.estimates import compare
 from fsdp_engine.planner.figure import save_figure
 from fsdp_engine.planner.inputs import any_loss, batch_shape, inputs_of, model_builder, named
+from fsdp_engine.planner.plan import on_meta
 from fsdp_engine.planner.plan import plan as plan_job
 from fsdp_engine.planner.planning import Planning
 from fsdp_engine.planner.tables import estimates_table, planning_table
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.simulation.calibrate import calibrate
+from fsdp_engine.simulation.errors import SimulationError
 from fsdp_engine.simulation.machine import PRESETS
 from fsdp_engine.terminal import print_whole
 
@@ -43,8 +44,8 @@ DTYPES = {
     "fp64": torch.float64,
 }
 
-# The exit status where nothing fits.
-NOTHING_FITS = 3
+# The exit status where nothing fits, and where it is unknown whether anything does.
+NOTHING_FITS, FIT_UNKNOWN = 3, 4
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(checkpoint_app, name="checkpoint")
@@ -116,6 +117,14 @@ def plan(
     loss: Annotated[
         str | None, typer.Option(help="with --batch: module:function of the model's output")
     ] = None,
+    formulas: Annotated[
+        bool,
+        typer.Option(
+            "--formulas",
+            help="with --batch: do not run the model; activations and times are unknown, and with "
+            "them whether it fits",
+        ),
+    ] = False,
     units: Annotated[
         list[str] | None,
         typer.Option(help="with --model: name patterns of units, such as layers.*"),
@@ -169,11 +178,11 @@ def plan(
         if model is None:
             raise typer.BadParameter("--batch: expected with --model; found with --elements")
         build = model_builder(model, "--model")
-        build_on_meta(model)  # what is wrong with it is told without a traceback
+        built = build_on_meta(model)  # what is wrong with it is told without a traceback
         sizes = None if microbatch_sizes is None else _sizes(microbatch_sizes)
         planning = plan_job(
             build,
-            _batch(batch, build, has_sizes=sizes is not None),
+            _batch(batch, built, has_sizes=sizes is not None),
             machine=machine,
             memory=None if memory is None else memory * 2**30,
             meshes=None if outer is None else _meshes(world, outer),
@@ -182,9 +191,12 @@ def plan(
             microbatches=microbatches,
             loss=any_loss if loss is None else named(loss, "--loss"),
             optimizer=None if optimizer is None else named(optimizer, "--optimizer"),
+            formulas=formulas,
             progress=True,
             **options,
         )
+    except SimulationError as error:
+        raise typer.BadParameter(f"{error}. (--formulas plans without running it.)") from error
     except (ValueError, TypeError) as error:
         raise typer.BadParameter(str(error)) from error
     _show(planning, figure, trace, save)
@@ -211,17 +223,15 @@ def build_on_meta(spec: str) -> nn.Module:
     """
     build = model_builder(spec, "--model")
     try:
-        model = build()
-    except Exception as error:
+        return on_meta(build)
+    except SimulationError as error:
+        where = "" if error.file is None else f" (at {error.file}:{error.line})"
         raise ValueError(
             f"--model: expected {spec} to build a model on the meta device without arguments; "
-            f"found {type(error).__name__}: {error}"
+            f"found {error.reason}{where}"
         ) from error
-    if not isinstance(model, nn.Module):
-        raise ValueError(
-            f"--model: expected {spec} to return a torch.nn.Module; found {type(model).__name__}"
-        )
-    return model
+    except TypeError as error:
+        raise ValueError(f"--model: {spec}: {error}") from error
 
 
 def _show(planning: Planning, figure: Path | None, trace: Path | None, save: Path | None) -> None:
@@ -234,15 +244,20 @@ def _show(planning: Planning, figure: Path | None, trace: Path | None, save: Pat
         save_figure(planning, figure)
     if trace is not None and planning.simulate is not None:
         planning.simulate(planning.outcomes[0].candidate).save_trace(trace)
-    raise typer.Exit(0 if planning.chosen is not None else NOTHING_FITS)
+    raise typer.Exit(_status(planning))
 
 
-def _batch(spec: str, build: Callable[[], nn.Module], *, has_sizes: bool) -> Any:
+def _status(planning: Planning) -> int:
+    if planning.chosen is not None:
+        return 0
+    return NOTHING_FITS if planning.outcomes[0].lacking else FIT_UNKNOWN
+
+
+def _batch(spec: str, model: nn.Module, *, has_sizes: bool) -> Any:
     """What ``fe.plan`` takes as its batch."""
     shape = batch_shape(spec)
     if shape is None:
         return named(spec, "--batch")
-    model = build()
     if has_sizes:
         return lambda size: inputs_of(model, (size, *shape[1:]))
     return inputs_of(model, shape)

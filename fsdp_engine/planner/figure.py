@@ -94,7 +94,7 @@ def _draw_part(
     """One part of every bar, from where the last one ended; what does not fit is faded."""
     bars = axes.barh(range(len(outcomes)), sizes, left=ends, color=colour, label=label)
     for bar, outcome in zip(bars, outcomes, strict=True):
-        bar.set_alpha(1.0 if outcome.fits else _FADED)
+        bar.set_alpha(_FADED if outcome.lacking else 1.0)
     ends[:] = [end + size for end, size in zip(ends, sizes, strict=True)]
 
 

@@ -29,7 +29,8 @@ class Setting:
         memory: bytes that a rank may hold.
         item: what a batch is counted in: "tokens" or "samples".
         microbatches: of a step.
-        why_unknown: why activations and times are not known; empty: they are.
+        why_unknown: why activations and times, and so whether anything fits, are not known; empty:
+            they are.
     """
 
     model: str
@@ -83,7 +84,7 @@ class Outcome:
         memory: bytes by kind (``KINDS``) at the moment when most is held; without "activations"
             where they are unknown.
         sent: bytes that a rank sends in a step, by axis.
-        lacking: bytes that it needs beyond what there is; 0: it fits.
+        lacking: bytes that it needs beyond what there is, of what is known.
         items: tokens, or samples, of a step on all ranks.
         times: None: unknown.
     """
@@ -136,9 +137,12 @@ class Outcome:
         return cls(Candidate(**candidate), **fields, times=times)
 
     @property
-    def fits(self) -> bool:
-        """Whether it needs no more than there is."""
-        return not self.lacking
+    def fits(self) -> bool | None:
+        """Whether it needs no more than there is. None: unknown, since activations are, and what
+        else it holds fits."""
+        if self.lacking:
+            return False
+        return True if ACTIVATIONS in self.memory else None
 
     @property
     def peak_bytes(self) -> int:
@@ -175,8 +179,8 @@ class Trial:
 
 
 def sorted_outcomes(outcomes: Iterable[Outcome]) -> tuple[Outcome, ...]:
-    """Those that fit, the fastest first, of equally fast ones the smallest; then the others, by
-    what they lack."""
+    """Those that lack nothing, as far as is known, the fastest first, of equally fast ones the
+    smallest; then the others, by what they lack."""
     found = list(outcomes)
     fastest = max(found, key=lambda each: each.rate)
     # Within a thousandth rates are equal.

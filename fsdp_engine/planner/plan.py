@@ -17,6 +17,7 @@ from fsdp_engine.planner.estimates import estimate
 from fsdp_engine.planner.inputs import named
 from fsdp_engine.planner.outcome import Outcome, Setting, Trial, sorted_outcomes
 from fsdp_engine.planner.planning import Planning
+from fsdp_engine.simulation.building import made_by
 from fsdp_engine.simulation.errors import SimulationError
 from fsdp_engine.simulation.known_operations import KnownOperations
 from fsdp_engine.simulation.machine import H100, Machine
@@ -26,6 +27,8 @@ from fsdp_engine.simulation.simulate import MakeOptimizer, simulate
 # Of a machine's memory, where no other limit is given: the driver's context, buffers of NCCL and
 # kernels, and gaps between an allocator's blocks take the rest (docs/planner.md).
 USABLE = 0.9
+
+_FORMULAS_ALONE = "formulas alone were asked for, which do not run the model."
 
 # Microbatches, in place of one, that are tried for the chosen candidate.
 _MORE_MICROBATCHES = 4
@@ -44,6 +47,7 @@ def plan(
     microbatches: int = 1,
     loss: Callable[[Any], Tensor] | None = None,
     optimizer: MakeOptimizer | None = None,
+    formulas: bool = False,
     progress: bool = False,
     **options: Any,
 ) -> Planning:
@@ -64,16 +68,21 @@ def plan(
         microbatch_sizes: sizes to try. None: the batch is as it is.
         microbatches: forwards and backwards in a step.
         loss, optimizer: see :func:`~.simulation.simulate`.
+        formulas: the model is not run; rows come from formulas, without activations and times, and
+            whether they fit is unknown.
         progress: show a bar on stderr.
         **options: arguments of ``fe.shard`` for all candidates: ``units``, ``mp_policy``,
             ``config``, ...
 
     Returns:
-        A :class:`~fsdp_engine.planner.planning.Planning`. Where the model cannot run with fake
-        tensors, its rows come from formulas, without activations and times, and it says why.
+        A :class:`~fsdp_engine.planner.planning.Planning`. Where the model depends on the values of
+        tensors (``if x.sum() > 0``), its rows come from formulas as with ``formulas``, and it says
+        which line that was.
 
     Raises:
+        SimulationError: the model, the loss or the optimizer raised something; names the line.
         RuntimeError: torch.distributed is initialised in this process.
+        TypeError: ``build`` makes no module, or its forward does not take ``batch``.
         ValueError: an argument, or what ``fe.shard`` would refuse.
     """
     where = machine if isinstance(machine, Machine) else Machine.named(machine)
@@ -85,7 +94,7 @@ def plan(
         sizes = check_meshes(meshes, world_size)
     limit = USABLE * where.processor.memory_bytes if memory is None else memory
     make = named(build, "build") if isinstance(build, str) else build
-    model = _on_meta(make)
+    model = on_meta(make)
     job = _Job(make, batch, world_size, where, microbatches, loss, optimizer, options)
     every = list(candidates(sizes, checkpointing, microbatch_sizes or (None,)))
     if not every:
@@ -100,11 +109,17 @@ def plan(
         item=number_of_items(job.inputs(every[0].microbatch_size))[0],
         microbatches=microbatches,
     )
-    told = _with_bar(every) if progress else every
-    try:
-        outcomes = sorted_outcomes([job.outcome(each, limit) for each in told])
-    except SimulationError as error:
-        setting = replace(setting, why_unknown=str(error))
+    why_unknown = _FORMULAS_ALONE if formulas else ""
+    if not formulas:
+        told = _with_bar(every) if progress else every
+        try:
+            outcomes = sorted_outcomes([job.outcome(each, limit) for each in told])
+        except SimulationError as error:
+            if not error.needs_values:
+                raise
+            why_unknown = str(error)
+    if why_unknown:
+        setting = replace(setting, why_unknown=why_unknown)
         return Planning(setting, _by_formulas(model, job, every, limit), options=options)
     trials = job.trials(outcomes[0], limit) if outcomes[0].fits else ()
     return Planning(setting, outcomes, trials, options, job.simulate)
@@ -216,13 +231,15 @@ def _with_bar(every: Sequence[Candidate]) -> Iterable[Candidate]:
     return track(every, "planning", console=Console(stderr=True), transient=True)
 
 
-def _on_meta(build: Callable[[], nn.Module]) -> nn.Module:
-    """The model, of which nothing is allocated."""
+def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
+    """The model that ``build`` makes, of which nothing is allocated.
+
+    Raises:
+        SimulationError: ``build`` raised.
+        TypeError: ``build`` makes something else.
+    """
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device("meta"):
-        model = build()
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"build: expected a torch.nn.Module; found {type(model).__name__}")
-    return model
+        return made_by(build)
 
 
 def _twice(inputs: Any) -> Any:

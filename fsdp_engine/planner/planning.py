@@ -25,6 +25,8 @@ class Planning:
     Attributes:
         setting: the job that was planned.
         outcomes: those that fit, the fastest first; then those that do not, by how much they lack.
+            Where activations are unknown, those first whose other memory fits, the one that sends
+            least first.
         trials: the chosen one with something changed.
         options: arguments of ``fe.shard`` that all candidates shared; not saved.
         simulate: simulates a candidate again, for its timeline; None where nothing was simulated,
@@ -39,7 +41,7 @@ class Planning:
 
     @property
     def chosen(self) -> Outcome | None:
-        """The fastest that fits; None: nothing does."""
+        """The fastest that fits; None: nothing does, or it is unknown."""
         return self._chosen_of(None)
 
     @property
@@ -47,7 +49,7 @@ class Planning:
         """Arguments for ``fe.shard(model, **planning.best)`` on all ranks.
 
         Raises:
-            ValueError: nothing fits; the message has the table.
+            ValueError: nothing fits, or it is unknown; the message has the table.
         """
         return self.arguments()
 
@@ -67,7 +69,7 @@ class Planning:
 
         Raises:
             ValueError: another number of ranks was planned for, or nothing that was planned for
-                ``mesh`` fits; the message has the table.
+                ``mesh`` fits, or it is unknown; the message has the table.
         """
         if world_size not in (None, self.setting.world_size):
             raise ValueError(
@@ -77,7 +79,12 @@ class Planning:
         chosen = self._chosen_of(mesh)
         if chosen is None:
             where = "" if mesh is None else f" on {' x '.join(map(str, mesh))} ranks"
-            raise ValueError(f"plan: expected a way that fits{where}; found none\n{self}")
+            found_ones = "none"
+            if self.setting.why_unknown:
+                found_ones = (
+                    "none known to fit, since activations are unknown; give `strategy` yourself"
+                )
+            raise ValueError(f"plan: expected a way that fits{where}; found {found_ones}\n{self}")
         candidate = chosen.candidate
         found = {
             **self.options,

@@ -53,7 +53,10 @@ def planning_table(setting: Setting, outcomes: Sequence[Outcome]) -> Table:
         counts = [*(each.memory.get(kind) for kind in KINDS), each.peak_bytes]
         cells += [_in_units(count, unit) for count in counts]
         free = _in_units(setting.memory - each.peak_bytes, unit)
-        cells.append(free if each.fits else f"[red]{free}, {each.largest_kind}[/red]")
+        if each.fits is None:
+            cells.append(_UNKNOWN)
+        else:
+            cells.append(free if each.fits else f"[red]{free}, {each.largest_kind}[/red]")
         if each.times is None:
             cells += [_UNKNOWN] * 3
         else:
@@ -61,7 +64,7 @@ def planning_table(setting: Setting, outcomes: Sequence[Outcome]) -> Table:
             cells.append(format_count(each.rate))
         axes = ("inner", "outer") if has_outer else ("inner",)
         cells += [_in_units(each.sent.get(axis, 0), unit) for axis in axes]
-        table.add_row(*cells, style="" if each.fits else "dim")
+        table.add_row(*cells, style="dim" if each.lacking else "")
     return table
 
 

@@ -35,12 +35,7 @@ def built(build: Callable[[], nn.Module]) -> nn.Module:
         TypeError: ``build`` makes something else.
         ValueError: nothing in it is trained.
     """
-    with explained("building the model"), _FirstValues():
-        model = build()
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"build: expected a function that makes a torch.nn.Module; found {type(model).__name__}"
-        )
+    model = made_by(build)
     if not any(param.requires_grad for param in model.parameters()):
         raise ValueError(
             "build: expected a model with parameters that require grad; found none among "
@@ -53,6 +48,22 @@ def built(build: Callable[[], nn.Module]) -> nn.Module:
             for name, tensor in tensors.items():
                 if tensor is not None and tensor.is_meta:
                     tensors[name] = made.setdefault(id(tensor), _off_meta(tensor))
+    return model
+
+
+def made_by(build: Callable[[], nn.Module]) -> nn.Module:
+    """The model, under the caller's fake mode and on the device that the caller has set.
+
+    Raises:
+        SimulationError: ``build`` raised.
+        TypeError: ``build`` makes something else.
+    """
+    with explained("building the model"), _FirstValues():
+        model = build()
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"build: expected a function that makes a torch.nn.Module; found {type(model).__name__}"
+        )
     return model
 
 

@@ -23,6 +23,7 @@ _READS = (
     "and tensors of a simulation have none"
 )
 
+_NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 
 # It writes a traceback of its own for what is raised anyway.
 _TORCH_S_LOG = logging.getLogger("torch._subclasses.fake_tensor")
@@ -38,13 +39,21 @@ class SimulationError(RuntimeError):
         code: that line.
         reason: why it could not go on.
         phase: what was being done: "building the model", "forward", ...
+        needs_values: it depends on the values of tensors, so shapes alone cannot run it. False: it
+            would fail in training, too, or has an operation without an implementation for shapes.
     """
 
     def __init__(
-        self, phase: str, reason: str, place: traceback.FrameSummary | None = None
+        self,
+        phase: str,
+        reason: str,
+        place: traceback.FrameSummary | None = None,
+        *,
+        needs_values: bool = False,
     ) -> None:
         self.phase = phase
         self.reason = reason
+        self.needs_values = needs_values
         self.file = place.filename if place is not None else None
         self.line = place.lineno if place is not None else None
         self.code = (place.line or "").strip() if place is not None else None
@@ -61,7 +70,12 @@ def explained(phase: str) -> Iterator[None]:
     except SimulationError:
         raise
     except Exception as error:
-        raise SimulationError(phase, _reason(error), _place(error.__traceback__)) from error
+        raise SimulationError(
+            phase,
+            _reason(error),
+            _place(error.__traceback__),
+            needs_values=isinstance(error, _NEEDS_VALUES),
+        ) from error
     finally:
         _TORCH_S_LOG.disabled = was_quiet
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,12 +35,21 @@ class Link:
         achievable: the fraction of ``bandwidth`` that collectives reach.
         processor_share: the fraction of a message's time that it takes from compute, where one
             processor does both.
+
+    Raises:
+        ValueError: a figure that cannot be.
     """
 
     bandwidth: float
     latency: float
     achievable: float = 1.0
     processor_share: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_rate("bandwidth", self.bandwidth)
+        _check_seconds("latency", self.latency)
+        _check_fraction("achievable", self.achievable)
+        _check_seconds("processor_share", self.processor_share)
 
     def seconds(self, num_bytes: float, num_hops: int) -> float:
         """For ``num_bytes`` that a rank sends in ``num_hops`` messages, one after the other."""
@@ -64,6 +74,9 @@ class Processor:
         attention_share: the fraction of what products reach that attention kernels reach.
         function_seconds: of one element of a function such as gelu, softmax or a norm, beyond
             moving it. 0 where there are processors enough to hide it.
+
+    Raises:
+        ValueError: a figure that cannot be, or no flops of fp32.
     """
 
     matrix_flops: Mapping[torch.dtype, float]
@@ -75,6 +88,23 @@ class Processor:
     overlap: float = 1.0
     attention_share: float = 1.0
     function_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if torch.float32 not in self.matrix_flops:
+            raise ValueError(
+                "matrix_flops: expected torch.float32 among its dtypes, which stands for those "
+                f"that are not there; found {sorted(map(str, self.matrix_flops))}"
+            )
+        for dtype, flops in self.matrix_flops.items():
+            _check_rate(f"matrix_flops of {dtype}", flops)
+        for name in ("memory_bandwidth", "memory_bytes", "attention_share"):
+            _check_rate(name, getattr(self, name))
+        for name in ("call_seconds", "function_seconds"):
+            _check_seconds(name, getattr(self, name))
+        for name in ("achievable_flops", "achievable_bandwidth"):
+            _check_fraction(name, getattr(self, name))
+        if not (_is_number(self.overlap) and 0 <= self.overlap <= 1):
+            raise ValueError(f"overlap: expected a fraction from 0 to 1; found {self.overlap!r}")
 
     def seconds(
         self,
@@ -116,6 +146,9 @@ class Machine:
         host_seconds: what a call of one operation costs the host.
         host_runs_ahead: the host issues work to a device and goes on. False: the host computes
             itself, and its time is the compute lane's.
+
+    Raises:
+        ValueError: a figure that cannot be.
     """
 
     name: str
@@ -125,6 +158,12 @@ class Machine:
     ranks_per_node: int
     host_seconds: float = 0.0
     host_runs_ahead: bool = True
+
+    def __post_init__(self) -> None:
+        per_node = self.ranks_per_node
+        if not isinstance(per_node, int) or isinstance(per_node, bool) or per_node < 1:
+            raise ValueError(f"ranks_per_node: expected 1 rank or more; found {per_node!r}")
+        _check_seconds("host_seconds", self.host_seconds)
 
     def link(self, num_ranks: int, stride: int) -> Link:
         """The slowest link of a ring over ``num_ranks`` ranks, each ``stride`` after the other."""
@@ -176,6 +215,25 @@ class Machine:
             raise ValueError(
                 f"{path}: expected a machine as `calibrate` writes it; found {error!r}"
             ) from error
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _check_rate(name: str, value: float) -> None:
+    if not (_is_number(value) and value > 0):
+        raise ValueError(f"{name}: expected a number larger than 0; found {value!r}")
+
+
+def _check_fraction(name: str, value: float) -> None:
+    if not (_is_number(value) and 0 < value <= 1):
+        raise ValueError(f"{name}: expected a fraction, at most 1, larger than 0; found {value!r}")
+
+
+def _check_seconds(name: str, value: float) -> None:
+    if not (_is_number(value) and 0 <= value < math.inf):
+        raise ValueError(f"{name}: expected 0 or a larger number; found {value!r}")
 
 
 # Fractions that all presets assume. Large bf16 products reach some 70 % of an H100's peak, which it

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 import fsdp_engine as fe
-from fsdp_engine.planner.command_line import NOTHING_FITS, app, build_on_meta
+from fsdp_engine.planner.command_line import FIT_UNKNOWN, NOTHING_FITS, app, build_on_meta
 from fsdp_engine.strategies import ALL_STRATEGIES, LEVELS
 from fsdp_engine.terminal import format_bytes
 
@@ -63,6 +63,22 @@ def sgd(parameters):
 
 def negated(output):
     return -output
+
+
+class Narrow(Counting):
+    def forward(self, tokens):
+        return super().forward(tokens) + torch.ones(3) @ torch.ones(4)
+
+
+class Branching(Counting):
+    def forward(self, tokens):
+        return super().forward(tokens) if tokens.sum() > 0 else self.embedding(tokens).sum()
+
+
+class Dropping(Counting):
+    def __init__(self):
+        super().__init__()
+        self.rates = [rate.item() for rate in torch.linspace(0, 0.1, 2)]
 """
 
 LLAMA = {
@@ -171,6 +187,34 @@ def test_with_a_batch_every_strategy_is_simulated(folder: Path) -> None:
     assert f"Take {planning.chosen.candidate}: " in output
 
 
+def test_a_model_that_fails_is_an_error_with_its_line(folder: Path) -> None:
+    narrow = "plan --model planned_models:Narrow --batch planned_models:batch --world 2"
+    output = run(narrow, status=2)
+    assert "Take " not in output
+    words = " ".join(re.sub("[│|╭╮╰╯─]", " ", output).split())
+    assert "planned_models.py" in words.replace(" ", "")
+    assert "--formulas" in words
+    asked = run(f"{narrow} --formulas", status=FIT_UNKNOWN)
+    assert len(cells(asked)) == 4
+    assert "Whether anything fits is unknown" in asked
+
+
+def test_a_forward_that_depends_on_data_is_planned_by_formulas_and_whether_it_fits_is_unknown(
+    folder: Path,
+) -> None:
+    branching = "plan --model planned_models:Branching --batch planned_models:batch --world 2"
+    output = run(branching, status=FIT_UNKNOWN)
+    assert "if tokens.sum() > 0" in output
+    assert "Whether anything fits is unknown" in output
+    assert "Take " not in output
+    assert "Nothing fits" in run(f"{branching} --memory 0.000001", status=NOTHING_FITS)
+
+
+def test_a_model_that_reads_a_row_of_numbers_while_it_is_built_is_planned(folder: Path) -> None:
+    dropping = "plan --model planned_models:Dropping --world 2 --recompute off"
+    assert "Take " in run(f"{dropping} --batch planned_models:batch")
+
+
 def test_too_little_memory_gives_the_table_and_a_status(folder: Path) -> None:
     output = run(f"{COUNTING} --recompute off --memory 0.000001", status=NOTHING_FITS)
     assert len(cells(output)) == 4
@@ -206,7 +250,7 @@ BAD: list[tuple[str, str]] = [
     ("--world 8 --model nowhere_at_all:f", "found 'nowhere_at_all' (No module named"),
     ("--world 8 --model planned_models:f", "expected a function 'f' in planned_models; found None"),
     ("--world 8 --model planned_models:not_callable", "found 3"),
-    ("--world 8 --model planned_models:number", "to return a torch.nn.Module; found int"),
+    ("--world 8 --model planned_models:number", "that makes a torch.nn.Module; found int"),
     ("--world 8 --model planned_models:fails", "found KeyError: 'config.json'"),
     ("--world 8 --model planned_models:needs", "without arguments; found TypeError"),
     ("--world 8 --model planned_models:build --units x.*", "units: expected pattern 'x.*'"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from fsdp_engine.planner.estimates import estimate
 from fsdp_engine.planner.figure import save_figure
 from fsdp_engine.planner.outcome import KINDS, Outcome, is_faster
 from fsdp_engine.simulation.result import Simulation
-from fsdp_engine.strategies import ALL_STRATEGIES, LEVELS
+from fsdp_engine.strategies import ALL_STRATEGIES
 from tests.models import LENGTH, Transformer, token_batch
 from tests.pool import RankError, Ranks
 
@@ -259,9 +260,84 @@ def test_a_model_that_reads_values_is_planned_by_formulas() -> None:
         assert each.times is None
         assert "activations" not in each.memory
     assert planning.simulate is None
-    assert planning.chosen is not None
     assert "Activations and times are unknown" in str(planning)
-    assert planning.best["strategy"] in LEVELS
+    assert_fit_is_unknown(planning)
+
+
+def assert_fit_is_unknown(planning: fe.Planning) -> None:
+    assert [each.fits for each in planning.outcomes] == [None] * len(planning.outcomes)
+    assert planning.chosen is None
+    text = str(planning)
+    assert "Whether anything fits is unknown" in text
+    assert "Take " not in text
+    with pytest.raises(ValueError, match="found none known to fit, since activations are unknown"):
+        _ = planning.best
+    small = planning.within(1.0)
+    assert [each.fits for each in small.outcomes] == [False] * len(small.outcomes)
+    assert "Nothing fits 1 B." in str(small)
+
+
+class Mistaken(nn.Module):
+    """Right, but for one line."""
+
+    def __init__(self, mistake: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.mistake = mistake
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mistake(self.linear(x)).sum()
+
+
+def wrong_shape(x: Tensor) -> Tensor:
+    return x @ torch.ones(3, 3)  # here
+
+
+def on_another_device(x: Tensor) -> Tensor:
+    return x + torch.ones(8).to("cuda")  # here
+
+
+def raising(x: Tensor) -> Tensor:
+    raise KeyError("mine")  # here
+
+
+@pytest.mark.parametrize("mistake", [wrong_shape, on_another_device, raising])
+def test_a_model_that_fails_is_an_error_with_its_line(mistake: Callable[[Tensor], Tensor]) -> None:
+    arguments = {"world_size": WORLD, "machine": MACHINE}
+    with pytest.raises(fe.SimulationError, match="# here") as caught:
+        fe.plan(lambda: Mistaken(mistake), torch.ones(2, 8), **arguments)
+    assert caught.value.file == __file__
+    assert not caught.value.needs_values
+    by_formulas = fe.plan(lambda: Mistaken(mistake), torch.ones(2, 8), formulas=True, **arguments)
+    assert by_formulas.outcomes[0].times is None
+    assert_fit_is_unknown(by_formulas)
+
+
+class Reading(nn.Module):
+    """Reads drawn values while it is built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, int(torch.rand(()) * 8) + 1)
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "message"),
+    [
+        (int, TypeError, "build: expected a function that makes a torch.nn.Module; found int"),
+        (Reading, fe.SimulationError, "building the model cannot go on at .*test_plan.py"),
+    ],
+)
+def test_a_model_that_cannot_be_built(
+    build: Callable[[], nn.Module], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        fe.plan(build, torch.ones(2, 8), world_size=WORLD)
+
+
+def test_a_batch_of_a_wrong_shape_is_an_error() -> None:
+    with pytest.raises(fe.SimulationError, match="forward cannot go on"):
+        fe.plan(Searching, torch.ones(2, 7), world_size=WORLD, machine=MACHINE)
 
 
 def test_nothing_fits() -> None:
@@ -327,7 +403,6 @@ def test_the_chosen_step_can_be_simulated_again() -> None:
         ({"microbatches": 0}, "microbatches: expected at least 1; found 0"),
         ({"build": "tests.models:nothing"}, "build: expected a function 'nothing'"),
         ({"build": "tests.models"}, "build: expected module:function"),
-        ({"build": int}, "build: expected a torch.nn.Module; found int"),
         ({"batch": 3}, "batch: expected tensors; found none"),
         ({"units": "nobody.*"}, "units: expected pattern"),
     ],

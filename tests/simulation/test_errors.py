@@ -90,6 +90,7 @@ def test_what_cannot_run_says_which_line_and_why(
     assert error.code is not None
     assert error.code.endswith("# here")
     assert reason in error.reason
+    assert error.needs_values == (then is not raises)
     assert f"{__file__}:{error.line}" in str(error)
     # And nothing is left of it.
     assert not dist.is_initialized()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import math
@@ -109,6 +110,32 @@ def test_a_message_takes_its_share_from_compute_while_it_goes_on() -> None:
 def test_units_are_read_off_labels() -> None:
     labels = ("reduce-scatter of blocks.1 over the inner axis", "encode blocks.1 (buffer 0)")
     assert {unit_of(label) for label in labels} == {"blocks.1"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "figures", "message"),
+    [
+        (Link, {"bandwidth": 0.0}, "bandwidth: expected a number larger than 0; found 0.0"),
+        (Link, {"bandwidth": "fast"}, "bandwidth: expected a number larger than 0; found 'fast'"),
+        (Link, {"latency": -1.0}, "latency: expected 0 or a larger number; found -1.0"),
+        (Link, {"achievable": 70}, "achievable: expected a fraction, at most 1, larger than 0"),
+        (Link, {"processor_share": math.nan}, "processor_share: expected 0 or a larger number"),
+        (Processor, {"matrix_flops": {}}, "matrix_flops: expected torch.float32 among its dtypes"),
+        (Processor, {"matrix_flops": {torch.float32: 0.0}}, "of torch.float32: expected a number"),
+        (Processor, {"memory_bandwidth": -1.0}, "memory_bandwidth: expected a number larger"),
+        (Processor, {"memory_bytes": 0.0}, "memory_bytes: expected a number larger than 0"),
+        (Processor, {"achievable_flops": 0}, "achievable_flops: expected a fraction"),
+        (Processor, {"overlap": 2}, "overlap: expected a fraction from 0 to 1; found 2"),
+        (Processor, {"call_seconds": math.inf}, "call_seconds: expected 0 or a larger number"),
+        (Machine, {"ranks_per_node": 0}, "ranks_per_node: expected 1 rank or more; found 0"),
+        (Machine, {"ranks_per_node": 2.0}, "ranks_per_node: expected 1 rank or more; found 2.0"),
+        (Machine, {"host_seconds": -1}, "host_seconds: expected 0 or a larger number; found -1"),
+    ],
+)
+def test_a_machine_that_cannot_be(kind: type, figures: dict[str, object], message: str) -> None:
+    parts = {Link: fe.H100.within_node, Processor: fe.H100.processor, Machine: fe.H100}
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(parts[kind], **figures)
 
 
 def test_rings() -> None:
