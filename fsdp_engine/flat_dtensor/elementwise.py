@@ -190,11 +190,12 @@ def scalar(
 
     Raises:
         ValueError: it has more elements, or would add dims to the result; or autograd follows it.
-        RuntimeError: autograd follows it, and ``func`` is in-place.
     """
-    check_inplace(func, tensor)
     if torch.is_grad_enabled() and tensor.requires_grad:
-        raise refusal(cls, func, (), "would give a plain tensor the gradient of this slice only")
+        why = (
+            "would give a plain tensor the gradient of this slice only (torch.no_grad() gives none)"
+        )
+        raise refusal(cls, func, flat, why)
     if (takes_slices or is_inplace(func)) and tensor.ndim:
         part = slice_of(_whole(tensor), flat)
         if part is not None:
@@ -202,7 +203,7 @@ def scalar(
     if tensor.numel() != 1 or tensor.ndim > len(flat.shape):
         found = f"{type(tensor).__name__} of shape {tuple(tensor.shape)}"
         why = f"mixes a FlatDTensor of shape {tuple(flat.shape)} and a {found}"
-        raise refusal(cls, func, (), why)
+        raise refusal(cls, func, flat, why)
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
     return tensor.reshape(1) if tensor.ndim else tensor

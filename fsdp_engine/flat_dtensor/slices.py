@@ -102,7 +102,8 @@ def name_of(func: Function) -> str:
 def refusal(
     cls: Any, func: Function, found: Any, why: str = "not defined for a slice"
 ) -> ValueError:
-    """The error for a function that would be wrong on slices; ``found`` holds its arguments.
+    """The error for a function that would be wrong on slices; ``found`` holds its arguments, or is
+    the placement of one.
 
     It is marked as such: nothing was changed, and full parameters may do (:func:`refuses`).
 
@@ -185,6 +186,8 @@ def _range(flat: FlatPlacement) -> str:
 
 
 def _first_flat(cls: Any, found: Any) -> FlatPlacement | None:
+    if isinstance(found, FlatPlacement):
+        return found
     if isinstance(found, cls):
         flat: FlatPlacement = found._flat
         return flat
