@@ -19,7 +19,7 @@ from fsdp_engine.config import Timing
 from fsdp_engine.devices.memory import Memory
 from fsdp_engine.optimizer.clip import clip_, total_norm
 from fsdp_engine.optimizer.stepped import tell_of_steps
-from fsdp_engine.planning.assignment import expect
+from fsdp_engine.planning.assignment import expect, has_parameters
 from fsdp_engine.planning.build import Ladders, Resources, same_on_replicas
 from fsdp_engine.planning.installing import holders, install_into
 from fsdp_engine.precision import MixedPrecisionPolicy
@@ -402,7 +402,7 @@ class Engine:
             return list(self.units)
         wanted = set()
         for module in modules:
-            if engine_of(module) is not self:
+            if engine_of(module) is not self and has_parameters(module):
                 raise ValueError(
                     f"unsharded(): expected modules of the sharded model; found a "
                     f"{type(module).__name__} that is not part of it"
@@ -429,8 +429,11 @@ def engine_of(module: nn.Module) -> Engine | None:
 
 
 def engine_within(model: nn.Module) -> str | None:
-    """Name of a module of ``model`` that an engine has already; None if there is none."""
+    """Name of a module of ``model`` that an engine has already; None if there is none.
+
+    One without parameters is nobody's: models share activation functions, as default arguments.
+    """
     for name, module in model.named_modules():
-        if engine_of(module) is not None:
+        if engine_of(module) is not None and has_parameters(module):
             return name or "the root module"
     return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -144,8 +144,16 @@ class FSDPEngineMixin(_Trainer):
         # The engine's norm is over all meshes; and looking at gradients would hold them.
         return False
 
+    @property
+    def _has_own_format(self) -> bool:
+        """The trainer is one that writes and reads models of other classes than transformers'."""
+        return type(self)._save is not Trainer._save
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model as ``from_pretrained`` reads it, with its tokenizer. Collective.
+
+        A trainer of another library writes what is its own (sentence-transformers: a folder of
+        modules): on the first rank, while every rank holds the whole model.
 
         Args:
             output_dir: the folder; None: that of the training arguments.
@@ -158,18 +166,34 @@ class FSDPEngineMixin(_Trainer):
             self.push_to_hub(commit_message="Model save", revision=revision)
 
     def _save_pretrained(self, folder: Path) -> None:
+        if self._has_own_format:
+            with self.engine.unsharded():
+                self._on_first("save_model()", lambda: self._save_whole(folder))
+            return
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         if isinstance(self.model, PreTrainedModel) or hasattr(self.model, "peft_config"):
             save_pretrained(self.engine, folder, tokenizer=tokenizer)
         else:
             export_safetensors(self.engine, folder)
+        path = folder / TRAINING_ARGS_NAME
+        self._on_first("save_model()", lambda: torch.save(self.args, path))
+
+    def _save_whole(self, folder: Path) -> None:
+        """The trainer's own way, of a model that is unsharded."""
+        for parameter in self.model.parameters():
+            # A storage of its own: safetensors writes no views.
+            parameter.data = parameter.data.clone()
+        self._save(str(folder))
+
+    def _on_first(self, what: str, write: Callable[[], object]) -> None:
+        """Call it on the rank that writes; errors are raised on all."""
         error: Exception | None = None
         try:
             if self.args.should_save:
-                torch.save(self.args, folder / TRAINING_ARGS_NAME)
+                write()
         except Exception as caught:
             error = caught
-        agree("save_model()", error, self.engine.ranks.control_group)
+        agree(what, error, self.engine.ranks.control_group)
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(self._staging) if self._staging is not None else super()._get_output_dir(trial)
@@ -200,23 +224,29 @@ class FSDPEngineMixin(_Trainer):
             super()._push_from_checkpoint(checkpoint_folder)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        engine, folder = self.engine, Path(output_dir)
-        save_checkpoint(folder / SHARDED, engine, plain_optimizer(self.optimizer))
-        error: Exception | None = None
-        try:
-            if self.args.should_save:
-                torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
-        except Exception as caught:
-            error = caught
-        agree("saving the scheduler", error, engine.ranks.control_group)
+        folder = Path(output_dir)
+        save_checkpoint(folder / SHARDED, self.engine, plain_optimizer(self.optimizer))
+        path, state = folder / SCHEDULER_NAME, self.lr_scheduler.state_dict()
+        self._on_first("saving the scheduler", lambda: torch.save(state, path))
 
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
         """Weights, if they do not come with the optimizer's state, once there is an optimizer."""
-        folder = Path(resume_from_checkpoint)
-        if not (folder / SHARDED).is_dir():
+        if not (Path(resume_from_checkpoint) / SHARDED).is_dir():
+            self._load_model(resume_from_checkpoint)
+
+    def _load_model(self, folder: str) -> None:
+        """The weights of what :meth:`save_model` wrote, or the trainer without the engine."""
+        if not self._has_own_format:
             load_pretrained(self.engine, folder)
+            return
+        error: Exception | None = None
+        try:
+            super()._load_from_checkpoint(folder)
+        except Exception as caught:
+            error = caught
+        agree(f"reading {folder}", error, self.engine.ranks.control_group)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -244,7 +274,7 @@ class FSDPEngineMixin(_Trainer):
         if (folder / SHARDED).is_dir():
             load_checkpoint(folder / SHARDED, self.engine)
         else:
-            load_pretrained(self.engine, folder)
+            self._load_model(str(folder))
 
 
 class FSDPEngineTrainer(FSDPEngineMixin, Trainer):

@@ -323,7 +323,7 @@ def _select(model: nn.Module, selector: Any) -> dict[str, nn.Module]:
     """Modules that ``selector`` matches, by name, in module order."""
     matches = _matcher(selector)
     modules = [(name, module) for name, module in model.named_modules() if name]
-    found = [(n, m) for n, m in modules if matches(n, m) and _has_parameters(m)]
+    found = [(n, m) for n, m in modules if matches(n, m) and has_parameters(m)]
     if not found:
         raise ValueError(
             f"units: expected {_describe(selector)} to match a module with parameters; "
@@ -364,7 +364,7 @@ def _blocks(prefix: str, module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
         name = f"{prefix}{child_name}"
         is_listed = isinstance(module, (nn.ModuleList, nn.Sequential))
         if is_listed and not isinstance(child, _WITHOUT_FORWARD):
-            if _has_parameters(child):
+            if has_parameters(child):
                 yield name, child
         else:
             yield from _blocks(f"{name}.", child)
@@ -379,7 +379,7 @@ def _pieces(
         holds_blocks = any(id(each) in blocks for each in child.modules())
         if id(child) not in blocks and (holds_blocks or isinstance(child, _WITHOUT_FORWARD)):
             yield from _pieces(f"{name}.", child, blocks)
-        elif _has_parameters(child):
+        elif has_parameters(child):
             yield name, child
 
 
@@ -404,7 +404,8 @@ def _tied_together(
     return list(joined.values())
 
 
-def _has_parameters(module: nn.Module) -> bool:
+def has_parameters(module: nn.Module) -> bool:
+    """Whether it, or a module in it, has one."""
     return next(module.parameters(), None) is not None
 
 

@@ -12,6 +12,7 @@ from fsdp_engine.buffers.param_record import ParamRecord
 from fsdp_engine.devices.collectives import gather_objects
 from fsdp_engine.devices.mesh import DataMesh
 from fsdp_engine.layout.expert_place import ExpertPlace
+from fsdp_engine.planning.assignment import has_parameters
 from fsdp_engine.planning.plan import is_expert
 
 
@@ -72,6 +73,6 @@ def _members(module: nn.Module) -> list[str]:
     children = [
         name
         for name, child in module._modules.items()
-        if child is not None and next(child.parameters(), None) is not None
+        if child is not None and has_parameters(child)
     ]
     return own + children

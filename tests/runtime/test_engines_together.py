@@ -168,3 +168,26 @@ def test_a_newer_folder_without_manifest_is_not_the_latest_and_said_so() -> None
             assert checkpointer.load().step == 1
     else:
         assert checkpointer.load().step == 1
+
+
+@on_few_ranks
+def test_models_share_a_module_without_parameters() -> None:
+    """As default arguments are shared: ``def __init__(self, activation=nn.Tanh())``."""
+    shared = nn.Tanh()
+    for level in LEVELS:
+        policy = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        one, other, plain = (
+            nn.Sequential(nn.Linear(4, 4), shared, nn.Linear(4, 4), shared) for _ in range(3)
+        )
+        engine = fe.shard(one, strategy=level, min_unit_size=0)
+        other_engine = fe.shard(other, strategy=level, mp_policy=policy, min_unit_size=0)
+        plain.load_state_dict(engine.full_state_dict())
+        x = torch.randn(3, 4)
+        assert torch.equal(one(x), plain(x))
+        assert other(x).dtype == torch.bfloat16
+        one(x).sum().backward()
+        assert torch.equal(one(x), plain(x))
+        with engine.unsharded(shared, one[2]), pytest.raises(ValueError, match="not part of it"):
+            other_engine.unsharded(one[2]).__enter__()
+        with pytest.raises(ValueError, match="found 0 in the hands of another engine"):
+            fe.shard(nn.Sequential(one[2], nn.Linear(4, 4)))
