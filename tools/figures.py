@@ -1,123 +1,43 @@
 """Figures in README and docs, written from results files: ``python tools/figures.py --write``.
 
-Each is between two comments of a page, ``<!-- figures: NAME -->`` and ``<!-- end -->``. Without
-``--write`` pages are compared, and those that differ are named.
+Each is between two comments of a page, ``<!-- figures: NAME -->`` and ``<!-- end -->``; NAME is a
+function of ``result_tables.py``. Without ``--write`` pages are compared, and those that differ are
+named.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+
+from result_tables import TABLES
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from step_time import TARGETS  # noqa: E402
-
-RESULTS = ROOT / "benchmarks" / "results"
-STEP_TIMES = ("step_time_10M", "step_time_85M")
-LEVEL_3 = "optim_grads_params"
-
-
-def _read(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-    return found
-
-
-def _runs() -> dict[str, dict[str, Any]]:
-    """Step times by model and dtype."""
-    return {title: run for name in STEP_TIMES for title, run in _read(name)["results"].items()}
-
-
-def _table(columns: list[str], rows: list[list[str]]) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def machine() -> str:
-    """Of the step times."""
-    machines = [_read(name)["machine"] for name in STEP_TIMES]
-    processors = " and ".join(dict.fromkeys(each["processor"] for each in machines))
-    return f"Processor: {processors}; torch {machines[0]['torch']}; {machines[0]['cores']} cores."
-
-
-def step_time_over_fsdp2() -> str:
-    """README's sentence."""
-    ratios = [run[LEVEL_3]["over"]["FSDP2"]["median"] for run in _runs().values()]
-    return (
-        f"On two CPU ranks a step of level 3 takes {min(ratios):.2f} to {max(ratios):.2f} of "
-        "FSDP2's, by model and dtype."
-    )
-
-
-def step_time_aims() -> str:
-    """Ratios beside what is aimed at."""
-    runs = _runs()
-    rows = []
-    for engine, base, *aims in TARGETS:
-        low, high = (f"{aim:.2f}" for aim in aims)
-        row = [f"{engine} / {base}", low if low == high else f"{low} fp32, {high} bf16"]
-        for title, run in runs.items():
-            if base not in run:
-                row.append("-")
-                continue
-            ratio = run[engine]["over"][base]["median"]
-            missed = ratio > aims[title.endswith("bf16")]
-            floor = f" ({run['floor of level 3'][base]:.3f})" if engine == LEVEL_3 else ""
-            row.append(f"{ratio:.3f}{' **missed**' if missed else ''}{floor}")
-        rows.append(row)
-    return _table(["ratio", "at most", *runs], rows)
-
-
-def step_times() -> str:
-    """A table for each model and dtype."""
-    parts = []
-    for title, run in _runs().items():
-        engines = {name: row for name, row in run.items() if "seconds" in row}
-        bases = list(next(iter(engines.values()))["over"])
-        rows = [
-            [
-                name,
-                f"{row['seconds']['median'] * 1e3:.0f}",
-                *(
-                    f"{over['median']:.2f} ({over['q1']:.2f}-{over['q3']:.2f})"
-                    for over in (row["over"][base] for base in bases)
-                ),
-            ]
-            for name, row in engines.items()
-        ]
-        table = _table(["engine", "ms", *(f"x {base}" for base in bases)], rows)
-        parts.append(f"### {title}\n\n{table}")
-    return "\n\n".join(parts)
-
-
-FIGURES: dict[str, Callable[[], str]] = {
-    each.__name__: each for each in (machine, step_time_over_fsdp2, step_time_aims, step_times)
-}
-_PLACE = re.compile(r"(<!-- figures: (\w+) -->\n).*?(\n<!-- end -->)", re.DOTALL)
+FIGURES = {table.__name__: table for table in TABLES}
+_PLACE = re.compile(r"(<!-- figures: (\w+) -->\n)(?:.*?\n)??(<!-- end -->)", re.DOTALL)
 
 
 def with_figures(page: str) -> str:
     """The text of a page with the figures of the results files."""
-    return _PLACE.sub(lambda found: found[1] + FIGURES[found[2]]() + found[3], page)
+    return _PLACE.sub(lambda found: f"{found[1]}{FIGURES[found[2]]()}\n{found[3]}", page)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--write", action="store_true", help="write the pages that differ")
     args = parser.parse_args()
-    differ = []
+    differ, used = [], set()
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         page = path.read_text(encoding="utf-8")
+        used |= {found[2] for found in _PLACE.finditer(page)}
         if (new := with_figures(page)) != page:
             differ.append(path.name)
             if args.write:
                 path.write_text(new, encoding="utf-8")
+    if unused := sorted(FIGURES.keys() - used):
+        sys.exit(f"figures that no page shows: {', '.join(unused)}")
     if differ and not args.write:
         sys.exit(f"figures that are not those of benchmarks/results/: {', '.join(differ)}")
 

@@ -1,0 +1,606 @@
+"""Tables in Markdown, each from files of ``benchmarks/results/``: one function per table.
+
+``tools/figures.py`` writes them into the pages.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from checkpoint import TARGETS as CHECKPOINT_TARGETS  # noqa: E402
+from step_time import TARGETS as STEP_TARGETS  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results"
+STEP_TIMES = ("step_time_10M", "step_time_85M")
+LEVEL_3 = "optim_grads_params"
+MB, MIB, GIB = 1e6, 2**20, 2**30
+
+Rows = Iterable[Sequence[object]]
+
+
+def results(name: str) -> Any:
+    """The results of a benchmark, without the line on the machine."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["results"]
+
+
+def measured_on(*names: str) -> str:
+    """The machines of results files, and the files."""
+    machines = [
+        json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["machine"]
+        for name in names
+    ]
+    lines = dict.fromkeys(
+        f"{each['processor']}, {each['cores']} cores, torch {each['torch']}" for each in machines
+    )
+    files = ", ".join(f"`{name}.json`" for name in names)
+    return f"Measured on {' and '.join(lines)} ({files})."
+
+
+def table(columns: Sequence[str], rows: Rows) -> str:
+    """A table in Markdown."""
+    lines = [columns, ["---"] * len(columns), *([str(cell) for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def with_machine(text: str, *names: str) -> str:
+    """A table, and below it the machine of its results."""
+    return f"{text}\n\n{measured_on(*names)}"
+
+
+def spread(found: dict[str, float], digits: int = 2, factor: float = 1.0) -> str:
+    """Median and quartiles: ``0.72 (0.70-0.75)``."""
+    median, low, high = (f"{found[key] * factor:,.{digits}f}" for key in ("median", "q1", "q3"))
+    return f"{median} ({low}-{high})"
+
+
+def against(value: float, limit: float) -> str:
+    """Whether a figure is at most its target."""
+    return f"at most {limit:.2f}: {'met' if value <= limit else '**missed**'}"
+
+
+def _step_times() -> dict[str, dict[str, Any]]:
+    """Step times by model and dtype."""
+    return {title: run for name in STEP_TIMES for title, run in results(name).items()}
+
+
+# --- README.md, docs/benchmarks.md
+
+
+def step_time_machine() -> str:
+    return measured_on(*STEP_TIMES)
+
+
+def step_time_over_fsdp2() -> str:
+    """README's sentence."""
+    ratios = [run[LEVEL_3]["over"]["FSDP2"]["median"] for run in _step_times().values()]
+    return (
+        f"On two CPU ranks a step of level 3 takes {min(ratios):.2f} to {max(ratios):.2f} of "
+        "FSDP2's, by model and dtype."
+    )
+
+
+def step_time_targets() -> str:
+    runs = _step_times()
+    rows = []
+    for engine, base, *limits in STEP_TARGETS:
+        low, high = (f"{limit:.2f}" for limit in limits)
+        row = [f"{engine} / {base}", low if low == high else f"{low} fp32, {high} bf16"]
+        for title, run in runs.items():
+            if base not in run:
+                row.append("-")
+                continue
+            ratio = run[engine]["over"][base]["median"]
+            missed = ratio > limits[title.endswith("bf16")]
+            floor = f" ({run['floor of level 3'][base]:.3f})" if engine == LEVEL_3 else ""
+            row.append(f"{ratio:.3f}{' **missed**' if missed else ''}{floor}")
+        rows.append(row)
+    return table(["ratio", "at most", *runs], rows)
+
+
+def step_times() -> str:
+    """A table for each model and dtype."""
+    parts = []
+    for title, run in _step_times().items():
+        engines = {name: row for name, row in run.items() if "seconds" in row}
+        bases = list(next(iter(engines.values()))["over"])
+        rows = [
+            [
+                name,
+                f"{row['seconds']['median'] * 1e3:.0f}",
+                *(spread(row["over"][base]) for base in bases),
+            ]
+            for name, row in engines.items()
+        ]
+        parts.append(f"### {title}\n\n{table(['engine', 'ms', *(f'x {b}' for b in bases)], rows)}")
+    return "\n\n".join(parts)
+
+
+def host_time() -> str:
+    found = {name: row for name, row in results("host_overhead").items() if name != "ranks"}
+    thread = found.pop("watching thread")
+    rows = [
+        [name, spread(row["us_per_unit"], 0), spread(row["ratio"])] for name, row in found.items()
+    ]
+    ratio = found[LEVEL_3]["ratio"]["median"]
+    return with_machine(
+        table(["engine", "us per unit", "x FSDP2"], rows)
+        + f"\n\nLevel 3 over FSDP2: {ratio:.3f}, {against(ratio, 0.25)}. The thread that monitors "
+        f"stalls takes {thread['us_per_second']:.0f} us of processor time a second, at "
+        f"{thread['steps_per_second']:.0f} steps a second.",
+        "host_overhead",
+    )
+
+
+def _compositions(what: str) -> str:
+    found = results("composition")[what]
+    rows = [
+        [f"`{name}`", f"{row['seconds']['median'] * 1e3:.0f}", spread(row["over FSDP2"])]
+        for name, row in found.items()
+        if "seconds" in row
+    ]
+    targets = [
+        f"{name}: {spread(row['ratio'])}, {against(row['ratio']['median'], row['at most'])}."
+        for name, row in found.items()
+        if "ratio" in row
+    ]
+    return with_machine(
+        table(["engine", "ms per step", "x FSDP2"], rows) + "\n\n" + "\n".join(targets),
+        "composition",
+    )
+
+
+def fully_shard_calls() -> str:
+    return _compositions("face")
+
+
+def tensor_parallelism() -> str:
+    return _compositions("tensor")
+
+
+def unit_size_gloo() -> str:
+    rows = []
+    for block in results("unit_size_gloo"):
+        for level, found in block["levels"].items():
+            single = statistics.median(found["ms, single"])
+            over = [spread(ratio) for ratio in found["over single"].values()]
+            rows.append([f"{block['elements of a block']:,}", level, f"{single:.0f}", *over])
+    columns = ["elements of a block", "level", "ms, single", "by twos", "by fours", "all"]
+    return with_machine(table(columns, rows), "unit_size_gloo")
+
+
+def unit_size_peers() -> str:
+    peers = ("DDP", "FSDP2")
+    rows = [
+        [
+            name,
+            f"{row['ms']['median']:.2f}",
+            spread(row["over"]["DDP"]),
+            spread(row["over"]["FSDP2"]),
+        ]
+        for name, row in results("unit_size_peers").items()
+    ]
+    return with_machine(
+        table(["engine", "ms", *(f"x {each}" for each in peers)], rows), "unit_size_peers"
+    )
+
+
+def unit_size_clock() -> str:
+    rows = []
+    for row in results("unit_size_clock"):
+        single, *joined = row["seconds"].values()
+        rows.append(
+            [
+                row["ranks"],
+                row["level"],
+                f"{row['elements of a block']:,}",
+                f"{single * 1e3:.1f}",
+                *(f"{seconds / single:.3f}" for seconds in joined),
+            ]
+        )
+    columns = ["ranks", "level", "elements of a block", "ms, single", "by twos", "all sixteen"]
+    return table(columns, rows)
+
+
+def long_run() -> str:
+    steps = (100, 500, 1000, 2000, 3000)
+    rows = []
+    for way, samples in results("long_run").items():
+        by_step = {sample["step"]: sample for sample in samples}
+        shown = [by_step[step] for step in steps]
+        rows.append(
+            [
+                way,
+                ", ".join(f"{each['page_faults']:,.0f}" for each in shown),
+                ", ".join(f"{each['resident_mib']:.0f}" for each in shown),
+                ", ".join(f"{each['processor_seconds'] * 1e3:.0f}" for each in shown),
+            ]
+        )
+    listed = ", ".join(map(str, steps))
+    columns = [
+        "memory",
+        f"page faults of a step: {listed}",
+        "resident set, MiB",
+        "processor time of a step, ms",
+    ]
+    return with_machine(table(columns, rows), "long_run")
+
+
+def optimizer_step() -> str:
+    forms: dict[str, dict[str, Any]] = {}
+    for name, row in results("optimizer_step").items():
+        form, tensors = name.split(", ", 1)
+        forms.setdefault(form, {})[tensors] = row
+    rows = [
+        [
+            form,
+            f"{kinds['plain tensors']['ms']['median']:.1f}",
+            *(spread(row["ratio"]) for kind, row in kinds.items() if kind != "plain tensors"),
+        ]
+        for form, kinds in forms.items()
+    ]
+    kinds = [kind for kind in next(iter(forms.values())) if kind != "plain tensors"]
+    return with_machine(table(["size, form", "plain tensors, ms", *kinds], rows), "optimizer_step")
+
+
+def nan_check() -> str:
+    found = results("nan_check")
+    rows = [[f"{name}, passes over memory", spread(row)] for name, row in found["passes"].items()]
+    rows += [
+        [f"step at `{level}`, with the check / without", spread(row["with / without"])]
+        for level, row in found["steps"].items()
+    ]
+    return with_machine(table(["measured", "median (quartiles)"], rows), "nan_check")
+
+
+def simulated_gloo() -> str:
+    found = results("simulated_gloo")
+    rows = []
+    for name, row in found["steps"].items():
+        predicted, measured = row["predicted"] * 1e3, row["measured"]
+        rows.append(
+            [
+                name,
+                f"{predicted:.0f}",
+                spread(measured, 0, 1e3),
+                f"{row['ratio']['median']:.2f}",
+                f"{measured['least'] * 1e3:.0f}",
+                f"{row['ratio']['least']:.2f}",
+            ]
+        )
+    columns = ["pair, budget", "predicted ms", "measured ms (quartiles)", "predicted / median"]
+    columns += ["least ms", "predicted / least"]
+    correlation = found["rank correlation"]
+    return with_machine(
+        table(columns, rows)
+        + f"\n\nRank correlation of predicted and measured: {correlation['median']:.2f} with "
+        f"medians, {correlation['least']:.2f} with the least of the rounds.",
+        "simulated_gloo",
+    )
+
+
+def simulated_llama() -> str:
+    rows = []
+    for pair, row in results("simulated_llama").items():
+        place, most = max(row["exposed where"].items(), key=lambda item: item[1])
+        peak = sum(row["memory"].values())
+        fits = "" if peak <= 80e9 else " **does not fit**"
+        rows.append(
+            [
+                pair,
+                f"{row['seconds'] * 1e3:.0f}",
+                f"{row['compute'] * 1e3:.0f}",
+                f"{row['exposed'] * 1e3:.1f}",
+                f"{place}: {most * 1e3:.1f}",
+                f"{peak / GIB:.0f}{fits}",
+                f"{row['simulation took, seconds of one core']:.0f}",
+            ]
+        )
+    columns = ["pair", "step ms", "compute ms", "exposed ms", "most of it"]
+    return table([*columns, "peak GiB", "simulation s"], rows)
+
+
+def simulated_budgets() -> str:
+    parts = []
+    headings = {"0": "nothing", "1": "one block", "unset": "**unset**", "2": "two blocks"}
+    for model, pairs in results("simulated_budgets").items():
+        rows = [
+            [
+                pair,
+                *(
+                    f"{row[key]['seconds'] * 1e3:.1f}, {row[key]['exposed'] * 1e3:.1f}, "
+                    f"{row[key]['transient bytes'] / MIB:.0f}"
+                    for key in headings
+                ),
+            ]
+            for pair, row in pairs.items()
+        ]
+        parts.append(f"{model}:\n\n{table(['pair', *headings.values()], rows)}")
+    return "\n\n".join(parts)
+
+
+def memory_of_a_step() -> str:
+    found = results("memory")
+    precisions = ("fp32", "bf16, bf16 reduction", "bf16, fp32 reduction")
+    ahead = "level 3, one unit ahead"
+    lines = {
+        "transient: one unit ahead, as FSDP2": (ahead, "transient"),
+        "transient: one unit ahead, bf16 on the wire and fp32 sums": (
+            f"{ahead}, bf16 wire",
+            "transient",
+        ),
+        "transient: nothing ahead": ("level 3, nothing ahead", "transient"),
+        "transient: default": (LEVEL_3, "transient"),
+        "peak of a step: one unit ahead": (ahead, "peak"),
+        "peak of a step: default": (LEVEL_3, "peak"),
+    }
+    rows = [
+        [
+            title,
+            *(
+                f"{found[each][run]['over FSDP2'][cell]:.2f}" if run in found[each] else "-"
+                for each in precisions
+            ),
+        ]
+        for title, (run, cell) in lines.items()
+    ]
+    columns = ["level 3 over FSDP2", *precisions]
+    return with_machine(table(columns, rows), "memory")
+
+
+def fill_and_drain() -> str:
+    found = results("planned_memory")["microseconds of fill and drain"]
+    rows = [[name, f"{statistics.median(times):.2f}"] for name, times in found.items()]
+    return with_machine(table(["memory", "us to fill and free 1 MiB"], rows), "planned_memory")
+
+
+def heap() -> str:
+    samples = results("heap")
+    in_use = [sample["in_use_mib"] for sample in samples]
+    trimmed = [each["resident_mib"] for each in samples if each["step"] % 100 == 0]
+    others = [each["resident_mib"] for each in samples if each["step"] % 100]
+    rows = [
+        ["heap in use", f"{min(in_use):.0f} to {max(in_use):.0f}"],
+        ["resident set after `malloc_trim`", f"{min(trimmed):.0f} to {max(trimmed):.0f}"],
+        ["resident set between two calls of it", f"{min(others):.0f} to {max(others):.0f}"],
+    ]
+    last = samples[-1]["step"]
+    return with_machine(table([f"{last} steps, one rank", "MiB"], rows), "heap")
+
+
+def resident_set() -> str:
+    found = results("resident_memory_85M")
+    limits = {"peak": 0.95, "between steps": 1.00}
+    rows = []
+    for precision in ("fp32", "bf16"):
+        ours, theirs = (found[precision]["bytes"][name] for name in (LEVEL_3, "FSDP2"))
+        for when, limit in limits.items():
+            ratio = found[precision]["ratios"][when]["median"]
+            rows.append(
+                [
+                    f"{precision}, {when}",
+                    f"{statistics.median(ours[when]) / MB:,.0f}",
+                    f"{statistics.median(theirs[when]) / MB:,.0f}",
+                    f"{ratio:.2f}",
+                    against(ratio, limit),
+                ]
+            )
+    columns = ["dtype, moment", f"`{LEVEL_3}`, MB", "FSDP2, MB", "ratio", "target"]
+    return with_machine(table(columns, rows), "resident_memory_85M")
+
+
+def many_parameters() -> str:
+    rows = []
+    for name, methods in results("many_parameters").items():
+        most = sorted(methods.items(), key=lambda item: -item[1])[:2]
+        shown = ", ".join(f"`{method}` {ms:.1f}" for method, ms in most)
+        rows.append([name, f"{sum(methods.values()):.1f}", shown])
+    columns = ["level, microbatches of a step", "ms of a microbatch", "most of it"]
+    return with_machine(table(columns, rows), "many_parameters")
+
+
+def planner_scale() -> str:
+    rows = []
+    for model, run in results("planner_scale")["shared"].items():
+        gib = run["resident_bytes"] / GIB
+        met = run["processor_seconds"] <= 600 and gib <= 4
+        rows.append(
+            [
+                model,
+                len(run["rows"]),
+                f"{run['processor_seconds']:.0f}",
+                f"{run['seconds']:.0f}",
+                f"{gib:.2f}",
+                "met" if met else "**missed**",
+            ]
+        )
+    columns = ["model", "rows", "processor s", "wall s", "resident GiB", "at most 600 s, 4 GiB"]
+    return with_machine(table(columns, rows), "planner_scale")
+
+
+def checkpoints() -> str:
+    found = results("checkpoint")
+    rows = [[name, spread(row["seconds"], 3)] for name, row in found["ways"].items()]
+    limits = [(f"{what}: {way}", base, limit) for what, way, base, limit in CHECKPOINT_TARGETS]
+    limits.append(("load 2 to 4 ranks", "4 to 4 ranks", 1.3))
+    targets = []
+    for way, base, limit in limits:
+        ratio = found["ways"][way].get(f"over {base}")
+        shown = [spread(ratio), against(ratio["median"], limit)] if ratio else ["not measured", "-"]
+        targets.append([f"{way} / {base}", *shown])
+    disk = found["disk"]
+    targets.append(["bytes on disk / bytes of tensors", f"{disk:.4f}", against(disk, 1.01)])
+    plans = ", ".join(f"{ms:.0f} ms on {ranks} ranks" for ranks, ms in found["planning_ms"].items())
+    return with_machine(
+        table(["operation", "seconds"], rows)
+        + "\n\n"
+        + table(["ratio", "found", "target"], targets)
+        + f"\n\nLocal plan of a save of 10,000 parameters: {plans}.",
+        "checkpoint",
+    )
+
+
+def fp8_losses() -> str:
+    rows = []
+    for name, row in results("fp8_training")["held_out"].items():
+        losses = ", ".join(f"{loss:.4f}" for loss in row["losses"])
+        ratio = f"{row['median']:.3f} ({row['least']:.3f}-{row['most']:.3f})"
+        rows.append([name, losses, ratio, against(row["most"], 1.02)])
+    columns = ["gathers", "held-out loss by seed", "x bf16: median (least-most)", "target"]
+    return with_machine(table(columns, rows), "fp8_training")
+
+
+def fp8_bytes() -> str:
+    rows = []
+    for title, run in results("fp8_training")["bytes"].items():
+        for name, row in run["gathers"].items():
+            matrices = row["matrices_over_bf16"]
+            rows.append(
+                [
+                    f"{title}: {name}",
+                    f"{matrices:.4f}",
+                    f"{matrices + row['amaxes_over_bf16']:.4f}",
+                    f"{row['all_over_bf16']:.4f}",
+                    f"{row['gathers']} + {row['amax_messages']}",
+                ]
+            )
+    columns = ["x bytes of bf16", "matrices", "with amaxes", "with amaxes and vectors"]
+    return table([*columns, "collectives: gathers + amaxes"], rows)
+
+
+def padding() -> str:
+    found = json.loads((RESULTS / "padding.json").read_text(encoding="utf-8"))
+    rows = [
+        [
+            target["text"],
+            f"{target['num_tested'] - len(target['misses'])} of {target['num_tested']}",
+        ]
+        for target in found["targets"]
+    ]
+    prices = "; ".join(
+        f"at {each['percent_per_buffer']:g} %, {each['mean_buffers_of_a_block']:.2f} buffers a "
+        f"block and {each['median_percent_of_a_block']:.3f} % of padding"
+        for each in found["prices"]
+    )
+    return (
+        table(["target", "cases met"], rows)
+        + f"\n\nWhat an extra buffer must save, with rows kept whole (medians): {prices}."
+    )
+
+
+# --- docs/levels.md
+
+
+def planned_memory() -> str:
+    models = results("planned_memory")["bytes"]
+
+    def cell(run: dict[str, float], kind: str) -> str:
+        parts = [run[f"{role} {kind}"] / MB for role in ("full", "staging")]
+        return " + ".join(f"{part:.2f}" for part in parts if part)
+
+    rows = [
+        [
+            name,
+            *(cell(runs[name], kind) for runs in models.values() for kind in ("in use", "planned")),
+        ]
+        for name in next(iter(models.values()))
+    ]
+    columns = ["strategy, budget"]
+    for model in models:
+        columns += [f"{model}: at most in use", "arenas"]
+    return with_machine(table(columns, rows), "planned_memory")
+
+
+# --- docs/pretrained.md
+
+
+def loading() -> str:
+    found = results("pretrained")["ways"]
+    rows = []
+    for name, row in found.items():
+        times, over = row["seconds"], row["over the better of the others"]
+        rows.append(
+            [
+                f"`{name}`" if "_" in name else name,
+                f"{row['MiB'] - row['shard MiB']:,.0f}",
+                f"{statistics.median(times):.2f}",
+                f"{statistics.median(over):.2f} ({min(over):.2f}-{max(over):.2f})",
+            ]
+        )
+    columns = ["way, ranks", "MiB beyond the shard", "s", "x the better of the other two"]
+    return with_machine(table(columns, rows), "pretrained")
+
+
+def families() -> str:
+    rows = []
+    for name, family in results("pretrained_families").items():
+        names, differ = family["names"], family["tensors that differ"].values()
+        equal = [
+            f"{sum(each[when] == 0 for each in differ)} of {len(differ)}"
+            for when in ("after loading", "after saving")
+        ]
+        alone = f"{names['in files alone']}, {names['in memory alone']}"
+        rows.append([name, names["in files"], names["in memory"], alone, *equal])
+    columns = ["family", "tensors in files", "in memory", "only in files, only in memory"]
+    return with_machine(table([*columns, "loads", "saves"], rows), "pretrained_families")
+
+
+# --- docs/weight_stream.md
+
+
+def weight_stream() -> str:
+    rows = [
+        [
+            name,
+            f"{row['assembling']:.2f}",
+            f"{row['sending']:.2f}",
+            f"{row['ratio']:.2f}",
+            f"{row['sent MiB']:.0f}",
+            f"{row['peak MiB']:.0f}",
+        ]
+        for name, row in results("weight_stream")["ways"].items()
+    ]
+    columns = ["way", "assembling, s", "sending, s", "ratio", "sent, MiB"]
+    columns.append("peak beyond shard and version, MiB")
+    return with_machine(table(columns, rows), "weight_stream")
+
+
+TABLES: tuple[Callable[[], str], ...] = (
+    step_time_machine,
+    step_time_over_fsdp2,
+    step_time_targets,
+    step_times,
+    host_time,
+    fully_shard_calls,
+    tensor_parallelism,
+    unit_size_gloo,
+    unit_size_peers,
+    unit_size_clock,
+    long_run,
+    optimizer_step,
+    nan_check,
+    simulated_gloo,
+    simulated_llama,
+    simulated_budgets,
+    memory_of_a_step,
+    fill_and_drain,
+    heap,
+    resident_set,
+    many_parameters,
+    planner_scale,
+    checkpoints,
+    fp8_losses,
+    fp8_bytes,
+    padding,
+    planned_memory,
+    loading,
+    families,
+    weight_stream,
+)
