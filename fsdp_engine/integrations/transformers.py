@@ -140,6 +140,19 @@ class FSDPEngineMixin(_Trainer):
         # Each rank its slices; the trainer would move the whole model.
         self._accelerator.shard_model(model, self._own_optimizers)
 
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """As the trainer's.
+
+        Raises:
+            ValueError: the optimizer holds trainable parameters that are not the model's (a loss
+                with weights of its own), and there are several ranks: their gradients would not be
+                reduced.
+        """
+        optimizer = super().create_optimizer(*args, **kwargs)
+        if self.engine.ranks.size > 1:
+            _check_parameters(optimizer, self.model)
+        return optimizer
+
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
         # The engine's norm is over all meshes; and looking at gradients would hold them.
         return False
@@ -283,6 +296,23 @@ class FSDPEngineTrainer(FSDPEngineMixin, Trainer):
 
 class FSDPEngineSeq2SeqTrainer(FSDPEngineMixin, Seq2SeqTrainer):
     """``transformers.Seq2SeqTrainer`` with this engine; see :class:`FSDPEngineMixin`."""
+
+
+def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Raise ValueError for trainable parameters of the optimizer that are not the model's."""
+    own = {id(parameter) for parameter in model.parameters()}
+    others = [
+        tuple(parameter.shape)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if id(parameter) not in own and parameter.requires_grad
+    ]
+    if others:
+        raise ValueError(
+            "optimizer: expected parameters of the model, whose gradients the engine reduces; "
+            f"found {len(others)} others, of shapes {others[:5]}. Register them in the model "
+            "before the trainer is made, or train on one rank"
+        )
 
 
 def _check(args: TrainingArguments) -> None:

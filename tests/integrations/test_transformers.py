@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -156,6 +157,26 @@ def test_an_optimizer_that_has_stepped_before_is_refused() -> None:
     optimizer.step()
     with pytest.raises(ValueError, match="optimizer: expected one that has not stepped"):
         trainer(FULL, arguments(shared_folder()), model, optimizers=(optimizer, None))
+
+
+@on_ranks(2)
+def test_parameters_of_the_optimizer_that_are_not_the_models_are_refused() -> None:
+    made = trainer(FULL, arguments(shared_folder()))
+    import transformers
+
+    loss = torch.nn.Linear(3, 2)
+    create = transformers.Trainer.create_optimizer
+
+    def with_loss(self: Any, *args: Any) -> Any:
+        optimizer = create(self, *args)
+        optimizer.add_param_group({"params": list(loss.parameters())})
+        return optimizer
+
+    with (
+        mock.patch.object(transformers.Trainer, "create_optimizer", with_loss),
+        pytest.raises(ValueError, match=r"found 2 others, of shapes \[\(2, 3\), \(2,\)\]"),
+    ):
+        made.train()
 
 
 @on_ranks(2)
