@@ -1,20 +1,24 @@
-"""Figures about the structure of the engine, measured: ``python tools/design_numbers.py``.
+"""Figures about the structure of the package: ``python tools/design_numbers.py``.
 
-- Files of ``fsdp_engine`` that one unit's forward gather passes, from the hook of its module to the
-  collective, and that one unit's last gradient passes, from its hook to the collective: every file
-  of which a function runs in between, in a real forward and backward at level 3 (two ranks, of
-  which the other does not exist).
-- Attributes that classes set in ``__init__``, and arguments of constructors.
-- Lines of code without docstrings, comments and blank lines.
+- Lines of code of the core, without docstrings, comments and blank lines; files of the package.
+- Files that a forward gather passes, from the hook of its module to the collective, and that a
+  gradient passes, from its hook to the collective: every file with a function that runs in between,
+  in a traced step at level 3 and at level 1 (three units, two ranks, one of them simulated). In
+  brackets the folders that are entered more than once on the way.
+- Nouns: names in the table of ``docs/design.md``, section 2.
+- Attributes with a leading underscore that are read or set on another object than ``self``.
+- Words that CONTRIBUTING.md replaces by terms of the field, in code and docs.
 """
 
 from __future__ import annotations
 
 import ast
 import io
+import re
 import sys
 import tokenize
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,24 +30,68 @@ import fsdp_engine as fe
 from fsdp_engine.devices.mesh import pretended_ranks
 
 PACKAGE = Path(fe.__file__).parent
-COUNTED = ("planning", "runtime", "buffers", "strategies", "codecs/base.py", "codecs/cast.py")
-CLASSES = {
-    "runtime/unit.py": "Unit",
-    "buffers/gradients.py": "Gradients",
-    "runtime/reductions.py": "Reductions",
-}
-WORDS = ("plane", "slot", "bucket")
+ROOT = PACKAGE.parent
+CORE = (
+    "layout",
+    "devices",
+    "buffers",
+    "planning",
+    "runtime",
+    "strategies",
+    "codecs/base.py",
+    "codecs/cast.py",
+    "engine.py",
+    "sharding.py",
+)
+SHORT_FILE_LINES = 60
+COLLECTIVES = "devices/collectives.py"
+# From where to where a path is followed, by level: (file, function), (file, functions).
+GATHER = ("runtime/hooks.py", "before")
+GRADIENT = ("runtime/hooks.py", "on_grad")
+LEVELS = {"level 3": "optim_grads_params", "level 1": "optim"}
+WORDS = (
+    "whoever",
+    "nobody",
+    "somebody",
+    "anybody",
+    "wishes",
+    "likewise",
+    "beforehand",
+    "aside",
+    r"hand(?:s|ed|ing)? back",
+    r"let(?:s|ting)? go",
+    r"give(?:s|n)? back",
+    r"goes on",
+    r"go on",
+    r"under way",
+    r"on (?:its|their) way",
+    r"what (?:is|was|are|has|have|comes|came|lies|stays|travels|accumulates)",
+)
 
 
-class Passed:
+# Private names of torch and of named tuples that the package also defines on classes of its own.
+FOREIGN = (
+    "torch.",
+    "._modules",
+    "._buffers",
+    "._version",
+    "._replace",
+    "._flat_weight_refs",
+    "._compiled_call_impl",
+    "._torchdynamo_disable",
+)
+
+
+class Trace:
     """Files of the package whose functions run from one function's call to another's.
 
     Args:
-        begins, ends: (file below the package, name of the function).
+        begins: (file below the package, name of the function).
+        ends: file of the collectives, names of the functions.
     """
 
-    def __init__(self, begins: tuple[str, str], ends: tuple[str, str]) -> None:
-        self._begins, self._ends = begins, ends
+    def __init__(self, begins: tuple[str, str], ends: Iterable[str]) -> None:
+        self._begins, self._ends = begins, set(ends)
         self._now: list[str] | None = None
         self.found: list[list[str]] = []
 
@@ -52,81 +100,66 @@ class Passed:
         if event != "call" or not path.startswith(str(PACKAGE)):
             return
         file = str(Path(path).relative_to(PACKAGE))
-        where = (file, frame.f_code.co_name)
-        if where == self._begins:
+        if (file, frame.f_code.co_name) == self._begins:
             self._now = []
         if self._now is not None:
-            if file not in self._now:
-                self._now.append(file)
-            if where == self._ends:
+            self._now.append(file)
+            if file == COLLECTIVES and frame.f_code.co_name in self._ends:
                 self.found.append(self._now)
                 self._now = None
 
 
-def passed(run: Callable[[], None], begins: tuple[str, str], ends: tuple[str, str]) -> list[str]:
-    """Of all ways from ``begins`` to ``ends`` while ``run`` runs, the one through most files."""
-    watch = Passed(begins, ends)
-    sys.setprofile(watch)
+def traced(run: Callable[[], None], begins: tuple[str, str], ends: Iterable[str]) -> list[str]:
+    """Of all paths from ``begins`` to ``ends`` during ``run``, the one through most files: the file
+    of each call, in order."""
+    trace = Trace(begins, ends)
+    sys.setprofile(trace)
     try:
         run()
     finally:
         sys.setprofile(None)
-    return max(watch.found, key=len)
+    return max(trace.found, key=lambda calls: len(set(calls)))
 
 
-def gather_and_gradient() -> tuple[list[str], list[str]]:
-    """See the module docstring."""
+def paths_of(level: str) -> dict[str, list[str]]:
+    """The files of the calls of a gather and of a gradient in a step."""
     with pretended_ranks((2,)) as mesh:
         model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
         config = fe.DistributedDataParallelConfig(suggested_communication_unit_size=0)
-        engine = fe.shard(model, mesh, config=config, initial_values="rank0", min_unit_size=0)
+        engine = fe.shard(
+            model, mesh, strategy=level, config=config, initial_values="rank0", min_unit_size=0
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
         def step() -> None:
             model(torch.ones(2, 8)).sum().backward()
-            for param in model.parameters():
-                param.grad = None
+            optimizer.step()
+            optimizer.zero_grad()
 
         step()
-        collective = "devices/collectives.py"
-        gather = passed(step, ("runtime/hooks.py", "before"), (collective, "all_gather"))
-        gradient = passed(step, ("runtime/hooks.py", "on_grad"), (collective, "reduce_scatter"))
         assert engine.units
-    return gather, gradient
+        return {
+            "gather": traced(step, GATHER, ["all_gather"]),
+            "gradient": traced(step, GRADIENT, ["reduce_scatter"]),
+        }
 
 
-def trees() -> Iterator[tuple[str, ast.Module]]:
-    """Files of the package by path below it."""
-    for file in sorted(PACKAGE.rglob("*.py")):
-        yield str(file.relative_to(PACKAGE)), ast.parse(file.read_text())
+def shown(calls: list[str]) -> tuple[str, str]:
+    """Number of files, with the folders that are entered more than once; the files."""
+    files = list(dict.fromkeys(calls))
+    folders = [folder for folder, _ in groupby(file.split("/")[0] for file in calls)]
+    again = {folder: folders.count(folder) for folder in folders if folders.count(folder) > 1}
+    listed = ", ".join(f"{folder} {count} times" for folder, count in again.items())
+    return f"{len(files)} ({listed})" if listed else str(len(files)), ", ".join(files)
 
 
-def attributes(tree: ast.Module, name: str) -> int:
-    """Attributes that class ``name`` sets in its ``__init__``."""
-    (found,) = (n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name == name)
-    (init,) = (n for n in found.body if isinstance(n, ast.FunctionDef) and n.name == "__init__")
-    names = {
-        node.attr
-        for node in ast.walk(init)
-        if isinstance(node, ast.Attribute)
-        and isinstance(node.ctx, ast.Store)
-        and isinstance(node.value, ast.Name)
-        and node.value.id == "self"
-    }
-    return len(names)
+def files_of_the_package() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
 
 
-def most_arguments() -> tuple[int, str]:
-    """Of all constructors, the most arguments, and whose."""
-    most = (0, "")
-    for path, tree in trees():
-        for node in ast.walk(tree):
-            if not isinstance(node, ast.ClassDef):
-                continue
-            for init in node.body:
-                if isinstance(init, ast.FunctionDef) and init.name == "__init__":
-                    count = len(init.args.args) - 1 + len(init.args.kwonlyargs)
-                    most = max(most, (count, f"{path}: {node.name}"))
-    return most
+def is_core(file: Path) -> bool:
+    path = str(file.relative_to(PACKAGE))
+    return any(path == each or path.startswith(f"{each}/") for each in CORE)
 
 
 def code_lines(file: Path) -> int:
@@ -146,28 +179,85 @@ def code_lines(file: Path) -> int:
     return len(lines)
 
 
+def nouns() -> list[str]:
+    """The names in the table of nouns."""
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    section = text.split("## 2. Nouns")[1].split("\n## ")[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    return [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+
+
+def private_attributes(file: Path) -> Iterator[str]:
+    """Uses of ``other._name`` of the package's own names, by line."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if not isinstance(node, ast.Attribute) or not node.attr.startswith("_"):
+            continue
+        is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+        is_super = isinstance(node.value, ast.Call)
+        if not (is_own or is_super or node.attr.startswith("__")):
+            use = ast.unparse(node)
+            if not use.startswith(FOREIGN) and not use.endswith(FOREIGN):
+                yield f"{file.relative_to(PACKAGE)}:{node.lineno}: {use}"
+
+
+def own_private_names() -> set[str]:
+    """Names with a leading underscore that classes of the package define or set on ``self``."""
+    names = set()
+    for file in files_of_the_package():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                names.add(node.name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                names.add(node.attr)
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                names.add(node.target.id)
+    return {name for name in names if name.startswith("_")}
+
+
+def words_to_replace() -> dict[str, int]:
+    """Occurrences of each of :data:`WORDS`, in the package, its tests, tools, and docs."""
+    folders = ("fsdp_engine", "tests", "benchmarks", "examples", "tools", "docs")
+    files = [
+        file
+        for folder in folders
+        for kind in ("*.py", "*.md")
+        for file in (ROOT / folder).rglob(kind)
+        if file != Path(__file__)
+    ]
+    text = "\n".join(
+        file.read_text(encoding="utf-8").lower() for file in (*files, *ROOT.glob("*.md"))
+    )
+    return {word: len(re.findall(rf"\b{word}\b", text)) for word in WORDS}
+
+
 def main() -> None:
     """Print the figures as rows of a table."""
-    gather, gradient = gather_and_gradient()
-    print(f"| files that a unit's forward gather passes | {len(gather)} | {', '.join(gather)} |")
-    print(f"| files that a gradient passes | {len(gradient)} | {', '.join(gradient)} |")
-    by_path = dict(trees())
-    for path, name in CLASSES.items():
-        print(f"| attributes of {name} | {attributes(by_path[path], name)} | {path} |")
-    count, where = most_arguments()
-    print(f"| arguments of a constructor, at most | {count} | {where} |")
-    files = [f for f in sorted(PACKAGE.rglob("*.py")) if _is_counted(f)]
-    print(f"| code lines | {sum(map(code_lines, files)):,} | {', '.join(COUNTED)} |")
-    longest = max((len(f.read_text().splitlines()), str(f.relative_to(PACKAGE))) for f in files)
-    print(f"| longest file of these, lines | {longest[0]} | {longest[1]} |")
-    texts = [f.read_text().lower() for f in (PACKAGE / "runtime").glob("*.py")]
-    for word in WORDS:
-        print(f"| mentions of '{word}' in runtime/ | {sum(t.count(word) for t in texts)} | |")
-
-
-def _is_counted(file: Path) -> bool:
-    path = str(file.relative_to(PACKAGE))
-    return any(path == each or path.startswith(f"{each}/") for each in COUNTED)
+    files = files_of_the_package()
+    core = [file for file in files if is_core(file)]
+    short = sum(len(file.read_text().splitlines()) <= SHORT_FILE_LINES for file in files)
+    own = own_private_names()
+    private = [
+        use for file in core for use in private_attributes(file) if use.rsplit(".", 1)[1] in own
+    ]
+    words = words_to_replace()
+    print("| figure | now | shall be | |")
+    print("|---|---|---|---|")
+    lines = sum(map(code_lines, core))
+    print(f"| code lines of the core | {lines:,} | 7,500 | {', '.join(CORE)} |")
+    print(f"| files of the package | {len(files)} | 160 | {short} of at most 60 lines |")
+    for title, level in LEVELS.items():
+        for what, calls in paths_of(level).items():
+            count, listed = shown(calls)
+            limit = 7 if what == "gather" else 9
+            print(f"| files of a {what}, {title} | {count} | {limit}, no folder twice | {listed} |")
+    found = nouns()
+    print(f"| nouns of `docs/design.md` | {len(found)} | 28 | |")
+    print(f"| private attributes of other objects, in the core | {len(private)} | 0 | |")
+    most = sorted(words.items(), key=lambda item: -item[1])[:6]
+    listed = ", ".join(f"{word} {count}" for word, count in most)
+    print(f"| words to replace, in code and docs | {sum(words.values()):,} | 0 | most: {listed} |")
+    if "--list" in sys.argv:
+        print("\n".join(private))
 
 
 if __name__ == "__main__":
