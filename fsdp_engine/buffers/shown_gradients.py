@@ -111,7 +111,7 @@ class ShownGradients:
             self.used[:] = b"\1" * len(self.used)
         self._look_at_others(others, found)
         cleared = set(views.zeroed(found))
-        for index in cleared:
+        for index in sorted(cleared):
             self._gradients.clear(index)
             self._drop_held(index)
         if not reduced and self._versions and versions != self._versions:
@@ -145,7 +145,7 @@ class ShownGradients:
         if not self._own:
             return
         views = self._views()
-        for index in self._own:
+        for index in sorted(self._own):
             param = self._params[index]
             if (grad := gradients_of([param])[0]) is not None:
                 if local_part(grad).shape != local_part(views.tensors[index]).shape:

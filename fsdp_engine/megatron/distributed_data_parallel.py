@@ -131,6 +131,10 @@ class DistributedDataParallel(LoopAttributes):
             broadcast=True,
             what=WHAT,
         )
+        if call.sums_gradients:
+            for buffer in self.engine.buffers:
+                if buffer.grads is not None:
+                    buffer.grads.divide_by(buffer.grads.divisor / self.engine.mesh.size)
         self._take(call, config, self.engine.mesh.size)
         for buffer in self.engine.buffers:
             buffer.attach_main_grads()

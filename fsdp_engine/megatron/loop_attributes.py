@@ -26,6 +26,8 @@ class LoopAttributes(nn.Module):
     Attributes:
         module: the wrapped module.
         config: Megatron-Core's config of the model; None where the wrapper got none.
+        sums_gradients: gradients are sums over data-parallel ranks, because ``config`` has
+            ``calculate_per_token_loss``. Otherwise they are means.
         ddp_config: as Megatron-Core's code is to see it: the engine is not its FSDP, so
             ``use_megatron_fsdp`` is False. ``engine.config`` is the config itself.
         bucket_size: elements that close a bucket; None: ``num_buckets`` or
@@ -44,6 +46,7 @@ class LoopAttributes(nn.Module):
     def _take(self, call: Wrapping, config: DistributedDataParallelConfig, num_ranks: int) -> None:
         """What was given, once the engine is made."""
         self.config = call.model_config
+        self.sums_gradients = call.sums_gradients
         self.ddp_config: DistributedDataParallelConfig = copy.copy(config)
         self.ddp_config.use_megatron_fsdp = self.ddp_config.use_custom_fsdp = False
         by_size = config.num_buckets is None

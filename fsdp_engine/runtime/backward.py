@@ -87,7 +87,7 @@ class Backward:
         self.run_again.clear()
         self.uncounted.clear()
         if not self.creates_graph:
-            for index in self._recorded:
+            for index in sorted(self._recorded):
                 units[index].forget_recorded()
                 self.touched[index] = units[index]
             self._recorded.clear()

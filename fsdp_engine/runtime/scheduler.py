@@ -381,7 +381,7 @@ class Scheduler:
 
     def _drop_ahead(self, keep: Collection[int] = ()) -> None:
         """Let go of units that were gathered ahead in vain."""
-        for index in [each for each in self._ahead if each not in keep]:
+        for index in sorted(self._ahead.difference(keep)):
             self._ahead.discard(index)
             unit = self.units[index]
             if unit.uses == 0 and unit.reshards:

@@ -42,7 +42,7 @@ FOUR_RANKS = {
     "pipeline": Case(pipeline=2, bucket_size=300, overlap=True, sync_funcs=True),
     "tokens": Case(pipeline=2, per_token=True, bf16=True, optimizer="adam"),
     "interleaved": Case(pipeline=2, virtual=2, microbatches=4, overlap=True, bucket_size=300),
-    "experts": Case(experts=True, bucket_size=300, overlap=True),
+    "experts": Case(experts=2, bucket_size=300, overlap=True),
 }
 
 
