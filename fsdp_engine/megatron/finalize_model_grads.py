@@ -169,7 +169,7 @@ def finalize_model_grads(
         counts_group = _counts_group(chunks, groups, routers, device)
         tokens_group = _tokens_group(chunks, groups, num_tokens, device)
         for chunk in chunks:
-            chunk.finish_grad_sync(**({"force_all_reduce": True} if force_all_reduce else {}))
+            chunk.finish_grad_sync()
         for field in FIELDS:
             if marked[field]:
                 sum_over(marked[field], getattr(groups, field), device)
@@ -180,6 +180,9 @@ def finalize_model_grads(
                 _reset_trackers(chunk.engine)
         if num_tokens is not None:
             _scale(chunks, _on_last_stage(num_tokens, groups, device), tokens_group)
+        if force_all_reduce:
+            for chunk in chunks:
+                chunk.finish_grad_sync(force_all_reduce=True)
 
 
 def _check_types(chunks: Sequence[ModelChunk], num_tokens: object, groups: object) -> None:

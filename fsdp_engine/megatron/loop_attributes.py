@@ -7,6 +7,7 @@ empty sequences; what could only be used wrongly raises, and says what to use.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -20,7 +21,24 @@ from fsdp_engine.megatron.process_groups import CollectedGroups
 _NO_GROUPS = CollectedGroups()
 
 
-class LoopAttributes(nn.Module):
+class Counterpart:
+    """``isinstance(wrapper, ...)`` holds for Megatron-Core's class, too, where that is imported:
+    ``unwrap_model`` and training loops ask. ``type(wrapper)`` is the wrapper's own class.
+
+    Attributes:
+        counterpart: name of the class of ``megatron.core.distributed`` that the wrapper replaces.
+    """
+
+    counterpart = "DistributedDataParallel"
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        theirs = sys.modules.get("megatron.core.distributed")
+        found = getattr(theirs, self.counterpart, None)
+        return found if isinstance(found, type) else type(self)
+
+
+class LoopAttributes(Counterpart, nn.Module):
     """See the module docstring. A base of the wrapper.
 
     Attributes:

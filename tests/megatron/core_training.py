@@ -43,6 +43,7 @@ class Case:
         sync_funcs: the schedule says when to reduce and to gather.
         experts: expert-parallel ranks of layers with four experts and biased routers; 0: dense.
         expert_tensor: tensor-parallel ranks of an expert.
+        layers: of the model; None: 2, or 4 with ``virtual``.
         recompute: None, "selective", or the method of full recomputation, "uniform" or "block".
         their_finalize: Megatron-Core's own ``finalize_model_grads`` after our wrapper.
     """
@@ -65,6 +66,7 @@ class Case:
     experts: int = 0
     expert_tensor: int = 1
     recompute: str | None = None
+    layers: int | None = None
     their_finalize: bool = False
 
 
@@ -103,9 +105,9 @@ def make_models(case: Case) -> tuple[Any, list[Any]]:
             "recompute_num_layers": 1,
         }
     config = TransformerConfig(
-        num_layers=4 if case.virtual else 2,
+        num_layers=case.layers or (4 if case.virtual else 2),
         hidden_size=HIDDEN,
-        num_attention_heads=2,
+        num_attention_heads=max(2, case.tensor),
         ffn_hidden_size=2 * HIDDEN,
         tensor_model_parallel_size=case.tensor,
         pipeline_model_parallel_size=case.pipeline,
