@@ -295,20 +295,22 @@ class Engine:
         check_finished(self)
         self.check_modules()
         keeps = not rank0_only or self.mesh.rank == 0
-        gathered: dict[str, Tensor] = {}
+        # By the parameter, too: a module around the model may have state without its own prefix.
+        gathered: dict[str | int, Tensor] = {}
         for buffer in self.buffers:
             flat = buffer.gather_main()
             for index, record in enumerate(buffer.records):
                 whole = buffer.whole_main(flat, index)
                 if keeps:
                     value = whole.detach().cpu().clone()
-                    gathered.update(dict.fromkeys(record.aliases, value))
+                    sharded = id(buffer.sharded_params[index])
+                    gathered.update(dict.fromkeys([sharded, *record.aliases], value))
         if not keeps:
             return {}
-        state = self.model.state_dict()
+        state = self.model.state_dict(keep_vars=True)
         for key, value in state.items():
-            if key in gathered:
-                state[key] = gathered[key]
+            if (found := gathered.get(id(value), gathered.get(key))) is not None:
+                state[key] = found
             elif isinstance(value, Tensor):  # an extra state may be anything
                 state[key] = value.detach().cpu().clone()
         return dict(state)

@@ -106,6 +106,20 @@ STREAM_NAMES = {"Event", "Stream", "StreamContext", "current_stream", "default_s
 STREAM_NAMES |= {"record_function", "set_stream", "stream", "synchronize"}
 STREAM_METHODS = {"record_stream", "wait_stream"}
 
+# A set's order follows addresses or salted hashes, which differ between ranks.
+SET_TYPES = {"set", "frozenset", "WeakSet", "AbstractSet", "MutableSet", "Set"}
+SET_METHODS = {"difference", "intersection", "symmetric_difference", "union"}
+SET_OPERATORS = (ast.BitAnd, ast.BitOr, ast.BitXor, ast.Sub)
+# Calls whose result does not depend on the order of their argument.
+ORDERLESS = {"Counter", "all", "any", "bool", "difference_update", "frozenset", "isdisjoint"}
+ORDERLESS |= {"intersection_update", "issubset", "issuperset", "len", "max", "min", "set"}
+ORDERLESS |= {"sorted", "sum", "symmetric_difference_update", "update"} | SET_METHODS
+# Functions that read a set in its order, and why no communication depends on that order.
+ORDER_IS_LOCAL = {
+    ("devices.watch", "_look_for_slow"): "a thread that writes to the log",
+    ("runtime.unit", "the module"): "tuples that are only asked whether they contain a state",
+}
+
 Finding = tuple[int, str]
 
 
@@ -386,6 +400,183 @@ def public_things_have_docstrings(source: Source) -> Iterator[Finding]:
             yield node.lineno, f"{node.name} has no docstring"
 
 
+def nothing_follows_the_order_of_a_set(source: Source) -> Iterator[Finding]:
+    """No order is taken from a set or from addresses: ranks would communicate in other orders.
+
+    A set may be built, asked and sorted. Sets are known by their types in annotations, by what is
+    assigned to a name in the same function, and by names of attributes and functions that are sets
+    somewhere in the package.
+    """
+    known = package_sets() | declared_sets([source])
+    scopes = list(_scopes(source.tree))
+    of_module = _local_sets(scopes[0][1], known, set())
+    for scope, nodes in scopes:
+        if (source.path, scope) in ORDER_IS_LOCAL:
+            continue
+        sets = _local_sets(nodes, known, of_module)
+        for node in nodes:
+            for expression in _taken_in_order(node, nodes):
+                if _is_set(expression, sets, known):
+                    yield expression.lineno, f"{scope} reads {ast.unparse(expression)} in its order"
+            if isinstance(node, ast.Call) and (key := _address_keys(node)):
+                yield from ((node.lineno, f"{scope} sorts by {name}()") for name in key)
+
+
+def _scopes(tree: ast.Module) -> Iterator[tuple[str, list[ast.AST]]]:
+    """(name, nodes) of the module and of each function, a function's without those inside it."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    pending: list[tuple[str, ast.AST]] = [("the module", tree)]
+    while pending:
+        name, root = pending.pop()
+        nodes: list[ast.AST] = []
+        inside = list(ast.iter_child_nodes(root))
+        while inside:
+            node = inside.pop()
+            nodes.append(node)
+            if isinstance(node, kinds):
+                pending.append((node.name, node))
+            else:
+                inside.extend(ast.iter_child_nodes(node))
+        yield name, nodes
+
+
+def _local_sets(nodes: list[ast.AST], known: frozenset[str], around: set[str]) -> set[str]:
+    """Names that stand for sets in a function of these nodes; ``around``: those of its module."""
+    found = set(around)
+    for node in nodes:
+        if isinstance(node, ast.arg | ast.AnnAssign) and _is_set_type(node.annotation):
+            found.add(node.arg if isinstance(node, ast.arg) else ast.unparse(node.target))
+    num_found = -1
+    while num_found < len(found):  # one may be assigned from another
+        num_found = len(found)
+        for node in nodes:
+            if isinstance(node, ast.Assign) and _is_set(node.value, found, known):
+                found |= {each.id for each in node.targets if isinstance(each, ast.Name)}
+            elif isinstance(node, ast.NamedExpr) and _is_set(node.value, found, known):
+                found.add(node.target.id)
+    return found
+
+
+@cache
+def package_sets() -> frozenset[str]:
+    """Names of attributes, functions and variables that are sets wherever the package has them."""
+    return declared_sets(package_sources())
+
+
+def declared_sets(sources: list[Source]) -> frozenset[str]:
+    """Likewise, of ``sources``."""
+    are, are_not = set(), set()
+    for source in sources:
+        everywhere = list(ast.walk(source.tree))
+        kinds = (ast.Module, ast.ClassDef)
+        outside = {id(each) for node in everywhere if isinstance(node, kinds) for each in node.body}
+        for node in everywhere:
+            names: list[str] = []
+            is_set = False
+            if isinstance(node, ast.FunctionDef):
+                names, is_set = [node.name], _is_set_type(node.returns)
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                names = [each.attr for each in targets if isinstance(each, ast.Attribute)]
+                if id(node) in outside:
+                    names += [each.id for each in targets if isinstance(each, ast.Name)]
+                if isinstance(node, ast.Assign):
+                    is_set = _is_set(node.value, set(), frozenset())
+                else:
+                    is_set = _is_set_type(node.annotation)
+            (are if is_set else are_not).update(names)
+    return frozenset(are - are_not)
+
+
+def _is_set_type(node: ast.expr | None) -> bool:
+    """Whether an annotation is a set's, or a union's with a set."""
+    if isinstance(node, ast.BinOp):
+        return _is_set_type(node.left) or _is_set_type(node.right)
+    if isinstance(node, ast.Subscript):
+        return _is_set_type(node.value)
+    name = node.id if isinstance(node, ast.Name) else getattr(node, "attr", None)
+    return name in SET_TYPES
+
+
+def _is_set(node: ast.expr, local: set[str], known: frozenset[str]) -> bool:
+    """Whether an expression reads like a set; ``local``: variables that are, ``known``: attributes
+    and functions."""
+    if isinstance(node, ast.Set | ast.SetComp):
+        return True
+    if isinstance(node, ast.Name):
+        return node.id in local or (node.id.isupper() and node.id in known)
+    if isinstance(node, ast.Attribute):
+        return node.attr in known
+    if isinstance(node, ast.IfExp):
+        return _is_set(node.body, local, known) or _is_set(node.orelse, local, known)
+    if isinstance(node, ast.BoolOp):
+        return any(_is_set(each, local, known) for each in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, SET_OPERATORS):
+        sides = (node.left, node.right)
+        return any(_is_set(each, local, known) or _is_view(each) for each in sides)
+    if isinstance(node, ast.Call):
+        if isinstance(node.func, ast.Attribute):
+            name, of_set = node.func.attr, _is_set(node.func.value, local, known)
+            if name in SET_METHODS or (name == "copy" and of_set):
+                return True
+        else:
+            name = ast.unparse(node.func)
+        return name in SET_TYPES or name in known
+    return False
+
+
+def _is_view(node: ast.expr) -> bool:
+    """Whether it is ``x.keys()`` or ``x.items()``, which operators make sets of."""
+    is_method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    return is_method and node.func.attr in {"items", "keys"}
+
+
+# Calls that read their arguments one element after the other, and show it.
+IN_ORDER = {"chain", "deque", "dict", "enumerate", "extend", "filter", "from_iterable", "fromkeys"}
+IN_ORDER |= {"iter", "join", "list", "map", "reversed", "tuple", "zip"}
+
+
+def _taken_in_order(node: ast.AST, nodes: list[ast.AST]) -> Iterator[ast.expr]:
+    """Expressions of which ``node`` reads one element after the other, where that shows."""
+    if isinstance(node, ast.For | ast.AsyncFor):
+        yield node.iter
+    elif isinstance(node, ast.ListComp | ast.DictComp | ast.GeneratorExp):
+        if not _is_orderless(node, nodes):
+            yield from (each.iter for each in node.generators)
+    elif isinstance(node, ast.Starred):
+        if not _is_orderless(node, nodes):
+            yield node.value
+    elif isinstance(node, ast.Call):
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "pop" and not node.args:
+            yield node.func.value
+        if _called(node) in IN_ORDER and not _is_orderless(node, nodes):
+            yield from node.args
+
+
+def _is_orderless(node: ast.expr, nodes: list[ast.AST]) -> bool:
+    """Whether ``node`` is an element of a set, or an argument of what has no order."""
+    return any(
+        (isinstance(each, ast.Set) and node in each.elts)
+        or (isinstance(each, ast.Call) and node in each.args and _called(each) in ORDERLESS)
+        for each in nodes
+    )
+
+
+def _called(node: ast.Call) -> str:
+    return node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)
+
+
+def _address_keys(node: ast.Call) -> list[str]:
+    """``id`` or ``hash``, if that is the key by which the call sorts."""
+    if _called(node) not in {"max", "min", "sort", "sorted"}:
+        return []
+    keys = [each.value for each in node.keywords if each.arg == "key"]
+    keys += [each.args[0] for each in node.args if isinstance(each, ast.Call) and each.args]
+    parts = [each.body if isinstance(each, ast.Lambda) else each for each in keys]
+    parts = [each.func if isinstance(each, ast.Call) else each for each in parts]
+    return [each.id for each in parts if isinstance(each, ast.Name) and each.id in {"hash", "id"}]
+
+
 RULES: list[Callable[[Source], Iterator[Finding]]] = [
     imports_go_down,
     only_collectives_communicates,
@@ -394,6 +585,7 @@ RULES: list[Callable[[Source], Iterator[Finding]]] = [
     only_lanes_knows_streams,
     only_its_codec_imports_transformer_engine,
     nobody_asks_which_level_runs,
+    nothing_follows_the_order_of_a_set,
     public_things_have_docstrings,
 ]
 
@@ -505,6 +697,36 @@ PLANTED: list[tuple[Callable[[Source], Iterator[Finding]], str, str]] = [
         "buffers.sharded_buffer",
         "from fsdp_engine.strategies import OPTIM\nx = level is OPTIM",
     ),
+    # The defect that the rule is for: ranks gathered in different orders.
+    (
+        nothing_follows_the_order_of_a_set,
+        "optimizer.stepped",
+        "import weakref\nLISTENERS = weakref.WeakSet()\ndef tell(optimizer):\n"
+        "    for each in list(LISTENERS):\n        each.optimizer_stepped(optimizer)",
+    ),
+    (
+        nothing_follows_the_order_of_a_set,
+        "runtime.scheduler",
+        "class Scheduler:\n    def __init__(self):\n        self._ahead_units: set[int] = set()\n"
+        "    def gather(self):\n        for each in self._ahead_units:\n            f(each)",
+    ),
+    (
+        nothing_follows_the_order_of_a_set,
+        "engine",
+        "def f(units: frozenset[Unit]):\n    return [unit.gather() for unit in units]",
+    ),
+    (
+        nothing_follows_the_order_of_a_set,
+        "engine",
+        "def f(a, b):\n    for name in a.keys() - b.keys():\n        send(name)",
+    ),
+    (nothing_follows_the_order_of_a_set, "engine", "x = [*{a, b}]"),
+    (nothing_follows_the_order_of_a_set, "engine", "x = list(set(a).union(b))"),
+    (nothing_follows_the_order_of_a_set, "engine", "x = {each for each in a}.pop()"),
+    (nothing_follows_the_order_of_a_set, "engine", "def f(a) -> set[int]: ...\nx = tuple(f(a))"),
+    (nothing_follows_the_order_of_a_set, "engine", "x = sorted(units, key=id)"),
+    (nothing_follows_the_order_of_a_set, "engine", "units.sort(key=lambda unit: id(unit))"),
+    (nothing_follows_the_order_of_a_set, "engine", "x = sorted(map(id, units))"),
     (
         public_things_have_docstrings,
         "buffers.sharded_buffer",
@@ -546,6 +768,11 @@ LAWFUL: list[tuple[str, str]] = [
     ("codecs.transformer_engine", "import transformer_engine"),
     ("strategies.pair", "x = name == 'optim'"),
     ("buffers.sharded_buffer", "from fsdp_engine.strategies import Role\nx = role is Role.OPTIM"),
+    ("engine", "for name in sorted({a, b}):\n    send(name)"),
+    ("engine", "x = sum(sizes[each] for each in set(a)), {f(each) for each in {*a, *b}}"),
+    ("engine", "seen: set[int] = set()\nx = [unit for unit in units if id(unit) not in seen]"),
+    ("engine", "x = sorted(units, key=lambda unit: places[id(unit)])"),
+    ("engine", "for unit in {id(unit): unit for unit in units}.values():\n    unit.gather()"),
 ]
 
 

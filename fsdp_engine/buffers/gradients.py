@@ -349,7 +349,7 @@ class Gradients:
         """What counts no more, beside what does, becomes zero."""
         if self._cleared and not self._is_fresh:
             depth = self._spec.grad_depth
-            torch._foreach_zero_([accum.local(index, depth) for index in self._cleared])
+            torch._foreach_zero_([accum.local(index, depth) for index in sorted(self._cleared)])
 
     def _accumulated(self) -> None:
         self._is_fresh = False

@@ -292,6 +292,7 @@ class ParamAndGradBuffer:
         if self.grads is None:
             return
         self.reads.main_grad = self.shown.main_grad
+        self.reads.set_main_grad = self.shown.set_main_grad
         if self.grads.writes_to_staging:
             return
         main = self.grads.give_out()
@@ -302,14 +303,23 @@ class ParamAndGradBuffer:
             param.main_grad = grad  # type: ignore[attr-defined]
 
     def gather_main_grads(self) -> None:
-        """Gradients are reduced: ``main_grad`` of full parameters is whole on every rank.
+        """Gradients are reduced: every rank has them whole until they are cleared. ``main_grad``
+        of full parameters is, where there is one, and so is ``main_grad.cpu()`` of sharded ones.
 
         Collective: every rank of the mesh must call it.
         """
-        if self.grads is not None and self.spec.optim_depth and not self.grads.writes_to_staging:
-            main = self.grads.main_grads()
-            own = main.narrow(self.spec.optim_depth)
-            main.tensor.copy_(self._gathered("gradients", own).tensor)
+        if self.grads is None or not self.spec.optim_depth:
+            return
+        own = self.grads.for_optimizer().narrow(self.spec.optim_depth)
+        whole = self._gathered("gradients", own)
+        if not self.grads.writes_to_staging:
+            self.grads.main_grads().tensor.copy_(whole.tensor)
+        self.shown.show_whole([whole.full(index) for index in range(len(self.records))])
+
+    @property
+    def has_whole_grads(self) -> bool:
+        """Whether :meth:`gather_main_grads` was called since gradients were cleared."""
+        return self._shown is not None and self._shown.has_whole
 
     def free_gradients(self) -> None:
         """The memory of cleared gradients goes, also where it stays otherwise."""

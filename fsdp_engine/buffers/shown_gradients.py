@@ -84,6 +84,7 @@ class ShownGradients:
         self._is_clear = False
         # Of the views, between microbatches.
         self._versions: list[int] = []
+        self._whole: Sequence[Tensor] | None = None
 
     def begin_backward(self, *, reduced: bool, hooked: Collection[int] = ()) -> None:
         """See [Note: What became of gradients].
@@ -98,6 +99,8 @@ class ShownGradients:
         self.are_hidden = True
         self._taken = ()
         self._stand = False
+        if self._whole is not None:
+            self.show_whole(None)
         if self._is_clear:
             return
         found = gradients_of(self._params)
@@ -111,7 +114,7 @@ class ShownGradients:
             self.used[:] = b"\1" * len(self.used)
         self._look_at_others(others, found)
         cleared = set(views.zeroed(found))
-        for index in cleared:
+        for index in sorted(cleared):
             self._gradients.clear(index)
             self._drop_held(index)
         if not reduced and self._versions and versions != self._versions:
@@ -145,7 +148,7 @@ class ShownGradients:
         if not self._own:
             return
         views = self._views()
-        for index in self._own:
+        for index in sorted(self._own):
             param = self._params[index]
             if (grad := gradients_of([param])[0]) is not None:
                 if local_part(grad).shape != local_part(views.tensors[index]).shape:
@@ -249,7 +252,30 @@ class ShownGradients:
         local = self._gradients.accumulated(index) if self.are_hidden else None
         if local is None:
             local = self._gradients.no_gradient(param.local)
-        return FlatDTensor.from_flat_local(local.detach(), param.flat_placement)
+        found = FlatDTensor.from_flat_local(local.detach(), param.flat_placement)
+        if self._whole is not None:
+            found.whole = self._whole[index]
+        return found
+
+    def set_main_grad(self, index: int, value: Tensor) -> None:
+        """Copy ``value`` into what :meth:`main_grad` returns."""
+        if self._params[index].grad is None and not self.are_hidden:
+            self.publish_one(index)
+        target = self.main_grad(index)
+        if value is not target:
+            target.copy_(value)
+
+    def show_whole(self, values: Sequence[Tensor] | None) -> None:
+        """Every rank has gradients whole: ``values``, until they are cleared. None: no longer."""
+        self._whole = values
+        for index, view in enumerate(self._views().tensors):
+            assert isinstance(view, FlatDTensor)
+            view.whole = None if values is None else values[index]
+
+    @property
+    def has_whole(self) -> bool:
+        """Whether :meth:`show_whole` has shown any."""
+        return self._whole is not None
 
     def was_set(self, is_there: bool) -> None:
         """Somebody has made one gradient None, or (``is_there``) another one.
@@ -299,6 +325,8 @@ class ShownGradients:
 
     def _forget(self, *, keeps_memory: bool = False) -> None:
         """All is cleared. See [Note: When gradients are held] in ``gradient_memory.py``."""
+        if self._whole is not None:
+            self.show_whole(None)
         self._gradients.clear_all()
         self.used[:] = bytes(len(self.used))
         self._num_shown = 0

@@ -113,7 +113,7 @@ def check_at_rest(engine: ShardedModel) -> None:
 
 def _check_expert_buffers(engine: ShardedModel) -> None:
     records = (record for buffer in engine.buffers for record in buffer.records)
-    layers = tuple({each.expert.layer for each in records if each.expert and each.expert.layer})
+    layers = tuple(sorted({each.expert.layer for each in records if each.expert} - {""}))
     for name, module in engine.model.named_modules() if layers else ():
         for attribute, value in module._buffers.items():
             is_saved = value is not None and attribute not in module._non_persistent_buffers_set

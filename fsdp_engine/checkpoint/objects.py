@@ -85,7 +85,7 @@ def _numpy() -> list[Any]:
         for name in ("core", "_core")
     ]
     kinds = "?bBhHiIlLqQefdgFDGSUMm"
-    dtypes = {type(numpy.dtype(kind)) for kind in kinds}
+    dtypes = dict.fromkeys(type(numpy.dtype(kind)) for kind in kinds)
     return [numpy.ndarray, numpy.dtype, *dtypes, *made, *aliases]
 
 

@@ -74,7 +74,7 @@ class Overlaps:
             there = sum(1 << number for number in set(moment))
             record.order.update(dict.fromkeys(moment))
             record.load = max(record.load, sum(sizes[number] for number in set(moment)))
-            for number in set(moment):
+            for number in dict.fromkeys(moment):
                 record.together[number] |= there
         return record
 

@@ -102,7 +102,9 @@ def on_whole(cls: Any, func: Function, args: Args, kwargs: Kwargs, error: ValueE
     """
     name = name_of(func)
     if name not in REDUCTIONS:
-        if name not in NAMES or kwargs.get("out") is not None:
+        # numpy() shares memory, numpy(force=True) may copy.
+        is_known = name in NAMES or (name == "numpy" and kwargs.get("force", False))
+        if not is_known or kwargs.get("out") is not None:
             raise error
         if (optimizer := _stepping()) is not None:
             raise RuntimeError(

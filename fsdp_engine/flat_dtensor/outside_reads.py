@@ -36,6 +36,8 @@ class OutsideReads:
         requires_grad_changed: a user has frozen or thawed some parameter, perhaps.
         gradients: whether users look at gradients.
         main_grad: what is accumulated of a parameter; None: parameters have no ``main_grad``.
+        set_main_grad: copies a value into that.
+        deleted_main_grads: parameters whose ``main_grad`` the user has deleted.
     """
 
     def __init__(
@@ -51,6 +53,8 @@ class OutsideReads:
         self.requires_grad_changed = True
         self.gradients = GradientReads()
         self.main_grad: Callable[[int], Tensor] | None = None
+        self.set_main_grad: Callable[[int, Tensor], None] | None = None
+        self.deleted_main_grads: set[int] = set()
 
     def home(self, index: int) -> Home:
         """What the sharded parameter ``index`` has to know of this."""
@@ -130,9 +134,26 @@ class Home:
     def main_grad(self) -> Tensor | None:
         """What is accumulated, as far as this rank has it; None: it has no such attribute."""
         reads = self._reads()
-        if reads is None or reads.main_grad is None:
+        if reads is None or reads.main_grad is None or self._index in reads.deleted_main_grads:
             return None
         return reads.main_grad(self._index)
+
+    def set_main_grad(self, value: Tensor) -> bool:
+        """Copy ``value`` into what is accumulated; False: the parameter has no ``main_grad``."""
+        reads = self._reads()
+        if reads is None or reads.set_main_grad is None:
+            return False
+        reads.set_main_grad(self._index, value)
+        reads.deleted_main_grads.discard(self._index)
+        return True
+
+    def delete_main_grad(self) -> bool:
+        """Let the parameter have no ``main_grad``; False: it has none."""
+        reads = self._reads()
+        if reads is None or reads.main_grad is None or self._index in reads.deleted_main_grads:
+            return False
+        reads.deleted_main_grads.add(self._index)
+        return True
 
     @property
     def full_param(self) -> Tensor | None:

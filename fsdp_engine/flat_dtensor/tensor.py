@@ -54,6 +54,8 @@ class FlatDTensor(DTensor):
 
     _flat: FlatPlacement
     _zeroed_at: int | None = None
+    _whole: Tensor | None = None
+    _whole_at: int | None = None
     takes_slices: bool = False
     _home: Home | None = None
 
@@ -273,6 +275,51 @@ class FlatDTensor(DTensor):
         if main_grad is None:
             raise AttributeError("main_grad")
         return main_grad
+
+    @main_grad.setter
+    def main_grad(self, value: Tensor) -> None:
+        """Copies: the memory belongs to a flat buffer.
+
+        Raises:
+            TypeError: other than ``copy_`` takes.
+            AttributeError: of any other tensor.
+        """
+        if self._home is None or not self._home.set_main_grad(value):
+            raise AttributeError("main_grad: expected a parameter of a DistributedDataParallel")
+
+    @main_grad.deleter
+    def main_grad(self) -> None:
+        """The parameter has no such attribute until one is assigned; ``.grad`` stays."""
+        if self._home is None or not self._home.delete_main_grad():
+            raise AttributeError("main_grad")
+
+    @property
+    def whole(self) -> Tensor | None:
+        """The whole value of a gradient that every rank has gathered
+        (``finish_grad_sync(force_all_reduce=True)``).
+
+        Raises:
+            RuntimeError: the slice was changed since.
+        """
+        if self._whole is not None and self._whole_at != self._local_tensor._version:
+            raise RuntimeError(
+                "main_grad: expected no change since finish_grad_sync(force_all_reduce=True) "
+                "gathered it; found one. Read it before the optimizer's step, and let "
+                "fsdp_engine.finalize_model_grads sum it over model-parallel ranks"
+            )
+        return self._whole
+
+    @whole.setter
+    def whole(self, value: Tensor | None) -> None:
+        self._whole = value
+        self._whole_at = None if value is None else self._local_tensor._version
+
+    def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
+        """A copy in the CPU's memory: of ``whole``, a plain tensor, where it is there."""
+        whole = self.whole
+        if whole is not None:
+            return whole.detach().cpu().clone(memory_format=memory_format)
+        return super().cpu(memory_format=memory_format)
 
     @property
     def data(self) -> FlatDTensor:  # type: ignore[override]

@@ -276,7 +276,7 @@ class _Free:
         if all(place in self._owned for place in places):
             return False
         if owners or _TAKEN.get(id(record.param)) is record.param:
-            whose = f" of {owners.pop()}" if owners else ""
+            whose = f" of {min(owners)}" if owners else ""
             raise ValueError(
                 f"{record.name}: expected a parameter that no earlier fully_shard() has; found one "
                 f"tied to a parameter{whose} that was sharded before. Put the modules that share "

@@ -211,7 +211,8 @@ class FSDPEngineFabricStrategy(DDPStrategy):
         if refused := sorted(filters.keys() & parts.optimizers.keys()):
             raise ValueError(f"filter: expected names of modules and dicts; found {refused}")
         extra = {name: _state_of(value) for name, value in parts.others.items()}
-        for name in filters.keys() & extra.keys():
+        # Filters may communicate.
+        for name in sorted(filters.keys() & extra.keys()):
             extra[name] = {k: v for k, v in extra[name].items() if filters[name](k, v)}
         folder = Path(self.broadcast(str(path)))
         optimizers = list(parts.optimizers.values())

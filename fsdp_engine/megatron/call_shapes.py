@@ -53,6 +53,11 @@ class Wrapping:
     model_config: Any = None
     groups: CollectedGroups | None = None
 
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether gradients are sums over ranks, as of Megatron-Core's wrapper, and not means."""
+        return bool(getattr(self.model_config, "calculate_per_token_loss", False))
+
 
 def meant_mesh(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> DeviceMesh | None:
     """The mesh that is meant, whether or not the arguments are right; None: of all ranks."""
@@ -131,13 +136,19 @@ def _theirs(
             "config.gradient_accumulation_fusion: expected False, since gradients are scaled as "
             "they are copied, and kernels must not add to main_grad themselves; found True"
         )
+    if own.average_in_collective and getattr(config, "calculate_per_token_loss", False):
+        raise ValueError(
+            "ddp_config.average_in_collective: expected False, since gradients are summed with "
+            "config.calculate_per_token_loss; found True"
+        )
     if mesh is not None and pg_collection is not None:
         raise ValueError("mesh, pg_collection: expected one of them; found both")
     groups = collect_groups(pg_collection)
     if mesh is None and groups is not None and groups.data is not None:
         mesh = mesh_of_group(groups.data)
-    if expert_mesh is None and groups is not None and _has_experts(module):
-        expert_mesh = _mesh_of_experts(groups)
+    if expert_mesh is None and groups is not None and groups.expt_dp is not None:
+        # Also where expt_dp has the ranks of the data group: tensor ranks may hold other experts.
+        expert_mesh = mesh_of_group(groups.expt_dp) if _has_experts(module) else None
     return Wrapping(
         module,
         own,
@@ -155,14 +166,6 @@ def _has_experts(module: object) -> bool:
     return isinstance(module, nn.Module) and any(
         not getattr(param, "allreduce", True) for param in module.parameters()
     )
-
-
-def _mesh_of_experts(groups: CollectedGroups) -> DeviceMesh | None:
-    """None: all data-parallel ranks hold the same experts."""
-    if groups.expt_dp is None or groups.data is None:
-        return None
-    same = groups.expt_dp.size() == groups.data.size()
-    return None if same else mesh_of_group(groups.expt_dp)
 
 
 def config_from(given: Any, name: str) -> DistributedDataParallelConfig:

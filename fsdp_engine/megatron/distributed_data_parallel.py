@@ -131,6 +131,10 @@ class DistributedDataParallel(LoopAttributes):
             broadcast=True,
             what=WHAT,
         )
+        if call.sums_gradients:
+            for buffer in self.engine.buffers:
+                if buffer.grads is not None:
+                    buffer.grads.divide_by(buffer.grads.divisor / self.engine.mesh.size)
         self._take(call, config, self.engine.mesh.size)
         for buffer in self.engine.buffers:
             buffer.attach_main_grads()
@@ -181,19 +185,14 @@ class DistributedDataParallel(LoopAttributes):
         """On return gradients are final: ``.grad`` of the parameters. Collective.
 
         Args:
-            force_all_reduce: ``main_grad`` of full parameters is reduced whole on every rank, to
-                be looked at; at level "optim" by one more gather.
+            force_all_reduce: every rank has gradients whole, to save or inspect them: sharded ones
+                are gathered. ``main_grad.cpu()`` of a parameter is the whole gradient, before
+                clipping, until gradients are cleared.
 
         Raises:
             RuntimeError: a backward is not over, or modules have put off weight gradients; names
                 the parameters. Or, on all ranks, what checks of gradients found.
-            ValueError: ``force_all_reduce`` where gradients are cut; nothing was changed.
         """
-        if force_all_reduce and self.engine.strategy.depth(Role.GRAD):
-            raise ValueError(
-                "force_all_reduce: expected False, since gradients are cut at this level; found "
-                "True. Use .grad.full_tensor() of the parameters"
-            )
         self.engine.finish_grad_sync()
         if force_all_reduce:
             for buffer in self.engine.buffers:
@@ -241,8 +240,12 @@ class DistributedDataParallel(LoopAttributes):
             finish_compute(self.engine.mesh.device)
 
     def scale_gradients(self, factor: float | Tensor) -> None:
-        """Multiply all main gradients by ``factor`` (a number, or a 0-d tensor), in place."""
+        """Multiply all main gradients by ``factor`` (a number, or a 0-d tensor), in place.
+        Collective after ``finish_grad_sync(force_all_reduce=True)``."""
         self.engine.scale_gradients(factor)
+        for buffer in self.engine.buffers:
+            if buffer.has_whole_grads:
+                buffer.gather_main_grads()
 
     def zero_grad_buffer(self, zero_buffer: bool = True) -> None:
         """Begin an iteration: gradients are zero, and ``.grad`` is None.
@@ -292,7 +295,8 @@ class DistributedDataParallel(LoopAttributes):
         Raises:
             RuntimeError: keys or shapes that do not fit, as of ``nn.Module.load_state_dict``.
         """
-        params = dict(self.module.named_parameters(remove_duplicate=False))
+        # By the keys of state dicts: modules around the model (Float16Module) add none to them.
+        params = self.module.state_dict(keep_vars=True)
         fitting = {name: _fitting(value, params.get(name)) for name, value in state_dict.items()}
         result = self.module.load_state_dict(fitting, strict=strict)
         self.engine.weights_changed()

@@ -14,7 +14,9 @@ pipeline stages have a copy. Which ones, attributes of the parameters say:
 [Note: Token weighting]
 With ``num_tokens`` a rank's loss is the *sum* over its tokens. The engine has averaged gradients
 over the R ranks of its mesh, so what is there is ``1/R * sum over ranks``. What is wanted is
-``1/N * sum over ranks``, N being the tokens of all ranks together: the factor is ``R / N``. N is
+``1/N * sum over ranks``, N being the tokens of all ranks together: the factor is ``R / N``. A chunk
+whose config has ``calculate_per_token_loss`` has summed gradients, as Megatron-Core's own
+``finalize_model_grads`` expects: there the factor is ``1 / N``. N is
 known on the last stage only, and differs between ranks of data and context parallelism; one
 all-reduce over stages, data and context, to which the other stages add 0, is a broadcast and a
 sum at once. The factor stays on the device: nobody waits for it.
@@ -59,6 +61,10 @@ class ModelChunk(Protocol):
     @property
     def engine(self) -> Engine:
         """Its engine."""
+
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether gradients are sums over data-parallel ranks; means otherwise."""
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """On return gradients are final, as far as data parallelism goes."""
@@ -163,7 +169,7 @@ def finalize_model_grads(
         counts_group = _counts_group(chunks, groups, routers, device)
         tokens_group = _tokens_group(chunks, groups, num_tokens, device)
         for chunk in chunks:
-            chunk.finish_grad_sync(**({"force_all_reduce": True} if force_all_reduce else {}))
+            chunk.finish_grad_sync()
         for field in FIELDS:
             if marked[field]:
                 sum_over(marked[field], getattr(groups, field), device)
@@ -174,6 +180,9 @@ def finalize_model_grads(
                 _reset_trackers(chunk.engine)
         if num_tokens is not None:
             _scale(chunks, _on_last_stage(num_tokens, groups, device), tokens_group)
+        if force_all_reduce:
+            for chunk in chunks:
+                chunk.finish_grad_sync(force_all_reduce=True)
 
 
 def _check_types(chunks: Sequence[ModelChunk], num_tokens: object, groups: object) -> None:
@@ -377,7 +386,7 @@ def _scale(chunks: Sequence[ModelChunk], tokens: Tensor, group: ProcessGroup | N
     total = all_reduce_(tokens, group).clamp_(min=1.0)
     for chunk in chunks:
         dtypes = {b.kind.dtypes.main_grad for b in chunk.engine.buffers if b.grads is not None}
-        factor = chunk.engine.mesh.size / total
+        factor = (1 if chunk.sums_gradients else chunk.engine.mesh.size) / total
         chunk.scale_gradients(factor if torch.float64 in dtypes else factor.float())
 
 

@@ -7,6 +7,7 @@ empty sequences; what could only be used wrongly raises, and says what to use.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -20,12 +21,31 @@ from fsdp_engine.megatron.process_groups import CollectedGroups
 _NO_GROUPS = CollectedGroups()
 
 
-class LoopAttributes(nn.Module):
+class Counterpart:
+    """``isinstance(wrapper, ...)`` holds for Megatron-Core's class, too, where that is imported:
+    ``unwrap_model`` and training loops ask. ``type(wrapper)`` is the wrapper's own class.
+
+    Attributes:
+        counterpart: name of the class of ``megatron.core.distributed`` that the wrapper replaces.
+    """
+
+    counterpart = "DistributedDataParallel"
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        theirs = sys.modules.get("megatron.core.distributed")
+        found = getattr(theirs, self.counterpart, None)
+        return found if isinstance(found, type) else type(self)
+
+
+class LoopAttributes(Counterpart, nn.Module):
     """See the module docstring. A base of the wrapper.
 
     Attributes:
         module: the wrapped module.
         config: Megatron-Core's config of the model; None where the wrapper got none.
+        sums_gradients: gradients are sums over data-parallel ranks, because ``config`` has
+            ``calculate_per_token_loss``. Otherwise they are means.
         ddp_config: as Megatron-Core's code is to see it: the engine is not its FSDP, so
             ``use_megatron_fsdp`` is False. ``engine.config`` is the config itself.
         bucket_size: elements that close a bucket; None: ``num_buckets`` or
@@ -44,6 +64,7 @@ class LoopAttributes(nn.Module):
     def _take(self, call: Wrapping, config: DistributedDataParallelConfig, num_ranks: int) -> None:
         """What was given, once the engine is made."""
         self.config = call.model_config
+        self.sums_gradients = call.sums_gradients
         self.ddp_config: DistributedDataParallelConfig = copy.copy(config)
         self.ddp_config.use_megatron_fsdp = self.ddp_config.use_custom_fsdp = False
         by_size = config.num_buckets is None

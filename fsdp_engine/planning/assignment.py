@@ -283,9 +283,9 @@ def expect(model: nn.Module, units: Sequence[Sequence[nn.Module]]) -> Expected:
     around: list[set[int]] = [set() for _ in units]
     for index, modules in enumerate(units):
         own = {id(module) for module in modules}
-        inside = {id(each) for module in modules for each in module.modules()} - own
-        for inner in inside & units_of.keys():
-            for each in units_of[inner]:
+        inside = dict.fromkeys(id(each) for module in modules for each in module.modules())
+        for inner in inside:
+            for each in units_of.get(inner, ()) if inner not in own else ():
                 around[each].add(index)
     forward: list[int] = []
     backward: list[int] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -23,9 +24,10 @@ class Backward:
         open_units: those in whose backward it is.
         run_again: units of several calls whose graph was kept and runs once more: nobody counts
             calls that will come again.
-        uncounted: units of several modules, of which some ran without autograd since the last one
-            (re-entrant checkpoints may run them again), or have hidden their outputs. While any of
-            their gradients is missing, it may be yet to come.
+        uncounted: units of several modules, of which some ran without autograd (re-entrant
+            checkpoints may run them again), or have hidden their outputs: how many calls. While any
+            of their gradients is missing, it may be yet to come.
+        num_run_again: of these, how many calls this backward has run again.
     """
 
     def __init__(self) -> None:
@@ -37,7 +39,8 @@ class Backward:
         self.touched: dict[int, Unit] = {}
         self.open_units: set[int] = set()
         self.run_again: set[int] = set()
-        self.uncounted: set[int] = set()
+        self.uncounted: Counter[int] = Counter()
+        self.num_run_again: Counter[int] = Counter()
         self._calls: list[Call] = []
         # Units that backwards with create_graph went through since the last one without.
         self._recorded: set[int] = set()
@@ -85,9 +88,9 @@ class Backward:
         self.for_weights.clear()
         self.open_units.clear()
         self.run_again.clear()
-        self.uncounted.clear()
+        self._forget_uncounted()
         if not self.creates_graph:
-            for index in self._recorded:
+            for index in sorted(self._recorded):
                 units[index].forget_recorded()
                 self.touched[index] = units[index]
             self._recorded.clear()
@@ -95,6 +98,15 @@ class Backward:
         self.touched.clear()
         self.is_open = False
         return touched
+
+    def _forget_uncounted(self) -> None:
+        """Calls that have run again are counted off. The others stay where some have: of a pipeline
+        whose next forward precedes this backward. Where none has, they were of an evaluation."""
+        for index in list(self.uncounted):
+            self.uncounted[index] -= self.num_run_again[index]
+            if not self.num_run_again[index] or self.uncounted[index] <= 0:
+                del self.uncounted[index]
+        self.num_run_again.clear()
 
 
 def check_is_whole(units: Sequence[Unit]) -> None:

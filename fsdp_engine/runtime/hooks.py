@@ -260,6 +260,8 @@ class ModuleHooks:
         wants_call = entered.wants_calls
         if entered.recomputes:
             self._scheduler.recompute(unit)
+            if wants_call:
+                self._scheduler.note_run_again(unit)
             # Calls of the first forward still wait for their backward, unless it ran without
             # autograd, as the first forward of a re-entrant checkpoint does.
             wants_call = wants_call and not unit.num_calls

@@ -101,7 +101,11 @@ class Scheduler:
     def note_uncounted(self, unit: Unit) -> None:
         """A module of the unit runs, and whether its backward is to come is not known."""
         if len(unit.built.modules) > 1:
-            self._backward.uncounted.add(unit.index)
+            self._backward.uncounted[unit.index] += 1
+
+    def note_run_again(self, unit: Unit) -> None:
+        """A module of the unit is called within backward, and autograd follows."""
+        self._backward.num_run_again[unit.index] += 1
 
     def leave_forward(self, unit: Unit, reads_again: bool, *, aside: bool = False) -> None:
         """A module of the unit has returned.
@@ -381,7 +385,7 @@ class Scheduler:
 
     def _drop_ahead(self, keep: Collection[int] = ()) -> None:
         """Let go of units that were gathered ahead in vain."""
-        for index in [each for each in self._ahead if each not in keep]:
+        for index in sorted(self._ahead.difference(keep)):
             self._ahead.discard(index)
             unit = self.units[index]
             if unit.uses == 0 and unit.reshards:

@@ -41,7 +41,11 @@ class Case:
         grads_in_fp32: reduce in fp32.
         virtual: chunks of each pipeline rank, for the interleaved schedule.
         sync_funcs: the schedule says when to reduce and to gather.
-        experts: layers of four experts with biased routers, over two expert-parallel ranks.
+        experts: expert-parallel ranks of layers with four experts and biased routers; 0: dense.
+        expert_tensor: tensor-parallel ranks of an expert.
+        layers: of the model; None: 2, or 4 with ``virtual``.
+        recompute: None, "selective", or the method of full recomputation, "uniform" or "block".
+        their_finalize: Megatron-Core's own ``finalize_model_grads`` after our wrapper.
     """
 
     level: str = "no_shard"
@@ -59,7 +63,11 @@ class Case:
     grads_in_fp32: bool = True
     virtual: int | None = None
     sync_funcs: bool = False
-    experts: bool = False
+    experts: int = 0
+    expert_tensor: int = 1
+    recompute: str | None = None
+    layers: int | None = None
+    their_finalize: bool = False
 
 
 @dataclass
@@ -80,16 +88,26 @@ def make_models(case: Case) -> tuple[Any, list[Any]]:
     dtype = torch.bfloat16 if case.bf16 else torch.float32
     experts: dict[str, Any] = {
         "num_moe_experts": 4,
-        "expert_model_parallel_size": 2,
+        "expert_model_parallel_size": case.experts,
+        "expert_tensor_parallel_size": case.expert_tensor,
         "moe_router_load_balancing_type": "none",
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
         "add_bias_linear": False,
     }
+    recompute: dict[str, Any] = {}
+    if case.recompute == "selective":
+        recompute = {"recompute_granularity": "selective"}
+    elif case.recompute is not None:
+        recompute = {
+            "recompute_granularity": "full",
+            "recompute_method": case.recompute,
+            "recompute_num_layers": 1,
+        }
     config = TransformerConfig(
-        num_layers=4 if case.virtual else 2,
+        num_layers=case.layers or (4 if case.virtual else 2),
         hidden_size=HIDDEN,
-        num_attention_heads=2,
+        num_attention_heads=max(2, case.tensor),
         ffn_hidden_size=2 * HIDDEN,
         tensor_model_parallel_size=case.tensor,
         pipeline_model_parallel_size=case.pipeline,
@@ -107,6 +125,7 @@ def make_models(case: Case) -> tuple[Any, list[Any]]:
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         **(experts if case.experts else {}),
+        **recompute,
     )
     torch.manual_seed(3)
     models = []
@@ -159,7 +178,8 @@ def model_parallel(case: Case) -> Iterator[None]:
             case.tensor,
             case.pipeline,
             case.virtual,
-            expert_model_parallel_size=2 if case.experts else 1,
+            expert_model_parallel_size=case.experts or 1,
+            expert_tensor_parallel_size=case.expert_tensor,
         )
         try:
             model_parallel_cuda_manual_seed(1)
@@ -183,7 +203,7 @@ def _train(case: Case, ours: bool) -> Trained:
     chunks = [wrap(case, ours, config, model) for model in models]
     step, optimizer = _make_step(case, chunks, ours)
     config.finalize_model_grads_func = (
-        fe.finalize_model_grads if ours else theirs.finalize_model_grads
+        fe.finalize_model_grads if ours and not case.their_finalize else theirs.finalize_model_grads
     )
     config.grad_scale_func = getattr(optimizer, "scale_loss", None)
     if case.overlap:
@@ -300,7 +320,7 @@ def compare(cases: list[Case], limit: float) -> list[str]:
     found = []
     for case in cases:
         key = dataclasses.replace(case, level="no_shard", overlap=False, bucket_size=None)
-        key = dataclasses.replace(key, sync_funcs=False)
+        key = dataclasses.replace(key, sync_funcs=False, their_finalize=False)
         if key not in references:
             references[key] = train(key, ours=False)
         lines = differences(train(case, ours=True), references[key], limit)

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import distribute_tensor
 
 import fsdp_engine as fe
 from fsdp_engine.config import DistributedDataParallelConfig
@@ -42,7 +43,7 @@ FOUR_RANKS = {
     "pipeline": Case(pipeline=2, bucket_size=300, overlap=True, sync_funcs=True),
     "tokens": Case(pipeline=2, per_token=True, bf16=True, optimizer="adam"),
     "interleaved": Case(pipeline=2, virtual=2, microbatches=4, overlap=True, bucket_size=300),
-    "experts": Case(experts=True, bucket_size=300, overlap=True),
+    "experts": Case(experts=2, bucket_size=300, overlap=True),
 }
 
 
@@ -196,21 +197,74 @@ def test_gradients_memory_goes_and_comes_back(level: str) -> None:
     assert all(map(torch.equal, gradients(ddp), expected))
 
 
+def whole_grads(ddp: fe.DistributedDataParallel) -> dict[str, Tensor]:
+    """As Megatron-LM collects them for ``--save-wgrads-interval``."""
+    return {
+        name: param.main_grad.cpu()
+        for name, param in ddp.module.named_parameters()
+        if getattr(param, "main_grad", None) is not None
+    }
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("level", LEVEL_NAMES)
-def test_force_all_reduce_makes_main_grad_whole(level: str) -> None:
+def test_force_all_reduce_gives_every_rank_whole_gradients(level: str) -> None:
     ddp = small(level, bucket_size=10)
-    torch.manual_seed(dist.get_rank())
-    ddp(torch.randn(2, 5)).backward()
-    if level in LEVEL_NAMES[2:]:
-        with pytest.raises(ValueError, match="force_all_reduce: expected False"):
-            fe.finalize_model_grads([ddp], None, force_all_reduce=True)
-        ddp.finish_grad_sync()
-        return
-    fe.finalize_model_grads([ddp], None, force_all_reduce=True)
-    for buffer in ddp.engine.buffers:
-        for param, sharded in zip(buffer.full_params, buffer.sharded_params, strict=True):
-            assert torch.equal(param.main_grad, full(sharded.grad))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for step in range(2):
+        ddp.zero_grad_buffer()
+        torch.manual_seed(dist.get_rank())
+        ddp(torch.randn(2, 5)).backward()
+        sliced = whole_grads(ddp)
+        groups = fe.ModelParallelGroups(data=dist.group.WORLD)
+        num_tokens = 4 * (step + 1)
+        fe.finalize_model_grads([ddp], num_tokens, force_all_reduce=True, groups=groups)
+        expected = {name: full(param.grad) for name, param in ddp.module.named_parameters()}
+        if level in LEVEL_NAMES[:2]:
+            for buffer in ddp.engine.buffers:
+                for param, sharded in zip(buffer.full_params, buffer.sharded_params, strict=True):
+                    assert torch.equal(param.main_grad, full(sharded.grad))
+        if dist.get_rank() == 0:  # without the others
+            found = whole_grads(ddp)
+            assert found.keys() == expected.keys()
+            for name, value in found.items():
+                assert type(value) is Tensor
+                assert torch.equal(value, expected[name]), name
+        assert level == "no_shard" or type(sliced["first.weight"]) is fe.FlatDTensor
+        ddp.scale_gradients(0.5)
+        assert all(torch.equal(value, expected[n] / 2) for n, value in whole_grads(ddp).items())
+        for param in ddp.module.parameters():
+            param.main_grad.mul_(2.0)
+        if level != "no_shard":
+            with pytest.raises(RuntimeError, match="main_grad: expected no change since"):
+                whole_grads(ddp)
+        optimizer.step()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+def test_main_grad_is_assigned_and_deleted_as_an_attribute(level: str) -> None:
+    ddp = small(level)
+    gradients(ddp)
+    params = list(ddp.module.parameters())
+    for param in params:
+        main_grad = param.main_grad
+        param.main_grad = main_grad
+        assert torch.equal(full(param.main_grad), full(param.grad))
+    if level != "no_shard":
+        whole = torch.arange(35.0).view(7, 5)
+        mesh, placements = params[0].device_mesh, params[0].placements
+        params[0].main_grad = distribute_tensor(whole, mesh, placements)
+        assert torch.equal(full(params[0].grad), whole)
+    for param in params:
+        del param.main_grad
+        assert not hasattr(param, "main_grad")
+        assert param.grad is not None
+        with pytest.raises(AttributeError):
+            del param.main_grad
+    torch.optim.SGD(params, lr=0.1).step()
+    ddp.zero_grad_buffer()
+    gradients(ddp)
 
 
 @dataclasses.dataclass
@@ -297,6 +351,63 @@ def test_groups_come_from_the_collection() -> None:
         fe.DistributedDataParallel(
             None, TheirConfig(), Small(), pg_collection=SimpleNamespace(tp=groups.tp)
         )
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+def test_its_helpers_take_the_wrapper_for_its_own(level: str) -> None:
+    case = Case(level=level, bf16=True)
+    with model_parallel(case):
+        from megatron.core import distributed, utils
+        from megatron.core.transformer.module import Float16Module
+
+        theirs: Any = distributed
+        config, models = make_models(case)
+        half = Float16Module(config, models[0])
+        ddp = wrap(case, True, config, half)
+        assert isinstance(ddp, fe.DistributedDataParallel)
+        assert isinstance(ddp, theirs.DistributedDataParallel)
+        assert type(ddp) is fe.DistributedDataParallel
+        assert utils.unwrap_model([ddp]) == [models[0]]
+        assert utils.unwrap_model(ddp) is models[0]
+        assert utils.check_param_hashes_across_dp_replicas([ddp], cross_check=True)
+        inner = wrap(case, True, config, make_models(case)[1][0])
+        assert utils.unwrap_model(Float16Module(config, inner)) is inner.module
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+@pytest.mark.parametrize("is_around", [False, True])
+def test_a_float16_module_around_or_within_the_wrapper_loads(level: str, is_around: bool) -> None:
+    case = Case(level=level, bf16=True, bucket_size=300)
+    with model_parallel(case):
+        from megatron.core.transformer.module import Float16Module
+
+        def make(bucket_size: int) -> tuple[Any, fe.DistributedDataParallel]:
+            config, models = make_models(case)
+            other = dataclasses.replace(case, bucket_size=bucket_size)
+            if is_around:
+                ddp = wrap(other, True, config, models[0])
+                return Float16Module(config, ddp), ddp
+            ddp = wrap(other, True, config, Float16Module(config, models[0]))
+            return ddp, ddp
+
+        (first, mine), (second, theirs) = make(300), make(5000)  # slices of another layout
+        with torch.no_grad():
+            for param in first.parameters():
+                param.add_(0.25)
+        values = mine.engine.full_state_dict()
+        for state in (
+            first.state_dict(),
+            first.state_dict_for_save_checkpoint(),
+            {name: value for name, value in values.items() if isinstance(value, Tensor)},
+        ):
+            with torch.no_grad():
+                for param in second.parameters():
+                    param.zero_()
+            second.load_state_dict(state, strict=False)
+            for name, value in theirs.engine.full_state_dict().items():
+                assert not isinstance(value, Tensor) or torch.equal(value, values[name]), name
 
 
 def save_and_load(case: Case, folder: str) -> list[str]:
