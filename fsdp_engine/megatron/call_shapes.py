@@ -330,6 +330,9 @@ def _torch_fsdp_classes(
     config: Any, model: nn.Module, given: object, name: str
 ) -> list[type[nn.Module]]:
     """The classes of modules that become units, with those of ``_fsdp_modules`` attributes."""
+    more = [each for module in model.modules() for each in getattr(module, "_fsdp_modules", ())]
+    if given is None and not more:
+        return []  # the engine's default units, which are layers, too
     if given is None:
         loaded = [(sys.modules.get(path), attribute) for path, attribute in _TORCH_FSDP_UNITS]
         classes = [getattr(module, attribute) for module, attribute in loaded if module]
@@ -338,9 +341,7 @@ def _torch_fsdp_classes(
     if getattr(config, "transformer_impl", None) == "local":
         # Its transformer layers consist of them.
         classes = [each for each in classes if each.__name__ != "ColumnParallelLinear"]
-    for module in model.modules():
-        classes += getattr(module, "_fsdp_modules", [])
-    return classes
+    return classes + more
 
 
 def _check_device(device: torch.device | str | int | None, mesh: DeviceMesh | None) -> None:

@@ -89,8 +89,10 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
             ``reshard_after_forward`` False keeps gathered parameters from forward to backward; a
             number of ranks is taken as True, with a warning; without the field it is True.
         module: the model; changed in place.
-        sub_modules_to_wrap: classes whose modules are gathered and reduced as one. None: those of
-            Megatron-Core's class. Classes in ``_fsdp_modules`` attributes of modules are added.
+        sub_modules_to_wrap: classes, or dotted paths of classes, whose modules are gathered and
+            reduced as one. None: transformer layers, and the modules beside them. Classes in
+            ``_fsdp_modules`` attributes of modules are added (where it is None: to Megatron-Core's
+            default).
         disable_bucketing: one bucket for each kind of parameter that belongs to no unit.
         process_group: data-parallel ranks. None: those of ``parallel_state``, with context
             parallel, where that is initialised.
