@@ -170,6 +170,14 @@ class Engine:
         """
         self._scheduler.gather_before_forward(wait=wait)
 
+    def wait_for_reductions(self) -> None:
+        """Wait for the reductions in flight; issues none."""
+        self._reductions.wait()
+
+    def wait_for_gathers(self) -> None:
+        """Wait for the gathers in flight, and free parameters gathered ahead of use."""
+        self._scheduler.wait_for_gathers()
+
     def zero_grad_buffer(self, *, zero: bool = True) -> None:
         """Begin a step: gradients are cleared, ``.grad`` is None.
 

@@ -281,10 +281,21 @@ def init_from_environment() -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
-def _mesh_of_all_ranks() -> DeviceMesh:
+def device_of(device_mesh: DeviceMesh | None) -> torch.device:
+    """This rank's device in a mesh; None: in that of all ranks."""
+    if device_mesh is None:
+        return _local_device(_device_type_of_all_ranks())
+    return _local_device(device_mesh.device_type)
+
+
+def _device_type_of_all_ranks() -> str:
     init_from_environment()
     on_cuda = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())
-    device_type = "cuda" if on_cuda else "cpu"
+    return "cuda" if on_cuda else "cpu"
+
+
+def _mesh_of_all_ranks() -> DeviceMesh:
+    device_type = _device_type_of_all_ranks()
     return init_device_mesh(device_type, (dist.get_world_size(),))
 
 

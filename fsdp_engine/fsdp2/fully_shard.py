@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -20,7 +19,8 @@ from fsdp_engine.fsdp2.fsdp_module import become_fsdp_module
 from fsdp_engine.fsdp2.group import WHAT, Group, group_of, make_group
 from fsdp_engine.fsdp2.outermost import await_first_call
 from fsdp_engine.fsdp2.policies import check_offload, engine_policy
-from fsdp_engine.strategies import Role, Strategy
+from fsdp_engine.runtime.wishes import stays_after_forward
+from fsdp_engine.strategies import Strategy
 
 M = TypeVar("M", bound="nn.Module | list[nn.Module]")
 
@@ -87,7 +87,7 @@ def fully_shard(
                 "dp_mesh_dims: expected None; found other dimensions. Give the data-parallel part "
                 "of the mesh as mesh=mesh['dp']"
             )
-        stays = _stays(reshard_after_forward, data.inner.size, levels)
+        stays = stays_after_forward(reshard_after_forward, data.inner.size, levels)
         _check_placements(shard_placement_fn, modules, ignored_params or (), data.inner.size)
     except Exception as caught:
         error = caught
@@ -123,34 +123,6 @@ def _outermost(module: object) -> list[nn.Module]:
     unique = list(dict.fromkeys(given))
     inside = {id(inner) for each in unique for inner in each.modules() if inner is not each}
     return [each for each in unique if id(each) not in inside]
-
-
-def _stays(asked: object, size: int, levels: Strategy) -> bool:
-    """Whether full parameters stay after forward."""
-    if asked is None or isinstance(asked, bool):
-        if asked is True and levels.depth(Role.PARAM) == 0:
-            raise ValueError(
-                f"reshard_after_forward: expected None or False, since {levels} keeps parameters "
-                "full; found True"
-            )
-        return asked is False
-    if not isinstance(asked, int):
-        raise ValueError(
-            f"reshard_after_forward: expected a bool, a number of ranks or None; found {asked!r}"
-        )
-    if asked < 1 or size % asked:
-        raise ValueError(
-            f"reshard_after_forward: expected a divisor of the {size} ranks that share a "
-            f"parameter; found {asked}"
-        )
-    if asked not in (1, size):
-        warnings.warn(
-            f"reshard_after_forward={asked}: parameters are resharded to all {size} ranks and "
-            "gathered from them in backward: results are the same, less memory is held, more is "
-            "sent. To hold parameters within a node only, give a 2-D mesh (HSDP)",
-            stacklevel=3,
-        )
-    return asked == 1
 
 
 def _check_placements(

@@ -1,1 +1,17 @@
 """Megatron-Core's names for the engine, and what belongs to its parallelism."""
+
+from fsdp_engine.megatron.distributed_data_parallel import DistributedDataParallel
+from fsdp_engine.megatron.finalize_model_grads import finalize_model_grads
+from fsdp_engine.megatron.fully_sharded_data_parallel import (
+    FullyShardedDataParallel,
+    TorchFullyShardedDataParallel,
+)
+from fsdp_engine.megatron.groups import ModelParallelGroups
+
+__all__ = [
+    "DistributedDataParallel",
+    "FullyShardedDataParallel",
+    "ModelParallelGroups",
+    "TorchFullyShardedDataParallel",
+    "finalize_model_grads",
+]

@@ -24,14 +24,12 @@ from fsdp_engine.devices.meeting import telling
 from fsdp_engine.devices.mesh import ranks_that_meet
 from fsdp_engine.engine import Engine
 from fsdp_engine.flat_dtensor import FlatDTensor
-from fsdp_engine.megatron.call_shapes import meant_mesh, read_call
+from fsdp_engine.megatron.call_shapes import Shape, meant_mesh, shape_of
 from fsdp_engine.megatron.loop_attributes import LoopAttributes
 from fsdp_engine.planning.assignment import UnitSelector
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.sharding import check_types, make_engine
 from fsdp_engine.strategies import Role, Strategy
-
-WHAT = "DistributedDataParallel"
 
 
 class DistributedDataParallel(LoopAttributes):
@@ -107,8 +105,9 @@ class DistributedDataParallel(LoopAttributes):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
-        with telling(WHAT, ranks_that_meet(meant_mesh(args, kwargs))):
-            call = read_call(args, kwargs)
+        what, shape = type(self).__name__, self._shape_of(args, kwargs)
+        with telling(what, ranks_that_meet(meant_mesh(shape, args, kwargs))):
+            call = shape(*args, **kwargs)
             config, policy, units = call.config, call.mp_policy, call.units
             check_types(call.module, policy, config)
             if call.disable_bucketing:
@@ -129,17 +128,23 @@ class DistributedDataParallel(LoopAttributes):
             units=units,
             expert_mesh=call.expert_mesh,
             broadcast=True,
-            what=WHAT,
+            what=what,
         )
         if call.sums_gradients:
             for buffer in self.engine.buffers:
                 if buffer.grads is not None:
                     buffer.grads.divide_by(buffer.grads.divisor / self.engine.mesh.size)
+        for unit in self.engine.units if call.stays_after_forward else ():
+            unit.wishes.stays_after_forward = True
         self._take(call, config, self.engine.mesh.size)
         for buffer in self.engine.buffers:
             buffer.attach_main_grads()
         _save_whole_values(self.module, self.engine, self._gather_unless_overlapped)
         self._gather_unless_overlapped()
+
+    def _shape_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Shape:
+        """The function that reads the arguments."""
+        return shape_of(args, kwargs)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's."""

@@ -190,6 +190,12 @@ class Scheduler:
             for unit in self.units:
                 unit.wait()
 
+    def wait_for_gathers(self) -> None:
+        """Wait for the gathers in flight, and free parameters gathered ahead of use."""
+        for unit in self.units:
+            unit.wait()
+        self._drop_ahead()
+
     # Backward.
 
     def recompute(self, unit: Unit) -> None:
