@@ -8,7 +8,6 @@ groups. Megatron-Core is not imported.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,24 +40,14 @@ class _WrappedOptimizers(JointOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Give each optimizer its part, and its scaler what is in its groups."""
         groups = [dict(group) for group in state_dict["param_groups"]]
-        missing = False
         states: dict[int, tuple[Any, Any]] = {}
         for group, scaler in zip(groups, self._scaler_of_groups(), strict=True):
             state = group.pop(_SCALER, None)
-            if scaler is None:
-                continue
-            missing |= state is None
-            if state is not None:
+            if scaler is not None and state is not None:
                 states[id(scaler)] = scaler, state
         super().load_state_dict({**state_dict, "param_groups": groups})
         for scaler, state in states.values():
             scaler.load_state_dict(state)
-        if missing:
-            warnings.warn(
-                "optimizer: expected the state of a scaler of losses in the checkpoint; found "
-                "none, so it stays as it is",
-                stacklevel=2,
-            )
 
     def _scaler_of_groups(self) -> Iterator[Any]:
         for optimizer, scaler in zip(self.optimizers, self.scalers, strict=True):

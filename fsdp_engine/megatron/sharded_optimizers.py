@@ -15,9 +15,9 @@ all-reduce over model-parallel ranks.
 Entries have the keys and the shapes of those of ``Float16OptimizerWithFloat16Params``:
 ``optimizer.state.exp_avg.<key>``, ``optimizer.state.fp32_param.<key>``, ``<key>`` being that of the
 model's entry. Where the metadata ask for the format ``fully_reshardable``, they are those of
-``DistributedOptimizer``, which says ``param`` for ``fp32_param`` and keeps the step in param groups.
-So checkpoints load at any level and number of ranks, and in either direction between Megatron-Core's
-optimizers and these. Each rank holds the whole state of its model-parallel part on the host while
+``DistributedOptimizer``, which says ``param`` for ``fp32_param`` and keeps the step in param
+groups. So checkpoints load at any level and number of ranks, and those of Megatron-Core's own
+optimizers load here. Each rank holds the whole state of its model-parallel part on the host while
 it saves or loads, as with ``fully_reshardable``; on the device one buffer at a time is whole.
 """
 
@@ -26,7 +26,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
 from typing import Any, NoReturn
 
 import torch
@@ -364,7 +363,7 @@ def sharded_optimizer(theirs: Any, chunks: Sequence[DistributedDataParallel], co
     inner, init_state = theirs.optimizer, theirs.init_state_fn
     ours: Any
     if isinstance(theirs, Float16OptimizerWithFloat16Params):
-        if any(chain(*getattr(theirs, "float16_groups", ()))):
+        if any(map(len, getattr(theirs, "float16_groups", ()))):
             raise ValueError(
                 "preserve_fp32_weights: expected True, since Megatron-Core's optimizer steps fp32 "
                 "weights, which would be kept beside main weights in a narrower dtype; found False"

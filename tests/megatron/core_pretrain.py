@@ -8,7 +8,6 @@ names to swap: ``DistributedDataParallel``, ``finalize_model_grads`` and ``get_m
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import multiprocessing
 from collections.abc import Callable, Iterator
@@ -429,8 +428,3 @@ def resume(job: Job, way: str, folder: str, steps: int, before: int = 0) -> Repo
         training.train(before)
         WAYS[way][1](training, folder)
         return training.train(steps)
-
-
-def equal_lines(names: list[str]) -> str:
-    """For messages."""
-    return "\n".join(itertools.chain(names))
