@@ -413,6 +413,32 @@ class ParamAndGradBuffer:
             return main
         return self._gathered("main weights", main.tensor, into)
 
+    def gather_state(self, what: str, state: Sequence[Tensor | None]) -> list[Tensor]:
+        """The whole of optimizer state that lies as the sharded parameters do, in memory of its
+        own; waits. One message for the whole buffer. Collective.
+
+        Args:
+            what: it is, for people.
+            state: for each parameter a tensor like it, sharded or plain; None counts as zeros.
+
+        Returns:
+            For each parameter a plain tensor of the shape that this rank has of it.
+        """
+        dtype = next((each.dtype for each in state if each is not None), torch.float32)
+        own = ShardedBuffer(
+            self.layout,
+            self.mesh.coordinate,
+            self.spec.optim_depth,
+            mem.zeros(self.weights.main.tensor.numel(), dtype, self.weights.main.tensor.device),
+        )
+        for index, each in enumerate(state):
+            if each is not None:
+                place = own.local(index, self.spec.optim_depth)
+                place.copy_(local_part(each).reshape(-1))
+        if self.spec.optim_depth:
+            own = self._gathered(f"{what} of {self.label}", own.tensor)
+        return [own.full(index) for index in range(len(self.records))]
+
     def write_main(self, full: ShardedBuffer) -> None:
         """Take this rank's part of full main weights, as :meth:`gather_main` returned them."""
         if full is not self.weights.main:

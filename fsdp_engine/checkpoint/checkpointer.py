@@ -55,7 +55,8 @@ class Checkpointer:
         directory: on storage that all ranks share; made when something is saved.
         engine: what :func:`~fsdp_engine.sharding.shard` returned; or several of these by name, over
             the same ranks, such as ``{"actor": actor, "critic": critic}``.
-        optimizer: one over the parameters of all of them; None: weights only.
+        optimizer: one over the parameters of all of them, torch's or Megatron-Core's with its
+            scaler of losses; None: weights only.
         extra: objects with ``state_dict()`` and ``load_state_dict()`` by name: scheduler, data
             position. Every rank saves its own.
         keep: how many checkpoints stay, the latest ones; None: all.

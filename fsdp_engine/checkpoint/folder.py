@@ -77,6 +77,7 @@ from fsdp_engine.checkpoint.reader import Reader
 from fsdp_engine.checkpoint.run_state import pack, unpack
 from fsdp_engine.checkpoint.sharded_model import ShardedModel
 from fsdp_engine.checkpoint.unfinished_load import check_finished, replacing
+from fsdp_engine.checkpoint.wrapped_optimizer import torch_optimizer
 from fsdp_engine.checkpoint.writer import PREFIX, SUFFIX, SavePlanner, Writer
 from fsdp_engine.devices.agreement import agree, agree_on_same
 
@@ -111,8 +112,8 @@ def save_checkpoint(
             it is replaced, other files are left alone.
         engine: what :func:`~fsdp_engine.sharding.shard` returned; or several of these by name, over
             the same ranks. Entries then begin with the name: ``model.actor.head.weight``.
-        optimizer: one over the parameters of all of them. State tensors that have not the
-            parameter's shape must be the same on all ranks.
+        optimizer: one over the parameters of all of them, torch's or Megatron-Core's. State tensors
+            that have not the parameter's shape must be the same on all ranks.
         extra: anything else, as ``torch.save`` takes it: step, LR scheduler, data position. That of
             data-parallel rank 0 is kept.
         trainable_only: leave out parameters that were frozen at ``shard()``: a base model under
@@ -256,7 +257,7 @@ def training_entries(
     if trainable_only and engine.ranks.rank == 0:
         entries[TRAINABLE_ONLY] = True
     if optimizer is not None:
-        entries[OPTIMIZER] = optimizer_entries(engine, optimizer)
+        entries[OPTIMIZER] = optimizer_entries(engine, torch_optimizer(optimizer))
     return entries
 
 
@@ -325,7 +326,8 @@ class FolderMatch:
         if optimizer is not None:
             groups = group_targets(self._saved)
             read_entries(folder, self._metadata, groups, trust=trust)
-            self._optimizer = OptimizerMatch(engine, optimizer, self._saved, groups)
+            taken = torch_optimizer(optimizer)
+            self._optimizer = OptimizerMatch(engine, taken, self._saved, groups)
             self.problems += self._optimizer.problems
             if self._optimizer.is_same_kind:
                 self.targets |= self._optimizer.targets

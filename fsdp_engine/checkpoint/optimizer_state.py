@@ -159,6 +159,7 @@ class OptimizerMatch:
         }
         self._check_kind(read.get(KIND), saved_groups)
         self._check_names()
+        self._check_group_state(saved_groups)
         self._hyperparameters = [
             self._merge(number, members) for number, members in enumerate(self._members)
         ]
@@ -218,6 +219,16 @@ class OptimizerMatch:
             self.problems.append(
                 f"unexpected {OPTIMIZER}.{STATE}.{name}: expected parameters of the optimizer; "
                 "found another in a param group"
+            )
+
+    def _check_group_state(self, saved_groups: Sequence[Mapping[str, Any]]) -> None:
+        """What the optimizer saves in its groups beside hyperparameters: the state of a scaler."""
+        own = set().union(*(_hyperparameters(g) for g in self._optimizer.param_groups))
+        packed = set().union(*map(_hyperparameters, self._optimizer.state_dict()[GROUPS]))
+        saved = set().union(*map(_hyperparameters, saved_groups))
+        for name in sorted(packed - own - saved):
+            self.problems.append(
+                f"missing {OPTIMIZER}.{GROUPS}: expected {name} in its groups; found nothing"
             )
 
     def _merge(self, number: int, members: Sequence[SavedParam]) -> dict[str, Any]:

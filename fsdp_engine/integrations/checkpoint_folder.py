@@ -32,13 +32,13 @@ from fsdp_engine.checkpoint.folder import (
     training_entries,
     write_entries,
 )
+from fsdp_engine.checkpoint.joint_optimizer import as_one_optimizer
 from fsdp_engine.checkpoint.manifest import FileRow
 from fsdp_engine.checkpoint.model_state import EXTRA, MODEL, OPTIMIZER, RANKS, Saved, nested
 from fsdp_engine.checkpoint.run_state import pack, random_state, set_random_state, unpack
 from fsdp_engine.checkpoint.writer import PREFIX, SUFFIX, Writer
 from fsdp_engine.devices.agreement import agree
 from fsdp_engine.engine import Engine
-from fsdp_engine.integrations.joint_optimizer import as_one_optimizer
 
 _SAVING, _REMOVING = ".saving-", ".removing-"
 # Beside what the trainer keeps: how many param groups each optimizer has.

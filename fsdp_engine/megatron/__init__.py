@@ -6,6 +6,7 @@ from fsdp_engine.megatron.fully_sharded_data_parallel import (
     FullyShardedDataParallel,
     TorchFullyShardedDataParallel,
 )
+from fsdp_engine.megatron.get_optimizer import get_megatron_optimizer
 from fsdp_engine.megatron.groups import ModelParallelGroups
 
 __all__ = [
@@ -14,4 +15,5 @@ __all__ = [
     "ModelParallelGroups",
     "TorchFullyShardedDataParallel",
     "finalize_model_grads",
+    "get_megatron_optimizer",
 ]

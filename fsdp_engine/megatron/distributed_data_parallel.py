@@ -26,6 +26,7 @@ from fsdp_engine.engine import Engine
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.megatron.call_shapes import Shape, meant_mesh, shape_of
 from fsdp_engine.megatron.loop_attributes import LoopAttributes
+from fsdp_engine.megatron.whole_weights import note_whole_params
 from fsdp_engine.planning.assignment import UnitSelector
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.sharding import check_types, make_engine
@@ -324,6 +325,7 @@ def _save_whole_values(module: Any, engine: Engine, then: Callable[[], None]) ->
     @functools.wraps(of_slices)
     def sharded_state_dict(*args: Any, **kwargs: Any) -> Any:
         with engine.unsharded():
+            note_whole_params(engine)
             state = of_slices(*args, **kwargs)
         then()
         return state

@@ -165,8 +165,7 @@ class _Buffers:
     def __iter__(self) -> NoReturn:
         raise RuntimeError(
             "DistributedOptimizer: expected an optimizer that steps the wrapper's own parameters; "
-            "found Megatron-Core's distributed optimizer, which looks into buffers of its own. "
-            "State is sharded by the level: set use_distributed_optimizer=True (or "
-            'strategy="optim") for the wrapper alone, leave OptimizerConfig.'
-            "use_distributed_optimizer False, and use any optimizer"
+            "found Megatron-Core's distributed optimizer, which reads buffers of Megatron-Core's "
+            "wrapper. Import get_megatron_optimizer from fsdp_engine.megatron, which takes "
+            "use_distributed_optimizer=True"
         )

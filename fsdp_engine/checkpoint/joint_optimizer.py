@@ -58,7 +58,7 @@ class JointOptimizer(Optimizer):
         self.state = _States(self.optimizers)  # type: ignore[assignment]
         # What a checkpoint says of its kind.
         self.__class__ = type(
-            "And".join(type(each).__name__ for each in self.optimizers), (JointOptimizer,), {}
+            "And".join(type(each).__name__ for each in self.optimizers), (type(self),), {}
         )
 
     def _groups(self) -> list[dict[str, Any]]:
