@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import add
 from typing import Any, NamedTuple
@@ -174,6 +174,8 @@ class FlatPlacement:
             them, at another place of others' mesh dimensions.
         num_rows: rows of consecutive ranks that a mesh of one axis consists of, each of which holds
             the whole tensor.
+        norm_is_dtensor: the norm of several such tensors is a replicated DTensor, as FSDP2's is;
+            False: a plain tensor.
 
     Raises:
         ValueError: the range does not lie inside the tensor, or more axes cut it than there are.
@@ -190,6 +192,7 @@ class FlatPlacement:
     spread: Spread | None = None
     is_written: bool = field(default=True, compare=False)
     num_rows: int = 1
+    norm_is_dtensor: bool = field(default=False, compare=False)
     # One for each dtype that this slice is held in; they cost more to make than to keep.
     _specs: dict[torch.dtype, DTensorSpec] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -216,6 +219,10 @@ class FlatPlacement:
     def rename(self, name: str) -> None:
         """Messages call the parameter ``name`` from now on; nothing is compared by it."""
         object.__setattr__(self, "name", name)
+
+    def give_norms_as_dtensors(self) -> None:
+        """Set ``norm_is_dtensor``; nothing is compared by it."""
+        object.__setattr__(self, "norm_is_dtensor", True)
 
     @classmethod
     def on_mesh(
@@ -300,6 +307,24 @@ class FlatPlacement:
         """This rank's slice of a plain whole tensor, 1-D."""
         shard = whole if self.spread is None else self.spread.shard_of(whole)
         return shard.reshape(-1)[self.start : self.stop]
+
+    @cached_property
+    def of_parts(self) -> FlatPlacement:
+        """That of a complex tensor as ``torch.view_as_real`` has it: a last dim of two parts."""
+        shape = torch.Size((*self.shape, 2))
+        spread = None if self.spread is None else replace(self.spread, shape=shape)
+        return replace(self, shape=shape, spread=spread, start=2 * self.start, stop=2 * self.stop)
+
+    @cached_property
+    def of_numbers(self) -> FlatPlacement | None:
+        """The opposite of :attr:`of_parts`; None where a boundary parts a number in two."""
+        if self.shape[-1:] != (2,) or self.start % 2 or self.stop % 2:
+            return None
+        shape = self.shape[:-1]
+        spread = None if self.spread is None else replace(self.spread, shape=shape)
+        if spread is not None and len(shape) in {getattr(p, "dim", -1) for p in spread.placements}:
+            return None
+        return replace(self, shape=shape, spread=spread, start=self.start // 2, stop=self.stop // 2)
 
     @property
     def numel(self) -> int:
