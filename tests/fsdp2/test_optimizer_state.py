@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -46,7 +46,8 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> 
 
 
 def _full(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    value = value.full_tensor() if isinstance(value, DTensor) else value
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _full_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
