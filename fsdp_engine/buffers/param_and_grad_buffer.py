@@ -89,6 +89,7 @@ class ParamAndGradBuffer:
         self.spec = spec
         self._machinery = machinery
         self._config = config
+        self._norms_are_dtensors = False
         self.records = [by_name[slot.name] for slot in spec.layout.slots]
         # Of DTensors, this rank's shards: see [Note: Parameters that are DTensors].
         params = [record.shard for record in self.records]
@@ -153,6 +154,7 @@ class ParamAndGradBuffer:
             spread=spread,
             is_written=self.records[index].is_written,
             num_rows=self._num_rows,
+            norm_is_dtensor=self._norms_are_dtensors,
         )
 
     def rename(self, index: int, name: str) -> None:
@@ -160,6 +162,13 @@ class ParamAndGradBuffer:
         self.records[index].name = name
         if isinstance(sharded := self.sharded_params[index], FlatDTensor):
             sharded.flat_placement.rename(name)
+
+    def give_norms_as_dtensors(self) -> None:
+        """``torch.nn.utils.clip_grad_norm_`` returns DTensors of its gradients' norms."""
+        self._norms_are_dtensors = True
+        for sharded in self.sharded_params:
+            if isinstance(sharded, FlatDTensor):
+                sharded.flat_placement.give_norms_as_dtensors()
 
     @property
     def shown(self) -> ShownGradients:

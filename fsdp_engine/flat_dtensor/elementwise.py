@@ -271,7 +271,7 @@ def slice_of_distributed(source: Tensor, flat: FlatPlacement) -> Tensor | None:
         return source._local_tensor.reshape(-1)[flat.start : flat.stop] if lies_alike else None
     last = source._spec.placements[-1]
     is_same = isinstance(last, FlatShard) and last.span == (flat.start, flat.stop)
-    return source._local_tensor if is_same else None
+    return source._local_tensor.reshape(-1) if is_same else None
 
 
 def _whole(source: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fsdp_engine.devices.collectives import all_reduce_
+from fsdp_engine.flat_dtensor.accurate_norm import real_dtype, slice_norm, slice_norms
 from fsdp_engine.flat_dtensor.elementwise import elementwise
 from fsdp_engine.flat_dtensor.placement import FlatPlacement
 from fsdp_engine.flat_dtensor.slices import Args, Function, Handler, Kwargs, refusal, unwrap
@@ -183,7 +184,7 @@ def _norm(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     if not math.prod(flat.shape):
         return torch.linalg.vector_norm(local, order, dtype=dtype)  # or torch's own error
     norm = _slice_norm(local, order, dtype)
-    return whole(_norm_over(norm, order, flat).to(dtype))
+    return whole(_norm_over(norm, order, flat).to(real_dtype(dtype)), flat)
 
 
 def _foreach_norm(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
@@ -209,8 +210,9 @@ def _foreach_norm(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
             values = torch.stack([t.max() if t.numel() else _neutral(t, "max") for t in chosen])
             reduced = _extreme_over(values, key or (), "max")
         for index, local, value in zip(indices, chosen, reduced.unbind(), strict=True):
-            value = value.to(kwargs.get("dtype") or local.dtype)
-            results[index] = whole(value) if takes_norms and key is not None else value
+            value = value.to(real_dtype(kwargs.get("dtype") or local.dtype))
+            is_norm = takes_norms and key is not None
+            results[index] = whole(value, tensors[index]._flat) if is_norm else value
     return results
 
 
@@ -223,18 +225,20 @@ def _order(cls: Any, func: Function, args: Args, p: Any) -> float:
 
 
 def _slice_norms(locals_: list[Tensor], order: float) -> list[Tensor]:
-    plain = torch._foreach_norm if math.isfinite(order) else None
-    if plain is None or any(t.dtype.itemsize < 4 or t.requires_grad for t in locals_):
-        return [_slice_norm(local, order, local.dtype) for local in locals_]
-    return [norm.double() for norm in plain(locals_, order)]
+    held = [local for local in locals_ if local.numel()]
+    norms = iter(slice_norms(held, order))
+    return [next(norms) if local.numel() else _norm_of_nothing(local, order) for local in locals_]
 
 
 def _slice_norm(local: Tensor, order: float, dtype: torch.dtype) -> Tensor:
     if not local.numel():
-        # A sum, so that autograd finds its way back on this rank too.
-        return local.sum().double() + (math.inf if order == -math.inf else 0.0)
-    wide = torch.promote_types(dtype, torch.float32)
-    return torch.linalg.vector_norm(local, order, dtype=wide).double()
+        return _norm_of_nothing(local, order)
+    return slice_norm(local, order, torch.promote_types(real_dtype(dtype), torch.float32))
+
+
+def _norm_of_nothing(local: Tensor, order: float) -> Tensor:
+    # A sum, so that autograd finds its way back on this rank too.
+    return local.sum().abs().double() + (math.inf if order == -math.inf else 0.0)
 
 
 def _norm_over(norms: Tensor, order: float, flat: FlatPlacement | None) -> Tensor:

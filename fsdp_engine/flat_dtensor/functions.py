@@ -29,6 +29,7 @@ from fsdp_engine.flat_dtensor import full_reductions, gathered
 from fsdp_engine.flat_dtensor.elementwise import convert, copy_, elementwise, foreach, set_masked
 from fsdp_engine.flat_dtensor.gathered import on_whole
 from fsdp_engine.flat_dtensor.outside_reads import check_leads_to_slices
+from fsdp_engine.flat_dtensor.placement import FlatPlacement
 from fsdp_engine.flat_dtensor.random_values import constant_, draw_
 from fsdp_engine.flat_dtensor.slices import (
     Args,
@@ -40,6 +41,7 @@ from fsdp_engine.flat_dtensor.slices import (
     refuse,
     refuse_random,
     refuses,
+    rewrap,
     unwrap,
     with_full_parameters,
     words,
@@ -48,15 +50,15 @@ from fsdp_engine.flat_dtensor.slices import (
 # Each also in its forms `name_`, `special_name`, `_foreach_name`, `_foreach_name_`.
 _ELEMENTWISE = words(
     """
-    abs absolute acos acosh add addcdiv addcmul arccos arccosh arcsin arcsinh arctan arctan2
+    abs absolute acos acosh add addcdiv addcmul angle arccos arccosh arcsin arcsinh arctan arctan2
     arctanh asin asinh atan atan2 atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or
-    bitwise_right_shift bitwise_xor ceil celu clamp clamp_max clamp_min clip copysign cos cosh
-    deg2rad digamma div divide elu eq erf erfc erfinv exp exp2 expit expm1 fill fix float_power
-    floor floor_divide fmax fmin fmod frac gcd ge gelu greater greater_equal gt hardsigmoid
-    hardswish hardtanh heaviside hypot i0 isclose isfinite isinf isnan isneginf isposinf isreal
-    lcm ldexp le leaky_relu lerp less less_equal lgamma log log10 log1p log2 logaddexp logaddexp2
-    logical_and logical_not logical_or logical_xor logit lt masked_fill maximum minimum mish mul
-    multiply nan_to_num ne neg negative nextafter not_equal polygamma positive pow rad2deg
+    bitwise_right_shift bitwise_xor ceil celu clamp clamp_max clamp_min clip conj_physical copysign
+    cos cosh deg2rad digamma div divide elu eq erf erfc erfinv exp exp2 expit expm1 fill fix
+    float_power floor floor_divide fmax fmin fmod frac gcd ge gelu greater greater_equal gt
+    hardsigmoid hardswish hardtanh heaviside hypot i0 isclose isfinite isinf isnan isneginf isposinf
+    isreal lcm ldexp le leaky_relu lerp less less_equal lgamma log log10 log1p log2 logaddexp
+    logaddexp2 logical_and logical_not logical_or logical_xor logit lt masked_fill maximum minimum
+    mish mul multiply nan_to_num ne neg negative nextafter not_equal polygamma positive pow rad2deg
     reciprocal relu relu6 remainder round rsqrt rsub selu sgn sigmoid sign signbit silu sin sinc
     sinh softplus softshrink sqrt square sub subtract tan tanh tanhshrink threshold true_divide
     trunc where xlogy
@@ -228,6 +230,25 @@ def _view(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     return tensor.contiguous() if tensor.requires_grad else _detach(cls, func, args, kwargs)
 
 
+def _view_as_real(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Optimizers step on complex parameters as pairs of real numbers."""
+    (tensor,) = (*args, *kwargs.values())
+    return rewrap(cls, func(unwrap(tensor)).reshape(-1), tensor._flat.of_parts)
+
+
+def _view_as_complex(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
+    (tensor,) = (*args, *kwargs.values())
+    flat: FlatPlacement | None = tensor._flat.of_numbers
+    if flat is None:
+        raise refusal(cls, func, tensor, "would join parts of a number that lie on two ranks")
+    return rewrap(cls, func(unwrap(tensor).view(-1, 2)), flat)
+
+
+def _conj(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Of its own memory: a flag on the slice would not show on the tensor around it."""
+    return elementwise(cls, torch.conj_physical, args, kwargs)
+
+
 def _new(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     """``new_zeros`` and its kind: a FlatDTensor for the same shape, else a plain tensor."""
     tensor, *rest = args
@@ -330,6 +351,9 @@ _SPECIAL: dict[str, Handler] = {
     **dict.fromkeys(("detach", "alias"), _detach),
     **dict.fromkeys(("view", "view_as", "reshape", "reshape_as"), _view),
     **dict.fromkeys(("expand", "expand_as", "flatten", "ravel"), _view),
+    "view_as_real": _view_as_real,
+    "view_as_complex": _view_as_complex,
+    "conj": _conj,
     **dict.fromkeys(("new_empty", "new_zeros", "new_ones", "new_full"), _new),
     **dict.fromkeys(("item", "is_nonzero", "__bool__", "__nonzero__", "__float__"), _item),
     **dict.fromkeys(("__int__", "__long__", "__index__", "__complex__"), _item),

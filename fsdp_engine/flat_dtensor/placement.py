@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import add
 from typing import Any, NamedTuple
@@ -28,6 +28,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
+from fsdp_engine.devices import memory
+from fsdp_engine.devices.collectives import all_reduce_
 from fsdp_engine.devices.mesh import DataMesh, joint_mesh
 from fsdp_engine.flat_dtensor.spread import Spread
 
@@ -95,17 +97,21 @@ class FlatShard(Partial):
     Neither a ``Shard``, since code that takes ``Shard(0)`` at its word would read or write wrong
     elements, nor a ``Replicate``. It is a ``Partial`` in class alone, which is what
     ``distribute_tensor`` asks about a value that it has on all ranks: so
-    ``distribute_tensor(whole, weight.device_mesh, weight.placements)`` has this rank's slice.
+    ``distribute_tensor(whole, weight.device_mesh, weight.placements)`` has this rank's slice, and
+    ``full_tensor()`` of that the whole.
 
     Attributes:
+        flat: of the tensor whose placement this is. None: not known.
         span: elements of the tensor, in row-major order, that this rank holds. None: not known.
     """
 
+    flat: FlatPlacement | None
     span: tuple[int, int] | None
 
-    def __init__(self, span: tuple[int, int] | None = None) -> None:
+    def __init__(self, flat: FlatPlacement | tuple[int, int] | None = None) -> None:
         super().__init__("sum")
-        self.span = span
+        self.flat = flat if isinstance(flat, FlatPlacement) else None
+        self.span = (flat.start, flat.stop) if isinstance(flat, FlatPlacement) else flat
 
     def _partition_value(self, tensor: Tensor, mesh: DeviceMesh, mesh_dim: int) -> Tensor:
         if mesh_dim < mesh.ndim - 1:
@@ -115,13 +121,23 @@ class FlatShard(Partial):
                 "distribute_tensor: expected the placements of a sharded parameter, which know "
                 "what a rank holds; found FlatShard() of none"
             )
+        if mesh.size() == 1:
+            return tensor.clone()  # full_tensor() takes it as it is
         return tensor.reshape(-1)[slice(*self.span)].clone()
 
-    def _to_replicate_tensor(self, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(
-            "redistribute, full_tensor: expected a FlatDTensor; found a DTensor over flat slices, "
-            "as distribute_tensor makes it. copy_() it into the parameter, and ask that one"
-        )
+    def _to_replicate_tensor(
+        self, local: Tensor, mesh: DeviceMesh, mesh_dim: int, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        flat = self.flat
+        if flat is None or flat.spread is not None:
+            raise RuntimeError(
+                "redistribute, full_tensor: expected a FlatDTensor; found a DTensor over flat "
+                "slices, as distribute_tensor makes it. copy_() it into the parameter, and ask "
+                "that one"
+            )
+        # torch asks each axis that has several ranks; the last one gathers for all.
+        last = max(dim for dim in range(mesh.ndim) if mesh.size(dim) > 1)
+        return flat.whole_of(local) if mesh_dim == last else local
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
         """False: what ranks hold is final."""
@@ -137,7 +153,7 @@ class FlatShard(Partial):
 
     def __eq__(self, other: object) -> bool:
         # With the span: DTensor keeps what it found for equal placements.
-        return type(other) is FlatShard and other.span == self.span
+        return type(other) is FlatShard and other.span == self.span and other.flat == self.flat
 
     def __hash__(self) -> int:
         return hash((FlatShard, self.span))
@@ -146,6 +162,9 @@ class FlatShard(Partial):
         return "FlatShard()"
 
     __str__ = __repr__
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FlatShard:
+        return self
 
     def __reduce__(self) -> Any:
         return FlatShard, (self.span,)
@@ -174,6 +193,8 @@ class FlatPlacement:
             them, at another place of others' mesh dimensions.
         num_rows: rows of consecutive ranks that a mesh of one axis consists of, each of which holds
             the whole tensor.
+        norm_is_dtensor: the norm of several such tensors is a replicated DTensor, as FSDP2's is;
+            False: a plain tensor.
 
     Raises:
         ValueError: the range does not lie inside the tensor, or more axes cut it than there are.
@@ -190,6 +211,7 @@ class FlatPlacement:
     spread: Spread | None = None
     is_written: bool = field(default=True, compare=False)
     num_rows: int = 1
+    norm_is_dtensor: bool = field(default=False, compare=False)
     # One for each dtype that this slice is held in; they cost more to make than to keep.
     _specs: dict[torch.dtype, DTensorSpec] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -216,6 +238,10 @@ class FlatPlacement:
     def rename(self, name: str) -> None:
         """Messages call the parameter ``name`` from now on; nothing is compared by it."""
         object.__setattr__(self, "name", name)
+
+    def give_norms_as_dtensors(self) -> None:
+        """Set ``norm_is_dtensor``; nothing is compared by it."""
+        object.__setattr__(self, "norm_is_dtensor", True)
 
     @classmethod
     def on_mesh(
@@ -301,6 +327,50 @@ class FlatPlacement:
         shard = whole if self.spread is None else self.spread.shard_of(whole)
         return shard.reshape(-1)[self.start : self.stop]
 
+    def whole_of(self, local: Tensor) -> Tensor:
+        """The whole tensor from its slices, of which ``local`` is this rank's. Collective.
+
+        Every rank writes its bytes into zeros, and the sum has them all: exact for every dtype,
+        with memory for one tensor. Added as 64-bit words, in which no two ranks share a byte.
+        """
+        if local.is_meta:
+            return memory.empty(tuple(self.shape), local.dtype, "meta")
+        itemsize, numel = local.dtype.itemsize, math.prod(self.cut_shape)
+        mesh_type = self.mesh.device_type
+        remote = bool(self.groups) and local.device.type != mesh_type
+        device = mesh_type if remote else local.device
+        words = memory.zeros(-(-numel * itemsize // 8), torch.int64, device)
+        full = words.view(torch.uint8)[: numel * itemsize]
+        place = full[self.start * itemsize : self.stop * itemsize]
+        # Of stride 1, also where torch calls another stride contiguous (one element).
+        dense = (
+            local if local.stride() == (1,) else local.clone(memory_format=torch.contiguous_format)
+        )
+        place.copy_(dense.view(torch.uint8))
+        for group in self.split_groups:
+            all_reduce_(words, group)
+        shard = full.view(local.dtype).view(self.cut_shape)
+        whole = shard if self.spread is None else self.spread.whole_of(shard)
+        return whole.to(local.device)
+
+    @cached_property
+    def of_parts(self) -> FlatPlacement:
+        """That of a complex tensor as ``torch.view_as_real`` has it: a last dim of two parts."""
+        shape = torch.Size((*self.shape, 2))
+        spread = None if self.spread is None else replace(self.spread, shape=shape)
+        return replace(self, shape=shape, spread=spread, start=2 * self.start, stop=2 * self.stop)
+
+    @cached_property
+    def of_numbers(self) -> FlatPlacement | None:
+        """The opposite of :attr:`of_parts`; None where a boundary parts a number in two."""
+        if self.shape[-1:] != (2,) or self.start % 2 or self.stop % 2:
+            return None
+        shape = self.shape[:-1]
+        spread = None if self.spread is None else replace(self.spread, shape=shape)
+        if spread is not None and len(shape) in {getattr(p, "dim", -1) for p in spread.placements}:
+            return None
+        return replace(self, shape=shape, spread=spread, start=self.start // 2, stop=self.stop // 2)
+
     @property
     def numel(self) -> int:
         """Elements held by this rank."""
@@ -314,7 +384,7 @@ class FlatPlacement:
         if self.spread is not None and not self._num_cut:
             return others
         num_whole = self.mesh.ndim - self._num_cut
-        cut = (FlatShard((self.start, self.stop)),) * self._num_cut
+        cut = (FlatShard(self),) * self._num_cut
         return (Replicate(),) * num_whole + cut + others
 
     @property

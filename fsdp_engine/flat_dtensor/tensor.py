@@ -31,16 +31,14 @@ from torch.optim import optimizer as _torch_optimizer
 from torch.utils import _foreach_utils
 from torch.utils.hooks import RemovableHandle
 
-from fsdp_engine.devices import memory
 from fsdp_engine.flat_dtensor import functions
-from fsdp_engine.flat_dtensor.full_reductions import mean_over_mesh, reduce_over
+from fsdp_engine.flat_dtensor.full_reductions import mean_over_mesh
 from fsdp_engine.flat_dtensor.outside_reads import Home
 from fsdp_engine.flat_dtensor.placement import Box, FlatPlacement, FlatShard, _on_mesh
-from fsdp_engine.flat_dtensor.slices import compact, refusal, unwrap
+from fsdp_engine.flat_dtensor.slices import refusal, unwrap
 from fsdp_engine.flat_dtensor.spread import Spread
 
 _NoTorchFunction = torch._C.DisableTorchFunctionSubclass  # type: ignore[attr-defined]
-_WORD = torch.int64
 
 
 class FlatDTensor(DTensor):
@@ -138,13 +136,13 @@ class FlatDTensor(DTensor):
             )
         if torch.is_grad_enabled() and self.requires_grad:
             if self._home is not None:
-                values = _gather(self._local_tensor, self._flat)
+                values = self._flat.whole_of(self._local_tensor)
                 followed = self._home.followed(values, self._flat.spread)
                 if followed is not None:
                     return followed
             result: Tensor = _FullTensor.apply(self)
             return result
-        return _gather(self._local_tensor, self._flat)
+        return self._flat.whole_of(self._local_tensor)
 
     def redistribute(  # type: ignore[override]
         self,
@@ -442,7 +440,7 @@ class _FullTensor(torch.autograd.Function):
     def forward(ctx: Any, tensor: FlatDTensor) -> Tensor:
         ctx.cls, ctx.flat = type(tensor), tensor._flat
         ctx.set_materialize_grads(False)
-        return _gather(tensor._local_tensor, tensor._flat)
+        return tensor._flat.whole_of(tensor._local_tensor)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -452,26 +450,6 @@ class _FullTensor(torch.autograd.Function):
         local = ctx.flat.part_of(mean_over_mesh(grad, ctx.flat))
         # A clone, so that the whole gradient need not live as long as its slice.
         return ctx.cls._wrap(local.clone(), ctx.flat)
-
-
-def _gather(local: Tensor, flat: FlatPlacement) -> Tensor:
-    """The whole tensor from its slices.
-
-    Every rank writes its bytes into zeros, and the sum has them all: exact for every dtype, with
-    memory for one tensor. Added as 64-bit words, in which no two ranks share a byte.
-    """
-    if local.is_meta:
-        return memory.empty(tuple(flat.shape), local.dtype, "meta")
-    itemsize, numel = local.dtype.itemsize, math.prod(flat.cut_shape)
-    mesh_type = flat.mesh.device_type
-    remote = bool(flat.groups) and local.device.type != mesh_type
-    words = memory.zeros(-(-numel * itemsize // 8), _WORD, mesh_type if remote else local.device)
-    full = words.view(torch.uint8)[: numel * itemsize]
-    full[flat.start * itemsize : flat.stop * itemsize].copy_(compact(local).view(torch.uint8))
-    reduce_over(words, flat.split_groups)
-    shard = full.view(local.dtype).view(flat.cut_shape)
-    whole = shard if flat.spread is None else flat.spread.whole_of(shard)
-    return whole.to(local.device)
 
 
 def _rebuild(

@@ -112,7 +112,8 @@ def _outermost(module: object) -> list[nn.Module]:
             raise TypeError(
                 f"module: expected a torch.nn.Module or a list of them; found {type(each).__name__}"
             )
-        if type(each).forward is nn.Module.forward:
+        # torch.compile() returns a module that has its forward as an attribute.
+        if type(each).forward is nn.Module.forward and "forward" not in vars(each):
             raise ValueError(
                 "module: expected one that is called, since fully_shard does not support "
                 "containers that do not implement forward; found a "

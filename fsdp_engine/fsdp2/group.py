@@ -74,6 +74,8 @@ class Group:
 
     def __post_init__(self) -> None:
         self.values = ValuesBeforeEngine(self.unit, self.give_memory)
+        for buffer in self.unit.buffers:
+            buffer.give_norms_as_dtensors()
 
     @property
     def index(self) -> int:

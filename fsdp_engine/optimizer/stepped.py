@@ -12,7 +12,12 @@ import weakref
 from typing import Protocol
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from fsdp_engine.optimizer.loaded_state import adopt_loaded_state
 
 
 class Listener(Protocol):
@@ -25,12 +30,13 @@ class Listener(Protocol):
 
 _LISTENERS: weakref.WeakValueDictionary[int, Listener] = weakref.WeakValueDictionary()
 _NUMBERS = itertools.count()
-_HOOKS: list[object] = []  # one for this process
+_HOOKS: list[object] = []  # one of each kind for this process
 
 
 def tell_of_steps(listener: Listener) -> None:
     """Call ``listener.optimizer_stepped`` after each step of any optimizer of this process."""
     if not _HOOKS:
+        _HOOKS.append(register_optimizer_step_pre_hook(adopt_loaded_state))
         _HOOKS.append(register_optimizer_step_post_hook(_tell))
     _LISTENERS[next(_NUMBERS)] = listener
 

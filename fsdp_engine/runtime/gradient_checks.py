@@ -21,6 +21,7 @@ from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.devices import memory
 from fsdp_engine.devices.collectives import gather_objects
+from fsdp_engine.flat_dtensor.accurate_norm import slice_norms
 
 # A norm is large beyond so many times the largest of so many steps.
 LARGE_FACTOR = 10.0
@@ -63,15 +64,18 @@ class GradientChecks:
         """Look at gradients of ``buffer`` that are about to travel for the first time."""
         assert buffer.grads is not None
         number, first, count = self._place[id(buffer)]
-        views = buffer.grads.written()
-        if self.looks_for_nan and not _is_seen_to_be_finite(buffer.grads.written_flat):
+        views = list(map(_in_parts, buffer.grads.written()))
+        flat = _in_parts(buffer.grads.written_flat)
+        if self.looks_for_nan and not _is_seen_to_be_finite(flat):
             # The largest magnitude is NaN or Inf if any element is, in whatever dtype.
-            peaks = _magnitudes(views, float("inf"))
+            peaks = _largest(views)
             self.flags[first : first + count] |= (~torch.isfinite(peaks)).to(torch.uint8)
         if self.looks_for_large:
-            norm = torch.linalg.vector_norm(_magnitudes(views, 2.0))
-            # Of several microbatches that travel one by one, the largest counts.
-            self._norms[number] = torch.maximum(self._norms[number], norm)
+            norms = slice_norms([view for view in views if view.numel()], 2.0)
+            if norms:
+                norm = torch.linalg.vector_norm(torch.stack(norms)).float()
+                # Of several microbatches that travel one by one, the largest counts.
+                self._norms[number] = torch.maximum(self._norms[number], norm)
 
     def conclude(self, found: Sequence[int]) -> str | None:
         """Warn of large norms and start anew; what is wrong, the same on all ranks, if anything.
@@ -134,10 +138,14 @@ def _is_seen_to_be_finite(flat: Tensor) -> bool:
     return all(math.isfinite(peak) for peak in torch.aminmax(flat)) if flat.numel() else True
 
 
-def _magnitudes(views: Sequence[Tensor], order: float) -> Tensor:
-    """The ``order``-norm of each tensor, fp32; 0 for empty ones."""
-    # The largest magnitude of nothing is not defined; that of one zero is 0.
+def _largest(views: Sequence[Tensor]) -> Tensor:
+    """The largest magnitude of each tensor, fp32; 0 for empty ones."""
+    # That of nothing is not defined; that of one zero is 0.
     nothing = memory.zeros(1, torch.float32, views[0].device)
     nonempty = [view if view.numel() else nothing for view in views]
-    norms = torch._foreach_norm(nonempty, order)
-    return torch.stack([norm.float() for norm in norms])
+    return torch.stack([norm.float() for norm in torch._foreach_norm(nonempty, math.inf)])
+
+
+def _in_parts(tensor: Tensor) -> Tensor:
+    """Of complex numbers both parts: their magnitude overflows where they do not."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

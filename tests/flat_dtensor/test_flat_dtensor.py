@@ -101,11 +101,11 @@ def test_boxes_outside_the_tensor_are_refused() -> None:
 
 def test_a_placement_names_the_axes_that_cut(mesh: DeviceMesh) -> None:
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-    found = [FlatPlacement.on_mesh((4,), 0, 1, square, cut).placements for cut in (0, 1, 2)]
-    assert found == [
+    flats = [FlatPlacement.on_mesh((4,), 0, 1, square, cut) for cut in (0, 1, 2)]
+    assert [flat.placements for flat in flats] == [
         (Replicate(), Replicate()),
-        (Replicate(), FlatShard((0, 1))),
-        (FlatShard((0, 1)), FlatShard((0, 1))),
+        (Replicate(), FlatShard(flats[1])),
+        (FlatShard(flats[2]), FlatShard(flats[2])),
     ]
     groups = FlatPlacement.on_mesh((4,), 0, 1, square, 2).split_groups
     assert groups == (square.get_group("inner"), square.get_group("outer"))

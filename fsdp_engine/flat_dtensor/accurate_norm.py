@@ -1,0 +1,71 @@
+"""Norms of flat slices, accurate for any number of elements.
+
+[Note: Accuracy of the norm]
+On CPU ``vector_norm`` adds up a whole tensor in a few fp32 accumulators: the norm of 2.4 million
+elements is 4e-5 too small, that of 1e8 elements 1.1 %. So a slice is viewed as rows of 4,096
+elements, whose norms are right to 1e-6, and the norms of the rows are combined in fp64:
+3e-9 for 1e8 elements, at the same speed (30 ms; fp64 throughout takes 670 ms and a copy).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_ROW = 4096
+
+
+def slice_norm(values: Tensor, order: float, dtype: torch.dtype | None = None) -> Tensor:
+    """Returns the p-norm of all elements as a 0-d fp64 tensor; differentiable.
+
+    Args:
+        values: any shape, not empty; real or complex.
+        order: p, 0 and both infinities included.
+        dtype: real dtype of the sums within a row; None: at least fp32.
+    """
+    flat = values.reshape(-1)
+    wide = dtype or torch.promote_types(real_dtype(values.dtype), torch.float32)
+    if values.is_complex():
+        wide = wide.to_complex()
+    in_rows = flat.numel() // _ROW * _ROW
+    if not in_rows:
+        return torch.linalg.vector_norm(flat, order, dtype=wide).double()
+    norms = torch.linalg.vector_norm(flat[:in_rows].view(-1, _ROW), order, 1, dtype=wide)
+    if in_rows < flat.numel():
+        rest = torch.linalg.vector_norm(flat[in_rows:], order, dtype=wide)
+        norms = torch.cat([norms, rest.view(1)])
+    if order == 0:  # counts, which add up
+        return norms.double().sum()
+    return torch.linalg.vector_norm(norms, order, dtype=torch.float64)
+
+
+def slice_norms(slices: Sequence[Tensor], order: float) -> list[Tensor]:
+    """Returns the p-norm of each slice as 0-d fp64 tensors: :func:`slice_norm` of many.
+
+    Args:
+        slices: 1-D, none of them empty.
+        order: p.
+    """
+    # One call for all where it is as accurate: small slices, and devices that add up in trees.
+    together = [
+        place
+        for place, each in enumerate(slices)
+        if (each.numel() < _ROW or each.device.type != "cpu")
+        and real_dtype(each.dtype).itemsize >= 4
+        and not each.requires_grad
+        and math.isfinite(order)
+    ]
+    found = torch._foreach_norm([slices[place] for place in together], order) if together else ()
+    done = dict(zip(together, found, strict=True))
+    return [
+        done[place].double() if place in done else slice_norm(each, order)
+        for place, each in enumerate(slices)
+    ]
+
+
+def real_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the parts of a complex number; of real ones, their own."""
+    return dtype.to_real() if dtype.is_complex else dtype
