@@ -401,3 +401,46 @@ def is_of_this_machine(found: Machine) -> None:
     assert found.host_seconds > 0
     assert not found.host_runs_ahead
     assert small(machine=found, strategy="optim_grads_params").seconds > 0
+
+
+class Encoder(nn.Module):
+    """torch's stack of deep copies of one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        layer.linear1.weight.mark = ["a user's"]  # type: ignore[attr-defined]
+        layer.linear1.bias.requires_grad_(False)
+        layer.self_attn.out_proj.bias = layer.linear2.bias
+        self.encoder = nn.TransformerEncoder(layer, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encoder(x).sum()
+
+
+@pytest.mark.parametrize("level", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+def test_a_model_that_deep_copies_its_layers_is_simulated(level: str) -> None:
+    built: list[Encoder] = []
+
+    def build() -> nn.Module:
+        built.append(Encoder())
+        return built[0]
+
+    found = fe.simulate(build, 2, batch=torch.zeros(2, 4, 16), strategy=level, machine=a_machine())
+    layers = list(built[0].encoder.layers)
+    assert found.memory["weights"] > 0
+    real = sum(each.numel() for each in Encoder().parameters())
+    assert sum(math.prod(each.shape) for each in built[0].parameters()) == real
+    for layer in layers:
+        assert layer.self_attn.out_proj.bias is layer.linear2.bias  # tied within each copy
+        assert not layer.linear1.bias.requires_grad
+    marks = [layer.linear1.weight.mark for layer in layers]
+    assert marks == [["a user's"]] * 3
+    assert len({id(mark) for mark in marks}) == 3
+
+
+def test_a_model_that_deep_copies_its_layers_is_planned() -> None:
+    planning = fe.plan(
+        Encoder, torch.zeros(2, 4, 16), world_size=2, checkpointing=(False,), machine=a_machine()
+    )
+    assert [each.fits for each in planning.outcomes] == [True] * 4
