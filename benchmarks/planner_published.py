@@ -1,23 +1,28 @@
-"""Published speeds of FSDP2 on GPUs, and what the planner says of the same jobs.
+"""Published speeds of FSDP on GPUs, and what the planner says of the same jobs.
 
-    python benchmarks/planner_published.py        # a few minutes
+    python benchmarks/planner_published.py                   # some twenty minutes
+    python benchmarks/planner_published.py --only MPT        # results of others stay in the file
 
-A sanity check, not a measurement: another engine (FSDP2) ran these, its schedule is close to level
-3 here, and the machine is known from a data sheet and a few assumed fractions
+A sanity check, not a measurement: other engines (FSDP2 for torchtitan's jobs, FSDP for those of
+llm-foundry) ran these, all of them with everything cut on one axis over all ranks; their schedules
+are close to level 3 here, and the machine is known from a data sheet and a few assumed fractions
 (``simulation/machine.py``). Nothing was fitted to these figures. Sources are given with each job.
+Jobs with tensor, context or pipeline parallelism, torch.compile or fp8 are left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import harness
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import fsdp_engine as fe
 from fsdp_engine.planner.inputs import inputs_of
@@ -25,6 +30,7 @@ from fsdp_engine.simulation.known_operations import KnownOperations
 
 H100_REPORT = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
 A100_REPORT = "torchtitan, docs/performance.md of 2024"
+MPT_REPORT = "llm-foundry, scripts/train/benchmarking/README.md"
 
 # "Each H100 GPU is equipped with 96GB HBM2e with 2.4 TB/sec peak memory bandwidth", 400 Gb/s a GPU.
 GRAND_TETON = dataclasses.replace(
@@ -34,30 +40,69 @@ GRAND_TETON = dataclasses.replace(
         fe.H100.processor, memory_bandwidth=2.4e12, memory_bytes=96 * 2**30
     ),
 )
+# "A100 40GB with 1600 Gbps node-node interconnect (RoCE)"; 1,555 GB/s is the data sheet's.
+A100_40 = dataclasses.replace(
+    fe.A100,
+    name="8 x A100 40 GB a node, 200 Gb/s a GPU",
+    processor=dataclasses.replace(fe.A100.processor, memory_bandwidth=1.555e12, memory_bytes=40e9),
+)
 
-LLAMA2_13B = {
-    "hidden_size": 5120,
-    "intermediate_size": 13824,
-    "num_hidden_layers": 40,
-    "num_attention_heads": 40,
-    "vocab_size": 32000,
-}
-LLAMA3_8B = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-}
-LLAMA3_70B = {
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-}
+BF16 = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+# "PURE" in llm-foundry: gradients are reduced in bf16, too.
+PURE = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+
+
+def llama(
+    hidden: int, intermediate: int, layers: int, heads: int, groups: int, vocabulary: int
+) -> Callable[[], nn.Module]:
+    """Builds transformers' Llama."""
+
+    def build() -> nn.Module:
+        config = LlamaConfig(
+            hidden_size=hidden,
+            intermediate_size=intermediate,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=groups,
+            vocab_size=vocabulary,
+        )
+        with torch.device("meta"):
+            return LlamaForCausalLM(config)
+
+    return build
+
+
+def mpt(hidden: int, layers: int, heads: int) -> Callable[[], nn.Module]:
+    """Builds a GPT-2 of the sizes of an MPT, whose blocks have the same matrices: embedding and
+    head are tied, the MLP is four times as wide, attention is fused."""
+
+    def build() -> nn.Module:
+        config = GPT2Config(
+            n_embd=hidden,
+            n_layer=layers,
+            n_head=heads,
+            n_positions=2048,
+            vocab_size=50368,
+            activation_function="gelu",
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            use_cache=False,
+        )
+        with torch.device("meta"):
+            return GPT2LMHeadModel(config)
+
+    return build
+
+
+LLAMA2_13B = llama(5120, 13824, 40, 40, 40, 32000)
+LLAMA2_70B = llama(8192, 28672, 80, 64, 8, 32000)
+LLAMA3_8B = llama(4096, 14336, 32, 32, 8, 128256)
+LLAMA3_70B = llama(8192, 28672, 80, 64, 8, 128256)
+# scripts/train/yamls/pretrain/mpt-*.yaml
+MPT_13B = mpt(5120, 40, 40)
+MPT_30B = mpt(7168, 48, 56)
+MPT_70B = mpt(8192, 80, 64)
 
 
 @dataclass(frozen=True)
@@ -65,30 +110,65 @@ class Job:
     """What was run, and what was published of it.
 
     Attributes:
-        config: of transformers' Llama.
-        rows, length: of a rank's batch.
+        build: makes the model, on the meta device.
+        rows, length: of a rank's microbatch.
         recomputed: what the report says was recomputed in backward.
         tokens_per_second: of one GPU, published.
         gib: memory of one GPU, published; None: it was not.
+        microbatches: of a step.
+        policy: dtypes.
     """
 
     name: str
     source: str
     machine: fe.Machine
     world_size: int
-    config: dict[str, int]
+    build: Callable[[], nn.Module]
     rows: int
     length: int
     recomputed: str
     tokens_per_second: float
     gib: float | None = None
+    microbatches: int = 1
+    policy: fe.MixedPrecisionPolicy = BF16
+
+
+def mpt_job(
+    name: str,
+    machine: fe.Machine,
+    world_size: int,
+    build: Callable[[], nn.Module],
+    rows: int,
+    speed: float,
+    **options: Any,
+) -> Job:
+    """A row of llm-foundry's tables, of 2,048 tokens a sample."""
+    options = {"recomputed": "all", "policy": PURE, **options}
+    return Job(
+        name, MPT_REPORT, machine, world_size, build, rows, 2048, tokens_per_second=speed, **options
+    )
 
 
 JOBS = [
     Job("Llama 2 13B", A100_REPORT, fe.A100, 64, LLAMA2_13B, 2, 4096, "nothing", 2162),
+    Job("Llama 2 13B", A100_REPORT, fe.A100, 64, LLAMA2_13B, 2, 4096, "some", 1904),
+    Job("Llama 2 70B", A100_REPORT, fe.A100, 64, LLAMA2_70B, 1, 4096, "some", 355),
+    Job("Llama 2 70B", A100_REPORT, fe.A100, 64, LLAMA2_70B, 2, 4096, "all", 353),
+    Job("Llama 3 8B", A100_REPORT, fe.A100, 64, LLAMA3_8B, 1, 8192, "some", 2973),
     Job("Llama 3 70B", A100_REPORT, fe.A100, 64, LLAMA3_70B, 1, 8192, "all", 331),
     Job("Llama 3.1 8B", H100_REPORT, GRAND_TETON, 8, LLAMA3_8B, 2, 8192, "some", 5762, 82.4),
     Job("Llama 3.1 8B", H100_REPORT, GRAND_TETON, 128, LLAMA3_8B, 2, 8192, "some", 5605, 67.0),
+    mpt_job("MPT 13B", A100_40, 16, MPT_13B, 10, 1993),
+    mpt_job("MPT 13B", A100_40, 128, MPT_13B, 16, 1972),
+    mpt_job("MPT 30B", A100_40, 32, MPT_30B, 4, 857),
+    mpt_job("MPT 30B", A100_40, 128, MPT_30B, 6, 865),
+    mpt_job("MPT 70B", A100_40, 64, MPT_70B, 2, 276),
+    mpt_job("MPT 70B", A100_40, 128, MPT_70B, 4, 376),
+    mpt_job("MPT 70B", fe.A100, 64, MPT_70B, 8, 410, microbatches=4),
+    mpt_job("MPT 13B", fe.H100, 8, MPT_13B, 2, 4792, recomputed="nothing", policy=BF16),
+    mpt_job("MPT 13B", fe.H100, 64, MPT_13B, 2, 4800, recomputed="nothing", policy=BF16),
+    mpt_job("MPT 70B", fe.H100, 32, MPT_70B, 2, 882, microbatches=16, policy=BF16),
+    mpt_job("MPT 70B", fe.H100, 64, MPT_70B, 8, 1039, microbatches=4, policy=BF16),
 ]
 
 # "Selective" checkpointing keeps some and recomputes some, so it lies between these two.
@@ -96,24 +176,19 @@ TRIES = {"nothing": (False,), "all": (True,), "some": (False, True)}
 
 
 def plan(job: Job, *, recomputes: bool) -> dict[str, Any]:
-    """The job at level 3 on one axis, in bf16 with reductions in fp32, as torchtitan's default."""
-
-    def build() -> nn.Module:
-        with torch.device("meta"):
-            return LlamaForCausalLM(LlamaConfig(**cast(dict[str, Any], job.config)))
-
-    known = KnownOperations()
+    """The job at level 3 on one axis."""
     found = fe.simulate(
-        build,
+        job.build,
         job.world_size,
-        batch=inputs_of(build(), (job.rows, job.length)),
+        batch=inputs_of(job.build(), (job.rows, job.length)),
         machine=job.machine,
         strategy="optim_grads_params",
         checkpointing=recomputes,
-        mp_policy=fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16),
-        known=known,
+        microbatches=job.microbatches,
+        mp_policy=job.policy,
+        known=KnownOperations(),
     )
-    speed = job.rows * job.length / found.seconds
+    speed = job.microbatches * job.rows * job.length / found.seconds
     return {
         "job": job.name,
         "source": job.source,
@@ -121,6 +196,8 @@ def plan(job: Job, *, recomputes: bool) -> dict[str, Any]:
         "ranks": job.world_size,
         "rows": job.rows,
         "length": job.length,
+        "microbatches": job.microbatches,
+        "reductions": "bf16" if job.policy.reduce_dtype == torch.bfloat16 else "fp32",
         "published recomputation": job.recomputed,
         "published tokens/s": job.tokens_per_second,
         "published GiB": job.gib,
@@ -136,8 +213,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.parse_args()
-    rows = [plan(job, recomputes=each) for job in JOBS for each in TRIES[job.recomputed]]
+    parser.add_argument("--only", default="", help="jobs whose name or source has this in it")
+    only = parser.parse_args().only
+    path = harness.RESULTS / "planner_published.json"
+    known = json.loads(path.read_text())["results"] if only else []
+    rows = []
+    for job in JOBS:
+        if only in job.name or only in job.source:
+            rows += [plan(job, recomputes=each) for each in TRIES[job.recomputed]]
+        else:
+            rows += [each for each in known if _is_of(job, each)]
     columns = ["job", "GPU", "ranks", "batch", "recomputed", "published", "planned", "ratio"]
     harness.print_table(
         "tokens a second of one GPU, and GiB, published and planned",
@@ -147,13 +232,19 @@ def main() -> None:
     harness.write_results("planner_published", rows)
 
 
+def _is_of(job: Job, row: dict[str, Any]) -> bool:
+    mine = (job.name, job.source, job.world_size, job.rows, job.recomputed, job.machine.name)
+    names = ("job", "source", "ranks", "rows", "published recomputation", "machine")
+    return mine == tuple(row[name] for name in names)
+
+
 def _cells(row: dict[str, Any]) -> list[str]:
     gib = row["published GiB"]
     return [
         row["job"],
         row["machine"].split()[2],  # "8 x H100 ..."
         str(row["ranks"]),
-        f"{row['rows']} x {row['length']}",
+        f"{row['microbatches']} x {row['rows']} x {row['length']}",
         f"{row['published recomputation']} / {row['planned recomputation']}",
         f"{row['published tokens/s']:,.0f}",
         f"{row['planned tokens/s']:,.0f}",

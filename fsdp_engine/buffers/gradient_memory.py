@@ -88,9 +88,8 @@ class GradientMemory:
 
     @property
     def transient_bytes(self) -> int:
-        """Bytes of the staged line, or of the copy in the wire's dtype, while it is there."""
-        transient = self.staging or self.wire
-        return transient.num_bytes if transient is not None else 0
+        """Bytes of the staged line and of the copy in the wire's dtype, while they are there."""
+        return sum(each.num_bytes for each in (self.staging, self.wire) if each is not None)
 
     @property
     def filled(self) -> bool:

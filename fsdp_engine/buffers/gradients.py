@@ -87,7 +87,7 @@ class Gradients:
 
     @property
     def transient_bytes(self) -> int:
-        """Bytes of the staging buffer, or of the copy in the wire's dtype, while it is there."""
+        """Bytes of the staging buffer and of the copy in the wire's dtype, while they are there."""
         return self._memory.transient_bytes
 
     @property

@@ -132,8 +132,19 @@ class Footprint:
         sent = params * codec.wire_dtype.itemsize
         if self.buffer.trainable:
             grads = traffic.grads_per_step + num_microbatches * traffic.grads_per_microbatch
-            sent += grads * self.buffer.dtypes.comm.itemsize
+            sent += grads * self._grad_itemsize(axis, round(elements))
         return elements * sent
+
+    def _grad_itemsize(self, axis: Axis, elements: int) -> float:
+        """Bytes of an element of gradients along ``axis``, the mean of both halves of an
+        all-reduce: where sums are wider than summands (``redistribute.py``), the second half
+        carries sums, and ``elements`` that ranks cannot divide equally are sent as wide in both."""
+        dtypes = self.buffer.dtypes
+        if self.strategy.cuts(Role.OPTIM, axis) or dtypes.reduce == dtypes.comm:
+            return dtypes.comm.itemsize
+        if elements % self.sizes[axis]:
+            return dtypes.main_grad.itemsize
+        return (dtypes.comm.itemsize + dtypes.main_grad.itemsize) / 2
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ their fake tensors.
 
 from __future__ import annotations
 
+import copy
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -15,7 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
@@ -58,7 +60,7 @@ def made_by(build: Callable[[], nn.Module]) -> nn.Module:
         SimulationError: ``build`` raised.
         TypeError: ``build`` makes something else.
     """
-    with explained("building the model"), _FirstValues():
+    with explained("building the model"), _DeepCopies(), _FirstValues():
         model = build()
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -77,6 +79,35 @@ def on_no_device(batch: Any, fake: FakeTensorMode) -> Any:
         return tensor if _is_fake(tensor) else fake.from_tensor(tensor)
 
     return tree_map_only(Tensor, converted, batch)
+
+
+class _DeepCopies(TorchFunctionMode):
+    """Within it ``copy.deepcopy`` copies fake tensors, as ``nn.TransformerEncoder`` copies its
+    layer. torch's own (2.11, 2.13) reads the address of their data, which they do not have, and
+    copies their mode."""
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """A function of torch's that the user calls."""
+        is_copy = func is Tensor.__deepcopy__ and isinstance(args[0], FakeTensor)
+        if is_copy and args[0].is_leaf:
+            return _copied(*args)
+        return func(*args, **(kwargs or {}))
+
+
+def _copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    if id(tensor) in memo:
+        return memo[id(tensor)]
+    twin = tensor.detach().clone()
+    if isinstance(tensor, nn.Parameter):
+        twin = nn.Parameter(twin)
+    twin.requires_grad_(tensor.requires_grad)
+    memo[id(tensor)] = twin
+    if tensor.grad is not None:
+        twin.grad = copy.deepcopy(tensor.grad, memo)
+    twin.__dict__.update(copy.deepcopy(_marks(tensor, twin), memo))
+    return twin
 
 
 class _FirstValues(TorchDispatchMode):
@@ -126,10 +157,15 @@ def _off_meta(tensor: Tensor) -> Tensor:
     twin = empty_like(tensor.detach(), _CPU)
     if isinstance(tensor, nn.Parameter):
         twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
-    # Marks of users; what a fake tensor keeps there itself (torch 2.11: its device, say) stays.
-    marks = {key: mark for key, mark in vars(tensor).items() if key not in vars(twin)}
-    twin.__dict__.update({key: mark for key, mark in marks.items() if key[0] != "_"})
+    twin.__dict__.update(_marks(tensor, twin))
     return twin
+
+
+def _marks(tensor: Tensor, twin: Tensor) -> dict[str, Any]:
+    """The user's attributes of ``tensor``, without those that a fake tensor keeps (torch 2.11: its
+    device, say)."""
+    marks = {key: mark for key, mark in vars(tensor).items() if key not in vars(twin)}
+    return {key: mark for key, mark in marks.items() if key[0] != "_"}
 
 
 def _is_fake(tensor: Tensor) -> bool:

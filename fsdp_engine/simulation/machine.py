@@ -3,13 +3,32 @@
 Peaks are those of vendors' data sheets, for dense matrices and one direction of a link. What
 programs reach of them is said apart, as a fraction: an assumption, to be replaced by measurements
 where there are some. "This machine" is measured (``calibrate.py``), and its fractions are 1.
+
+[Note: Rings over nodes]
+NCCL runs a collective over several rings at once. Each ring enters and leaves a node once, and each
+through another port, as many as the group has ranks there. So a ring collective over m nodes is
+bounded by the ports of a node together, or by one rank's link within a node, whichever is less:
+
+    seconds = bytes that a rank sends / min(within, ranks in a node x between)
+              + (n - m) hops within a node + (m - 1) hops between nodes
+
+NCCL's own model is the same: ``busBw = nChannels * bwInter``, ``latency = (nsteps - nInterSteps) *
+intraLat + nInterSteps * interLat`` (NCCL, ``src/graph/tuning.cc``, ``ncclTopoTuneModel``); channels
+are found in ``search.cc``. Bytes that go from one rank to another without a ring (gloo's parts, an
+all-to-all) leave the node through the port of the rank that sends them.
+
+Worked example, 64 H100 in 8 nodes: eight ports of 50 GB/s, of which 0.9 are reached, carry 360 GB/s;
+a link within a node reaches 0.8 of 450, 360 GB/s, too. Along an outer axis of one rank a node, each
+group has one port, 45 GB/s.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +49,8 @@ class Link:
     """How bytes get from one rank to the next of a ring.
 
     Attributes:
-        bandwidth: bytes a second that one rank sends, while it receives as many.
+        bandwidth: bytes a second that one rank sends, while it receives as many, and while the
+            other ranks of its node do so, too.
         latency: seconds of one hop, whatever is sent.
         achievable: the fraction of ``bandwidth`` that collectives reach.
         processor_share: the fraction of a message's time that it takes from compute, where one
@@ -51,9 +71,14 @@ class Link:
         _check_fraction("achievable", self.achievable)
         _check_seconds("processor_share", self.processor_share)
 
+    @property
+    def rate(self) -> float:
+        """Bytes a second that collectives reach."""
+        return self.bandwidth * self.achievable
+
     def seconds(self, num_bytes: float, num_hops: int) -> float:
         """For ``num_bytes`` that a rank sends in ``num_hops`` messages, one after the other."""
-        return num_bytes / (self.bandwidth * self.achievable) + num_hops * self.latency
+        return num_bytes / self.rate + num_hops * self.latency
 
 
 @dataclass(frozen=True)
@@ -141,7 +166,8 @@ class Machine:
         name: for people.
         processor: of one rank.
         within_node: the link between ranks of one node.
-        between_nodes: the link between ranks of two nodes.
+        between_nodes: the link between ranks of two nodes: the port of one rank, or its share of
+            a port that the node's ranks have together.
         ranks_per_node: consecutive ranks that share a node.
         host_seconds: what a call of one operation costs the host.
         host_runs_ahead: the host issues work to a device and goes on. False: the host computes
@@ -166,8 +192,26 @@ class Machine:
         _check_seconds("host_seconds", self.host_seconds)
 
     def link(self, num_ranks: int, stride: int) -> Link:
-        """The slowest link of a ring over ``num_ranks`` ranks, each ``stride`` after the other."""
-        return self.within_node if num_ranks * stride <= self.ranks_per_node else self.between_nodes
+        """Returns the link that times a ring collective over ``num_ranks`` ranks, each ``stride``
+        after the other; see [Note: Rings over nodes]."""
+        fewest, num_nodes = _in_nodes(num_ranks, stride, self.ranks_per_node)
+        within, between = self.within_node, self.between_nodes
+        if num_nodes == 1:
+            return within
+        if num_nodes == num_ranks:
+            return between
+        hops = (num_ranks - num_nodes) * within.latency + (num_nodes - 1) * between.latency
+        # Of one rank in some node, the ring has one port there.
+        ports = between.rate if fewest == 1 else min(within.rate, fewest * between.rate)
+        return Link(
+            ports,
+            hops / (num_ranks - 1),
+            processor_share=max(within.processor_share, between.processor_share),
+        )
+
+    def link_to(self, distance: int) -> Link:
+        """Returns the link from the first rank of a node to the rank ``distance`` after it."""
+        return self.within_node if distance < self.ranks_per_node else self.between_nodes
 
     def save(self, path: Path) -> None:
         """Write it as JSON."""
@@ -215,6 +259,13 @@ class Machine:
             raise ValueError(
                 f"{path}: expected a machine as `calibrate` writes it; found {error!r}"
             ) from error
+
+
+@functools.cache
+def _in_nodes(num_ranks: int, stride: int, ranks_per_node: int) -> tuple[int, int]:
+    """How many of such ranks the node has that has fewest of them, and in how many nodes they are."""
+    ranks_by_node = Counter(rank * stride // ranks_per_node for rank in range(num_ranks))
+    return min(ranks_by_node.values()), len(ranks_by_node)
 
 
 def _is_number(value: object) -> bool:

@@ -9,6 +9,7 @@ n - 1 hops, of an all-reduce twice that.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp_engine.simulation.clock import Clock, axis_of
 from fsdp_engine.simulation.known_operations import KnownOperations, Recipe
-from fsdp_engine.simulation.machine import Link
+from fsdp_engine.simulation.machine import Link, Machine
 from fsdp_engine.simulation.memory_watch import MemoryWatch
 from fsdp_engine.simulation.workspaces import as_returned
 
@@ -43,9 +44,9 @@ _RINGS = {
     "_allgather_base_": 1,
     "_reduce_scatter_base_": 1,
     "allreduce_": 2,
-    "alltoall_base_": 1,
     "broadcast_": 1,
 }
+_ALL_TO_ALL, _SEND = "alltoall_base_", "send"
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
@@ -166,28 +167,45 @@ class Operations(TorchDispatchMode):
 
     def _message(self, func: Any, args: Any) -> None:
         name = func._overloadpacket.__name__
-        ring = _RINGS.get(name)
-        if ring is None and name != "send":
+        if name not in _RINGS and name not in (_ALL_TO_ALL, _SEND):
             return  # no message of its own: a barrier, a wait, the other end of one
         num_bytes = max(_num_bytes(each) for each in _tensors(args))
-        group = next(each for each in map(_as_group, args) if each is not None)
-        link = self._link(group.size())
-        if ring is None:
-            sent, seconds = float(num_bytes), link.seconds(num_bytes, 1)  # a ring's hop
+        num_ranks = next(each for each in map(_as_group, args) if each is not None).size()
+        stride = self._stride
+        machine = self._clock.machine
+        if name == _SEND:
+            link = machine.link_to(args[2] * stride)  # this rank is the first of its node
+            sent, seconds = float(num_bytes), link.seconds(num_bytes, 1)
         else:
-            sent = sent_bytes(num_bytes, group.size(), ring)
-            seconds = message_seconds(link, num_bytes, group.size(), ring)
+            link = machine.link(num_ranks, stride)
+            ring = _RINGS.get(name, 1)
+            sent = sent_bytes(num_bytes, num_ranks, ring)
+            if name == _ALL_TO_ALL:
+                seconds = all_to_all_seconds(machine, num_bytes, num_ranks, stride)
+            else:
+                seconds = message_seconds(link, num_bytes, num_ranks, ring)
         self._clock.send(sent, seconds, seconds * link.processor_share)
 
-    def _link(self, num_ranks: int) -> Link:
+    @property
+    def _stride(self) -> int:
+        """How far the ranks of the lane that is at work lie apart."""
         lane = self._clock.lane_at_work
-        is_outer = lane is not None and axis_of(lane) == "outer"
-        return self._clock.machine.link(num_ranks, self._inner_size if is_outer else 1)
+        return self._inner_size if lane is not None and axis_of(lane) == "outer" else 1
 
 
 def message_seconds(link: Link, num_bytes: int, num_ranks: int, ring: int = 1) -> float:
     """Of a collective of ``num_bytes`` over ``num_ranks``: ``ring`` times around a ring."""
     return link.seconds(sent_bytes(num_bytes, num_ranks, ring), ring * (num_ranks - 1))
+
+
+def all_to_all_seconds(machine: Machine, num_bytes: int, num_ranks: int, stride: int) -> float:
+    """Of an all-to-all of ``num_bytes`` over ``num_ranks``, each ``stride`` after the other: parts
+    within the node go beside those to other nodes."""
+    part = num_bytes / num_ranks
+    near = min(num_ranks, math.ceil(machine.ranks_per_node / stride)) - 1
+    far = num_ranks - 1 - near
+    within, between = machine.within_node, machine.between_nodes
+    return max(within.seconds(near * part, near), between.seconds(far * part, far))
 
 
 def sent_bytes(num_bytes: float, num_ranks: int, ring: int = 1) -> float:

@@ -27,6 +27,7 @@ POLICIES = {
     "fp32": fe.MixedPrecisionPolicy(),
     "bf16": fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16),
     "bf16 wire": fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
+    "bf16 summands": fe.MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16),
 }
 # Mesh, policy, budget.
 CASES: list[tuple[tuple[int, int], str, int | None]] = [
@@ -37,7 +38,7 @@ CASES: list[tuple[tuple[int, int], str, int | None]] = [
     ((1, 4), "bf16 wire", None),
 ]
 # Each mesh, policy and kind of budget once.
-FEW_CASES = [CASES[0], CASES[4], CASES[5]]
+FEW_CASES = [CASES[0], CASES[3], CASES[5], CASES[6]]
 
 
 def rows(name: str, parameter: Tensor) -> int:
@@ -223,6 +224,65 @@ def compare_adapters() -> list[str]:
         if sum(row.num_gathers for row in engine.describe().rows) != axes * trainable:
             lines.append(f"{level}, {outer}: {engine.describe()}")
     return lines
+
+
+def test_an_all_reduce_of_narrow_summands_carries_wide_sums(ranks: Ranks) -> None:
+    results = ranks.run(compare_all_reduces, world_size=3)
+    assert not any(results), "\n".join(results[0])
+
+
+def compare_all_reduces() -> list[str]:
+    lines = []
+    summands = fe.MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16)
+    sums = fe.MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    for rows, is_unit, policy, itemsizes in (
+        (3, False, summands, 2 + 4),
+        (48, True, summands, 2 + 4),  # a unit of 192 elements
+        (3, True, summands, 4 + 4),  # of 64, which three ranks do not divide
+        (3, False, sums, 2 + 2),
+    ):
+        options: dict[str, Any] = {"strategy": "no_shard", "mp_policy": policy}
+        model: nn.Module = nn.Linear(4, rows, bias=False)
+        if is_unit:
+            model, options["units"] = nn.Sequential(model), [nn.Linear]
+        planned = estimate(model, world_size=3, **options)
+        mesh = init_device_mesh("cpu", (3,))
+        engine = fe.shard(model, mesh, **options)
+        sent: Counter[str] = Counter()
+
+        def count_send(group: Any, tensor: Tensor, sent: Counter[str] = sent) -> None:
+            sent["bytes"] += tensor.nbytes
+
+        def count_all_reduce(
+            group: Any, tensor: Tensor, options: Any, sent: Counter[str] = sent
+        ) -> None:
+            if tensor.is_floating_point():
+                sent["bytes"] += round(2 * tensor.nbytes * (group.size() - 1) / group.size())
+
+        with watched(count_send, count_all_reduce):
+            model(torch.ones(2, 4)).sum().backward()
+            engine.finish_grad_sync()
+        numel = planned.num_elements + planned.padding
+        expected = round(2 / 3 * numel * itemsizes)  # two of three parts, there and back
+        if not sent["bytes"] == planned.inner_traffic_bytes == expected:
+            found = sent["bytes"], planned.inner_traffic_bytes, expected
+            lines.append(f"{rows} rows, unit {is_unit}, {policy}: sent, planned and expected {found}")
+    return lines
+
+
+def test_staging_that_is_described_is_what_a_unit_takes(ranks: Ranks) -> None:
+    ranks.run(compare_staging)
+
+
+def compare_staging() -> None:
+    """Where gradients are staged, and the last reduction sends a copy of what accumulates."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    model = nn.Linear(16, 16, bias=False)
+    engine = fe.shard(model, mesh, "optim_grads", "no_shard", mp_policy=POLICIES["bf16 wire"])
+    model(torch.ones(2, 16)).sum().backward()
+    (row,) = (row for row in engine.describe().rows if row.num_parameters)
+    assert row.staging_bytes == 256 * 2 + 128 * 2
+    assert engine.peak_memory_bytes()["staging"] == row.staging_bytes
 
 
 def test_frozen_weights_that_are_never_cut_are_not_planned_to_travel(ranks: Ranks) -> None:

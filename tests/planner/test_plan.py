@@ -369,7 +369,15 @@ def test_its_picture_shows_every_row_and_the_limit(tmp_path: Path) -> None:
     import matplotlib as mpl
 
     mpl.rcParams["svg.fonttype"] = "none"
-    planning = planned_tightly()
+    slow = fe.A100.between_nodes.__class__(1e6, 0.0)
+    planning = fe.plan(
+        build,
+        batch,
+        world_size=WORLD,
+        machine=replace(MACHINE, between_nodes=slow),
+        memory=a_limit(),
+        **OPTIONS,
+    )
     save_figure(planning, tmp_path / "plan.svg")
     drawn = (tmp_path / "plan.svg").read_text()
     for outcome in planning.outcomes:

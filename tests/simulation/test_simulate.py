@@ -23,7 +23,7 @@ from fsdp_engine.devices.lane import Operation
 from fsdp_engine.simulation.calibrate import calibrate
 from fsdp_engine.simulation.clock import Clock, unit_of
 from fsdp_engine.simulation.machine import Link, Machine, Processor
-from fsdp_engine.simulation.operations import message_seconds
+from fsdp_engine.simulation.operations import all_to_all_seconds, message_seconds
 from tests.models import VOCABULARY, Transformer, token_batch
 from tests.pool import Ranks
 from tests.simulation.scene import machine, network, simulated
@@ -146,6 +146,88 @@ def test_rings() -> None:
     assert message_seconds(link, 400, 1) == 0.0
 
 
+NODES_OF_FOUR = dataclasses.replace(
+    a_machine(),
+    within_node=Link(bandwidth=100.0, latency=1.0),
+    between_nodes=Link(bandwidth=40.0, latency=3.0, achievable=0.5),
+    ranks_per_node=4,
+)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "stride", "rate", "latency"),
+    [
+        (4, 1, 100, 1),  # one node
+        (2, 2, 100, 1),
+        (8, 1, 4 * 20, (6 * 1 + 1 * 3) / 7),  # four rings, a port each
+        (64, 1, 4 * 20, (48 * 1 + 15 * 3) / 63),
+        (8, 2, 2 * 20, (4 * 1 + 3 * 3) / 7),  # two ranks of each node
+        (8, 4, 20, 3),  # one
+        (8, 8, 20, 3),
+        (6, 1, 2 * 20, (4 * 1 + 1 * 3) / 5),  # the second node has but two of them
+        (5, 1, 20, (3 * 1 + 1 * 3) / 4),
+        (4, 3, 20, (1 * 1 + 2 * 3) / 3),  # ranks 0 and 3, 6, 9
+    ],
+)
+def test_rings_over_nodes(num_ranks: int, stride: int, rate: float, latency: float) -> None:
+    link = NODES_OF_FOUR.link(num_ranks, stride)
+    assert (link.rate, link.latency) == (pytest.approx(rate), pytest.approx(latency))
+
+
+def test_rings_are_no_faster_than_the_link_within_a_node() -> None:
+    slow = dataclasses.replace(NODES_OF_FOUR, within_node=Link(bandwidth=30.0, latency=1.0))
+    assert slow.link(8, 1).rate == 30
+    assert slow.link(8, 4).rate == 20
+    assert slow.link(5, 1).rate == 20
+
+
+@pytest.mark.parametrize(
+    ("preset", "rate"), [(fe.A100, 8 * 22.5e9), (fe.H100, 8 * 45e9), (fe.B200, 8 * 45e9)]
+)
+def test_a_node_of_a_preset_has_a_port_for_each_gpu(preset: Machine, rate: float) -> None:
+    assert preset.link(64, 1).rate == pytest.approx(rate)
+
+
+def test_bytes_without_a_ring_leave_through_the_rank_s_own_port() -> None:
+    assert NODES_OF_FOUR.link_to(3) == NODES_OF_FOUR.within_node
+    assert NODES_OF_FOUR.link_to(4) == NODES_OF_FOUR.between_nodes
+    # Of 800 bytes over 8 ranks 400 leave the node at 20 bytes a second, in four hops.
+    assert all_to_all_seconds(NODES_OF_FOUR, 800, 8, 1) == pytest.approx(400 / 20 + 4 * 3)
+    assert all_to_all_seconds(NODES_OF_FOUR, 400, 4, 1) == pytest.approx(300 / 100 + 3 * 1)
+    assert all_to_all_seconds(NODES_OF_FOUR, 400, 4, 4) == pytest.approx(300 / 20 + 3 * 3)
+    assert all_to_all_seconds(NODES_OF_FOUR, 400, 1, 1) == 0.0
+
+
+@pytest.mark.parametrize("on_host", [False, True], ids=["device", "host"])
+def test_a_flat_axis_over_nodes_sends_through_all_ports(on_host: bool) -> None:
+    machine = dataclasses.replace(
+        NODES_OF_FOUR,
+        within_node=Link(1e9, 0.0),
+        between_nodes=Link(1e6, 0.0),
+        host_runs_ahead=not on_host,
+    )
+
+    def gathering(world_size: int, **mesh: Any) -> float:
+        found = fe.simulate(
+            OneProduct,
+            world_size,
+            batch=torch.zeros(64, 256),
+            machine=machine,
+            strategy="optim_grads_params",
+            **mesh,
+        )
+        return sum(each.end - each.start for each in found.spans if each.lane == "inner gather")
+
+    num_bytes = 256 * 256 * 4
+    num_gathers = round(gathering(4) / (3 / 4 * num_bytes / 1e9))
+    assert num_gathers in (1, 2)
+    if on_host:  # gloo's ranks send their part to each other, 12 of 15 to other nodes
+        one = 3 / 16 * num_bytes / 1e9 + 12 / 16 * num_bytes / 1e6
+    else:
+        one = 15 / 16 * num_bytes / 4e6
+    assert gathering(16) == pytest.approx(num_gathers * one, rel=0.01)
+
+
 def test_a_roofline() -> None:
     processor = Processor({torch.float32: 100.0}, 10.0, 1e9, call_seconds=0.5, achievable_flops=0.5)
     assert processor.seconds(1000, 20, torch.float32) == 20.0
@@ -160,7 +242,7 @@ def test_presets_are_machines_that_can_be_saved(preset: Machine, tmp_path: Path)
     peak = preset.processor.matrix_flops
     assert peak[torch.bfloat16] > peak[torch.float32]
     assert preset.link(8, 1) == preset.within_node
-    assert preset.link(8, 8) == preset.link(9, 1) == preset.between_nodes
+    assert preset.link(8, 8) == preset.between_nodes
 
 
 def test_a_file_that_is_no_machine(tmp_path: Path) -> None:
@@ -401,3 +483,46 @@ def is_of_this_machine(found: Machine) -> None:
     assert found.host_seconds > 0
     assert not found.host_runs_ahead
     assert small(machine=found, strategy="optim_grads_params").seconds > 0
+
+
+class Encoder(nn.Module):
+    """torch's stack of deep copies of one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        layer.linear1.weight.mark = ["a user's"]  # type: ignore[attr-defined]
+        layer.linear1.bias.requires_grad_(False)
+        layer.self_attn.out_proj.bias = layer.linear2.bias
+        self.encoder = nn.TransformerEncoder(layer, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encoder(x).sum()
+
+
+@pytest.mark.parametrize("level", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+def test_a_model_that_deep_copies_its_layers_is_simulated(level: str) -> None:
+    built: list[Encoder] = []
+
+    def build() -> nn.Module:
+        built.append(Encoder())
+        return built[0]
+
+    found = fe.simulate(build, 2, batch=torch.zeros(2, 4, 16), strategy=level, machine=a_machine())
+    layers = list(built[0].encoder.layers)
+    assert found.memory["weights"] > 0
+    real = sum(each.numel() for each in Encoder().parameters())
+    assert sum(math.prod(each.shape) for each in built[0].parameters()) == real
+    for layer in layers:
+        assert layer.self_attn.out_proj.bias is layer.linear2.bias  # tied within each copy
+        assert not layer.linear1.bias.requires_grad
+    marks = [layer.linear1.weight.mark for layer in layers]
+    assert marks == [["a user's"]] * 3
+    assert len({id(mark) for mark in marks}) == 3
+
+
+def test_a_model_that_deep_copies_its_layers_is_planned() -> None:
+    planning = fe.plan(
+        Encoder, torch.zeros(2, 4, 16), world_size=2, checkpointing=(False,), machine=a_machine()
+    )
+    assert [each.fits for each in planning.outcomes] == [True] * 4
