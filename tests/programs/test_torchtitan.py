@@ -1,0 +1,110 @@
+"""torchtitan's trainer with its ``fully_shard`` swapped, beside the same trainer under FSDP2."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integrations.launching import Launched
+from tests.programs.packages import PROGRAM
+
+pytestmark = PROGRAM
+SCRIPT = Path(__file__).with_name("train_torchtitan.py")
+ENGINES = ("fsdp2", "fsdp_engine")
+STEPS = 6
+SAVED = 3  # the step after which another job goes on
+# Sums of gradients in another order, and their consequences in six steps of AdamW.
+EXACT = 2e-5
+BF16 = 5e-4
+
+
+def launch(folder: Path, name: str, ranks: int, *arguments: str) -> Path:
+    """Run the script under torchrun; returns where its files are."""
+    logs = folder / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    out = folder / name
+    jobs = Launched(logs)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, *launcher, str(SCRIPT), "--out", str(out), *arguments]
+    try:
+        status = jobs.finish(name, jobs.start(name, command, {"GLOO_SOCKET_IFNAME": "lo"}), 400)
+    finally:
+        jobs.kill_all()
+    assert status == 0, jobs.log(name)
+    return out
+
+
+@pytest.fixture(scope="module")
+def seed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """torchtitan's seed checkpoint: each training starts with its weights."""
+    folder = tmp_path_factory.mktemp("seed")
+    yield launch(folder, "seed", 1)
+    shutil.rmtree(folder)
+
+
+def train(seed: Path, folder: Path, ranks: int, *arguments: str, name: str = "run") -> Path:
+    """Train under both engines."""
+    given = ("--seed", str(seed), "--engine", *ENGINES, "--steps", str(STEPS))
+    return launch(folder, name, ranks, *given, *arguments)
+
+
+def logged(out: Path, engine: str) -> list[dict[str, Any]]:
+    """What torchtitan logged of each step."""
+    found = json.loads((out / f"{engine}.json").read_text())
+    assert found["engine"] == (engine == "fsdp_engine")
+    steps: list[dict[str, Any]] = found["logged"]
+    return steps
+
+
+def check(found: list[dict[str, Any]], expected: list[dict[str, Any]], rel: float = EXACT) -> None:
+    """Losses and norms of two trainings are equal."""
+    assert [row["step"] for row in found] == [row["step"] for row in expected]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=rel)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "arguments"),
+    [
+        (2, ["--dtype", "bfloat16"]),
+        (2, ["--accumulate", "2", "--reshard", "never"]),
+        (2, ["--recompute", "full"]),
+        (2, ["--recompute", "selective", "--accumulate", "2"]),
+        (4, ["--replicate", "2"]),
+        (4, ["--tensor-parallel", "2"]),
+    ],
+    ids=["bf16", "accumulation", "full recomputation", "selective recomputation", "hsdp", "tp"],
+)
+def test_losses_and_norms_are_those_of_fsdp2(
+    seed: Path, tmp_path: Path, ranks: int, arguments: list[str]
+) -> None:
+    out = train(seed, tmp_path, ranks, *arguments)
+    found, expected = (logged(out, engine) for engine in reversed(ENGINES))
+    assert len(expected) == STEPS
+    assert expected[-1]["loss"] < expected[0]["loss"] - 0.3
+    check(found, expected, BF16 if "bfloat16" in arguments else EXACT)
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_run_resumes_as_it_went_on_and_from_the_checkpoint_of_the_other_engine(
+    seed: Path, tmp_path: Path, mode: str
+) -> None:
+    saving = ("--save", mode, "--save-every", str(SAVED))
+    first = train(seed, tmp_path, 2, *saving, name="first")
+    expected = logged(first, "fsdp2")
+    check(logged(first, "fsdp_engine"), expected)
+    for engine, other in zip(ENGINES, reversed(ENGINES), strict=True):
+        # The last checkpoint is not the one that is loaded.
+        steps = {each.name for each in (first / other / "checkpoint").iterdir()}
+        assert steps == {f"step-{SAVED}", f"step-{STEPS}"}
+        saved = first / other / "checkpoint" / f"step-{SAVED}"
+        shutil.copytree(saved, tmp_path / "second" / engine / "checkpoint" / saved.name)
+    second = train(seed, tmp_path, 2, *saving, "--load-step", str(SAVED), name="second")
+    for engine in ENGINES:
+        check(logged(second, engine), expected[SAVED:])
