@@ -36,6 +36,8 @@ TWO_RANKS = {
     "bf16_adam": Case(bf16=True, optimizer="adam"),
     "bf16_grads": Case(bf16=True, grads_in_fp32=False, microbatches=1),
     "own_optimizer": Case(own_optimizer=True, overlap=True),
+    "their_finalize": Case(per_token=True, their_finalize=True),
+    "whole_recomputation": Case(recompute="uniform", overlap=True, bucket_size=1500, layers=4),
 }
 FOUR_RANKS = {
     "tensor": Case(tensor=2, bucket_size=300, overlap=True),
@@ -44,6 +46,34 @@ FOUR_RANKS = {
     "tokens": Case(pipeline=2, per_token=True, bf16=True, optimizer="adam"),
     "interleaved": Case(pipeline=2, virtual=2, microbatches=4, overlap=True, bucket_size=300),
     "experts": Case(experts=2, bucket_size=300, overlap=True),
+    "experts_over_tensor_ranks": Case(tensor=2, experts=2, sequence=True),
+    "experts_on_one_rank_each": Case(experts=4),
+    "more_tensor_ranks_than_experts": Case(tensor=4, experts=2, sequence=True),
+    "tensor_parallel_experts": Case(tensor=2, experts=2, expert_tensor=2, sequence=True),
+    "recomputation": Case(
+        pipeline=2, recompute="uniform", layers=8, microbatches=4, overlap=True, bucket_size=1500
+    ),
+    "recomputation_of_a_block": Case(
+        pipeline=2, recompute="block", layers=8, microbatches=3, overlap=True, bucket_size=3000
+    ),
+    "selective_recomputation": Case(
+        pipeline=2, recompute="selective", layers=8, microbatches=4, overlap=True, bucket_size=3000
+    ),
+    "interleaved_recomputation": Case(
+        pipeline=2,
+        virtual=2,
+        recompute="uniform",
+        layers=8,
+        microbatches=4,
+        overlap=True,
+        bucket_size=3000,
+    ),
+    "interleaved_without_overlap": Case(pipeline=2, virtual=4, layers=8, microbatches=4),
+    "their_finalize_with_tensor": Case(
+        tensor=2, sequence=True, per_token=True, their_finalize=True
+    ),
+    "their_finalize_with_pipeline": Case(pipeline=2, per_token=True, their_finalize=True),
+    "their_finalize_with_experts": Case(experts=2, per_token=True, their_finalize=True),
 }
 
 
@@ -58,7 +88,7 @@ def assert_same(ranks: Ranks, case: Case, levels: list[str], world_size: int) ->
     assert not any(results), "\n".join(itertools.chain(*results))
 
 
-@pytest.mark.parametrize("name", ["buckets", "bf16_adam"])
+@pytest.mark.parametrize("name", ["buckets", "bf16_adam", "their_finalize"])
 def test_training_is_as_with_its_own_wrapper(ranks: Ranks, name: str) -> None:
     assert_same(ranks, TWO_RANKS[name], LEVEL_NAMES, 2)
 
@@ -66,6 +96,29 @@ def test_training_is_as_with_its_own_wrapper(ranks: Ranks, name: str) -> None:
 @pytest.mark.parametrize("name", ["sequence", "pipeline"])
 def test_model_parallel_training_is_as_with_its_own_wrapper(ranks: Ranks, name: str) -> None:
     assert_same(ranks, FOUR_RANKS[name], ["optim", "optim_grads_params"], 4)
+
+
+@pytest.mark.parametrize("name", ["experts_over_tensor_ranks", "recomputation"])
+def test_its_parallelism_trains_at_level_optim(ranks: Ranks, name: str) -> None:
+    assert_same(ranks, FOUR_RANKS[name], ["optim"], 4)
+
+
+@pytest.mark.parametrize("name", ["their_finalize_with_tensor", "their_finalize_with_pipeline"])
+def test_its_own_finalize_model_grads_sums_sharded_gradients(ranks: Ranks, name: str) -> None:
+    assert_same(ranks, FOUR_RANKS[name], ["optim_grads"], 4)
+
+
+@on_ranks(2)
+def test_sums_of_gradients_are_not_averaged_in_the_collective() -> None:
+    model = Small()
+    per_token = SimpleNamespace(calculate_per_token_loss=True)
+    ours = DistributedDataParallelConfig(average_in_collective=True)
+    with pytest.raises(ValueError, match=r"average_in_collective: expected False, since gradients"):
+        fe.DistributedDataParallel(per_token, ours, model)
+    ddp = fe.DistributedDataParallel(per_token, DistributedDataParallelConfig(), model)
+    means = gradients(small())
+    ddp.module.load_state_dict(small().module.state_dict())
+    assert all(map(torch.equal, gradients(ddp), [2 * each for each in means]))
 
 
 @pytest.mark.thorough

@@ -1,0 +1,61 @@
+"""What megatron-core reads of a wrapped model is there, or docs/megatron.md says why not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.pool import Ranks
+from tools import megatron_attributes as attributes
+
+
+def table_of_installed() -> list[str]:
+    uses = attributes.uses_of(attributes.installed())
+    return attributes.table(uses, attributes.make_wrapper())
+
+
+def test_the_table_in_the_documentation_is_that_of_the_installed_wheel(ranks: Ranks) -> None:
+    (lines,) = ranks.run(table_of_installed, world_size=1)
+    names = {line.split("`")[1] for line in lines[2:]}
+    assert {"set_is_first_microbatch", "buffers", "ddp_config", "scale_gradients"} <= names
+    text = attributes.DOCS.read_text()
+    assert attributes.with_table(text, lines) == text, "tools/megatron_attributes.py --write"
+
+
+def test_reasons_are_given_for_attributes_that_are_used_and_not_there(ranks: Ranks) -> None:
+    (lines,) = ranks.run(table_of_installed, world_size=1)
+    used = {line.split("`")[1] for line in lines[2:] if "| yes |" not in line}
+    assert attributes.NOT_THERE.keys() <= used
+
+
+SAMPLE = """
+def step(model_chunks, model, flag, buffer_name):
+    for model_chunk in model_chunks:
+        model_chunk.was_called(1)
+        model_chunk.was_set = flag
+        if hasattr(model_chunk, "was_tested"):
+            getattr(model_chunk, buffer_name)
+    get_attr_wrapped_model(model[0], "was_sought")
+    return self.model_chunks[0].was_read + model_chunks.count + flag.other
+step(None, None, None, buffer_name="was_named")
+"""
+
+
+def test_every_kind_of_use_is_found(tmp_path: Path) -> None:
+    file = tmp_path / "megatron" / "core" / "optimizer" / "sample.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(SAMPLE)
+    uses = attributes.uses_of(tmp_path)
+    assert {name: sorted(use.kinds) for name, use in uses.items()} == {
+        "was_called": ["called"],
+        "was_named": ["tested"],
+        "was_read": ["read"],
+        "was_set": ["assigned"],
+        "was_sought": ["looked up"],
+        "was_tested": ["tested"],
+    }
+    wrapper = SimpleNamespace(was_called=1, was_named=1, was_read=1, was_set=1)
+    with pytest.raises(ValueError, match=r"was_tested: expected .* core/optimizer/sample\.py:6"):
+        attributes.table(uses, wrapper)
