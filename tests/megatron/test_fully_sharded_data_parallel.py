@@ -235,8 +235,8 @@ def test_a_default_config_shards_everything(name: str) -> None:
     assert config == before
     assert ddp.engine.strategy.inner.name == "optim_grads_params"
     ranks = dist.get_world_size()
-    expected = {"main": 4 * NUM_ELEMENTS // ranks, "grad": 4 * NUM_ELEMENTS // ranks}
-    assert held(ddp) == expected
+    expected = {"model": 4 * NUM_ELEMENTS // ranks, "grad": 4 * NUM_ELEMENTS // ranks}
+    assert held(ddp) == expected, (held(ddp), expected)
     assert sum(param.to_local().numel() for param in ddp.parameters()) == NUM_ELEMENTS // ranks
 
 

@@ -104,8 +104,8 @@ def test_each_row_of_the_table_has_its_level_and_trains_like_its_own_wrapper(
 @pytest.mark.parametrize("more", [f"{OVERLAP} --ddp-num-buckets 3", "--bf16"])
 def test_rows_with_other_arguments(ranks: Ranks, more: str) -> None:
     rows = [(f"{each} {more} {SHORT}", level) for each, level in ROWS]
-    # Adam divides by what may be no more than rounding.
-    assert_same(ranks, rows, 2, limit=1e-3 if more == "--bf16" else 1e-4)
+    # Adam divides by rounding where a gradient is next to nothing. FSDP2 reduces in bf16.
+    assert_same(ranks, rows, 2, limit=2e-2 if more == "--bf16" else 1e-4)
 
 
 @pytest.mark.thorough
