@@ -39,6 +39,7 @@ class Job:
         optimizer: "adam" or "sgd".
         distributed_optimizer: ``--use-distributed-optimizer``, for wrapper and optimizer.
         tensor, pipeline: model-parallel ranks.
+        virtual: chunks of each pipeline rank, for the interleaved schedule.
         experts: four in each layer, over two expert-parallel ranks.
         overlap: ``--overlap-grad-reduce --overlap-param-gather``.
         gated: SwiGLU, whose first weight is saved in two parts.
@@ -58,6 +59,7 @@ class Job:
     distributed_optimizer: bool = True
     tensor: int = 1
     pipeline: int = 1
+    virtual: int | None = None
     experts: bool = False
     overlap: bool = False
     gated: bool = False
@@ -91,7 +93,7 @@ class Training:
 
         theirs: Any = distributed
         self.job = job
-        self.config, model = _make_model(job)
+        self.config, models = _make_models(job)
         fields: dict[str, Any] = {
             "grad_reduce_in_fp32": True,
             "overlap_grad_reduce": job.overlap,
@@ -102,12 +104,11 @@ class Training:
         if job.level is not None:
             fields |= {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": job.level}
         wrapper = fe.DistributedDataParallel if job.ours else theirs.DistributedDataParallel
-        self.ddp = wrapper(
-            config=self.config,
-            ddp_config=theirs.DistributedDataParallelConfig(**fields),
-            module=model,
-        )
-        self.model = [self.ddp]
+        ddp_config = theirs.DistributedDataParallelConfig(**fields)
+        self.model = [
+            wrapper(config=self.config, ddp_config=ddp_config, module=model) for model in models
+        ]
+        self.ddp = self.model[0]
         make = get_megatron_optimizer if job.ours else optimizer.get_megatron_optimizer
         options = optimizer.OptimizerConfig(
             optimizer=job.optimizer,
@@ -145,7 +146,8 @@ class Training:
             fe.finalize_model_grads if job.ours else theirs.finalize_model_grads
         )
         if job.overlap:
-            self.config.no_sync_func = self.ddp.no_sync
+            syncs = [chunk.no_sync for chunk in self.model]
+            self.config.no_sync_func = syncs if job.virtual else syncs[0]
         self.steps = 0
 
     def train_step(self) -> tuple[float, bool, float | None, float | None, float]:
@@ -160,7 +162,7 @@ class Training:
         rank = parallel_state.get_data_parallel_rank()
         found = get_forward_backward_func()(
             forward_step_func=self._forward_step,
-            data_iterator=_batches(self.steps, rank, self.job.microbatches),
+            data_iterator=[_batches(self.steps, rank, self.job.microbatches) for _ in self.model],
             model=self.model,
             num_microbatches=self.job.microbatches,
             seq_length=LENGTH,
@@ -200,13 +202,19 @@ class Training:
         if self.job.distributed_optimizer:
             metadata["distrib_optim_sharding_type"] = "fully_reshardable"
         state: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": self.steps}
-        (unwrapped,) = (chunk.module for chunk in self.model)
-        state["model"] = unwrapped.sharded_state_dict(metadata=metadata)
+        for key, chunk in self._keys().items():
+            state[key] = chunk.module.sharded_state_dict(metadata=metadata)
         state["optimizer"] = self.optimizer.sharded_state_dict(
             state, is_loading=is_loading, metadata=metadata
         )
         state["opt_param_scheduler"] = self.scheduler.state_dict()
         return state
+
+    def _keys(self) -> dict[str, Any]:
+        """Chunks by their keys in a state dict."""
+        if len(self.model) == 1:
+            return {"model": self.ddp}
+        return {f"model{number}": chunk for number, chunk in enumerate(self.model)}
 
     def save(self, folder: str) -> None:
         """``save_checkpoint``."""
@@ -214,15 +222,15 @@ class Training:
         from megatron.core.dist_checkpointing import serialization
         from megatron.core.dist_checkpointing.strategies import fully_parallel
 
-        if self.job.overlap:
-            self.ddp.disable_forward_pre_hook()
+        for chunk in self.model if self.job.overlap else ():
+            chunk.disable_forward_pre_hook()
         strategy: Any = serialization.get_default_save_sharded_strategy("torch_dist", 1)
         if self.job.fully_parallel:
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)
             strategy = fully_parallel.FullyParallelSaveStrategyWrapper(strategy, group)
         dist_checkpointing.save(self.generate_state_dict(is_loading=False), folder, strategy)
-        if self.job.overlap:
-            self.ddp.enable_forward_pre_hook()
+        for chunk in self.model if self.job.overlap else ():
+            chunk.enable_forward_pre_hook()
 
     def load(self, folder: str) -> None:
         """``load_checkpoint``."""
@@ -230,8 +238,8 @@ class Training:
         from megatron.core.dist_checkpointing import serialization
         from megatron.core.dist_checkpointing.strategies import fully_parallel
 
-        if self.job.overlap:
-            self.ddp.disable_forward_pre_hook()
+        for chunk in self.model if self.job.overlap else ():
+            chunk.disable_forward_pre_hook()
         strategy: Any = serialization.get_default_load_sharded_strategy(folder)
         if self.job.fully_parallel:
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -239,12 +247,13 @@ class Training:
         wanted = self.generate_state_dict(is_loading=True)
         state = dist_checkpointing.load(wanted, folder, strategy)
         self.steps = state["iteration"]
-        self.ddp.load_state_dict(state["model"])
+        for key, chunk in self._keys().items():
+            chunk.load_state_dict(state[key])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.num_steps = 0
         self.scheduler.load_state_dict(state["opt_param_scheduler"])
-        if self.job.overlap:
-            self.ddp.enable_forward_pre_hook()
+        for chunk in self.model if self.job.overlap else ():
+            chunk.enable_forward_pre_hook()
 
     def save_by_checkpointer(self, folder: str) -> None:
         """By our own checkpoints: the optimizer as it is."""
@@ -260,7 +269,7 @@ class Training:
     def save_per_rank(self, folder: str) -> None:
         """Each rank saves its slices."""
         state = {
-            "model": self.ddp.state_dict(),
+            "model": [chunk.state_dict() for chunk in self.model],
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
             "steps": self.steps,
@@ -270,7 +279,8 @@ class Training:
     def load_per_rank(self, folder: str) -> None:
         """And takes them."""
         state = torch.load(f"{folder}/{dist.get_rank()}.pt", weights_only=False)
-        self.ddp.load_state_dict(state["model"])
+        for chunk, values in zip(self.model, state["model"], strict=True):
+            chunk.load_state_dict(values)
         self.optimizer.load_state_dict(state["optimizer"])
         self.optimizer.reload_model_params()
         self.scheduler.num_steps = 0
@@ -285,14 +295,14 @@ class Training:
         tensor = parallel_state.get_tensor_model_parallel_rank()
         return fe.Checkpointer(
             f"{folder}/{stage}-{tensor}",
-            self.ddp.engine,
+            {f"chunk{number}": chunk.engine for number, chunk in enumerate(self.model)},
             self.optimizer,
             extra={"scheduler": self.scheduler},
         )
 
 
-def _make_model(job: Job) -> tuple[Any, Any]:
-    """Megatron-Core's config and this rank's stage of a GPT."""
+def _make_models(job: Job) -> tuple[Any, list[Any]]:
+    """Megatron-Core's config and this rank's stage of a GPT, in chunks."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -306,12 +316,13 @@ def _make_model(job: Job) -> tuple[Any, Any]:
         "add_bias_linear": False,
     }
     config = TransformerConfig(
-        num_layers=2,
+        num_layers=2 * (job.virtual or 1),
         hidden_size=HIDDEN,
         num_attention_heads=2,
         ffn_hidden_size=2 * HIDDEN,
         tensor_model_parallel_size=job.tensor,
         pipeline_model_parallel_size=job.pipeline,
+        virtual_pipeline_model_parallel_size=job.virtual,
         pipeline_dtype=dtype,
         params_dtype=dtype,
         bf16=job.dtype == "bf16",
@@ -327,16 +338,22 @@ def _make_model(job: Job) -> tuple[Any, Any]:
         **(experts if job.experts else {}),
     )
     torch.manual_seed(3)
-    model = GPTModel(
-        config,
-        get_gpt_layer_local_spec(num_experts=4 if job.experts else None),
-        vocab_size=VOCAB,
-        max_sequence_length=LENGTH,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=job.tied,
-    )
-    return config, model.to(dtype)
+    models = []
+    for chunk in range(job.virtual or 1):
+        vp_stage = chunk if job.virtual else None
+        where = {"ignore_virtual": False, "vp_stage": vp_stage}
+        model = GPTModel(
+            config,
+            get_gpt_layer_local_spec(num_experts=4 if job.experts else None),
+            vocab_size=VOCAB,
+            max_sequence_length=LENGTH,
+            pre_process=parallel_state.is_pipeline_first_stage(**where),
+            post_process=parallel_state.is_pipeline_last_stage(**where),
+            share_embeddings_and_output_weights=job.tied,
+            vp_stage=vp_stage,
+        )
+        models.append(model.to(dtype))
+    return config, models
 
 
 def _batches(step: int, rank: int, count: int) -> Iterator[Tensor]:
@@ -356,6 +373,7 @@ def groups_of(job: Job) -> Iterator[None]:
         parallel_state.initialize_model_parallel(
             job.tensor,
             job.pipeline,
+            job.virtual,
             expert_model_parallel_size=2 if job.experts else 1,
             num_distributed_optimizer_instances=job.instances,
         )

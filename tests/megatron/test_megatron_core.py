@@ -161,7 +161,9 @@ def test_its_distributed_optimizer_is_refused_at_construction(level: str) -> Non
         assert dict(ddp.named_buffers()).keys() == dict(ddp.module.named_buffers("module")).keys()
         assert [*ddp.buffers()] == [*ddp.module.buffers()]
         config = OptimizerConfig(optimizer="adam", lr=0.1, use_distributed_optimizer=True)
-        with pytest.raises(RuntimeError, match="get_megatron_optimizer from fsdp_engine.megatron"):
+        with pytest.raises(
+            RuntimeError, match=r"get_megatron_optimizer from fsdp_engine\.megatron"
+        ):
             get_megatron_optimizer(config, [ddp])
 
 
