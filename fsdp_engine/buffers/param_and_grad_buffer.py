@@ -31,6 +31,7 @@ from fsdp_engine.buffers.shown_gradients import ShownGradients, local_part
 from fsdp_engine.buffers.spec import BufferKind, BufferSpec
 from fsdp_engine.buffers.weights import Weights
 from fsdp_engine.codecs import ParamCodec
+from fsdp_engine.codecs.tensor_hooks import plain_values
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.devices import memory as mem
 from fsdp_engine.devices.collectives import broadcast_
@@ -96,6 +97,7 @@ class ParamAndGradBuffer:
         self._spreads = [record.spread for record in self.records]
         reuses = config.reuse_grad_buf_for_mxfp8_param_ag and codec.num_planes > 1
         scratch = self._scratch if reuses else None
+        codec.belongs_to([record.owners[0][0] for record in self.records], self.mesh)
         self.weights = Weights(spec, machinery, codec, params, scratch)
         self.grads = Gradients(spec, machinery, config) if spec.kind.requires_grad else None
         self.is_plain = codec.is_identity and spec.optim_depth == 0
@@ -354,6 +356,8 @@ class ParamAndGradBuffer:
     def shard_of_gradient(self, index: int, grad: Tensor) -> Tensor:
         """What lies here of a gradient that autograd left at full parameter ``index``: all of it,
         unless the parameter is a DTensor. See :meth:`Spread.shard_of_gradient`."""
+        if self.weights.codec.wraps and type(grad) is not Tensor:
+            return plain_values(grad)
         spread = self._spreads[index]
         return grad if spread is None else spread.shard_of_gradient(grad, self.records[index].name)
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_engine.devices.collectives import Steps
+from fsdp_engine.devices.mesh import DataMesh
 from fsdp_engine.precision import ParamDtypes
 
 
@@ -51,6 +52,7 @@ class ParamCodec(ABC):
             dtype, without amaxes of others (:meth:`encode_whole`). None: it may not.
         needs_whole_line: encoding may write anywhere in the parameters of which it has a part, and
             goes through what :meth:`bind` was given: the full lines have memory meanwhile.
+        wraps: modules compute with tensors of a class, whose gradients may be of that class.
     """
 
     wire_dtype: torch.dtype
@@ -60,6 +62,7 @@ class ParamCodec(ABC):
     encodes_once: bool = False
     values_dtype: torch.dtype | None = None
     needs_whole_line: bool = False
+    wraps: bool = False
 
     @property
     def state(self) -> Sequence[Tensor]:
@@ -80,6 +83,14 @@ class ParamCodec(ABC):
     def granule(self, shape: tuple[int, ...]) -> int:
         """Elements of a parameter that must stay on one rank."""
         return 1
+
+    def belongs_to(self, modules: Sequence[nn.Module], mesh: DataMesh) -> None:  # noqa: B027
+        """Called before :meth:`prepare`.
+
+        Args:
+            modules: one that holds the parameter, for each.
+            mesh: the ranks that share them.
+        """
 
     def prepare(  # noqa: B027  nothing to do is the common case
         self,

@@ -30,6 +30,7 @@ from fsdp_engine.codecs import (
     TransformerEngine,
     TransformerEngineCodec,
 )
+from fsdp_engine.codecs.tensor_hooks import check_hooks, has_hooks, tensor_hooks
 from fsdp_engine.codecs.transformer_engine import is_quantized
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.flat_dtensor import FlatDTensor
@@ -104,7 +105,7 @@ class PlanSettings:
         first = TransformerEngine(self.config.keep_fp8_transpose_cache)
         has_fp8 = any(isinstance(rule, Float8) for rule in self.codec_rules)
         last = [Float8()] if self.config.fp8_param_gather and not has_fp8 else []
-        return (first, *self.codec_rules, *last)
+        return (first, tensor_hooks, *self.codec_rules, *last)
 
 
 @dataclass(frozen=True)
@@ -382,7 +383,9 @@ def check_record(record: ParamRecord, settings: PlanSettings) -> None:
         )
     if record.spread is not None:
         param = record.shard
-    if type(param) not in (Tensor, nn.Parameter, FakeTensor) and not is_quantized(param):
+    if has_hooks(param):
+        check_hooks(record.name, param)
+    elif type(param) not in (Tensor, nn.Parameter, FakeTensor) and not is_quantized(param):
         raise ValueError(
             f"{record.name}: expected a plain torch.nn.Parameter, all of whose data are its "
             f"elements; found a {type(param).__name__}, of which only those would be kept. Make it "

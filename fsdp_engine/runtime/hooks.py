@@ -393,7 +393,8 @@ def hook_recomputation(scheduler: Scheduler, unit: Unit) -> None:
 
 def _gradient_writer(scheduler: Scheduler, unit: Unit, buffer: ParamAndGradBuffer) -> Any:
     count = len(buffer.records)
-    shard_of = buffer.shard_of_gradient if buffer.has_dtensors else None
+    converts = buffer.has_dtensors or buffer.weights.codec.wraps
+    shard_of = buffer.shard_of_gradient if converts else None
 
     @not_compiled
     def on_grad(index: int, param: Tensor) -> None:

@@ -1,0 +1,254 @@
+"""Parameters of tensor classes with FSDP2's all-gather hooks: ``fsdp_pre_all_gather`` and
+``fsdp_post_all_gather`` (torchao's float8 and int8 mixed-precision training, say).
+
+The hooks expect a shard of whole rows, as many on each rank; slices here are flat. So main weights
+are gathered in their own dtype, and the hooks run on the whole parameter over a mesh of this rank
+alone, which is a case that they know. Values are those of a parameter that is not sharded, at
+every level and for any number of ranks.
+
+    main[OPTIM] --gather--> full --pre hook--> encoded --post hook--> what modules compute with
+
+A class qualifies if its elements say all of it: each of its inner tensors has the shape and dtype
+of the parameter, and the same values. Main weights are these values, as a plain tensor.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fsdp_engine.codecs.base import ParamCodec, Piece
+from fsdp_engine.devices import memory
+from fsdp_engine.devices.collectives import Steps
+from fsdp_engine.devices.mesh import DataMesh
+from fsdp_engine.precision import ParamDtypes
+
+_PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+
+
+def has_hooks(param: Tensor) -> bool:
+    """Whether the class of ``param`` has one of the hooks."""
+    return hasattr(type(param), _PRE) or hasattr(type(param), _POST)
+
+
+def check_hooks(name: str, param: Tensor) -> None:
+    """Whether the codec takes ``param``.
+
+    Raises:
+        ValueError: it does not; names it.
+    """
+    kind = type(param).__name__
+    missing = [each for each in (_PRE, _POST) if not hasattr(type(param), each)]
+    if missing:
+        raise ValueError(
+            f"{name}: expected {_PRE} and {_POST}; found a {kind} without {missing[0]}"
+        )
+    if param.is_meta:
+        raise ValueError(
+            f"{name}: expected a parameter with values, since its class has {_PRE}; found a {kind} "
+            "on the meta device. Build the model on its device"
+        )
+    count = len(inspect.signature(getattr(param, _PRE)).parameters)
+    if count not in (1, 5):
+        raise ValueError(
+            f"{name}: expected {_PRE}(mesh) or {_PRE}(mesh, outer_size, outer_stride, module, "
+            f"mp_policy); found {count} parameters of {kind}"
+        )
+    inner = _inner_tensors(param)
+    for attribute, tensor in inner.items():
+        if tensor.shape != param.shape or tensor.dtype != param.dtype:
+            raise ValueError(
+                f"{name}: expected a {kind} whose inner tensors have its shape and dtype "
+                f"({tuple(param.shape)}, {param.dtype}), so that optimizers can change its "
+                f"elements in flat slices; found {attribute}: {tuple(tensor.shape)}, "
+                f"{tensor.dtype}. Use a class that keeps weights in high precision (torchao's "
+                "int8_mixed_precision_training or float8 training), dequantise it, or leave it out "
+                "of the model's parameters"
+            )
+    first, *others = inner.values() or [None]
+    if any(not torch.equal(first, other) for other in others):
+        raise ValueError(
+            f"{name}: expected a {kind} whose inner tensors {list(inner)} have one value for each "
+            "element, which is what a slice holds; found different ones. Make them parameters of "
+            "their own"
+        )
+
+
+def tensor_hooks(
+    name: str, param: Tensor, dtypes: ParamDtypes
+) -> tuple[str, Callable[[], ParamCodec]] | None:
+    """The codec rule of parameters whose class has the hooks."""
+    if not has_hooks(param):
+        return None
+    kind = type(param)
+    return f"hooks of {kind.__module__}.{kind.__qualname__}", lambda: TensorHooksCodec(dtypes)
+
+
+def plain_values(tensor: Tensor) -> Tensor:
+    """The values of a tensor of any class, as a plain tensor of its shape and dtype."""
+    with torch.no_grad():
+        plain = memory.empty(tuple(tensor.shape), tensor.dtype, tensor.device)
+        torch.ops.aten.copy_.default(plain, tensor.detach())
+    return plain
+
+
+class TensorHooksCodec(ParamCodec):
+    """See the module docstring. One object serves one buffer.
+
+    Args:
+        dtypes: of its parameters.
+    """
+
+    wraps = True
+
+    def __init__(self, dtypes: ParamDtypes) -> None:
+        self.wire_dtype = dtypes.main
+        self._dtypes = dtypes
+        self._policy = MixedPrecisionPolicy(param_dtype=dtypes.compute, reduce_dtype=dtypes.reduce)
+        self._modules: Sequence[nn.Module] = ()
+        self._mesh: DataMesh | None = None
+        self._bound: list[_Hooked] = []
+        self._templates: list[Tensor] = []
+        self._is_current = False
+
+    def belongs_to(self, modules: Sequence[nn.Module], mesh: DataMesh) -> None:
+        """See :class:`ParamCodec`."""
+        self._modules, self._mesh = modules, mesh
+
+    def prepare(
+        self,
+        params: Sequence[Tensor],
+        pieces: Sequence[Piece],
+        groups: Sequence[Any],
+        device: torch.device,
+    ) -> None:
+        """See :class:`ParamCodec`."""
+        self._templates = [_empty_like(param) for param in params]
+
+    def initial_value(self, param: Tensor) -> Tensor:
+        """See :class:`ParamCodec`."""
+        return plain_values(param)
+
+    def marks(self, param: Tensor) -> Mapping[str, Any]:
+        """See :class:`ParamCodec`: nothing of the class's own."""
+        own = {"_is_param", *vars(param.detach())}
+        return {name: value for name, value in vars(param).items() if name not in own}
+
+    def bind(self, param: nn.Parameter, full: Sequence[Tensor]) -> nn.Parameter:
+        """See :class:`ParamCodec`: what the post hook makes of it."""
+        assert self._mesh is not None
+        index = len(self._bound)
+        hooked = _Hooked(self, index, full[0], param.requires_grad)
+        self._bound.append(hooked)
+        return hooked.param
+
+    def encode(self, main: Tensor, wires: Sequence[Tensor]) -> Steps:
+        """See :class:`ParamCodec`: main weights as they are."""
+        (wire,) = wires
+        wire.copy_(main)
+        self._is_current = False
+        yield from ()
+
+    def after_gather(self, *, for_backward: bool) -> None:
+        """See :class:`ParamCodec`: the hooks run, once for each gather."""
+        if not self._is_current:
+            for hooked in self._bound:
+                hooked.run()
+            self._is_current = True
+
+    def before_release(self) -> None:
+        """See :class:`ParamCodec`: what the hooks made goes, too."""
+        self._is_current = False
+        for hooked in self._bound:
+            hooked.free()
+
+    def pre(self, index: int, values: Tensor) -> tuple[Sequence[Tensor], Any, Tensor]:
+        """What the pre hook of parameter ``index`` returns for plain ``values``, and the tensor of
+        its class that it is called on."""
+        assert self._mesh is not None
+        shard: Any = _wrapped(self._templates[index], values)
+        arguments: tuple[Any, ...] = (self._mesh.alone,)
+        if len(inspect.signature(shard.fsdp_pre_all_gather).parameters) == 5:
+            stride = values.stride()
+            arguments += (values.shape, stride, self._modules[index], self._policy)
+        inputs, metadata = shard.fsdp_pre_all_gather(*arguments)
+        return inputs, metadata, shard
+
+    def post(self, shard: Any, outputs: Sequence[Tensor], metadata: Any, out: Any = None) -> Any:
+        """What the post hook returns."""
+        compute = self._dtypes.compute
+        if out is None:
+            return shard.fsdp_post_all_gather(tuple(outputs), metadata, compute)
+        return shard.fsdp_post_all_gather(tuple(outputs), metadata, compute, out=out)
+
+
+class _Hooked:
+    """One parameter: what its hooks read and write, in memory that comes and goes."""
+
+    def __init__(self, codec: TensorHooksCodec, index: int, full: Tensor, trains: bool) -> None:
+        self._codec, self._index, self._full = codec, index, full
+        with torch.no_grad():
+            zeros = memory.empty(tuple(full.shape), full.dtype, full.device).zero_()
+            inputs, metadata, shard = codec.pre(index, zeros)
+            self._outputs = [memory.empty(tuple(t.shape), t.dtype, t.device) for t in inputs]
+            for output, given in zip(self._outputs, inputs, strict=True):
+                output.copy_(given)
+            made, inner = codec.post(shard, self._outputs, metadata)
+        self.param = nn.Parameter(made.detach(), requires_grad=trains)
+        held = {t.untyped_storage()._cdata: t for t in (*self._outputs, *inner)}
+        self._held = list(held.values())
+        self._sizes = [t.untyped_storage().nbytes() for t in self._held]
+        self.free()
+
+    @torch.no_grad()
+    def run(self) -> None:
+        for tensor, size in zip(self._held, self._sizes, strict=True):
+            if tensor.untyped_storage().nbytes() != size:
+                tensor.untyped_storage().resize_(size)
+        inputs, metadata, shard = self._codec.pre(self._index, self._full)
+        # Gathers of the same weights are no change that autograd may see.
+        plain = [each for each in self._held if type(each) is Tensor]
+        with torch.autograd._unsafe_preserve_version_counter((*plain, self.param)):
+            for output, given in zip(self._outputs, inputs, strict=True):
+                output.copy_(given)
+            self._codec.post(shard, self._outputs, metadata, self.param)
+
+    def free(self) -> None:
+        for tensor in self._held:
+            tensor.untyped_storage().resize_(0)
+
+
+def _inner_tensors(param: Any) -> dict[str, Tensor]:
+    """The tensors inside, by attribute; none where the class does not say."""
+    if not hasattr(param, "__tensor_flatten__"):
+        return {}
+    attributes, _ = param.__tensor_flatten__()
+    return {name: getattr(param, name) for name in attributes}
+
+
+def _wrapped(template: Any, values: Tensor) -> Tensor:
+    """A tensor of the class of ``template`` with plain ``values``; over them, where it can be."""
+    if hasattr(template, "__tensor_flatten__"):
+        attributes, context = template.__tensor_flatten__()
+        inner = dict.fromkeys(attributes, values)
+        made: Tensor = type(template).__tensor_unflatten__(
+            inner, context, values.shape, values.stride()
+        )
+        return made
+    made = torch.ops.aten.new_zeros.default(template, list(values.shape))
+    torch.ops.aten.copy_.default(made, values)
+    return made
+
+
+def _empty_like(param: Tensor) -> Tensor:
+    """A tensor of the class of ``param`` that keeps none of its elements."""
+    with torch.no_grad():
+        shape = [0, *param.shape[1:]]
+        if _inner_tensors(param):
+            return _wrapped(param, memory.empty(tuple(shape), param.dtype, param.device))
+        return torch.ops.aten.new_zeros.default(param.detach(), shape)

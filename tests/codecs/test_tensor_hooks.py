@@ -1,0 +1,196 @@
+"""Parameters of tensor classes with FSDP2's all-gather hooks, against FSDP2 and one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils._pytree import tree_map_only
+
+import fsdp_engine as fe
+from fsdp_engine import fsdp2
+from tests.pool import Ranks
+
+LEVELS = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
+STEPS = 3
+
+
+class Pair(torch.Tensor):
+    """Two inner tensors, both gathered; the hook of one argument."""
+
+    @staticmethod
+    def __new__(cls, a: Tensor, b: Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, a.shape, dtype=a.dtype, device=a.device)
+
+    def __init__(self, a: Tensor, b: Tensor) -> None:
+        self.a, self.b = a, b
+
+    def __tensor_flatten__(self) -> Any:
+        return ["a", "b"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> Any:
+        return Pair(inner["a"], inner["b"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        on_a, on_b = (
+            tree_map_only(cls, lambda each, name=name: getattr(each, name), (args, kwargs or {}))
+            for name in ("a", "b")
+        )
+        found = func(*on_a[0], **on_a[1]), func(*on_b[0], **on_b[1])
+        if func is torch.ops.aten.copy_.default and isinstance(args[0], cls):
+            return args[0]
+        if isinstance(found[0], Tensor):
+            return cls(*found)
+        if isinstance(found[0], list):
+            return [cls(a, b) for a, b in zip(*found, strict=True)]
+        return found[0]
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        return (self.a, self.b), None
+
+    def fsdp_post_all_gather(
+        self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None
+    ) -> Any:
+        a, b = outputs
+        if out is not None:
+            assert out.a.untyped_storage().data_ptr() == a.untyped_storage().data_ptr()
+            return None
+        return Pair(a, b), (a, b)
+
+
+class Narrow(torch.Tensor):
+    """Travels as bf16 and computes in the parameter's dtype; the hook of five arguments."""
+
+    @staticmethod
+    def __new__(cls, data: Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, data.shape, dtype=data.dtype, device=data.device
+        )
+
+    def __init__(self, data: Tensor) -> None:
+        self._data = data
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(cls, lambda each: each._data, (args, kwargs or {}))
+        return tree_map_only(Tensor, cls, func(*args, **kwargs))
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> Any:
+        assert isinstance(module, nn.Linear)
+        assert mesh.ndim == 1
+        assert outer_stride == (outer_size[1], 1)
+        rows = -(-outer_size[0] // mesh.size())
+        padded = torch.zeros(rows, *outer_size[1:], dtype=torch.bfloat16)
+        padded[: self._data.shape[0]].copy_(self._data)
+        return (padded,), None
+
+    def fsdp_post_all_gather(
+        self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None
+    ) -> Any:
+        (gathered,) = outputs
+        if out is not None:
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+                out.copy_(gathered[: out.shape[0]])
+            return None
+        wide = gathered.to(param_dtype)
+        return wide, (gathered, wide)
+
+
+KINDS: dict[str, Any] = {"pair": lambda t: Pair(t, t.clone()), "narrow": Narrow}
+
+
+def _model(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    # Narrow pads uneven shards. 6 rows of the second layer are even.
+    size = 7 if kind == "narrow" else 8
+    blocks = [
+        nn.Sequential(nn.Linear(6, size, bias=False), nn.Tanh(), nn.Linear(size, 6, bias=False))
+        for _ in range(3)
+    ]
+    for block in blocks:
+        for layer in (block[0], block[2]):
+            assert isinstance(layer, nn.Linear)
+            layer.weight = nn.Parameter(KINDS[kind](layer.weight.detach().clone()))
+    return nn.Sequential(*blocks)
+
+
+def _train(model: nn.Module) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    losses = []
+    for step in range(STEPS):
+        for microbatch in range(2):
+            seed = 100 * step + 10 * microbatch + dist.get_rank()
+            batch = torch.randn(3, 6, generator=torch.Generator().manual_seed(seed))
+            loss = model(batch).square().mean()
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append((loss.a if isinstance(loss, Pair) else loss).item())
+    return losses
+
+
+def _with_fsdp2(kind: str, axes: int) -> list[float]:
+    names = ("replicate", "shard")[-axes:]
+    mesh = init_device_mesh("cpu", (2,) * axes, mesh_dim_names=names)
+    model = _model(kind)
+    for block in model.children():
+        fully_shard(block, mesh=mesh)
+    return _train(fully_shard(model, mesh=mesh))
+
+
+def _with_our_calls(kind: str, axes: int) -> list[float]:
+    names = ("replicate", "shard")[-axes:]
+    mesh = init_device_mesh("cpu", (2,) * axes, mesh_dim_names=names)
+    model = _model(kind)
+    for block in model.children():
+        fsdp2.fully_shard(block, mesh=mesh)
+    return _train(fsdp2.fully_shard(model, mesh=mesh))
+
+
+def _by_shard(kind: str, level: str) -> list[float]:
+    model = _model(kind)
+    fe.shard(model, strategy=level, min_unit_size=0)
+    return _train(model)
+
+
+@pytest.mark.parametrize("axes", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_hooks_train_as_with_fsdp2(ranks: Ranks, kind: str, axes: int) -> None:
+    expected = ranks.run(_with_fsdp2, kind, axes, world_size=2**axes)
+    found = ranks.run(_with_our_calls, kind, axes, world_size=2**axes)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_hooks_train_alike_at_each_level(ranks: Ranks, kind: str, level: str) -> None:
+    expected = ranks.run(_with_fsdp2, kind, 1, world_size=2)
+    found = ranks.run(_by_shard, kind, level, world_size=2)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def _refused(what: str) -> None:
+    model = _model("pair")
+    weight = nn.Parameter(Pair(torch.ones(8, 6), torch.zeros(8, 6)))
+    match = r"0\.0\.weight: expected a Pair whose inner tensors \['a', 'b'\] have one value"
+    if what == "meta":
+        with torch.device("meta"):
+            weight = nn.Parameter(Pair(torch.ones(8, 6), torch.ones(8, 6)))
+        match = r"0\.0\.weight: expected a parameter with values"
+    model[0][0].weight = weight  # type: ignore[index]
+    with pytest.raises(ValueError, match=match):
+        fe.shard(model)
+
+
+@pytest.mark.parametrize("what", ["different", "meta"])
+def test_what_the_hooks_cannot_have_is_refused_by_name(ranks: Ranks, what: str) -> None:
+    ranks.run(_refused, what, world_size=2)
