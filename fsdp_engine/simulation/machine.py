@@ -35,6 +35,8 @@ from pathlib import Path
 
 import torch
 
+from fsdp_engine.simulation.arguments import read_json
+
 _DTYPES = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -190,6 +192,10 @@ class Machine:
         if not isinstance(per_node, int) or isinstance(per_node, bool) or per_node < 1:
             raise ValueError(f"ranks_per_node: expected 1 rank or more; found {per_node!r}")
         _check_seconds("host_seconds", self.host_seconds)
+        if not isinstance(self.name, str):
+            raise ValueError(f"name: expected a string; found {self.name!r}")
+        if not isinstance(self.host_runs_ahead, bool):
+            raise ValueError(f"host_runs_ahead: expected a bool; found {self.host_runs_ahead!r}")
 
     def link(self, num_ranks: int, stride: int) -> Link:
         """Returns the link that times a ring collective over ``num_ranks`` ranks, each ``stride``
@@ -228,6 +234,11 @@ class Machine:
         Raises:
             ValueError: there is no such preset or file, or the file says something else.
         """
+        if not isinstance(name, str):
+            raise TypeError(
+                f"machine: expected a Machine, one of {', '.join(PRESETS)}, or the path of a file "
+                f"of `calibrate`; found {name!r}"
+            )
         if name.lower() in PRESETS:
             return PRESETS[name.lower()]
         if not Path(name).is_file():
@@ -245,8 +256,8 @@ class Machine:
             OSError: there is no such file.
             ValueError: it says something else.
         """
+        content = read_json(path, "a machine as `calibrate` writes it")
         try:
-            content = json.loads(Path(path).read_text())
             processor = content.pop("processor")
             flops = {_DTYPES[name]: each for name, each in processor.pop("matrix_flops").items()}
             return cls(
@@ -255,7 +266,7 @@ class Machine:
                 between_nodes=Link(**content.pop("between_nodes")),
                 **content,
             )
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(
                 f"{path}: expected a machine as `calibrate` writes it; found {error!r}"
             ) from error

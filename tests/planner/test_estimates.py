@@ -266,7 +266,9 @@ def compare_all_reduces() -> list[str]:
         expected = round(2 / 3 * numel * itemsizes)  # two of three parts, there and back
         if not sent["bytes"] == planned.inner_traffic_bytes == expected:
             found = sent["bytes"], planned.inner_traffic_bytes, expected
-            lines.append(f"{rows} rows, unit {is_unit}, {policy}: sent, planned and expected {found}")
+            lines.append(
+                f"{rows} rows, unit {is_unit}, {policy}: sent, planned and expected {found}"
+            )
     return lines
 
 
