@@ -96,8 +96,63 @@ def step_times() -> str:
     return "\n\n".join(parts)
 
 
+def published() -> str:
+    """Published speeds beside planned ones."""
+    rows = []
+    for row in _read("planner_published")["results"]:
+        batch = f"{row['rows']} x {row['length']}"
+        if row["microbatches"] > 1:
+            batch = f"{row['microbatches']} times {batch}"
+        rows.append(
+            [
+                row["job"],
+                f"{row['ranks']} {_gpu(row)}",
+                batch,
+                f"{row['published recomputation']} / {row['planned recomputation']}",
+                f"{row['published tokens/s']:,.0f}",
+                f"{row['planned tokens/s']:,.0f}",
+                f"{row['planned over published']:.2f}",
+            ]
+        )
+    columns = ["job", "GPUs", "batch of a rank", "recomputed: published / planned"]
+    return _table([*columns, "tokens/s of a GPU, published", "planned", "ratio"], rows)
+
+
+def published_ranges() -> str:
+    """How far planned speeds are from published ones, of jobs that recompute as is planned."""
+    lines = []
+    for gpu in ("A100", "H100"):
+        ratios = sorted(
+            row["planned over published"]
+            for row in _read("planner_published")["results"]
+            if gpu in row["machine"] and row["published recomputation"] != "some"
+        )
+        middle = ratios[len(ratios) // 2]
+        lines.append(
+            f"{gpu}: {len(ratios)} jobs, planned over published {ratios[0]:.2f} to "
+            f"{ratios[-1]:.2f}, in the middle {middle:.2f}."
+        )
+    return " ".join(lines)
+
+
+def _gpu(row: dict[str, Any]) -> str:
+    """ "H100", with its memory where that is not 80 GB: "8 x A100 40 GB a node, ..."."""
+    found = re.search(r"(\w100)(?: SXM)?(?: (\d+) GB)?", row["machine"])
+    assert found is not None
+    gib = found[2]
+    return found[1] if gib in (None, "80") else f"{found[1]} {gib} GB"
+
+
 FIGURES: dict[str, Callable[[], str]] = {
-    each.__name__: each for each in (machine, step_time_over_fsdp2, step_time_aims, step_times)
+    each.__name__: each
+    for each in (
+        machine,
+        step_time_over_fsdp2,
+        step_time_aims,
+        step_times,
+        published,
+        published_ranges,
+    )
 }
 _PLACE = re.compile(r"(<!-- figures: (\w+) -->\n).*?(\n<!-- end -->)", re.DOTALL)
 

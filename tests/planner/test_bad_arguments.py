@@ -111,7 +111,7 @@ def test_an_estimate_names_the_argument_that_it_does_not_take(name: str, value: 
 @pytest.mark.parametrize("value", NO_BYTES)
 def test_a_limit_that_is_no_number_of_bytes(value: Any) -> None:
     planning = fe.plan(Small, torch.zeros(2, 4), world_size=1, formulas=True)
-    with pytest.raises((TypeError, ValueError), match="memory: expected(?s:.*)found"):
+    with pytest.raises((TypeError, ValueError), match=r"memory: expected(?s:.*)found"):
         planning.within(value)
 
 
