@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -572,6 +573,95 @@ def weight_stream() -> str:
     return with_machine(table(columns, rows), "weight_stream")
 
 
+# --- docs/planner.md
+
+
+def planner_memory() -> str:
+    models: dict[str, list[dict[str, Any]]] = {}
+    for row in results("planner_memory"):
+        name = f"{row['model']}{', checkpointed' if row['checkpointed'] else ''}"
+        models.setdefault(name, []).append(row)
+    rows = []
+    for name, runs in models.items():
+        cells = [f"{each['planned'] / MB:.2f} / {each['measured'] / MB:.2f}" for each in runs]
+        worst = max((each["percent"] for each in runs), key=abs)
+        rows.append([name, *cells, f"{worst:.4f} %"])
+    levels = [each["level"] for each in next(iter(models.values()))]
+    columns = ["model: planned / measured, MB", *levels, "largest error"]
+    return with_machine(table(columns, rows), "planner_memory")
+
+
+def planner_time() -> str:
+    models = results("planner_time")["models"]
+    rows = []
+    for pair in next(iter(models.values()))["steps"]:
+        row = [pair]
+        for model in models.values():
+            step = model["steps"][pair]
+            predicted, measured = step["predicted"], step["measured"]
+            ratio = predicted / measured["median"]
+            row += [f"{predicted * 1e3:.0f}", spread(measured, 0, 1e3), f"{ratio:.2f}"]
+        rows.append(row)
+    columns = ["pair"]
+    for name in models:
+        columns += [f"{name}: predicted ms", "measured", "ratio"]
+    lines = []
+    for name, model in models.items():
+        choices = "; ".join(
+            f"{memory}: `{choice['chosen']}` {choice['slower'] - 1:.1%} slower than "
+            f"`{choice['fastest']}`"
+            for memory, choice in model["choices"].items()
+        )
+        lines.append(f"- {name}: rank correlation {model['rank correlation']:.2f}; {choices}.")
+    return with_machine(f"{table(columns, rows)}\n\n" + "\n".join(lines), "planner_time")
+
+
+def published() -> str:
+    """Published speeds beside planned ones."""
+    rows = []
+    for row in results("planner_published"):
+        batch = f"{row['rows']} x {row['length']}"
+        if row["microbatches"] > 1:
+            batch = f"{row['microbatches']} times {batch}"
+        rows.append(
+            [
+                row["job"],
+                f"{row['ranks']} {_gpu(row)}",
+                batch,
+                f"{row['published recomputation']} / {row['planned recomputation']}",
+                f"{row['published tokens/s']:,.0f}",
+                f"{row['planned tokens/s']:,.0f}",
+                f"{row['planned over published']:.2f}",
+            ]
+        )
+    columns = ["job", "GPUs", "batch of a rank", "recomputed: published / planned"]
+    return table([*columns, "tokens/s of a GPU, published", "planned", "ratio"], rows)
+
+
+def published_ranges() -> str:
+    """Planned over published speeds, of jobs that recompute the same activations as the plan."""
+    lines = []
+    for gpu in ("A100", "H100"):
+        ratios = [
+            row["planned over published"]
+            for row in results("planner_published")
+            if gpu in row["machine"] and row["published recomputation"] != "some"
+        ]
+        lines.append(
+            f"{gpu}: {len(ratios)} jobs, planned over published {min(ratios):.2f} to "
+            f"{max(ratios):.2f}, median {statistics.median(ratios):.2f}."
+        )
+    return " ".join(lines)
+
+
+def _gpu(row: dict[str, Any]) -> str:
+    """ "H100", with its memory where that is not 80 GB: "8 x A100 40 GB a node, ..."."""
+    found = re.search(r"(\w100)(?: SXM)?(?: (\d+) GB)?", row["machine"])
+    assert found is not None
+    gib = found[2]
+    return found[1] if gib in (None, "80") else f"{found[1]} {gib} GB"
+
+
 TABLES: tuple[Callable[[], str], ...] = (
     step_time_machine,
     step_time_over_fsdp2,
@@ -603,4 +693,8 @@ TABLES: tuple[Callable[[], str], ...] = (
     loading,
     families,
     weight_stream,
+    planner_memory,
+    planner_time,
+    published,
+    published_ranges,
 )

@@ -155,8 +155,10 @@ class Float8Codec(ParamCodec):
         amax.zero_()
         for piece in self._pieces:
             self._note_amax(piece, main, amax)
+        # As bits: those of numbers that are not negative are ordered as the numbers are, and those
+        # of NaN come last. A maximum of floats loses NaN, over gloo as over NCCL.
         for group in self._groups:
-            yield from max_steps(amax, group)
+            yield from max_steps(amax.view(torch.int32), group)
         amax.div_(E4M3_MAX)
         if self._options.power_of_two_scales:
             torch.exp2(torch.ceil(torch.log2(amax)), out=amax)

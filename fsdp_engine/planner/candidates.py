@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from fsdp_engine.simulation.arguments import check_sizes, listed
 from fsdp_engine.strategies import ALL_STRATEGIES, Axis, Role, Strategy
 
 Mesh = tuple[int, ...]
@@ -63,12 +64,12 @@ def check_meshes(meshes: Iterable[Sequence[int]], world_size: int) -> list[Mesh]
     Raises:
         ValueError: one has not ``world_size`` ranks, or neither one nor two axes.
     """
-    found = [tuple(mesh) for mesh in meshes]
+    expected = f"one or two sizes of {world_size} ranks each"
+    found = [tuple(listed("meshes", mesh, expected)) for mesh in listed("meshes", meshes, expected)]
     for mesh in found:
+        check_sizes("meshes", mesh, expected)
         if len(mesh) not in (1, 2) or math.prod(mesh) != world_size or min(mesh) < 1:
-            raise ValueError(
-                f"meshes: expected one or two sizes of {world_size} ranks each; found {mesh}"
-            )
+            raise ValueError(f"meshes: expected {expected}; found {mesh}")
     return found
 
 

@@ -14,6 +14,7 @@ measures this machine. ``checkpoint`` looks into checkpoints (``checkpoint/comma
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -64,8 +65,17 @@ def _root() -> None:
     """A sharded training engine for PyTorch."""
 
 
+# Options that have an effect only with, or without, others.
+_WITH_BATCH = ("machine", "recompute", "microbatch_sizes", "optimizer", "loss", "formulas")
+_WITH_BATCH += ("figure", "trace", "save")
+_WITHOUT_BATCH = ("optimizer_bytes", "num_units")
+_OF_A_MODEL = ("units", "min_unit_size")
+_OF_A_SIMULATION = ("recompute", "microbatch_sizes", "optimizer", "loss", "trace")
+
+
 @app.command()
 def plan(
+    context: typer.Context,
     world: Annotated[int, typer.Option(help="ranks in all")],
     model: Annotated[
         str | None,
@@ -145,8 +155,22 @@ def plan(
     """Which strategy to take: time and memory of every one; bytes alone without --batch."""
     if (elements is None) == (model is None):
         raise typer.BadParameter("expected one of --elements and --model; found both or neither")
-    if batch is None and (wrong := _given(figure=figure, trace=trace, save=save)):
-        raise typer.BadParameter(f"{wrong}: expected with --batch; found without")
+    if batch is not None and model is None:
+        raise typer.BadParameter("--batch: expected with --model; found with --elements")
+    given = _given(context)
+    if batch is None:
+        _refuse(given, _WITH_BATCH, "expected with --batch; found without")
+    else:
+        _refuse(given, _WITHOUT_BATCH, "expected without --batch; found with it")
+    if model is None:
+        _refuse(given, _OF_A_MODEL, "expected with --model; found with --elements")
+    else:
+        _refuse(given, ("num_units",), "expected with --elements; found with --model")
+    if formulas:
+        _refuse(given, _OF_A_SIMULATION, "expected without --formulas; found with it")
+    _check_outputs(figure, trace, save)
+    if memory is not None and not 0 < memory < float("inf"):
+        raise typer.BadParameter(f"--memory: expected GiB, more than 0; found {memory}")
     policy = MixedPrecisionPolicy(
         param_dtype=_dtype(dtype, "--dtype"),
         main_params_dtype=_dtype(main_dtype, "--main-dtype"),
@@ -175,8 +199,7 @@ def plan(
             raise typer.Exit(
                 0 if any(each.peak_bytes <= limit for each in estimates) else NOTHING_FITS
             )
-        if model is None:
-            raise typer.BadParameter("--batch: expected with --model; found with --elements")
+        assert model is not None
         build = model_builder(model, "--model")
         built = build_on_meta(model)  # what is wrong with it is told without a traceback
         sizes = None if microbatch_sizes is None else _sizes(microbatch_sizes)
@@ -209,6 +232,12 @@ def measure_machine(
     seconds: Annotated[float, typer.Option(help="how long to measure each figure")] = 1.0,
 ) -> None:
     """Measure this machine, in half a minute: the ranks of torchrun, else two gloo ranks."""
+    _check_writable(path, "path")
+    if threads < 1 or not 0 < seconds < float("inf"):
+        raise typer.BadParameter(
+            "--threads, --seconds: expected 1 or more, and more than 0; found "
+            f"{threads} and {seconds}"
+        )
     machine = calibrate(threads, seconds=seconds, tell=True)
     if os.environ.get("RANK", "0") == "0":
         machine.save(path)
@@ -279,8 +308,58 @@ def _meshes(world: int, outer: int) -> list[tuple[int, ...]]:
     return [(world,)] if outer == 1 else [(world,), (outer, world // outer)]
 
 
-def _given(**options: object) -> str:
-    return ", ".join(f"--{name}" for name, value in options.items() if value is not None)
+def _given(context: typer.Context) -> set[str]:
+    """Names of the options that the user has given."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return {
+        name
+        for name, source in sources.items()
+        if source is not None and source.name not in ("DEFAULT", "DEFAULT_MAP")
+    }
+
+
+def _refuse(given: set[str], names: Sequence[str], why: str) -> None:
+    """Options that would have no effect."""
+    found = [f"--{name.replace('_', '-')}" for name in names if name in given]
+    if found:
+        raise typer.BadParameter(f"{', '.join(found)}: {why}")
+
+
+def _check_outputs(figure: Path | None, trace: Path | None, save: Path | None) -> None:
+    """Whether files can be written, before minutes of planning."""
+    for option, path in (("--figure", figure), ("--trace", trace), ("--save", save)):
+        if path is not None:
+            _check_writable(path, option)
+    if figure is not None:
+        _check_figure(figure)
+
+
+def _check_writable(path: Path, option: str) -> None:
+    why = ""
+    if path.is_dir():
+        why = "a folder"
+    elif not path.parent.is_dir():
+        why = f"no folder {path.parent}"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        why = "no permission to write"
+    if why:
+        raise typer.BadParameter(
+            f"{option}: expected a file that can be written; found {path}: {why}"
+        )
+
+
+def _check_figure(path: Path) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise typer.BadParameter(
+            f"--figure: expected matplotlib installed; found {error}"
+        ) from error
+    known = Figure().canvas.get_supported_filetypes()
+    if path.suffix.removeprefix(".").lower() not in known:
+        raise typer.BadParameter(
+            f"--figure: expected a file that ends with one of {', '.join(known)}; found {path}"
+        )
 
 
 def _dtype(name: str, option: str) -> torch.dtype:

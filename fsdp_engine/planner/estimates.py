@@ -43,6 +43,7 @@ from fsdp_engine.planning.assignment import Expected, UnitSelector, collect_reco
 from fsdp_engine.planning.dtensors import set_spreads
 from fsdp_engine.planning.plan import AxisPlan, AxisPlans, Granule, PlanSettings, plan_units
 from fsdp_engine.precision import MixedPrecisionPolicy
+from fsdp_engine.simulation.arguments import check_callable, check_count, check_type, listed
 from fsdp_engine.strategies import ALL_STRATEGIES, NO_SHARD, Axis, Role, Strategy
 
 NOT_INCLUDED = "Activations are not included, nor what kernels and allocators take for themselves."
@@ -139,8 +140,18 @@ def estimate(
     levels = Strategy.from_names(strategy, outer_strategy).on(outer_size)
     if outer_size == 1:
         levels = Strategy(levels.inner, NO_SHARD)  # as the engine has it: nothing to cut
+    for name, value, kind in (
+        ("mp_policy", mp_policy, MixedPrecisionPolicy),
+        ("config", config, DistributedDataParallelConfig),
+        ("dtype", dtype, torch.dtype),
+    ):
+        if value is not None:
+            check_type(name, value, kind, f"a {kind.__name__}")
     _check_at_least("optimizer_bytes_per_element", optimizer_bytes_per_element, 0)
-    _check_at_least("num_microbatches", num_microbatches, 1)
+    check_count("num_microbatches", num_microbatches, "1 or more")
+    listed("codec_rules", codec_rules, "a sequence of rules")
+    if granule is not None:
+        check_callable("granule", granule, "a function of a name and a parameter, or None")
     policy, options = mp_policy or MixedPrecisionPolicy(), config or DistributedDataParallelConfig()
     axes = AxisPlan(sizes, levels)
     settings = PlanSettings(
@@ -149,7 +160,7 @@ def estimate(
     if isinstance(model, nn.Module):
         planned, expected = _units_of(model, units, settings)
     elif isinstance(model, int | float) and not isinstance(model, bool):
-        _check_at_least("num_units", num_units, 1)
+        check_count("num_units", num_units, "1 or more")
         _check_at_least("model", model, 1)
         planned = _equal_units(round(model), num_units, dtype, settings)
         order = list(range(1, len(planned)))
@@ -218,8 +229,7 @@ def compare(
 
 def _axis_sizes(world_size: int, outer_size: int) -> AxisSizes:
     for name, size in (("world_size", world_size), ("outer_size", outer_size)):
-        if not isinstance(size, int) or size < 1:
-            raise ValueError(f"{name}: expected a number of ranks, 1 or more; found {size!r}")
+        check_count(name, size, "a number of ranks, 1 or more")
     if world_size % outer_size:
         raise ValueError(
             f"outer_size: expected a divisor of the {world_size} ranks; found {outer_size}"
@@ -228,6 +238,8 @@ def _axis_sizes(world_size: int, outer_size: int) -> AxisSizes:
 
 
 def _check_at_least(name: str, value: float, least: int) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(f"{name}: expected a number, {least} or more; found {value!r}")
     if not value >= least or math.isinf(value):
         raise ValueError(f"{name}: expected {least} or more; found {value}")
 

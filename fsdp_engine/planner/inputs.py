@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fsdp_engine.devices import memory
+from fsdp_engine.simulation.arguments import read_json
 
 _CPU = torch.device("cpu")
 # Of labels, one for each row; other models have one for each token.
@@ -80,15 +80,21 @@ def _of_config(path: Path, what: str) -> Callable[[], nn.Module]:
         import transformers
     except ImportError as error:
         raise ValueError(f"{what}: expected transformers installed, for {path}") from error
-    content = json.loads(path.read_text())
-    name = next(iter(content.get("architectures") or ()), None)
-    architecture = getattr(transformers, name, None) if name else None
+    content = read_json(path, f"a config.json of transformers as {what}")
+    names = content.get("architectures")
+    name = names[0] if isinstance(names, list) and names else names
+    architecture = getattr(transformers, name, None) if isinstance(name, str) else None
     if architecture is None:
         raise ValueError(
             f"{what}: expected `architectures` of {path} to name a class of transformers; "
             f"found {name!r}"
         )
-    config = transformers.AutoConfig.from_pretrained(str(path.parent))
+    try:
+        config = transformers.AutoConfig.from_pretrained(str(path.parent))
+    except Exception as error:  # whatever a value of the file raises
+        raise ValueError(
+            f"{what}: expected a config.json that transformers reads; found {path}: {error}"
+        ) from error
     return lambda: architecture(config)
 
 

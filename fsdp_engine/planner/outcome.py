@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from fsdp_engine.planner.candidates import Candidate
@@ -11,6 +11,7 @@ from fsdp_engine.planner.estimates import Estimate
 from fsdp_engine.simulation.clock import axis_of
 from fsdp_engine.simulation.memory_watch import KINDS
 from fsdp_engine.simulation.result import Simulation
+from fsdp_engine.strategies import Strategy
 
 ACTIVATIONS = KINDS[-1]
 AXES = ("inner", "outer")
@@ -42,6 +43,13 @@ class Setting:
     item: str
     microbatches: int
     why_unknown: str = ""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            kind = {"int": int, "float": (int, float)}.get(str(each.type), str)
+            value = getattr(self, each.name)
+            if not isinstance(value, kind):
+                raise TypeError(f"{each.name}: expected {each.type}; found {value!r}")
 
 
 @dataclass(frozen=True)
@@ -129,12 +137,30 @@ class Outcome:
     @classmethod
     def from_plain(cls, content: Mapping[str, Any]) -> Outcome:
         """Of what ``dataclasses.asdict`` made."""
-        fields = dict(content)
-        candidate = dict(fields.pop("candidate"))
+        values = dict(content)
+        candidate = dict(values.pop("candidate"))
         candidate["mesh"] = tuple(candidate["mesh"])
-        times = fields.pop("times")
+        times = values.pop("times")
         times = None if times is None else Times(**times)
-        return cls(Candidate(**candidate), **fields, times=times)
+        found = cls(Candidate(**candidate), **values, times=times)
+        found.check()
+        return found
+
+    def check(self) -> None:
+        """Of what was read from a file.
+
+        Raises:
+            TypeError: a value of another type.
+            ValueError: a strategy that is none.
+        """
+        candidate = self.candidate
+        Strategy.from_names(candidate.strategy, candidate.outer_strategy)
+        numbers = [self.lacking, self.items, *candidate.mesh, *self.memory.values()]
+        numbers += self.sent.values()
+        if self.times is not None:
+            numbers += [self.times.step, self.times.compute, *self.times.exposed.values()]
+        if not all(isinstance(each, int | float) for each in numbers):
+            raise TypeError(f"expected numbers; found {numbers}")
 
     @property
     def fits(self) -> bool | None:

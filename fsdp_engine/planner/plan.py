@@ -17,6 +17,13 @@ from fsdp_engine.planner.estimates import estimate
 from fsdp_engine.planner.inputs import named
 from fsdp_engine.planner.outcome import Outcome, Setting, Trial, sorted_outcomes
 from fsdp_engine.planner.planning import Planning
+from fsdp_engine.simulation.arguments import (
+    check_callable,
+    check_count,
+    check_memory,
+    check_type,
+    listed,
+)
 from fsdp_engine.simulation.building import made_by
 from fsdp_engine.simulation.errors import SimulationError
 from fsdp_engine.simulation.known_operations import KnownOperations
@@ -82,12 +89,30 @@ def plan(
     Raises:
         SimulationError: the model, the loss or the optimizer raised something; names the line.
         RuntimeError: torch.distributed is initialised in this process.
-        TypeError: ``build`` makes no module, or its forward does not take ``batch``.
+        TypeError: ``build`` makes no module, its forward does not take ``batch``, or an argument is
+            of another type.
         ValueError: an argument, or what ``fe.shard`` would refuse.
     """
     where = machine if isinstance(machine, Machine) else Machine.named(machine)
-    if not isinstance(world_size, int) or world_size < 1:
-        raise ValueError(f"world_size: expected 1 rank or more; found {world_size!r}")
+    check_count("world_size", world_size, "1 rank or more")
+    check_count("microbatches", microbatches, "at least 1")
+    if memory is not None:
+        check_memory(memory)
+    if not isinstance(build, str):
+        check_callable("build", build, "a function that makes a torch.nn.Module, or its name")
+    for name, function in (("loss", loss), ("optimizer", optimizer)):
+        if function is not None:
+            check_callable(name, function, "a function, or None")
+    recomputes = listed("checkpointing", checkpointing, "True, False or both, in a tuple")
+    for each in recomputes:
+        check_type("checkpointing", each, bool, "True, False or both, in a tuple")
+    batch_sizes: list[Any] = [None]
+    if microbatch_sizes is not None:
+        batch_sizes = listed("microbatch_sizes", microbatch_sizes, "sizes, such as (1, 2)")
+        for each in batch_sizes:
+            check_count("microbatch_sizes", each, "sizes of 1 or more")
+    for name, flag in (("formulas", formulas), ("progress", progress)):
+        check_type(name, flag, bool, "True or False")
     if meshes is None:
         sizes = fitting_meshes(world_size, where.ranks_per_node)
     else:
@@ -96,9 +121,11 @@ def plan(
     make = named(build, "build") if isinstance(build, str) else build
     model = on_meta(make)
     job = _Job(make, batch, world_size, where, microbatches, loss, optimizer, options)
-    every = list(candidates(sizes, checkpointing, microbatch_sizes or (None,)))
+    every = list(candidates(sizes, recomputes, batch_sizes))
     if not every:
-        raise ValueError("meshes, checkpointing: expected something to try; found nothing")
+        raise ValueError(
+            "meshes, checkpointing, microbatch_sizes: expected something to try; found nothing"
+        )
     setting = Setting(
         model=type(model).__name__,
         num_elements=sum(param.numel() for param in model.parameters()),

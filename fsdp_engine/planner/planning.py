@@ -13,6 +13,7 @@ from typing import Any
 from fsdp_engine.planner.advice import advice
 from fsdp_engine.planner.candidates import Candidate, Mesh
 from fsdp_engine.planner.outcome import Outcome, Setting, Trial, sorted_outcomes
+from fsdp_engine.simulation.arguments import check_memory, read_json
 from fsdp_engine.simulation.result import Simulation
 from fsdp_engine.terminal import table_text
 
@@ -99,7 +100,12 @@ class Planning:
 
     def within(self, memory: float) -> Planning:
         """The same with ``memory`` bytes for a rank. Nothing is simulated again, so there are no
-        trials."""
+        trials.
+
+        Raises:
+            TypeError, ValueError: ``memory`` is no positive number.
+        """
+        check_memory(memory)
         return dataclasses.replace(
             self,
             setting=dataclasses.replace(self.setting, memory=memory),
@@ -124,14 +130,14 @@ class Planning:
             OSError: there is no such file.
             ValueError: it says something else.
         """
+        content = read_json(path, "a planning as `save` writes it")
         try:
-            content = json.loads(Path(path).read_text())
             return cls(
                 Setting(**content["setting"]),
                 tuple(map(Outcome.from_plain, content["outcomes"])),
                 tuple(Trial(**each) for each in content["trials"]),
             )
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(
                 f"{path}: expected a planning as `save` writes it; found {error!r}"
             ) from error

@@ -164,6 +164,11 @@ def find_units(
         return _default_units(model, records)
     if isinstance(selectors, (str, type, nn.Module)) or callable(selectors):
         selectors = [selectors]
+    if not isinstance(selectors, Iterable):
+        raise TypeError(
+            "units: expected module classes, modules, name patterns or functions, one or several; "
+            f"found {selectors!r}"
+        )
     places = {name: place for place, (name, _) in enumerate(model.named_modules())}
     sets: dict[tuple[str, ...], dict[str, nn.Module]] = {}
     set_of: dict[str, tuple[str, ...]] = {}

@@ -17,8 +17,8 @@ intraLat + nInterSteps * interLat`` (NCCL, ``src/graph/tuning.cc``, ``ncclTopoTu
 are found in ``search.cc``. Bytes that go from one rank to another without a ring (gloo's parts, an
 all-to-all) leave the node through the port of the rank that sends them.
 
-Worked example, 64 H100 in 8 nodes: eight ports of 50 GB/s, of which 0.9 are reached, carry 360 GB/s;
-a link within a node reaches 0.8 of 450, 360 GB/s, too. Along an outer axis of one rank a node, each
+Worked example, 64 H100 in 8 nodes: eight ports of 50 GB/s, of which 0.9 are reached, carry 360
+GB/s; a link within a node reaches 0.8 of 450, 360 GB/s, too. Along an outer axis of one rank a node, each
 group has one port, 45 GB/s.
 """
 
@@ -34,6 +34,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from fsdp_engine.simulation.arguments import read_json
 
 _DTYPES = {
     "float64": torch.float64,
@@ -190,6 +192,10 @@ class Machine:
         if not isinstance(per_node, int) or isinstance(per_node, bool) or per_node < 1:
             raise ValueError(f"ranks_per_node: expected 1 rank or more; found {per_node!r}")
         _check_seconds("host_seconds", self.host_seconds)
+        if not isinstance(self.name, str):
+            raise ValueError(f"name: expected a string; found {self.name!r}")
+        if not isinstance(self.host_runs_ahead, bool):
+            raise ValueError(f"host_runs_ahead: expected a bool; found {self.host_runs_ahead!r}")
 
     def link(self, num_ranks: int, stride: int) -> Link:
         """Returns the link that times a ring collective over ``num_ranks`` ranks, each ``stride``
@@ -228,6 +234,11 @@ class Machine:
         Raises:
             ValueError: there is no such preset or file, or the file says something else.
         """
+        if not isinstance(name, str):
+            raise TypeError(
+                f"machine: expected a Machine, one of {', '.join(PRESETS)}, or the path of a file "
+                f"of `calibrate`; found {name!r}"
+            )
         if name.lower() in PRESETS:
             return PRESETS[name.lower()]
         if not Path(name).is_file():
@@ -245,8 +256,8 @@ class Machine:
             OSError: there is no such file.
             ValueError: it says something else.
         """
+        content = read_json(path, "a machine as `calibrate` writes it")
         try:
-            content = json.loads(Path(path).read_text())
             processor = content.pop("processor")
             flops = {_DTYPES[name]: each for name, each in processor.pop("matrix_flops").items()}
             return cls(
@@ -255,7 +266,7 @@ class Machine:
                 between_nodes=Link(**content.pop("between_nodes")),
                 **content,
             )
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(
                 f"{path}: expected a machine as `calibrate` writes it; found {error!r}"
             ) from error
@@ -263,7 +274,7 @@ class Machine:
 
 @functools.cache
 def _in_nodes(num_ranks: int, stride: int, ranks_per_node: int) -> tuple[int, int]:
-    """How many of such ranks the node has that has fewest of them, and in how many nodes they are."""
+    """How many of these ranks lie in the node with fewest of them; and in how many nodes they lie."""
     ranks_by_node = Counter(rank * stride // ranks_per_node for rank in range(num_ranks))
     return min(ranks_by_node.values()), len(ranks_by_node)
 

@@ -20,11 +20,19 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.devices.lanes import lanes_made_by
 from fsdp_engine.devices.mesh import pretended_ranks
 from fsdp_engine.engine import Engine
 from fsdp_engine.optimizer import shard_optimizer
 from fsdp_engine.sharding import shard
+from fsdp_engine.simulation.arguments import (
+    check_callable,
+    check_count,
+    check_sizes,
+    check_type,
+    listed,
+)
 from fsdp_engine.simulation.building import built, on_no_device
 from fsdp_engine.simulation.clock import Clock
 from fsdp_engine.simulation.errors import explained
@@ -79,17 +87,31 @@ def simulate(
         SimulationError: the model, the loss or the optimizer cannot be run with fake tensors (they
             read values, say), or raised anything themselves; names the line.
         RuntimeError: torch.distributed is initialised in this process.
-        TypeError: ``build`` makes no module, or its forward does not take ``batch``.
+        TypeError: ``build`` makes no module, its forward does not take ``batch``, or an argument is
+            of another type.
         ValueError: ``mesh`` has not ``world_size`` ranks, or there is no microbatch, or the config
             has values of gradients looked at, or nothing is trained, or there is no loss, or none
             that requires grad.
     """
-    sizes = (world_size,) if mesh is None else tuple(mesh)
-    if math.prod(sizes) != world_size or len(sizes) not in (1, 2):
+    check_count("world_size", world_size, "1 rank or more")
+    check_count("microbatches", microbatches, "at least 1")
+    check_callable("build", build, "a function that makes a torch.nn.Module")
+    check_type("machine", machine, Machine, "a Machine, such as fe.H100")
+    for name, function in (("loss", loss), ("optimizer", optimizer)):
+        if function is not None:
+            check_callable(name, function, "a function, or None")
+    if known is not None:
+        check_type("known", known, KnownOperations, "KnownOperations, or None")
+    expected = f"one or two sizes of {world_size} ranks"
+    sizes = (world_size,) if mesh is None else tuple(listed("mesh", mesh, expected))
+    check_sizes("mesh", sizes, expected)
+    if math.prod(sizes) != world_size or len(sizes) not in (1, 2) or min(sizes) < 1:
         raise ValueError(f"mesh: expected one or two sizes of {world_size} ranks; found {sizes}")
-    if microbatches < 1:
-        raise ValueError(f"microbatches: expected at least 1; found {microbatches}")
     config = options.get("config")
+    if config is not None:
+        check_type(
+            "config", config, DistributedDataParallelConfig, "a DistributedDataParallelConfig"
+        )
     if config is not None and (config.check_for_nan_in_grad or config.check_for_large_grads):
         raise ValueError(
             "config: expected no check of gradients, whose values are fake; found "

@@ -238,6 +238,7 @@ def test_a_config_of_transformers_needs_no_code(folder: Path) -> None:
     assert "tokens/s" in output
 
 
+OF_COUNTING = "--world 8 --model planned_models:Counting --batch planned_models:batch"
 BAD: list[tuple[str, str]] = [
     ("--elements 1e9", "Missing option '--world'"),
     ("--world 8", "expected one of --elements and --model; found both or neither"),
@@ -273,6 +274,31 @@ BAD: list[tuple[str, str]] = [
         "--microbatch-sizes 1,x",
         "--microbatch-sizes: expected such as 1,2,4; found '1,x'",
     ),
+    *(
+        (f"{OF_COUNTING} {options}", message)
+        for options, message in (
+            ("--memory -1", "--memory: expected GiB, more than 0; found -1.0"),
+            ("--memory 80GB", "Invalid value for '--memory'"),
+            ("--microbatches 0", "microbatches: expected at least 1; found 0"),
+            ("--figure nowhere/a.png", "--figure: expected a file that can be written; found"),
+            ("--figure a.words", "--figure: expected a file that ends with one of"),
+            ("--trace nowhere/a.json", "nowhere/a.json: no folder nowhere"),
+            ("--save .", "--save: expected a file that can be written; found .: a folder"),
+            ("--optimizer-bytes 4", "--optimizer-bytes: expected without --batch; found with it"),
+            ("--num-units 4", "--num-units: expected without --batch"),
+            ("--formulas --trace a.json", "--trace: expected without --formulas"),
+            ("--formulas --recompute on", "--recompute: expected without --formulas"),
+            ("--machine binary.json", "binary.json: expected a machine as"),
+        )
+    ),
+    ("--world 8 --elements 1 --machine a100", "--machine: expected with --batch; found without"),
+    ("--world 8 --elements 1 --loss a:b", "--loss: expected with --batch; found without"),
+    ("--world 8 --elements 1 --formulas", "--formulas: expected with --batch; found without"),
+    ("--world 8 --elements 1 --units x", "--units: expected with --model; found with --elements"),
+    ("--world 8 --model planned_models:build --num-units 2", "--num-units: expected with"),
+    ("--world 0 --elements 1e9", "world_size: expected a number of ranks, 1 or more; found 0"),
+    ("--world 8 --elements 1e9 --microbatches 0", "num_microbatches: expected 1 or more; found 0"),
+    ("--world 8 --model binary.json --batch 2x16", "binary.json: expected a config.json of"),
     (
         "--world 8 --model planned_models:build --min-unit-size -1",
         "min_unit_size: expected 0 or more elements",
@@ -282,6 +308,7 @@ BAD: list[tuple[str, str]] = [
 
 @pytest.mark.parametrize(("arguments", "message"), BAD)
 def test_mistakes_are_told_without_a_traceback(folder: Path, arguments: str, message: str) -> None:
+    (folder / "binary.json").write_bytes(b"\x80\xffPK")
     output = run(f"plan {arguments}", status=2)
     # The box around an error breaks lines; only the words matter.
     assert " ".join(message.split()) in " ".join(re.sub("[│|╭╮╰╯─]", " ", output).split())

@@ -1,0 +1,127 @@
+"""Every codec keeps what [Note: What a codec keeps] in ``codecs/base.py`` says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsdp_engine.codecs as codecs
+from fsdp_engine.codecs import CastCodec, Float8, Float8Codec, ParamCodec, Piece
+from fsdp_engine.codecs.transformer_engine import TransformerEngineCodec
+from tests.codecs.te_on_cpu import make_weight
+from tests.codecs.test_transformer_engine import make_codec
+from tests.pool import on_ranks
+
+NAN, INF = float("nan"), float("inf")
+# Shapes, and elements of padding before each.
+SHAPES = ((5, 7), (1, 3), (130, 129), (2, 1))
+PADDING = 6
+CODECS: dict[str, Callable[[], ParamCodec]] = {
+    "identity": lambda: CastCodec(torch.float32, torch.float32),
+    "bf16": lambda: CastCodec(torch.float32, torch.bfloat16),
+    "fp16": lambda: CastCodec(torch.float32, torch.float16),
+    **{
+        f"fp8 {granularity}{' power of two' if power else ''}": (
+            lambda granularity=granularity, power=power: Float8Codec(Float8(granularity, power))
+        )
+        for granularity in ("tensor", "row", "block")
+        for power in (False, True)
+    },
+    **{
+        f"te {recipe}": (lambda recipe=recipe: make_codec(recipe))
+        for recipe in ("current", "block")
+    },
+}
+# Of which parameter, which element.
+PLANTED = {(0, 3): NAN, (0, 34): INF, (2, 128): -INF, (2, 16000): NAN, (3, 1): NAN}
+
+
+def test_every_codec_is_held_to_the_contract() -> None:
+    kinds = {each for each in vars(codecs).values() if isinstance(each, type)}
+    kinds = {each for each in kinds if issubclass(each, ParamCodec) and each is not ParamCodec}
+    assert kinds == {CastCodec, Float8Codec, TransformerEngineCodec}
+
+
+def mains(*, plants: bool) -> list[Tensor]:
+    """Main weights: zeros in the second parameter."""
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(shape, generator=generator) for shape in SHAPES]
+    values[1].zero_()
+    if plants:
+        for (index, element), value in PLANTED.items():
+            values[index].view(-1)[element] = value
+    return values
+
+
+def encoded(codec: ParamCodec, values: list[Tensor], low: int, high: int) -> list[Tensor]:
+    """Full parameters: of this rank, which holds ``low`` to ``high`` of a line whose padding is
+    NaN."""
+    starts, position = [], 0
+    for value in values:
+        starts.append(position + PADDING)
+        position += PADDING + value.numel()
+    line = torch.full((position + PADDING,), NAN)
+    pieces = []
+    for index, (value, start) in enumerate(zip(values, starts, strict=True)):
+        line[start : start + value.numel()] = value.flatten()
+        begin = min(max(low - start, 0), value.numel())
+        end = max(min(max(high - start, 0), value.numel()), begin)
+        pieces.append(Piece(index, begin, end, max(start + begin - low, 0)))
+    high = min(high, line.numel())
+    params: list[Any] = [nn.Parameter(torch.zeros(value.shape)) for value in values]
+    if isinstance(codec, TransformerEngineCodec):
+        recipe = codec._recipe.name
+        zeros = [torch.zeros(value.shape, dtype=torch.bfloat16) for value in values]
+        params = [make_weight(each, recipe) for each in zeros]
+    group = dist.group.WORLD
+    whole = high - low == line.numel()
+    codec.prepare(params, pieces, [] if whole else [group], torch.device("cpu"))
+    wire = torch.zeros(line.numel(), dtype=codec.wire_dtype)
+    views = [
+        wire[start : start + value.numel()].view(value.shape)
+        for value, start in zip(values, starts, strict=True)
+    ]
+    bound = [codec.bind(param, [view]) for param, view in zip(params, views, strict=True)]
+    for works in codec.encode(line[low:high], [wire[low:high]]):
+        for work in works:
+            work.wait()
+    if not whole:
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, (low, high, wire[low:high].view(torch.uint8)))
+        for begin, end, part in gathered:
+            wire[begin:end].view(torch.uint8).copy_(part)
+    if isinstance(codec, TransformerEngineCodec):
+        return [weight.dequantize(dtype=torch.float32) for weight in bound]  # type: ignore[call-arg]
+    if not codec.decodes:
+        return views
+    full = [torch.zeros(value.shape) for value in values]
+    codec.decode(wire, starts, full)
+    return full
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize("name", CODECS)
+@on_ranks(3)
+def test_what_a_codec_keeps(name: str) -> None:
+    numel = sum(each.numel() for each in mains(plants=False)) + PADDING * (len(SHAPES) + 1)
+    for cuts in ((0, 20, 8000, numel), (0, numel - 3, numel - 3, numel)):  # and a rank of nothing
+        rank = dist.get_rank()
+        for plants in (False, True):
+            values = mains(plants=plants)
+            found = encoded(CODECS[name](), values, cuts[rank], cuts[rank + 1])
+            alone = encoded(CODECS[name](), values, 0, numel)
+            for index, (full, whole, value) in enumerate(zip(found, alone, values, strict=True)):
+                assert torch.equal(bits(full), bits(whole)), (name, index, cuts)
+                assert full[value.isnan()].isnan().all(), (name, index)
+                assert not full[value.isinf()].isfinite().any(), (name, index)
+                if not plants:
+                    assert torch.allclose(full.float(), value, rtol=2**-4, atol=0.02), (name, index)
+            assert not found[1].any()
