@@ -27,6 +27,7 @@ from fsdp_engine.checkpoint.export_source import (
     engine_sources,
 )
 from fsdp_engine.checkpoint.hugging_face_folder import (
+    STEM,
     ExportFolder,
     NamedFile,
     file_name,
@@ -137,6 +138,7 @@ def export_sources(
     ranks: Ranks | None,
     buffer_bytes: int = BUFFER_BYTES,
     progress: Callable[[int], None] = lambda num_bytes: None,
+    stem: str = STEM,
 ) -> None:
     """Write tensors into a folder; see :func:`export_safetensors`.
 
@@ -146,6 +148,7 @@ def export_sources(
         ranks: that write together; None: this process alone.
         buffer_bytes: to convert in.
         directory, dtype, max_shard_size, progress: as there.
+        stem: of the names of the files.
     """
     group, rank = (None, 0) if ranks is None else (ranks.control_group, ranks.rank)
     folder: ExportFolder | None = None
@@ -158,9 +161,9 @@ def export_sources(
         if dtype is not None:
             _check_dtype(dtype)
         sources = make_sources()
-        files = _plan(sources, max_bytes)
+        files = _plan(sources, max_bytes, stem)
         if rank == 0:
-            folder = ExportFolder(directory)
+            folder = ExportFolder(directory, stem)
             staging = folder.begin(files)
     except Exception as caught:
         error = caught
@@ -199,7 +202,8 @@ def load_safetensors(
     Args:
         engine: whose weights and persistent buffers are replaced.
         directory: has ``model.safetensors``, or else the files that
-            ``model.safetensors.index.json`` names, or else any files ``*.safetensors``.
+            ``model.safetensors.index.json`` names; or the same of ``diffusion_pytorch_model``, or
+            else any files ``*.safetensors``.
         rename: from a name in the files to the model's name, or to None for a tensor to leave out:
             a function, or a mapping, in which names that stay as they are need not stand. None:
             names are the model's.
@@ -242,7 +246,7 @@ def _check_dtype(dtype: torch.dtype) -> None:
     dtype_name("dtype", dtype)
 
 
-def _plan(sources: Sequence[Source], max_bytes: int) -> list[NamedFile]:
+def _plan(sources: Sequence[Source], max_bytes: int, stem: str) -> list[NamedFile]:
     """Which file each tensor is in, and where."""
     groups = split(sources, max_bytes)
     files = []
@@ -254,7 +258,7 @@ def _plan(sources: Sequence[Source], max_bytes: int) -> list[NamedFile]:
             {"format": "pt", **aliases},
         )
         names = tuple(source.name for source in members)
-        files.append(NamedFile(file_name(number, len(groups)), plan, names))
+        files.append(NamedFile(file_name(number, len(groups), stem), plan, names))
     return files
 
 

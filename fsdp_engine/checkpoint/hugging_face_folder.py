@@ -5,6 +5,8 @@
     model.safetensors.index.json            {"metadata": {"total_size": bytes of all tensors},
                                              "weight_map": {name: file, ...}}
 
+A model of ``diffusers`` has the same files under another stem, ``diffusion_pytorch_model``.
+
 An export is written into a folder of its own inside, which nobody takes for a model, and its files
 are renamed into place when all of them are whole.
 """
@@ -27,9 +29,11 @@ import torch
 from fsdp_engine.checkpoint.directory import sync_folder
 from fsdp_engine.checkpoint.safetensors_file import PlannedFile, TensorInFile, read_header
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-_OURS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors")
+STEM = "model"
+DIFFUSERS_STEM = "diffusion_pytorch_model"
+_STEMS = (STEM, DIFFUSERS_STEM)
+SINGLE = f"{STEM}.safetensors"
+INDEX = f"{STEM}.safetensors.index.json"
 _STAGING = ".exporting-"
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]B)\s*", re.IGNORECASE)
@@ -111,9 +115,10 @@ def tensor_bytes(tensor: Sized) -> int:
     return math.prod(tensor.shape) * tensor.dtype.itemsize
 
 
-def file_name(number: int, count: int) -> str:
-    """Name of file ``number`` (from 0) of ``count``."""
-    return SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+def file_name(number: int, count: int, stem: str) -> str:
+    """Returns the name of file ``number`` (from 0) of ``count``."""
+    part = "" if count == 1 else f"-{number + 1:05d}-of-{count:05d}"
+    return f"{stem}{part}.safetensors"
 
 
 class ExportFolder:
@@ -121,10 +126,14 @@ class ExportFolder:
 
     Args:
         directory: where the model shall stand.
+        stem: of the names of its files.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, stem: str = STEM) -> None:
         self._directory = directory.absolute()
+        self._single = f"{stem}.safetensors"
+        self._index = f"{stem}.safetensors.index.json"
+        self._own = re.compile(rf"{stem}(-\d{{5,}}-of-\d{{5,}})?\.safetensors")
         self._staging: Path | None = None
         self._made: list[Path] = []
 
@@ -165,7 +174,7 @@ class ExportFolder:
         """
         assert self._staging is not None
         new = {file.name for file in files}
-        index = self._staging / INDEX
+        index = self._staging / self._index
         if len(files) > 1:
             weight_map = {name: file.name for file in files for name in file.tensors}
             content = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
@@ -175,19 +184,19 @@ class ExportFolder:
                 os.fsync(made.fileno())
         # Never may older and newer files stand for one model: where names are taken, the older
         # model goes first. (A single file is replaced at once.)
-        taken = [self._directory / name for name in sorted(new - {SINGLE})]
+        taken = [self._directory / name for name in sorted(new - {self._single})]
         if any(path.exists() for path in taken):
-            for path in (self._directory / INDEX, *taken):
+            for path in (self._directory / self._index, *taken):
                 path.unlink(missing_ok=True)
         for name in sorted(new):
             os.replace(self._staging / name, self._directory / name)
         if index.exists():
-            os.replace(index, self._directory / INDEX)
+            os.replace(index, self._directory / self._index)
         else:
-            (self._directory / INDEX).unlink(missing_ok=True)
+            (self._directory / self._index).unlink(missing_ok=True)
         # Until here readers saw an older single file, which they look for first.
         for path in list(self._directory.iterdir()):
-            if _OURS.fullmatch(path.name) and path.name not in new:
+            if self._own.fullmatch(path.name) and path.name not in new:
                 path.unlink()
         self._made = []
         sync_folder(self._directory)
@@ -215,15 +224,22 @@ def read_folder(directory: Path) -> list[TensorInFile]:
         found = "a file" if directory.exists() else "nothing"
         raise kind(f"directory: expected a folder at {directory}; found {found}")
     weight_map: dict[str, str] = {}
-    if (directory / SINGLE).is_file():
-        names = [SINGLE]
-    elif (directory / INDEX).is_file():
-        weight_map = _read_index(directory / INDEX)
+    present = [
+        name
+        for stem in _STEMS
+        for name in (f"{stem}.safetensors", f"{stem}.safetensors.index.json")
+        if (directory / name).is_file()
+    ]
+    index = directory / (present[0] if present else INDEX)
+    if present and index.suffix == ".safetensors":
+        names = [index.name]
+    elif present:
+        weight_map = _read_index(index)
         names = sorted(set(weight_map.values()))
         missing = [name for name in names if not (directory / name).is_file()]
         if missing:
             raise FileNotFoundError(
-                f"{directory / INDEX}: expected the {len(names)} files that it names beside it; "
+                f"{index}: expected the {len(names)} files that it names beside it; "
                 f"found no {', '.join(missing)}"
             )
     else:
@@ -247,7 +263,7 @@ def read_folder(directory: Path) -> list[TensorInFile]:
     lost = [f"{name} in {file}" for name, file in weight_map.items() if name not in tensors]
     if lost:
         raise ValueError(
-            f"{directory / INDEX}: expected tensors where it says; found no {', '.join(lost[:16])}"
+            f"{index}: expected tensors where it says; found no {', '.join(lost[:16])}"
         )
     return list(tensors.values())
 

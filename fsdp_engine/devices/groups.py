@@ -75,6 +75,23 @@ def new_group(
     return group
 
 
+def free_gloo_group(group: dist.ProcessGroup) -> None:
+    """Destroy a gloo group, and delete this rank's addresses from the default store.
+
+    ``dist.destroy_process_group`` leaves them there (torch 2.11 to 2.13). All ranks of the group
+    must have made it: they read the addresses to do so.
+    """
+    store = distributed_c10d._world.pg_map[default_group()][1]
+    rank, within = dist.get_rank(group), dist.PrefixStore(f"{group.group_name}/", store)
+    devices = [device.type for device in group._device_types]
+    dist.destroy_process_group(group)
+    for device in devices:
+        addresses = dist.PrefixStore(f"{device}/", within)
+        interface = 0
+        while addresses.delete_key(f"{interface}/{rank}"):
+            interface += 1
+
+
 @contextmanager
 def _not_split_off(default: dist.ProcessGroup) -> Iterator[None]:
     """Within it, new groups are not split off the default group's communicator, which all its ranks

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fsdp_engine.devices.groups import new_group
+from fsdp_engine.devices.groups import free_gloo_group, new_group
 from fsdp_engine.devices.meeting import meet
 
 
@@ -60,10 +60,10 @@ class Ranks:
         return new_group(self.ranks, timeout, f"{meeting.name}/host", backend="gloo")
 
     def free_host_group(self, group: dist.ProcessGroup | None) -> None:
-        """Give back what :meth:`make_host_group` made: connections and threads. Not collective, but
-        no rank may need the group any more."""
+        """Give back what :meth:`make_host_group` made: connections, threads and keys of the store.
+        Not collective, but no rank may need the group any more."""
         if group is not None and dist.is_initialized():
-            dist.destroy_process_group(group)
+            free_gloo_group(group)
 
 
 @_disable_current_modes()

@@ -12,7 +12,7 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from accelerate import Accelerator
@@ -118,6 +118,8 @@ class FSDPEngineAccelerator(Accelerator):
             for module in model.modules():
                 if hasattr(module, "generate"):
                     module._is_fsdp_managed_module = True  # type: ignore[assignment]
+            if not hasattr(model, "no_sync"):
+                model.no_sync = refuse_no_sync  # type: ignore[assignment]
         return engine
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
@@ -390,6 +392,20 @@ class FSDPEngineAccelerator(Accelerator):
                 f"registered objects: expected {found}, as {folder} has; found "
                 f"{len(self._custom_objects)}"
             )
+
+
+def refuse_no_sync() -> NoReturn:
+    """In place of the method ``no_sync`` of DDP, which accelerate's ``LocalSGD`` enters.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    raise NotImplementedError(
+        "model.no_sync: expected accelerator.no_sync(model), which accumulates gradients; found a "
+        "call of DDP's method. accelerate's LocalSGD, which makes it, steps a model of its own on "
+        "each rank, where this engine holds one model on all ranks: use LocalSGD with "
+        "accelerate.Accelerator, or train without it"
+    )
 
 
 def plain_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

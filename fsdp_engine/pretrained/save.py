@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 from fsdp_engine.adapters import peft_model
 from fsdp_engine.checkpoint.export_source import Source, engine_sources
 from fsdp_engine.checkpoint.hugging_face import export_sources
+from fsdp_engine.checkpoint.hugging_face_folder import DIFFUSERS_STEM, STEM
 from fsdp_engine.checkpoint.pieces import Pieces
 from fsdp_engine.checkpoint.writing_pieces import source_of
 from fsdp_engine.devices.agreement import agree
@@ -36,7 +38,8 @@ def save_pretrained(
     *,
     tokenizer: Any = None,
 ) -> None:
-    """Write a model of ``transformers`` as its own ``save_pretrained`` would. Collective.
+    """Write a model of ``transformers`` or ``diffusers`` as its own ``save_pretrained`` would.
+    Collective.
 
     All ranks write their slices, into the names and the layout that files have elsewhere: what is
     fused, split or transposed in memory is undone. A tied weight is written once, under its first
@@ -55,7 +58,7 @@ def save_pretrained(
 
     Raises:
         ValueError, TypeError: an argument, or one that differs between ranks; the model is not
-            sharded, or not of transformers; or what it does to tensors is no reindexing.
+            sharded, or of neither library; or what it does to tensors is no reindexing.
         RuntimeError: within a forward, a backward or ``engine.unsharded()``, or before weights are
             loaded.
         OSError: the folder cannot be written.
@@ -71,10 +74,12 @@ def save_pretrained(
     group, is_first = engine.ranks.control_group, engine.ranks.rank == 0
     error: Exception | None = None
     hidden = False
+    is_diffusers = _is_of_diffusers(model)
     try:
-        if not hasattr(model, "config") or not hasattr(model.config, "save_pretrained"):
+        if not is_diffusers and not hasattr(getattr(model, "config", None), "save_pretrained"):
             raise TypeError(
-                f"model_or_engine: expected a model of transformers; found {type(model).__name__}"
+                "model_or_engine: expected a model of transformers or diffusers; found "
+                f"{type(model).__name__} (fe.export_safetensors writes the weights of any model)"
             )
         if is_first and (directory / CONFIG).is_file():
             os.replace(directory / CONFIG, directory / BEFORE)
@@ -85,7 +90,8 @@ def save_pretrained(
     try:
         sources = partial(_sources, engine, dtype)
         ranks = engine.ranks
-        export_sources(WHAT, sources, directory, dtype, max_shard_size, ranks=ranks)
+        stem = DIFFUSERS_STEM if is_diffusers else STEM
+        export_sources(WHAT, sources, directory, dtype, max_shard_size, ranks=ranks, stem=stem)
     except Exception as caught:  # on all ranks
         error = caught
         if hidden:
@@ -111,18 +117,30 @@ def _sources(engine: Engine, dtype: torch.dtype | None) -> list[Source]:
     ]
 
 
+def _is_of_diffusers(model: Any) -> bool:
+    """Whether the model writes its config itself, as those of ``diffusers`` do."""
+    return callable(getattr(model, "save_config", None)) and hasattr(model, "config_name")
+
+
 def _write_others(model: Any, directory: Path, dtype: torch.dtype | None, tokenizer: Any) -> None:
     """Everything but weights; the config last."""
     if tokenizer is not None:
         tokenizer.save_pretrained(str(directory))
     if getattr(model, "can_generate", None) is not None and model.can_generate():
         model.generation_config.save_pretrained(str(directory))
+    save_config = model.save_config if _is_of_diffusers(model) else _config_of(model, dtype)
+    with tempfile.TemporaryDirectory(dir=directory) as made:
+        save_config(made)
+        with open(Path(made) / CONFIG, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(Path(made) / CONFIG, directory / CONFIG)
+
+
+def _config_of(model: Any, dtype: torch.dtype | None) -> Callable[[str], None]:
+    """Returns what writes the config of a model of ``transformers`` into a folder."""
     config = type(model.config).from_dict(model.config.to_dict())
     config.architectures = [type(model).__name__]
     if dtype is not None:
         config.dtype = dtype
-    with tempfile.TemporaryDirectory(dir=directory) as made:
-        config.save_pretrained(made)
-        with open(Path(made) / CONFIG, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(Path(made) / CONFIG, directory / CONFIG)
+    save: Callable[[str], None] = config.save_pretrained
+    return save

@@ -239,6 +239,26 @@ def test_what_does_not_go_together_is_refused_on_all_ranks() -> None:
         loop.accelerator.prepare(loop.model.model)
 
 
+@pytest.mark.parametrize("level", ["no_shard", FULL])
+@on_ranks(2)
+def test_local_sgd_is_refused_before_a_step_and_says_what_to_do(level: str) -> None:
+    from accelerate.local_sgd import LocalSGD
+
+    loop = Loop(level)
+    local = LocalSGD(accelerator=loop.accelerator, model=loop.model, local_sgd_steps=2)
+    with (
+        pytest.raises(NotImplementedError, match=r"LocalSGD, .* use LocalSGD with"),
+        local,
+    ):
+        raise AssertionError("it was entered")
+    switched_off = LocalSGD(loop.accelerator, loop.model, local_sgd_steps=2, enabled=False)
+    with switched_off as each:
+        loop.train()
+        each.step()
+    expected = Loop("plain").train()
+    torch.testing.assert_close(Loop(level).train(), expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.thorough
 @on_ranks(2)
 def test_units_are_compiled() -> None:

@@ -173,6 +173,48 @@ def test_other_models_are_refused() -> None:
     with pytest.raises(ValueError, match=r"model_or_engine: expected what fe\.shard"):
         fe.save_pretrained(model, folder)
     fe.shard(model, initial_values="rank0")
-    with pytest.raises(TypeError, match="expected a model of transformers; found Sequential"):
+    with pytest.raises(
+        TypeError, match="expected a model of transformers or diffusers; found Sequential"
+    ):
         fe.save_pretrained(model, folder)
     assert not list(Path(folder).iterdir())
+
+
+class Denoiser(nn.Module):
+    """A model that writes its config itself, as those of diffusers do."""
+
+    config_name = "config.json"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, noisy: Tensor) -> Tensor:
+        return self.leave(self.enter(noisy))
+
+    def save_config(self, folder: str) -> None:
+        (Path(folder) / self.config_name).write_text('{"_class_name": "Denoiser"}')
+
+
+@pytest.mark.parametrize("size", ["5GB", 200])
+@on_ranks(2)
+def test_a_model_of_diffusers_has_its_own_names_of_files(size: int | str) -> None:
+    folder = Path(shared_folder())
+    engine = fe.shard(Denoiser(), strategy="optim_grads_params")
+    fe.save_pretrained(engine, folder, max_shard_size=size)
+    index = (folder / "diffusion_pytorch_model.safetensors.index.json").is_file()
+    assert index is (size == 200)
+    assert all(path.name.startswith("diffusion_") for path in folder.glob("*.safetensors"))
+    assert (folder / "config.json").read_text() == '{"_class_name": "Denoiser"}'
+    whole = engine.full_state_dict()
+    torch.testing.assert_close(in_files(folder), whole, rtol=0, atol=0)
+    other = fe.shard(Denoiser(), strategy="optim")
+    fe.load_pretrained(other, folder)
+    torch.testing.assert_close(other.full_state_dict(), whole, rtol=0, atol=0)
+
+
+@on_ranks(2)
+def test_a_model_of_no_library_is_refused_with_what_to_use() -> None:
+    engine = fe.shard(nn.Linear(4, 4), strategy="optim")
+    with pytest.raises(TypeError, match=r"transformers or diffusers; found Linear.*export_safete"):
+        fe.save_pretrained(engine, shared_folder())

@@ -10,7 +10,7 @@ import pytest
 
 # Made by the Makefile: torchtitan and triton.
 TORCHTITAN = Path(sys.prefix) / "torchtitan"
-_NEEDED = ("datasets", "sentence_transformers", "torchtitan", "trl")
+_NEEDED = ("datasets", "diffusers", "sentence_transformers", "torchtitan", "trl")
 _missing = [
     name for name in _NEEDED if PathFinder.find_spec(name, [*sys.path, str(TORCHTITAN)]) is None
 ]

@@ -94,7 +94,7 @@ def model() -> Any:
             hidden_dropout_prob=0.0,
             attention_probs_dropout_prob=0.0,
             initializer_range=0.2,
-            num_labels=2,
+            num_labels=2,  # type: ignore[call-arg]
         )
     )
 

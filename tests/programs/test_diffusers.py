@@ -1,0 +1,178 @@
+"""Models of diffusers: a plain loop trains them, and diffusers reads what is saved."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsdp_engine as fe
+from tests.integrations.trainer_scene import LEVELS, as_launched, num_ranks
+from tests.pool import Ranks
+from tests.programs.packages import PROGRAM
+
+pytestmark = PROGRAM
+STEPS = 3
+SIZE = 8  # of an image
+BATCH = 4  # of all ranks
+
+
+def _unet() -> nn.Module:
+    from diffusers import UNet2DModel
+
+    return UNet2DModel(
+        sample_size=SIZE,
+        in_channels=3,
+        out_channels=3,
+        layers_per_block=1,
+        block_out_channels=(8, 16),
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+        attention_head_dim=8,
+        norm_num_groups=4,
+    )
+
+
+def _transformer() -> nn.Module:
+    from diffusers import DiTTransformer2DModel
+
+    return DiTTransformer2DModel(
+        num_attention_heads=2,
+        attention_head_dim=8,
+        in_channels=3,
+        num_layers=2,
+        sample_size=SIZE,
+        patch_size=2,
+        num_embeds_ada_norm=10,
+        norm_num_groups=4,
+        dropout=0.0,
+    )
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"unet": _unet, "transformer": _transformer}
+
+
+def _is_block(name: str, module: nn.Module) -> bool:
+    """The units of the transformer, whose forward calls a module of the first block by itself."""
+    return name.startswith("transformer_blocks.") and name.count(".") == 1 and name[-1] != "0"
+
+
+UNITS = {"unet": None, "transformer": _is_block}
+
+
+def build(name: str, seed: int = 0) -> nn.Module:
+    """A model of a kind; its dropout of class labels is off."""
+    as_launched()
+    torch.manual_seed(seed)
+    model = MODELS[name]()
+    for module in model.modules():
+        if hasattr(module, "dropout_prob"):
+            module.dropout_prob = 0.0
+    return model
+
+
+def predict(model: nn.Module, noisy: Tensor, times: Tensor) -> Tensor:
+    """The noise in images, as each model is called."""
+    if "DiT" in type(model).__name__:
+        labels = times % 10
+        found: Tensor = model(noisy, timestep=times, class_labels=labels).sample
+        return found[:, :3]
+    found = model(noisy, times).sample
+    return found
+
+
+def train(model: nn.Module) -> list[float]:
+    """diffusers' own loop: noise is added by its scheduler, and predicted."""
+    from diffusers import DDPMScheduler
+
+    scheduler = DDPMScheduler(num_train_timesteps=100)
+    # Not Adam, which turns rounding of biases of keys, without a gradient, into steps.
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    rank = dist.get_rank() if num_ranks() > 1 else 0
+    losses = []
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(step)
+        images, noise = torch.randn(2, BATCH, 3, SIZE, SIZE, generator=generator)
+        times = torch.randint(0, 100, (BATCH,), generator=generator)
+        mine = slice(rank * BATCH // num_ranks(), (rank + 1) * BATCH // num_ranks())
+        noisy = scheduler.add_noise(images, noise, times)[mine]
+        loss = nn.functional.mse_loss(predict(model, noisy, times[mine]), noise[mine])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return losses
+
+
+def read(folder: str) -> dict[str, Tensor]:
+    """The weights of the model that diffusers reads."""
+    import diffusers
+
+    name = json.loads((Path(folder) / "config.json").read_text())["_class_name"]
+    model = getattr(diffusers, name).from_pretrained(folder, low_cpu_mem_usage=False)
+    return dict(model.state_dict())
+
+
+def expected_of(name: str) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and weights of one process."""
+    model = build(name)
+    return train(model), dict(model.state_dict())
+
+
+def trained_and_saved(name: str, level: str, folder: str, size: str) -> dict[str, Any]:
+    """Losses, and whole weights, of a model that is saved into ``folder`` and read again."""
+    model = build(name)
+    given: dict[str, Any] = {"strategy": level, "units": UNITS[name], "min_unit_size": 0}
+    engine = fe.shard(model, **given)
+    losses = train(model)
+    fe.save_pretrained(model, folder, max_shard_size=size)
+    other = fe.shard(build(name, seed=1), **given)
+    report = fe.load_pretrained(other, folder)
+    assert not report.missing
+    assert not report.unexpected
+    return {
+        "losses": losses,
+        "saved": engine.full_state_dict(),
+        "loaded": other.full_state_dict(),
+    }
+
+
+@pytest.fixture(scope="module")
+def plain(ranks: Ranks) -> Callable[[str], tuple[list[float], dict[str, Tensor]]]:
+    """Losses and weights of a model on one process, by its name."""
+    known: dict[str, Any] = {}
+
+    def find(name: str) -> tuple[list[float], dict[str, Tensor]]:
+        if name not in known:
+            known[name] = ranks.run(expected_of, name, world_size=1, group=False)[0]
+        found: tuple[list[float], dict[str, Tensor]] = known[name]
+        return found
+
+    return find
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("name", "size"), [("unet", "5GB"), ("transformer", "20KB")])
+def test_a_model_is_trained_and_saved_and_diffusers_reads_it(
+    ranks: Ranks, plain: Callable[..., Any], tmp_path: Path, name: str, size: str, level: str
+) -> None:
+    losses, weights = plain(name)
+    found = ranks.run(trained_and_saved, name, level, str(tmp_path), size, world_size=2)
+    means = [sum(each) / 2 for each in zip(*(one["losses"] for one in found), strict=True)]
+    assert means == pytest.approx(losses, rel=1e-4)
+    files = {path.name for path in tmp_path.iterdir()}
+    index = "diffusion_pytorch_model.safetensors.index.json"
+    assert (index in files) is (size == "20KB")
+    assert ("diffusion_pytorch_model.safetensors" in files) is (size != "20KB")
+    read_by_diffusers = ranks.run(read, str(tmp_path), world_size=1, group=False)[0]
+    assert read_by_diffusers.keys() == weights.keys()
+    for one in found:
+        torch.testing.assert_close(one["saved"], weights, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(read_by_diffusers, one["saved"], rtol=0, atol=0)
+        torch.testing.assert_close(one["loaded"], one["saved"], rtol=0, atol=0)
