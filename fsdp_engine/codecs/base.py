@@ -14,13 +14,13 @@ each in a wire of its own. A recomputation within backward needs both.
 [Note: What a codec keeps]
 `tests/codecs/test_contract.py` holds every codec to this:
 
-- *Ranks agree.* The full parameters, and the state, are the same bits on every rank, and those that
-  one rank with the whole main shard finds.
-- *Padding* is no parameter's. Main elements outside of pieces may be anything, NaN, too: they change
-  no parameter and no scale. Wire elements outside of pieces need not be written.
+- *Ranks agree.* The full parameters, and the state, are the same bits on every rank.
+- *Padding* is no parameter's. Main elements outside of pieces may be anything, NaN, too: they
+  change no parameter and no scale. Wire elements outside of pieces need not be written.
 - *Empty pieces.* A rank that holds nothing of a parameter, or of all of them, takes part in every
   message, in the same order.
-- *NaN* stays NaN, element by element. *Inf* stays Inf or becomes NaN. Elements that share a scale
+- *NaN* stays NaN, element by element. *Inf* stays Inf or becomes NaN, or where the encoding
+  saturates (Transformer Engine's) the largest value. Elements that share a scale
   with either may become NaN. A scale that is NaN on one rank is NaN on all: a backend's maximum of
   floats may lose it.
 - *Zeros* stay zeros, also where all that share a scale are.

@@ -18,8 +18,8 @@ are found in ``search.cc``. Bytes that go from one rank to another without a rin
 all-to-all) leave the node through the port of the rank that sends them.
 
 Worked example, 64 H100 in 8 nodes: eight ports of 50 GB/s, of which 0.9 are reached, carry 360
-GB/s; a link within a node reaches 0.8 of 450, 360 GB/s, too. Along an outer axis of one rank a node, each
-group has one port, 45 GB/s.
+GB/s; a link within a node reaches 0.8 of 450, 360 GB/s, too. Along an outer axis of one rank a
+node, each group has one port, 45 GB/s.
 """
 
 from __future__ import annotations
@@ -274,7 +274,7 @@ class Machine:
 
 @functools.cache
 def _in_nodes(num_ranks: int, stride: int, ranks_per_node: int) -> tuple[int, int]:
-    """How many of these ranks lie in the node with fewest of them; and in how many nodes they lie."""
+    """How many of these ranks the node with fewest of them has, and how many nodes there are."""
     ranks_by_node = Counter(rank * stride // ranks_per_node for rank in range(num_ranks))
     return min(ranks_by_node.values()), len(ranks_by_node)
 

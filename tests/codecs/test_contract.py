@@ -86,7 +86,8 @@ def encoded(codec: ParamCodec, values: list[Tensor], low: int, high: int) -> lis
         wire[start : start + value.numel()].view(value.shape)
         for value, start in zip(values, starts, strict=True)
     ]
-    bound = [codec.bind(param, [view]) for param, view in zip(params, views, strict=True)]
+    full = [torch.zeros(value.shape) for value in values] if codec.decodes else views
+    bound = [codec.bind(param, [each]) for param, each in zip(params, full, strict=True)]
     for works in codec.encode(line[low:high], [wire[low:high]]):
         for work in works:
             work.wait()
@@ -99,7 +100,6 @@ def encoded(codec: ParamCodec, values: list[Tensor], low: int, high: int) -> lis
         return [weight.dequantize(dtype=torch.float32) for weight in bound]  # type: ignore[call-arg]
     if not codec.decodes:
         return views
-    full = [torch.zeros(value.shape) for value in values]
     codec.decode(wire, starts, full)
     return full
 
@@ -117,11 +117,14 @@ def test_what_a_codec_keeps(name: str) -> None:
         for plants in (False, True):
             values = mains(plants=plants)
             found = encoded(CODECS[name](), values, cuts[rank], cuts[rank + 1])
-            alone = encoded(CODECS[name](), values, 0, numel)
-            for index, (full, whole, value) in enumerate(zip(found, alone, values, strict=True)):
-                assert torch.equal(bits(full), bits(whole)), (name, index, cuts)
+            for index, (full, value) in enumerate(zip(found, values, strict=True)):
                 assert full[value.isnan()].isnan().all(), (name, index)
-                assert not full[value.isinf()].isfinite().any(), (name, index)
+                if not name.startswith("te"):  # its kernels saturate
+                    assert not full[value.isinf()].isfinite().any(), (name, index)
                 if not plants:
                     assert torch.allclose(full.float(), value, rtol=2**-4, atol=0.02), (name, index)
             assert not found[1].any()
+            everybody: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(everybody, [bits(full) for full in found])
+            for other in everybody:
+                assert all(torch.equal(*pair) for pair in zip(other, everybody[0], strict=True))
