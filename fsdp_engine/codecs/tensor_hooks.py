@@ -70,8 +70,8 @@ def check_hooks(name: str, param: Tensor) -> None:
                 "int8_mixed_precision_training or float8 training), dequantise it, or leave it out "
                 "of the model's parameters"
             )
-    first, *others = inner.values() or [None]
-    if any(not torch.equal(first, other) for other in others):
+    values = list(inner.values())
+    if any(not torch.equal(values[0], other) for other in values[1:]):
         raise ValueError(
             f"{name}: expected a {kind} whose inner tensors {list(inner)} have one value for each "
             "element, which is what a slice holds; found different ones. Make them parameters of "
