@@ -208,8 +208,7 @@ class _Hooked:
     @torch.no_grad()
     def run(self) -> None:
         for tensor, size in zip(self._held, self._sizes, strict=True):
-            if tensor.untyped_storage().nbytes() != size:
-                tensor.untyped_storage().resize_(size)
+            memory.resize_foreign(tensor, size)
         inputs, metadata, shard = self._codec.pre(self._index, self._full)
         # Gathers of the same weights are no change that autograd may see.
         plain = [each for each in self._held if type(each) is Tensor]
@@ -220,7 +219,7 @@ class _Hooked:
 
     def free(self) -> None:
         for tensor in self._held:
-            tensor.untyped_storage().resize_(0)
+            memory.resize_foreign(tensor, 0)
 
 
 def _inner_tensors(param: Any) -> dict[str, Tensor]:
