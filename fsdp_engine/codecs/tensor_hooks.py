@@ -70,8 +70,8 @@ def check_hooks(name: str, param: Tensor) -> None:
                 "int8_mixed_precision_training or float8 training), dequantise it, or leave it out "
                 "of the model's parameters"
             )
-    first, *others = inner.values() or [None]
-    if any(not torch.equal(first, other) for other in others):
+    values = list(inner.values())
+    if any(not torch.equal(values[0], other) for other in values[1:]):
         raise ValueError(
             f"{name}: expected a {kind} whose inner tensors {list(inner)} have one value for each "
             "element, which is what a slice holds; found different ones. Make them parameters of "
@@ -208,8 +208,7 @@ class _Hooked:
     @torch.no_grad()
     def run(self) -> None:
         for tensor, size in zip(self._held, self._sizes, strict=True):
-            if tensor.untyped_storage().nbytes() != size:
-                tensor.untyped_storage().resize_(size)
+            memory.resize_foreign(tensor, size)
         inputs, metadata, shard = self._codec.pre(self._index, self._full)
         # Gathers of the same weights are no change that autograd may see.
         plain = [each for each in self._held if type(each) is Tensor]
@@ -220,7 +219,7 @@ class _Hooked:
 
     def free(self) -> None:
         for tensor in self._held:
-            tensor.untyped_storage().resize_(0)
+            memory.resize_foreign(tensor, 0)
 
 
 def _inner_tensors(param: Any) -> dict[str, Tensor]:

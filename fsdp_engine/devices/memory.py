@@ -363,6 +363,19 @@ def _find_malloc_trim() -> Callable[[int], int] | None:
     return getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
+def resize_foreign(tensor: torch.Tensor, num_bytes: int) -> None:
+    """Resize the storage of a tensor that code outside of the engine has allocated; the ledger does
+    not count it. On CUDA the caller's stream is the one that computes with the tensor.
+
+    Args:
+        tensor: at any offset of its storage.
+        num_bytes: of the whole storage; 0 frees its memory.
+    """
+    storage = tensor.untyped_storage()
+    if storage.nbytes() != num_bytes:
+        storage.resize_(num_bytes)
+
+
 class TransientStorage:
     """A storage object of ``numel`` elements whose memory comes and goes.
 
