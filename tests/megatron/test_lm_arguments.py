@@ -160,3 +160,9 @@ def test_the_example_is_a_program() -> None:
     )
     assert run.returncode == 0, run.stderr
     assert re.search(r"TorchFullyShardedDataParallel +optim_grads_params", run.stdout), run.stdout
+
+
+def test_the_page_shows_the_output_for_each_row() -> None:
+    page = (ROOT / "docs" / "megatron.md").read_text(encoding="utf-8")
+    shown = dict(re.findall(r"^(\(none\)|--.*?) +\w+DataParallel +(\w+) [\d. ]+$", page, re.M))
+    assert shown == {arguments or "(none)": level for arguments, level in ROWS}
