@@ -8,8 +8,10 @@ names to swap: ``DistributedDataParallel``, ``finalize_model_grads`` and ``get_m
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
 import multiprocessing
+import queue
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -416,9 +418,17 @@ def compare(jobs: list[tuple[Job, Job]], limit: float) -> list[str]:
     return found
 
 
-def may_have_children() -> Any:
-    """Within it this process of the pool may start others, as the client's writer does."""
-    return mock.patch.dict(multiprocessing.current_process()._config, daemon=False)
+@contextlib.contextmanager
+def may_have_children() -> Iterator[None]:
+    """Within it this process of the pool may start others, as the client's writer does. Results
+    come by a queue here, since a manager of one would take a process that imports everything."""
+    writer = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
+    results: queue.Queue[Any] = queue.Queue()
+    with (
+        mock.patch.dict(multiprocessing.current_process()._config, daemon=False),
+        mock.patch.object(writer, "_get_write_results_queue", return_value=results),
+    ):
+        yield
 
 
 # Ways to save and to load a training, by name.
@@ -432,7 +442,7 @@ WAYS: dict[str, tuple[Way, Way]] = {
 
 def save_half_way(job: Job, way: str, folder: str, before: int, after: int) -> Report:
     """Trains, saves, and trains on; returns the steps after."""
-    with may_have_children(), groups_of(job):
+    with groups_of(job), may_have_children():
         training = Training(job)
         training.train(before)
         WAYS[way][0](training, folder)
@@ -441,7 +451,7 @@ def save_half_way(job: Job, way: str, folder: str, before: int, after: int) -> R
 
 def resume(job: Job, way: str, folder: str, steps: int, before: int = 0) -> Report:
     """Loads into a new job, that has made ``before`` steps, and trains on."""
-    with may_have_children(), groups_of(job):
+    with groups_of(job), may_have_children():
         training = Training(job)
         training.train(before)
         WAYS[way][1](training, folder)

@@ -26,7 +26,6 @@ from tests.megatron.core_pretrain import (
     compare,
     differences,
     groups_of,
-    may_have_children,
     resume,
     save_half_way,
 )
@@ -287,7 +286,7 @@ def test_a_checkpoint_without_a_scaler_is_refused_or_leaves_the_scaler_as_it_is(
 ) -> None:
     folder = str(tmp_path / "steps")
     job = Job(dtype="fp16", level="optim")
-    with may_have_children(), groups_of(job):
+    with groups_of(job):
         training = Training(job)
         training.train(3)
         (wrapped,) = training.optimizer.chained_optimizers
