@@ -1,0 +1,1 @@
+"""Scripts that write tables of the documentation."""
