@@ -14,7 +14,8 @@ each in a wire of its own. A recomputation within backward needs both.
 [Note: What a codec keeps]
 `tests/codecs/test_contract.py` holds every codec to this:
 
-- *Ranks agree.* The full parameters, and the state, are the same bits on every rank.
+- *Ranks agree.* The full parameters, and the state, are the same bits on every rank, and the values
+  that one rank with the whole main shard computes (Transformer Engine's only without NaN).
 - *Padding* is no parameter's. Main elements outside of pieces may be anything, NaN, too: they
   change no parameter and no scale. Wire elements outside of pieces need not be written.
 - *Empty pieces.* A rank that holds nothing of a parameter, or of all of them, takes part in every

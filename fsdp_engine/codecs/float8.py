@@ -155,10 +155,12 @@ class Float8Codec(ParamCodec):
         amax.zero_()
         for piece in self._pieces:
             self._note_amax(piece, main, amax)
-        # As bits: those of numbers that are not negative are ordered as the numbers are, and those
-        # of NaN come last. A maximum of floats loses NaN, over gloo as over NCCL.
+        # The maximum of floats loses NaN, over gloo as over NCCL; that of their bits does not: bits
+        # of non-negative numbers are ordered like the numbers, those of NaN are the largest. A
+        # kernel may set the sign bit of a NaN.
+        bits = amax.view(torch.int32).bitwise_and_(0x7FFFFFFF)
         for group in self._groups:
-            yield from max_steps(amax.view(torch.int32), group)
+            yield from max_steps(bits, group)
         amax.div_(E4M3_MAX)
         if self._options.power_of_two_scales:
             torch.exp2(torch.ceil(torch.log2(amax)), out=amax)
