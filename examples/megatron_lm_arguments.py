@@ -53,6 +53,7 @@ class Wrappers(NamedTuple):
     megatron_FSDP: Any
     torch_FSDP: Any
     finalize_model_grads: Any
+    get_megatron_optimizer: Any
 
 
 OURS = Wrappers(
@@ -60,6 +61,7 @@ OURS = Wrappers(
     fsdp_engine.megatron.FullyShardedDataParallel,
     fsdp_engine.megatron.TorchFullyShardedDataParallel,
     fsdp_engine.megatron.finalize_model_grads,
+    fsdp_engine.megatron.get_megatron_optimizer,
 )
 
 
@@ -213,14 +215,13 @@ def get_model(args: argparse.Namespace, wrappers: Wrappers) -> list[Any]:
     ]
 
 
-def make_optimizer(args: argparse.Namespace, model: list[Any]) -> Any:
+def make_optimizer(args: argparse.Namespace, model: list[Any], wrappers: Wrappers) -> Any:
     """As ``setup_model_and_optimizer`` does; the wrapper's level shards the state."""
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer import OptimizerConfig
 
     names = {field.name for field in dataclasses.fields(OptimizerConfig)}
     kwargs = {name: value for name, value in vars(args).items() if name in names}
-    kwargs["use_distributed_optimizer"] = False
-    return get_megatron_optimizer(OptimizerConfig(**kwargs), model)
+    return wrappers.get_megatron_optimizer(OptimizerConfig(**kwargs), model)
 
 
 def train(args: argparse.Namespace, wrappers: Wrappers = OURS) -> Trained:
@@ -230,7 +231,7 @@ def train(args: argparse.Namespace, wrappers: Wrappers = OURS) -> Trained:
     from megatron.core.utils import get_model_config
 
     model = get_model(args, wrappers)
-    optimizer = make_optimizer(args, model)
+    optimizer = make_optimizer(args, model, wrappers)
     config = get_model_config(model[0])
     for module in model:
         module.train()

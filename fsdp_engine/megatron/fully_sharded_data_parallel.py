@@ -53,6 +53,8 @@ class FullyShardedDataParallel(DistributedDataParallel):
             changed.
     """
 
+    counterpart = "FullyShardedDataParallel"
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.device: torch.device = self.engine.mesh.device
@@ -107,6 +109,8 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
         ValueError, TypeError: as of ``DistributedDataParallel``; or ``ddp_config`` names another
             level. On all ranks, before anything is changed.
     """
+
+    counterpart = "TorchFullyShardedDataParallel"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

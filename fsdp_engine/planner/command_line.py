@@ -66,8 +66,11 @@ def _root() -> None:
 
 
 # Options that have an effect only with, or without, others.
-_WITH_BATCH = ("machine", "recompute", "microbatch_sizes", "optimizer", "loss", "formulas")
-_WITH_BATCH += ("figure", "trace", "save")
+_OUTPUTS = ("figure", "trace", "save")
+_WITH_BATCH = (
+    *("machine", "recompute", "microbatch_sizes", "optimizer", "loss", "formulas"),
+    *_OUTPUTS,
+)
 _WITHOUT_BATCH = ("optimizer_bytes", "num_units")
 _OF_A_MODEL = ("units", "min_unit_size")
 _OF_A_SIMULATION = ("recompute", "microbatch_sizes", "optimizer", "loss", "trace")

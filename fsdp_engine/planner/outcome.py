@@ -46,7 +46,8 @@ class Setting:
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            kind = {"int": int, "float": (int, float)}.get(str(each.type), str)
+            kinds: dict[str, Any] = {"int": int, "float": int | float}
+            kind = kinds.get(str(each.type), str)
             value = getattr(self, each.name)
             if not isinstance(value, kind):
                 raise TypeError(f"{each.name}: expected {each.type}; found {value!r}")

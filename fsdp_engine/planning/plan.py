@@ -383,9 +383,11 @@ def check_record(record: ParamRecord, settings: PlanSettings) -> None:
         )
     if record.spread is not None:
         param = record.shard
-    if has_hooks(param):
+    # Transformer Engine's classes have the hooks, too; the rule for them comes first.
+    is_plain = type(param) in (Tensor, nn.Parameter, FakeTensor) or is_quantized(param)
+    if not is_plain and has_hooks(param):
         check_hooks(record.name, param)
-    elif type(param) not in (Tensor, nn.Parameter, FakeTensor) and not is_quantized(param):
+    elif not is_plain:
         raise ValueError(
             f"{record.name}: expected a plain torch.nn.Parameter, all of whose data are its "
             f"elements; found a {type(param).__name__}, of which only those would be kept. Make it "

@@ -105,6 +105,17 @@ def test_the_strategy_is_the_level(level: str) -> None:
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("cls", [FullyShardedDataParallel, TorchFullyShardedDataParallel])
+def test_its_helpers_unwrap_it_as_the_class_it_replaces(cls: Any) -> None:
+    from megatron.core import distributed, utils
+
+    ddp = wrapped(cls, their_config())
+    assert isinstance(ddp, getattr(distributed, cls.__name__))
+    assert not isinstance(ddp, distributed.DistributedDataParallel)
+    assert utils.unwrap_model([ddp]) == [ddp.module]
+
+
+@on_ranks(2)
 def test_the_class_says_that_it_is_fsdp() -> None:
     for flags in ({}, {"use_custom_fsdp": True}, {"use_megatron_fsdp": True}):
         with warnings.catch_warnings():

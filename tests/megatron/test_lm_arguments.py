@@ -53,7 +53,7 @@ def reference(arguments: str, world_size: int) -> Trained:
     """Megatron-Core's own DistributedDataParallel; computed once in a rank's process."""
     args = parse_args(arguments.split())
     with megatron_core(args):
-        from megatron.core import distributed
+        from megatron.core import distributed, optimizer
 
         core: Any = distributed
         theirs = Wrappers(
@@ -61,6 +61,7 @@ def reference(arguments: str, world_size: int) -> Trained:
             core.FullyShardedDataParallel,
             core.TorchFullyShardedDataParallel,
             core.finalize_model_grads,
+            optimizer.get_megatron_optimizer,
         )
         return train(args, theirs)._replace(chunks=[], optimizer=None)
 
