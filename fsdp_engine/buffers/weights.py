@@ -178,6 +178,12 @@ class Weights:
         return storage.num_bytes if storage is not None else 0
 
     @property
+    def transient_keys(self) -> list[int]:
+        """Keys (``storage_keys`` of ``devices/memory.py``) of the full parameters' storages that
+        are freed between uses."""
+        return [plane.storage.key for plane in self._planes if plane.storage is not None]
+
+    @property
     def num_wires(self) -> int:
         """Gathers that bring all planes up to date."""
         return 1 if self._through_scratch is not None else self.num_planes

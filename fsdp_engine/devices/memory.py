@@ -49,6 +49,7 @@ from functools import partial
 from typing import Protocol
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp_engine.devices.arena import Arena
 from fsdp_engine.devices.pretence import pretends_device
@@ -158,6 +159,20 @@ def zeros(
 def empty_storage(device: torch.device | str) -> torch.UntypedStorage:
     """A storage object without memory; under ``FakeTensorMode`` one that never gets any."""
     return torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
+
+
+def storage_keys(tensor: torch.Tensor) -> list[int]:
+    """What identifies the storages under ``tensor``: one, or those of a wrapper's inner tensors.
+
+    A key is the address of the storage object, so it stays the same when the storage is resized.
+    Tensors without a storage (sparse ones, those of ``torch.vmap``) have no key.
+    """
+    if type(tensor) is not torch.Tensor and is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        return [key for name in names for key in storage_keys(getattr(tensor, name))]
+    if not torch._C._has_storage(tensor):
+        return []
+    return [tensor.untyped_storage()._cdata]
 
 
 def begin_together(first: torch.Tensor, second: torch.Tensor) -> bool:
@@ -432,6 +447,11 @@ class TransientStorage:
         if self.filled:
             self._memory.ledger.add(self._role, -self.num_bytes)
             self.filled = False
+
+    @property
+    def key(self) -> int:
+        """See :func:`storage_keys`."""
+        return self._storage._cdata
 
     @property
     def num_uses(self) -> int:

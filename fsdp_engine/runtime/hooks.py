@@ -22,6 +22,11 @@ does from what the unit has put into the user's containers.
 the next forward a cached cast would bring its gradients through the nodes of an earlier backward,
 and after an optimizer step it would hold old values. At level 3 the cache would keep all weights in
 memory, in the dtype of the casts. So each unit clears the cache when its call returns.
+
+[Note: Returned parameters]
+A module may return a parameter, or a view of one: a bias that its caller adds, an embedding table.
+The caller reads it after the unit's full parameters are freed, and so does the caller's backward,
+before that of the unit. So the caller gets a copy, through which autograd leads to the parameter.
 """
 
 from __future__ import annotations
@@ -37,6 +42,7 @@ from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
 
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
+from fsdp_engine.devices.memory import storage_keys
 from fsdp_engine.planning.assignment import reads_weights_in_backward
 from fsdp_engine.planning.installing import holders
 from fsdp_engine.runtime.inputs import Inputs, cast_to, is_of, version_of
@@ -289,8 +295,10 @@ class ModuleHooks:
         inputs = entered.inputs
         if inputs is not None:
             inputs.take_back()
+        given = output
+        output = _copy_params(entered.units or self.units, output)
         if not entered.units:
-            return None
+            return None if output is given else output
         if self.model is not None and not entered.recomputes:
             self.model.ends()
         calls = entered.calls
@@ -307,7 +315,7 @@ class ModuleHooks:
                     self._scheduler.leave_forward(unit, again, aside=aside)
         if self._output_dtype is not None:
             return map_tensors(partial(cast_to, self._output_dtype), output)
-        return None
+        return None if output is given else output
 
     def _listen_for_backward(self, entered: _Entered, calls: list[Call], output: Any) -> bool:
         """See when gradients enter the module; returns whether any will."""
@@ -316,6 +324,9 @@ class ModuleHooks:
         for tensor in self._ways_in(entered, calls, output):
             # What comes back as it was handed in leads past the unit.
             if tensor.requires_grad and not any(tensor is view for view in views):
+                if tensor.grad_fn is None and isinstance(tensor, nn.Parameter):
+                    # Its gradient leads nowhere else, and it would keep the hook of every forward.
+                    continue
                 if begin is None:
                     begin = _begin_backward(self._scheduler, calls, views)
                 node = tensor.grad_fn
@@ -363,6 +374,25 @@ class ModuleHooks:
             call.has_boundary = True
             view.register_hook(partial(_input_came, self._scheduler, call))
         return view
+
+
+def _copy_params(units: Iterable[Unit], output: Any) -> Any:
+    """``output`` with copies of the tensors in it that share memory with parameters of ``units``
+    that are freed between uses. See [Note: Returned parameters]."""
+    freed = {
+        key
+        for unit in units
+        if unit.reshards
+        for buffer in unit.buffers
+        for key in buffer.weights.transient_keys
+    }
+    if not freed:
+        return output
+
+    def copied(tensor: Tensor) -> Tensor:
+        return tensor if freed.isdisjoint(storage_keys(tensor)) else tensor.clone()
+
+    return map_tensors(copied, output)
 
 
 def hook_gradients(scheduler: Scheduler, unit: Unit) -> None:
