@@ -155,7 +155,6 @@ def _module() -> ModuleType:
         "set_rng_state": lambda state, device=None: generator.set_state(state),
         "set_stream": torch.accelerator.set_stream,
         "stream": stream,
-        # The engine's own wait releases the interpreter's lock; torch.accelerator's does not need to.
         "synchronize": lambda device=None: ext.synchronize("synchronize"),
     }.items():
         setattr(module, key, value)
@@ -193,6 +192,20 @@ def delays(
         torch.accelerator.synchronize()
     finally:
         _ext().set_delays(0.0, 0.0, 0.0, 0.0, {}, False, 0)
+
+
+@contextlib.contextmanager
+def held(stream: torch.Stream | None = None) -> Iterator[None]:
+    """Within the block ``stream``, or the current one, runs nothing that it is given.
+
+    The host must not wait for it there. A test of order that holds a stream depends on no clock.
+    """
+    target = torch.accelerator.current_stream() if stream is None else stream
+    gate = _ext().close_gate(target.stream_id)
+    try:
+        yield
+    finally:
+        gate.open()
 
 
 # Frames of these files are not the program that waits.

@@ -490,6 +490,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                          std::map<int64_t, double> by_stream, bool random, uint64_t seed) {
     set_delays({{compute, copy, collective}, host, std::move(by_stream), random, seed});
   });
+  // A stream goes on when the host opens the gate: tests of order need no clock.
+  py::class_<Completion, CompletionPtr>(m, "Gate").def("open", &Completion::set);
+  m.def("close_gate", [](int64_t stream_id) {
+    auto gate = std::make_shared<Completion>();
+    const c10::Stream stream(c10::Stream::UNSAFE, the_device(), stream_id);
+    wait_on_stream(stream, gate, /*asked_for=*/false);
+    return gate;
+  });
   m.def("synchronize", [](const std::string& reason) {
     py::gil_scoped_release no_gil;
     synchronize_device(reason);

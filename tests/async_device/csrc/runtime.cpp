@@ -244,6 +244,8 @@ class StreamQueue {
       sleep_for(delay_of(job.kind, id_, position));
       try {
         job.run();
+      } catch (const c10::Error& error) {
+        note_error(job.name, error.what_without_backtrace());
       } catch (const std::exception& error) {
         note_error(job.name, error.what());
       }
