@@ -129,13 +129,11 @@ def test_the_host_reads_a_copy_that_it_did_not_wait_for_too_early() -> None:
 @on_ranks(1)
 def test_host_operands_count_as_they_were_at_the_call() -> None:
     x = torch.ones(3, device=on.DEVICE)
-    number, index = torch.tensor(2.0), torch.tensor([0, 2])
+    number = torch.tensor(2.0)
     with on.held():
-        y, z = x * number, (x + 1)[index]
+        y = x * number
         number.fill_(50.0)
-        index.fill_(77)
     assert y.tolist() == [2, 2, 2]
-    assert z.tolist() == [2, 2]
 
 
 @on_ranks(1)
@@ -202,11 +200,9 @@ def test_ranks_that_issue_different_collectives_fail_and_say_which() -> None:
         dist.all_reduce(x)
     else:
         dist.broadcast(x, 0)
-    with pytest.raises(RuntimeError, match=r"rank 0 issued all_reduce, Float, 4 elements") as error:
+    with pytest.raises(RuntimeError, match="rank 0 issued all_reduce, Float, 4 elements") as error:
         torch.accelerator.synchronize()
-    assert "rank 1 issued broadcast, Float, 4 elements" in str(error.value) or (
-        "rank 1 issued broadcast" in str(error.value)
-    )
+    assert "rank 1 issued broadcast, Float, 4 elements" in str(error.value)
 
 
 @on_ranks(1)
@@ -224,7 +220,6 @@ def test_a_wait_that_is_left_out_by_its_number_is_found() -> None:
     with on.without_wait(-1):
         assert program().tolist() == [2] * 4
         assert on.num_stream_waits() == 2
-    seconds = {torch.deferred.current_stream().stream_id: 0.05, side.stream_id: 0.2}
-    for index in range(2):
-        with on.delays(streams=seconds), on.without_wait(index):
+    for index, slow in enumerate([torch.deferred.current_stream(), side]):
+        with on.delays(streams={slow.stream_id: 0.3}), on.without_wait(index):
             assert program().isnan().all()

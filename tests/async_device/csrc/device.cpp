@@ -640,6 +640,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   // Their kernels choose a backend by device, and have none for this one.
   m.impl("convolution", torch::CppFunction::makeFromBoxedFunction<&fallback>());
   m.impl("convolution_backward", torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  // With an output that is given, CPU's kernel resizes it for a moment; jobs cannot.
+  m.impl("mse_loss", torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
 // Once, when Python loads the module.

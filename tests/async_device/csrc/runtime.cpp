@@ -277,6 +277,17 @@ struct Streams {
       queues.push_back(std::make_unique<StreamQueue>(id));
     }
   }
+  std::vector<uint64_t> positions() {
+    std::vector<uint64_t> all;
+    for (auto& queue : queues) all.push_back(queue->position());
+    return all;
+  }
+  bool have_done(const std::vector<uint64_t>& positions) {
+    for (size_t i = 0; i < positions.size(); ++i) {
+      if (!queues[i]->has_done(positions[i])) return false;
+    }
+    return true;
+  }
 };
 Streams& streams() { return immortal<Streams>(); }
 
@@ -356,10 +367,12 @@ void synchronize_device(const std::string& reason) {
 // and only that stream gets it again: at once, since its own jobs run in order. Other streams that
 // use it have to be told by `record_stream`; then it waits until they are done.
 //
-// The bytes of a new tensor are all ones (NaN in every floating dtype). A block that is taken again
-// is overwritten in the order of its stream, where a kernel's first write would be: a stream that
-// still reads it, because `record_stream` or a wait is missing, reads NaN. It is not overwritten when
-// it is freed: other streams may read it rightly until its own stream is made to wait for them.
+// The bytes of a new tensor are all ones (NaN in every floating dtype). A block is overwritten when
+// it is taken again, not when it is freed: other streams may read it rightly until its own stream is
+// made to wait for them. Where all that the device had when it was freed is over, it is overwritten at
+// once, so that a stream that does not wait for the first write reads NaN and not an old value. Else in
+// the order of its stream, where the first kernel's write would be: a stream that still reads it,
+// because `record_stream` or a wait is missing, reads NaN.
 
 namespace {
 
@@ -371,7 +384,7 @@ struct Block {
   int64_t stream = 0;
   std::set<int64_t> other_streams;       // by record_stream, since it was taken
   std::vector<CompletionPtr> uses = {};  // of those, since it was freed
-  uint64_t freed_at = 0;                 // position of its stream
+  std::vector<uint64_t> freed_at = {};   // positions of all streams
 
   bool is_used() {
     while (!uses.empty() && uses.back()->is_done()) uses.pop_back();
@@ -420,7 +433,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
     stats_.allocation[0].decrease(1);
     for (int64_t id : block->other_streams) block->uses.push_back(record(stream_with(id)));
     block->other_streams.clear();
-    block->freed_at = queue_of(stream_with(block->stream)).position();
+    block->freed_at = streams().positions();
     free_[block->stream].emplace(block->num_bytes, block);
   }
 
@@ -480,12 +493,11 @@ class DeviceMemory final : public c10::DeviceAllocator {
     return block;
   }
 
-  // Where its stream was done with the block when it was freed, right away: nothing may use it.
   void poison(const Block& block, const c10::Stream& stream) {
     auto fill = [to = for_jobs(block.address), size = block.num_bytes] {
       std::memset(to, 0xFF, size);
     };
-    if (queue_of(stream_with(block.stream)).has_done(block.freed_at)) {
+    if (streams().have_done(block.freed_at)) {
       fill();
     } else {
       queue_of(stream).push(kBookkeeping, "poison", fill, false);
