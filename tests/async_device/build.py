@@ -1,8 +1,7 @@
 """Builds the device's extension once for each version of torch and of its sources.
 
-The compiler's output lies in ``build/`` beside this file, which git ignores. ``python -m
-tests.async_device.build`` builds and loads nothing else; tests run that in a process of its own,
-because loading brings the device into a process for good.
+The compiler's output lies in ``build/`` beside this file, which git ignores. :func:`build`
+compiles in a process of its own and loads nothing: loading brings the device into a process for good.
 """
 
 from __future__ import annotations
@@ -36,10 +35,15 @@ def folder() -> Path:
     return HERE / "build" / f"{torch.__version__}-{_digest()[:12]}"
 
 
+def _path() -> str:
+    """PATH with the folder of this interpreter, where pip installs ninja."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+
+
 def missing_tool() -> str | None:
     """What building needs and the machine does not have."""
     for tool in (os.environ.get("CXX", "g++"), "ninja"):
-        if shutil.which(tool) is None:
+        if shutil.which(tool, path=_path()) is None:
             return tool
     return None
 
@@ -79,7 +83,7 @@ def load() -> ModuleType:
 
 
 def main() -> None:
-    """Runs the compiler in a folder beside the final one, then renames: a broken build is not found."""
+    """Compiles in a folder beside the final one, then renames it: no test finds a broken build."""
     from torch.utils import cpp_extension
 
     final = folder()
@@ -87,6 +91,7 @@ def main() -> None:
         return
     partial = final.with_name(f"{final.name}.{os.getpid()}")
     partial.mkdir(parents=True)
+    os.environ["PATH"] = _path()
     os.environ.setdefault("MAX_JOBS", "2")
     cpp_extension.load(
         NAME,

@@ -1,8 +1,9 @@
 """The device ``deferred``, as Python programs know it: ``torch.deferred`` and its switches.
 
-:func:`install` brings the device into this process, for good. From then on ``torch.device("deferred")``
-is the machine's accelerator, ``torch.deferred`` its module, and ``"deferred"`` a backend of process
-groups. What the device does is in ``csrc/``; see ``docs/devices.md``.
+:func:`install` brings the device into this process, for good. From then on
+``torch.device("deferred")`` is the machine's accelerator, ``torch.deferred`` its module, and
+``"deferred"`` a backend of process groups. The device itself is in ``csrc/``; see
+``docs/devices.md``.
 """
 
 from __future__ import annotations
@@ -78,14 +79,14 @@ class Stream(torch.Stream):
         event.wait(self)
 
 
-def Event(enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Any:  # noqa: N802
+def Event(enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Any:
     """An event of the device. Not a subclass: ``torch.Event.elapsed_time`` refuses those."""
     return torch.Event(
         DEVICE, enable_timing=enable_timing, blocking=blocking, interprocess=interprocess
     )
 
 
-class stream(contextlib.AbstractContextManager[None]):  # noqa: N801 - as torch.cuda.stream
+class stream(contextlib.AbstractContextManager[None]):
     """Makes ``stream`` the current one of this thread within the block; None does nothing."""
 
     def __init__(self, stream: torch.Stream | None) -> None:
@@ -102,7 +103,7 @@ class stream(contextlib.AbstractContextManager[None]):  # noqa: N801 - as torch.
             torch.accelerator.set_stream(self._before.pop())
 
 
-class device(contextlib.AbstractContextManager[None]):  # noqa: N801 - as torch.cuda.device
+class device(contextlib.AbstractContextManager[None]):
     """There is one device, so it is current before, within and after the block."""
 
     def __init__(self, device: Any) -> None:

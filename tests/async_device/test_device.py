@@ -56,7 +56,7 @@ def test_events_measure_the_time_between_them() -> None:
         x.mul_(2)
         x.mul_(2)
         second.record()
-    assert 40 <= first.elapsed_time(second)
+    assert first.elapsed_time(second) >= 40
 
 
 @on_ranks(1)
