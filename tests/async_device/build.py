@@ -1,7 +1,7 @@
 """Builds the device's extension once for each version of torch and of its sources.
 
-The compiler's output lies in ``build/`` beside this file, which git ignores. :func:`build`
-compiles in a process of its own and loads nothing: loading brings the device into a process for good.
+The compiler's output lies in ``build/`` beside this file, which git ignores. :func:`build` compiles
+in a process of its own and loads nothing: loading brings the device into a process for good.
 """
 
 from __future__ import annotations

@@ -637,11 +637,13 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("view", at::native::view);
   m.impl("_reshape_alias", at::native::_reshape_alias);
   m.impl("unfold", at::native::unfold);
-  // Their kernels choose a backend by device, and have none for this one.
-  m.impl("convolution", torch::CppFunction::makeFromBoxedFunction<&fallback>());
-  m.impl("convolution_backward", torch::CppFunction::makeFromBoxedFunction<&fallback>());
-  // With an output that is given, CPU's kernel resizes it for a moment; jobs cannot.
-  m.impl("mse_loss", torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  // torch has composite kernels of these, which would be taken. Those of convolutions choose a backend
+  // by device and have none for this one; those of norms round otherwise than the CPU's; that of
+  // mse_loss calls the CPU's with a given output, which it resizes for a moment, and jobs cannot.
+  for (const char* name : {"convolution", "convolution_backward", "native_layer_norm",
+                           "native_group_norm", "mse_loss"}) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  }
 }
 
 // Once, when Python loads the module.
