@@ -1,9 +1,9 @@
 """The accelerator that torch knows: CUDA, XPU, NPU, HPU, or one that a package brings.
 
 An accelerator here is a device with streams: work that the host submits runs later, in the order of
-its stream. The CPU is none, nor is the meta device. The package calls an accelerator by the module that torch
-registers for it. ``nccl_pool.py`` (NCCL's memory) and ``host_memory.py`` (``cudaHostRegister``) are
-the only files that name ``torch.cuda``.
+its stream. The CPU is none, nor is the meta device. The package calls an accelerator by the module
+that torch registers for it. ``nccl_pool.py`` (NCCL's memory) and ``host_memory.py``
+(``cudaHostRegister``) are the only files that name ``torch.cuda``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def module_of(device: torch.device) -> Any:
-    """Returns torch's module for ``device``: ``torch.cuda``, ``torch.xpu``, ..."""
+    """Returns the module that torch registers for ``device``, as ``torch.xpu`` for XPU."""
     return torch.get_device_module(device)
 
 
