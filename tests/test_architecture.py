@@ -554,7 +554,7 @@ LAWFUL: list[tuple[str, str]] = [
     ("devices.collectives", DIST + "dist.all_reduce(x)"),
     ("devices.mesh", DIST + "dist.new_group([0])"),
     ("devices.memory", "import torch\nx = torch.empty(3)"),
-    ("devices.lanes", "import torch\nx = torch.cuda.Stream()"),
+    ("devices.lanes", "import torch\nx = torch.Stream()"),
     ("codecs.transformer_engine", "import transformer_engine"),
     ("strategies.pair", "x = name == 'optim'"),
     ("buffers.sharded_buffer", "from fsdp_engine.strategies import Role\nx = role is Role.OPTIM"),
