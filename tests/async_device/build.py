@@ -102,7 +102,12 @@ def main() -> None:
         is_standalone=False,
         verbose=True,
     )
-    partial.rename(final)
+    try:
+        partial.rename(final)
+    except OSError:
+        if not final.exists():
+            raise
+        shutil.rmtree(partial)  # another process was faster
 
 
 if __name__ == "__main__":
