@@ -99,10 +99,23 @@ def _listed(ranks: list[int]) -> str:
 
 
 class Ranks:
-    """The pool. Tests get it as the fixture ``ranks``."""
+    """The pool. Tests get it as the fixture ``ranks``.
 
-    def __init__(self, num_ranks: int = NUM_RANKS) -> None:
+    Args:
+        num_ranks: how many processes there are.
+        backend: of the default process group.
+        set_up: a function of a module that each process runs once, when it starts.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int = NUM_RANKS,
+        backend: str = "gloo",
+        set_up: Callable[[], None] | None = None,
+    ) -> None:
         self.num_ranks = num_ranks
+        self._backend = backend
+        self._set_up = set_up
         self.num_starts = 0
         self._num_calls = 0
         # The store lives here, so that it survives the ranks; each call has its own prefix.
@@ -176,7 +189,14 @@ class Ranks:
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(rank, theirs, self._store.port, str(self._stacks / str(rank))),
+                args=(
+                    rank,
+                    theirs,
+                    self._store.port,
+                    str(self._stacks / str(rank)),
+                    self._backend,
+                    self._set_up,
+                ),
                 name=f"rank{rank}",
                 daemon=True,
             )
@@ -312,7 +332,14 @@ def _run_body(module: str, name: str, arguments: dict[str, Any]) -> None:
     getattr(importlib.import_module(module), name).__wrapped__(**arguments)
 
 
-def _serve(rank: int, pipe: Connection, store_port: int, stacks: str) -> None:
+def _serve(
+    rank: int,
+    pipe: Connection,
+    store_port: int,
+    stacks: str,
+    backend: str,
+    set_up: Callable[[], None] | None,
+) -> None:
     """A rank's life: wait for a call, run it, answer, destroy the groups."""
     stacks_file = open(stacks, "w")  # noqa: SIM115 - faulthandler needs it as long as we live
     faulthandler.register(signal.SIGUSR1, file=stacks_file, all_threads=True)
@@ -322,13 +349,15 @@ def _serve(rank: int, pipe: Connection, store_port: int, stacks: str) -> None:
     threading.Thread(target=_die_with_the_pool, daemon=True).start()
     store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
     num_modules = num_calls = 0
+    if set_up is not None:
+        set_up()
     pipe.send_bytes(b"ready")
     while True:
         try:
             call = pipe.recv_bytes()
         except EOFError:
             return
-        pipe.send_bytes(pickle.dumps(_answer(rank, call, store)))
+        pipe.send_bytes(pickle.dumps(_answer(rank, call, store, backend)))
         # Nobody closes connections while a peer still reads from them: the pool knows when all
         # have answered, or that one has failed.
         assert pipe.recv_bytes() == b"release"
@@ -360,14 +389,14 @@ def _die_with_the_pool() -> None:
     os._exit(1)
 
 
-def _answer(rank: int, call: bytes, store: dist.Store) -> tuple[str, Any]:
+def _answer(rank: int, call: bytes, store: dist.Store, backend: str) -> tuple[str, Any]:
     try:
         fn, args, world_size, prefix, group = pickle.loads(call)
         torch.manual_seed(0)
         random.seed(0)
         if group:
             dist.init_process_group(
-                "gloo",
+                backend,
                 store=dist.PrefixStore(prefix, store),
                 rank=rank,
                 world_size=world_size,

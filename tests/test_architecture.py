@@ -296,6 +296,15 @@ def only_mesh_makes_groups(source: Source) -> Iterator[Finding]:
             yield call.lineno, f"{name}() belongs to devices/mesh.py"
 
 
+def only_what_cuda_alone_has_names_it(source: Source) -> Iterator[Finding]:
+    """``torch.cuda`` is named in devices/nccl_pool.py and host_memory.py only."""
+    if source.path in ("devices.nccl_pool", "devices.host_memory"):
+        return
+    for line, name in source.mentions():
+        if f"{name}.".startswith("torch.cuda."):
+            yield line, f"{name}: the accelerator's module is module_of(device)"
+
+
 def only_memory_allocates(source: Source) -> Iterator[Finding]:
     """Memory is allocated and resized in devices/memory.py only, but on the meta device."""
     if source.path == "devices.memory":
@@ -581,6 +590,7 @@ RULES: list[Callable[[Source], Iterator[Finding]]] = [
     imports_go_down,
     only_collectives_communicates,
     only_mesh_makes_groups,
+    only_what_cuda_alone_has_names_it,
     only_memory_allocates,
     only_lanes_knows_streams,
     only_its_codec_imports_transformer_engine,
@@ -665,6 +675,8 @@ PLANTED: list[tuple[Callable[[Source], Iterator[Finding]], str, str]] = [
     ),
     (only_memory_allocates, "runtime.unit", "from torch import zeros_like as z\nz(x)"),
     (only_memory_allocates, "runtime.unit", "x.untyped_storage().resize_(0)"),
+    (only_what_cuda_alone_has_names_it, "devices.lanes", "torch.cuda.current_stream()"),
+    (only_what_cuda_alone_has_names_it, "engine", "from torch.cuda import empty_cache"),
     (only_memory_allocates, "runtime.unit", "x.new_zeros(3)"),
     (only_lanes_knows_streams, "runtime.scheduler", "import torch\ns: torch.cuda.Stream = f()"),
     (only_lanes_knows_streams, "runtime.unit", "from torch.profiler import record_function as r"),
@@ -764,7 +776,7 @@ LAWFUL: list[tuple[str, str]] = [
     ("devices.collectives", DIST + "dist.all_reduce(x)"),
     ("devices.mesh", DIST + "dist.new_group([0])"),
     ("devices.memory", "import torch\nx = torch.empty(3)"),
-    ("devices.lanes", "import torch\nx = torch.cuda.Stream()"),
+    ("devices.lanes", "import torch\nx = torch.Stream()"),
     ("codecs.transformer_engine", "import transformer_engine"),
     ("strategies.pair", "x = name == 'optim'"),
     ("buffers.sharded_buffer", "from fsdp_engine.strategies import Role\nx = role is Role.OPTIM"),

@@ -16,6 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from fsdp_engine.checkpoint.objects import read_object
+from fsdp_engine.devices.accelerator import is_accelerator, module_of
 
 
 @runtime_checkable
@@ -55,8 +56,8 @@ def random_state(device: torch.device) -> dict[str, Any]:
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if "numpy" in sys.modules:
         state["numpy"] = sys.modules["numpy"].random.get_state()
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
+    if is_accelerator(device):
+        state[device.type] = module_of(device).get_rng_state(device)
     return state
 
 
@@ -66,8 +67,8 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
     random.setstate(state["python"])
     if "numpy" in state and "numpy" in sys.modules:
         sys.modules["numpy"].random.set_state(state["numpy"])
-    if "cuda" in state and device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"], device)
+    if is_accelerator(device) and device.type in state:
+        module_of(device).set_rng_state(state[device.type], device)
 
 
 def pack(value: Any) -> bytes:

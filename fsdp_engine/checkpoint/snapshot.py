@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fsdp_engine.devices import lanes
+from fsdp_engine.devices.accelerator import is_accelerator
 from fsdp_engine.devices.host_memory import HostBlock
 from fsdp_engine.flat_dtensor import FlatDTensor
 
@@ -24,7 +25,7 @@ class HostMemory:
     """The block. One snapshot at a time lives in it.
 
     Args:
-        device: where the tensors come from; for CUDA the block is pinned.
+        device: where the tensors come from; for an accelerator the block is pinned.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -46,7 +47,7 @@ class HostMemory:
         needed = sum(_padded_bytes(tensor) for tensor in tensors.values())
         if needed > self.num_bytes:
             self._block = HostBlock(0, pinned=False)  # first let go of the old one
-            self._block = HostBlock(needed, pinned=self._device.type == "cuda")
+            self._block = HostBlock(needed, pinned=is_accelerator(self._device))
         copies: dict[int, Tensor] = {}
         start = 0
         for key, tensor in tensors.items():

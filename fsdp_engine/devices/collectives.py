@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from fsdp_engine.devices import memory, watch
+from fsdp_engine.devices.accelerator import is_accelerator
 from fsdp_engine.devices.groups import backend_of
 from fsdp_engine.devices.pretence import pretends_host
 from fsdp_engine.devices.watch import naming
@@ -354,7 +355,7 @@ def _at_one_place(first: Tensor, second: Tensor) -> bool:
 def _stays_on_stream(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether collectives are issued synchronously: see the module docstring. On gloo the host
     would wait."""
-    return device.type == "cuda" and not _is_gloo(group, device)
+    return is_accelerator(device) and not _is_gloo(group, device)
 
 
 def _require(work: Work | None) -> Work:

@@ -1,4 +1,4 @@
-"""Host memory from which and to which CUDA copies while the host goes on."""
+"""Host memory from which and to which an accelerator copies while the host goes on."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import weakref
 import torch
 
 from fsdp_engine.devices import memory
+from fsdp_engine.devices.accelerator import current_accelerator, is_accelerator
 
 
 class HostBlock:
-    """Uninitialised bytes of host memory, not booked, from which and to which CUDA copies while the
-    host goes on (``pinned``): exactly as many as asked for, given back when this goes.
+    """Uninitialised bytes of host memory, not booked, from which and to which an accelerator
+    copies while the host goes on (``pinned``).
 
-    The pinned memory of torch's own allocator comes in powers of two, and is never given back.
+    On CUDA exactly as many as asked for, given back when this goes: the pinned memory of torch's
+    own allocator comes in powers of two, and is never given back. Other accelerators have no other.
 
     Attributes:
         bytes: the memory, 1-D.
@@ -22,7 +24,10 @@ class HostBlock:
 
     def __init__(self, num_bytes: int, *, pinned: bool) -> None:
         self.bytes = memory.empty(num_bytes, torch.uint8, "cpu")
-        if pinned and num_bytes:
+        device = current_accelerator()
+        if pinned and device is not None and device.type != "cuda":
+            self.bytes = self.bytes.pin_memory()
+        elif pinned and num_bytes:
             runtime = torch.cuda.cudart()
             address = self.bytes.data_ptr()
             code = runtime.cudaHostRegister(address, num_bytes, 0)
@@ -40,7 +45,7 @@ class HostBlock:
 def bytes_to(content: bytearray, device: torch.device) -> torch.Tensor:
     """A copy of ``content`` on ``device``. The host does not wait for what the device has to do."""
     tensor = torch.frombuffer(content, dtype=torch.uint8)
-    if device.type == "cuda":
+    if is_accelerator(device):
         # From pageable memory the copy would wait; torch keeps the pinned block until it is read.
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)

@@ -1,4 +1,4 @@
-"""The engine's only streams, events and profiler labels: lanes on CUDA and on CPU.
+"""The engine's only streams, events and profiler labels: lanes on accelerators and on CPU.
 
 See [Note: Lanes] in ``lane.py``.
 """
@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from fsdp_engine.devices import watch
+from fsdp_engine.devices.accelerator import is_accelerator, module_of
 from fsdp_engine.devices.lane import LANES, Lanes, Operation, Steps, Ticket, name_of_wait, unit_of
 from fsdp_engine.devices.meter import Meter, TimedWork
 from fsdp_engine.devices.watch import NOW
 
-# Of a lane on CUDA, how many submissions are kept to tell which of them is stuck.
+# Of a lane on a device, how many submissions are kept to tell which of them is stuck.
 _MOST_RECENT = 256
 
 # Who makes lanes in place of make_lanes: see lanes_made_by.
@@ -29,7 +30,7 @@ _MAKERS: list[Callable[[torch.device], Any]] = []
 
 
 def make_lanes(device: torch.device, ranks: Sequence[int] = ()) -> Lanes:
-    """Lanes for ``device``: streams on CUDA, FIFOs of asynchronous works elsewhere.
+    """Lanes for ``device``: streams on an accelerator, FIFOs of asynchronous works elsewhere.
 
     Args:
         device: where the work is done.
@@ -37,10 +38,10 @@ def make_lanes(device: torch.device, ranks: Sequence[int] = ()) -> Lanes:
     """
     if _MAKERS:
         return _MAKERS[-1](device)
-    if device.type == "cuda":
+    if is_accelerator(device):
         # High priority: a gather that starts late stalls the model, compute that yields does not.
         compute, *others = LANES
-        streams = [torch.cuda.Stream(device, priority=-1) for _ in others]
+        streams = [module_of(device).Stream(device=device, priority=-1) for _ in others]
         lanes = [
             DeviceLane(device, stream, ranks, name)
             for stream, name in zip(streams, others, strict=True)
@@ -68,14 +69,15 @@ def compute_waits_for(event: torch.Event) -> None:
 
 def finish_compute(device: torch.device) -> None:
     """The host waits for what the model's own stream on ``device`` was given so far."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
+    if is_accelerator(device):
+        module_of(device).current_stream(device).synchronize()
 
 
 def device_seconds(device: torch.device, action: Callable[[], object]) -> float:
-    """How long a CUDA device works on what ``action`` gives it; the host waits for that."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    stream = torch.cuda.current_stream(device)
+    """How long an accelerator works on what ``action`` gives it; the host waits for that."""
+    module = module_of(device)
+    begin, end = (module.Event(enable_timing=True) for _ in range(2))
+    stream = module.current_stream(device)
     begin.record(stream)
     action()
     end.record(stream)
@@ -279,13 +281,13 @@ class DeviceTicket:
     __slots__ = ("event", "works")
     done = False
 
-    def __init__(self, event: torch.cuda.Event) -> None:
+    def __init__(self, event: torch.Event) -> None:
         self.event = event
         self.works: tuple[TimedWork, ...] = ()
 
 
 class DeviceLane:
-    """A lane on CUDA: a stream.
+    """A lane on an accelerator: a stream.
 
     Args:
         device: where.
@@ -299,11 +301,12 @@ class DeviceLane:
     def __init__(
         self,
         device: torch.device,
-        stream: torch.cuda.Stream | None,
+        stream: torch.Stream | None,
         ranks: Sequence[int] = (),
         name: str = "",
     ) -> None:
         self._device = device
+        self._module = module_of(device)
         self._stream = stream
         self.ranks = ranks
         self.name = name
@@ -312,8 +315,8 @@ class DeviceLane:
         self._awaited: tuple[str, Any] | None = None  # the newest when last looked
         self._awaited_since = 0.0
 
-    def _target(self) -> torch.cuda.Stream:
-        return self._stream or torch.cuda.current_stream(self._device)
+    def _target(self) -> Any:
+        return self._stream or self._module.current_stream(self._device)
 
     def submit(
         self,
@@ -330,7 +333,7 @@ class DeviceLane:
         for ticket in after:
             self.wait(ticket)
         begin = self._timed_event(stream) if self.meters else None
-        with torch.cuda.stream(stream), _labelled(label):
+        with self._module.stream(stream), _labelled(label):
             for work in chain.from_iterable(operation()):
                 work.wait()  # makes the current stream wait, not the host
         ticket = self.record()
@@ -357,7 +360,7 @@ class DeviceLane:
         """See :class:`Lane`."""
         if self.meters:
             return DeviceTicket(self._timed_event(self._target()))
-        event = torch.cuda.Event()
+        event = self._module.Event()
         event.record(self._target())
         return DeviceTicket(event)
 
@@ -375,9 +378,8 @@ class DeviceLane:
         else:
             stream.wait_event(ticket.event)
 
-    @staticmethod
-    def _timed_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
+    def _timed_event(self, stream: torch.Stream) -> torch.Event:
+        event: torch.Event = self._module.Event(enable_timing=True)
         event.record(stream)
         return event
 
@@ -386,7 +388,7 @@ class DeviceLane:
 
     def manage(self, label: str, action: Callable[[], None], storage: Any) -> None:
         """See :class:`Lane`; the caching allocator ties the memory to this lane's stream."""
-        with torch.cuda.stream(self._target()):
+        with self._module.stream(self._target()):
             action()
 
     def drain(self) -> list[RuntimeError]:

@@ -51,6 +51,7 @@ from typing import Protocol
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from fsdp_engine.devices.accelerator import is_accelerator, module_of
 from fsdp_engine.devices.arena import Arena
 from fsdp_engine.devices.pretence import pretends_device
 
@@ -113,14 +114,16 @@ class Peak:
 
 def begin_device_peak(device: torch.device) -> None:
     """Torch's own peak of what is allocated on ``device`` starts anew; nothing on a CPU."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    if is_accelerator(device):
+        module_of(device).reset_peak_memory_stats(device)
 
 
 def device_peak(device: torch.device) -> int | None:
     """Most bytes that torch had allocated on ``device`` since :func:`begin_device_peak`; None on a
     CPU, where nobody counts them."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    if not is_accelerator(device):
+        return None
+    return int(module_of(device).max_memory_allocated(device))
 
 
 @contextmanager

@@ -20,6 +20,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fsdp_engine.devices.accelerator import (
+    current_accelerator,
+    default_backend,
+    device_type_of,
+    is_accelerator,
+    module_of,
+)
 from fsdp_engine.devices.groups import (
     default_group,
     group_of_ranks,
@@ -245,8 +252,7 @@ def joint_mesh(data: DeviceMesh, *others: DeviceMesh) -> DeviceMesh:
 
 def mesh_of_group(group: dist.ProcessGroup) -> DeviceMesh:
     """A mesh of one axis over the ranks of ``group``."""
-    on_cuda = torch.cuda.is_available() and "nccl" in str(dist.get_backend(group))
-    return DeviceMesh.from_group(group, "cuda" if on_cuda else "cpu")
+    return DeviceMesh.from_group(group, device_type_of(group))
 
 
 def _in_rows(
@@ -272,37 +278,35 @@ def init_from_environment() -> None:
     """Initialise torch.distributed, if nobody has, as torchrun says; without it for one rank."""
     if dist.is_initialized():
         return
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    device = current_accelerator()
+    if device is not None:
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group()
     else:
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(
+            default_backend(device), store=dist.HashStore(), rank=0, world_size=1
+        )
 
 
 def device_of(device_mesh: DeviceMesh | None) -> torch.device:
     """This rank's device in a mesh; None: in that of all ranks."""
     if device_mesh is None:
-        return _local_device(_device_type_of_all_ranks())
+        init_from_environment()
+        return _local_device(device_type_of())
     return _local_device(device_mesh.device_type)
 
 
-def _device_type_of_all_ranks() -> str:
-    init_from_environment()
-    on_cuda = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())
-    return "cuda" if on_cuda else "cpu"
-
-
 def _mesh_of_all_ranks() -> DeviceMesh:
-    device_type = _device_type_of_all_ranks()
-    return init_device_mesh(device_type, (dist.get_world_size(),))
+    init_from_environment()
+    return init_device_mesh(device_type_of(), (dist.get_world_size(),))
 
 
 def _local_device(device_type: str) -> torch.device:
-    if device_type == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device(device_type)
+    device = torch.device(device_type)
+    if is_accelerator(device):
+        return torch.device(device_type, module_of(device).current_device())
+    return device
 
 
 def _make_axes(ranks: torch.Tensor, coordinate: list[int], timeout: timedelta, name: str) -> Axes:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fsdp_engine.devices import memory
+from fsdp_engine.devices.accelerator import is_accelerator, module_of
 from fsdp_engine.devices.collectives import broadcast_
 from fsdp_engine.flat_dtensor.full_reductions import reduce_over
 from fsdp_engine.flat_dtensor.placement import FlatPlacement
@@ -96,8 +97,7 @@ def _access(
     """How its state is had, and set. None: the one that ``device`` draws from."""
     if generator is not None:
         return generator.get_state, generator.set_state
-    if device.type == "cuda":
-        return partial(torch.cuda.get_rng_state, device), partial(
-            torch.cuda.set_rng_state, device=device
-        )
+    if is_accelerator(device):
+        module = module_of(device)
+        return partial(module.get_rng_state, device), partial(module.set_rng_state, device=device)
     return torch.get_rng_state, torch.set_rng_state

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, overload
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_engine.config import DistributedDataParallelConfig, Timing
+from fsdp_engine.devices.accelerator import is_accelerator, module_of
 from fsdp_engine.devices.lanes import finish_compute
 from fsdp_engine.devices.meeting import telling
 from fsdp_engine.devices.mesh import ranks_that_meet
@@ -231,8 +231,8 @@ class DistributedDataParallel(LoopAttributes):
         self.engine.zero_grad_buffer(zero=False)
         for buffer in self.engine.buffers:
             buffer.free_gradients()
-        if empty_cache and device.type == "cuda":
-            torch.cuda.empty_cache()
+        if empty_cache and is_accelerator(device):
+            module_of(device).empty_cache()
 
     def restore_grad_buffers(self, synchronize: bool = True) -> None:
         """Gradients that last have memory again: zeros.

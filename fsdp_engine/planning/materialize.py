@@ -26,6 +26,7 @@ from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from fsdp_engine.adapters import AdapterLayers
 from fsdp_engine.buffers.param_record import ParamRecord
+from fsdp_engine.devices.accelerator import forked_generators
 from fsdp_engine.devices.memory import empty, empty_like
 
 # Adapters draw other values than the unit that they are in.
@@ -177,8 +178,7 @@ def _begin_adapters(
     if not places:
         return
     own = [record for name, record in names.items() if adapters.place_of(name)]
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), torch.no_grad():
+    with forked_generators(device), torch.no_grad():
         torch.manual_seed(seed)
         for record in own:
             _valueless(record.param)
@@ -298,9 +298,8 @@ def _reset(
     """
     if not modules:
         return
-    devices = [device] if device.type == "cuda" else []
     init_weights = getattr(model, "_init_weights", None)
-    with torch.random.fork_rng(devices=devices), torch.no_grad():
+    with forked_generators(device), torch.no_grad():
         torch.manual_seed(seed)
         for module, names in modules.items():
             if isinstance(module, ParametrizationList):
@@ -315,7 +314,7 @@ def _reset(
             if own_seeds is None or module not in own_seeds:
                 reset(module, names, init_weights)
                 continue
-            with torch.random.fork_rng(devices=devices):
+            with forked_generators(device):
                 torch.manual_seed(own_seeds[module])
                 reset(module, names, init_weights)
 

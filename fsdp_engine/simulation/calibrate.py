@@ -33,6 +33,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from fsdp_engine.devices import memory
+from fsdp_engine.devices.accelerator import is_accelerator, module_of
 from fsdp_engine.devices.collectives import Communicator, all_reduce_
 from fsdp_engine.devices.lanes import device_seconds
 from fsdp_engine.devices.mesh import DataMesh, MeshAxis
@@ -141,13 +142,15 @@ class _Meter:
         on_host = self._device.type == "cpu"
         kind = f"gloo ranks of {self._threads} thread(s)"
         if not on_host:
-            kind = torch.cuda.get_device_name(self._device)
+            kind = module_of(self._device).get_device_name(self._device)
         self._say(f"{nodes} x {ranks} {kind}: products, memory, attention, functions, calls")
         turns = max(ranks * self._threads / self._cores, 1.0) if on_host else 1.0
         kernels = Kernels(self._device, turns, self._seconds, self.agree)
         if turns > 1:
             self._say(f"  ranks take turns: {ranks * self._threads} threads, {self._cores} cores")
-        processor = kernels.processor(_DTYPES[self._device.type], self._memory_bytes(ranks))
+        processor = kernels.processor(
+            _DTYPES.get(self._device.type, _DTYPES["cuda"]), self._memory_bytes(ranks)
+        )
         for dtype, flops in processor.matrix_flops.items():
             self._say(
                 f"  products, {str(dtype).removeprefix('torch.')}: {flops / 1e9:,.1f} GFLOP/s"
@@ -178,8 +181,8 @@ class _Meter:
         )
 
     def _memory_bytes(self, ranks: int) -> float:
-        if self._device.type == "cuda":
-            return float(torch.cuda.get_device_properties(self._device).total_memory)
+        if is_accelerator(self._device):
+            return float(torch.accelerator.get_memory_info(self._device)[1])
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks
 
     def _link(self, what: str, axis: MeshAxis) -> Link | None:
@@ -188,7 +191,7 @@ class _Meter:
             return None
         self._say(f"link {what}: gathers of {axis.size} ranks")
         comm = Communicator(axis.gather_group, self._device)
-        large_bytes = _LARGE[self._device.type]
+        large_bytes = _LARGE.get(self._device.type, _LARGE["cuda"])
         small, _ = self._message(comm, _SMALL)
         large, busy = self._message(comm, large_bytes)
         if self._device.type == "cpu":
@@ -227,7 +230,7 @@ class _Meter:
         # Where a rank is late the others' threads look for its message again and again: the fast
         # ones show what messages take.
         low, busy = (statistics.quantiles(each, n=10)[0] for each in zip(*found, strict=True))
-        if self._device.type == "cuda":
+        if is_accelerator(self._device):
             busy = 0.0
         elif self._is_crowded:
             low = busy
@@ -274,7 +277,7 @@ class _Meter:
         return of_other_threads * (1.0 - min(max(spare, 0.0), 1.0))
 
     def _elapsed(self, action: Callable[[], object]) -> float:
-        if self._device.type == "cuda":
+        if is_accelerator(self._device):
             return device_seconds(self._device, action)
         start = time.perf_counter()
         action()
