@@ -379,7 +379,7 @@ def test_an_optimizer_that_holds_the_parameters_does_not_hinder_planning() -> No
 
 BAD: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (1e9, {"world_size": 0}, ValueError, "world_size: expected .* found 0"),
-    (1e9, {"world_size": 2.0}, ValueError, "world_size: expected .* found 2.0"),
+    (1e9, {"world_size": 2.0}, TypeError, "world_size: expected .* found 2.0"),
     (1e9, {"world_size": 8, "outer_size": 3}, ValueError, "outer_size: expected a divisor of"),
     (1e9, {"world_size": 8, "strategy": "zero3"}, ValueError, "strategy: expected one of"),
     (
