@@ -317,20 +317,35 @@ class DistributedDataParallel(LoopAttributes):
 
 
 def _save_whole_values(module: Any, engine: Engine, then: Callable[[], None]) -> None:
-    """Let ``module.sharded_state_dict`` see whole main weights, where modules hold slices."""
-    if not hasattr(module, "sharded_state_dict") or all(each.is_plain for each in engine.buffers):
+    """Let ``sharded_state_dict`` see whole main weights, where modules hold slices: that of
+    ``module``, and of each module that ``unwrap_model`` may return instead (of ``Float16Module``
+    its ``module``)."""
+    if all(each.is_plain for each in engine.buffers):
         return
-    of_slices = module.sharded_state_dict
+    is_whole = False
 
-    @functools.wraps(of_slices)
-    def sharded_state_dict(*args: Any, **kwargs: Any) -> Any:
-        with engine.unsharded():
-            note_whole_params(engine)
-            state = of_slices(*args, **kwargs)
-        then()
-        return state
+    def of_whole(of_slices: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(of_slices)
+        def sharded_state_dict(*args: Any, **kwargs: Any) -> Any:
+            nonlocal is_whole
+            if is_whole:  # called by that of a module around this one
+                return of_slices(*args, **kwargs)
+            with engine.unsharded():
+                note_whole_params(engine)
+                is_whole = True
+                try:
+                    state = of_slices(*args, **kwargs)
+                finally:
+                    is_whole = False
+            then()
+            return state
 
-    module.sharded_state_dict = sharded_state_dict
+        return sharded_state_dict
+
+    while isinstance(module, nn.Module) and hasattr(module, "sharded_state_dict"):
+        saving: Any = module
+        saving.sharded_state_dict = of_whole(saving.sharded_state_dict)
+        module = getattr(module, "module", None)
 
 
 def _fitting(value: Any, param: Tensor | None) -> Any:

@@ -218,6 +218,43 @@ def test_files_outside_the_folder_are_not_read(tmp_path: Path, name: Any) -> Non
         read_metadata(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("field", "new"),
+    [("offset", "x"), ("length", "x"), ("relative_path", 5)],
+)
+def test_an_error_names_the_value_of_a_place(tmp_path: Path, field: str, new: Any) -> None:
+    plain_checkpoint(tmp_path)
+    metadata = pickle.loads((tmp_path / METADATA).read_bytes())
+    for place in metadata.storage_data.values():
+        setattr(place, field, new)
+    (tmp_path / METADATA).write_bytes(pickle.dumps(metadata))
+    kind = type(new).__name__
+    with pytest.raises(ValueError, match=rf"expected as {field} of .* found .* type {kind}"):
+        read_metadata(tmp_path)
+
+
+@pytest.mark.parametrize("field", ["planner_data", "storage_data", "state_dict_metadata"])
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_an_error_names_the_field(tmp_path: Path, field: str, is_nested: bool) -> None:
+    plain_checkpoint(tmp_path)
+    metadata = pickle.loads((tmp_path / METADATA).read_bytes())
+    new = DEEP if is_nested else 7
+    setattr(metadata, field, new)
+    (tmp_path / METADATA).write_bytes(pickle.dumps(metadata))
+    kind = type(new).__name__
+    with pytest.raises(ValueError, match=rf"expected as {field} dict .* type {kind}"):
+        read_metadata(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content", [b"\x80\x02" + b"]" * 200_000 + b"a" * 199_999 + b".", b"\x80\x02" + b"(" * 200_000]
+)
+def test_a_nested_pickle_is_damaged_metadata(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / METADATA).write_bytes(content)
+    with pytest.raises(ValueError, match=METADATA):
+        read_metadata(tmp_path)
+
+
 def places_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Paths of all values within metadata."""
     yield path

@@ -23,6 +23,7 @@ from torch.distributed.tensor import distribute_tensor
 
 import fsdp_engine as fe
 from fsdp_engine.config import DistributedDataParallelConfig
+from fsdp_engine.megatron import get_megatron_optimizer
 from tests.megatron.configs import LEVEL_NAMES
 from tests.megatron.core_training import Case, compare, make_models, model_parallel, wrap
 from tests.pool import Ranks, on_ranks
@@ -463,6 +464,31 @@ def test_a_float16_module_around_or_within_the_wrapper_loads(level: str, is_arou
             second.load_state_dict(state, strict=False)
             for name, value in theirs.engine.full_state_dict().items():
                 assert not isinstance(value, Tensor) or torch.equal(value, values[name]), name
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+def test_an_unwrapped_float16_module_saves_whole_weights_that_the_optimizer_finds(
+    level: str,
+) -> None:
+    case = Case(level=level, bf16=True)
+    with model_parallel(case):
+        from megatron.core import utils
+        from megatron.core.optimizer import OptimizerConfig
+        from megatron.core.transformer.module import Float16Module
+
+        config, models = make_models(case)
+        ddp = wrap(case, True, config, Float16Module(config, models[0]))
+        assert isinstance(ddp, fe.DistributedDataParallel)
+        options = OptimizerConfig(optimizer="adam", lr=0.1, bf16=True, params_dtype=torch.bfloat16)
+        optimizer = get_megatron_optimizer(options, [ddp])
+        values = ddp.engine.full_state_dict()
+        for module in (utils.unwrap_model(ddp), ddp.module, ddp):
+            state = module.sharded_state_dict()
+            for name, value in values.items():
+                assert not isinstance(value, Tensor) or torch.equal(state[name].data, value), name
+            found = optimizer.sharded_state_dict({"model": state})
+            assert found
 
 
 def save_and_load(case: Case, folder: str) -> list[str]:
