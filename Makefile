@@ -21,8 +21,8 @@ STAMP := $(VENV)/.installed
 # Transformer Engine's Python files, without its libraries: tests/codecs/te_on_cpu.py. Not among the
 # packages, where others (peft) would take them for the library.
 TE_PYTHON := $(VENV)/transformer_engine_python
-# What the tests of programs train with: the extra `programs`, and torchtitan with triton in a folder
-# of their own, since torch takes a triton among the packages for its own.
+# What the tests of programs train with: the extra `programs`, and torchtitan, triton and torchao in a
+# folder of their own, since torch, transformers and PEFT use a triton or a torchao among the packages.
 PROGRAMS := $(VENV)/.programs
 TORCHTITAN := $(VENV)/torchtitan
 
@@ -74,7 +74,7 @@ $(PROGRAMS): $(STAMP)
 	@$(RUN) pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
 		--constraint constraints.txt --editable ".[programs]"
 	@$(RUN) pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
-		--constraint constraints.txt --no-deps --upgrade --target $(TORCHTITAN) torchtitan triton
+		--constraint constraints.txt --no-deps --upgrade --target $(TORCHTITAN) torchtitan triton torchao
 	@touch $@
 
 train: $(STAMP)

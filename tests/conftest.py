@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,29 @@ from tests.pool import Ranks
 
 # The ranks want the cores; and on tensors this small a second thread only waits for the first.
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--thorough-part",
+        metavar="K/N",
+        help="of the thorough tests those of every N-th file, K from 0 to N - 1",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the thorough tests of other parts. Files stay whole: their fixtures are shared."""
+    if (given := config.getoption("--thorough-part")) is None:
+        return
+    part, num_parts = map(int, given.split("/"))
+    others = [
+        item
+        for item in items
+        if item.get_closest_marker("thorough") is not None
+        and zlib.crc32(item.path.name.encode()) % num_parts != part
+    ]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if item not in set(others)]
 
 
 @pytest.fixture(scope="session")

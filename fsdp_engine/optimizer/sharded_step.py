@@ -37,6 +37,9 @@ from fsdp_engine.flat_dtensor.outside_reads import GradientReads
 
 _KNOWN = "Adam, AdamW, SGD, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop"
 _ELEMENTWISE = tuple(getattr(torch.optim, name) for name in _KNOWN.split(", "))
+# torchao's AdamW8bit, AdamW4bit, AdamWFp8 and Adam of these. They quantise state in blocks of
+# consecutive elements, and make DTensors of it themselves where parameters are DTensors.
+_BLOCKWISE = ("torchao.optim.", "torchao.prototype.low_bit_optim.")
 
 _slice_of: Callable[[Any], Tensor] = operator.attrgetter("_local_tensor")
 _dtype_of: Callable[[Any], torch.dtype] = operator.attrgetter("dtype")
@@ -47,7 +50,36 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 def is_elementwise(optimizer: Optimizer) -> bool:
     """Whether :func:`shard_optimizer` takes it as it is."""
-    return isinstance(optimizer, _ELEMENTWISE) and not optimizer.defaults.get("differentiable")
+    is_known = isinstance(optimizer, _ELEMENTWISE) or is_blockwise(optimizer)
+    return is_known and not optimizer.defaults.get("differentiable")
+
+
+def is_blockwise(optimizer: Optimizer) -> bool:
+    """Whether it is an optimizer of torchao's that quantises its state."""
+    return type(optimizer).__module__.startswith(_BLOCKWISE)
+
+
+def refuse_blockwise(optimizer: Optimizer, *args: object) -> None:
+    """A pre-hook of all steps: raise before one that would fail half way.
+
+    Raises:
+        RuntimeError: an optimizer of torchao's holds sharded parameters, and was not given to
+            :func:`shard_optimizer`.
+    """
+    if not is_blockwise(optimizer) or _has_local_step(optimizer):
+        return
+    params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    if any(isinstance(param, FlatDTensor) for param in params):
+        raise RuntimeError(
+            f"{type(optimizer).__name__}: expected fe.shard_optimizer(optimizer) before its first "
+            "step, so that it quantises state in blocks of each rank's slice; found sharded "
+            "parameters, which its step mixes with DTensors of its own"
+        )
+
+
+def _has_local_step(optimizer: Optimizer) -> bool:
+    hooks = optimizer._optimizer_step_pre_hooks.values()
+    return any(isinstance(hook, _LocalStep) for hook in hooks)
 
 
 def shard_optimizer(optimizer: AnyOptimizer, *, elementwise: bool = False) -> AnyOptimizer:
@@ -59,7 +91,8 @@ def shard_optimizer(optimizer: AnyOptimizer, *, elementwise: bool = False) -> An
 
     Args:
         optimizer: Adam, AdamW, SGD, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop
-            of ``torch.optim``, or a subclass.
+            of ``torch.optim``, or a subclass; or torchao's AdamW8bit, AdamW4bit, AdamWFp8, whose
+            blocks of quantised state then lie within a rank's slice.
         elementwise: the caller knows that any other optimizer updates each element from that
             element's own gradient and state alone, and keeps state tensors of the parameter's
             shape, or of shape ().
@@ -71,7 +104,7 @@ def shard_optimizer(optimizer: AnyOptimizer, *, elementwise: bool = False) -> An
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer: expected a torch.optim.Optimizer; found {optimizer!r}")
     name = type(optimizer).__name__
-    if not (elementwise or isinstance(optimizer, _ELEMENTWISE)):
+    if not (elementwise or isinstance(optimizer, _ELEMENTWISE) or is_blockwise(optimizer)):
         raise ValueError(
             f"optimizer: expected one of {_KNOWN} or a subclass; found {name}. If it updates "
             f"every element on its own, pass elementwise=True"
@@ -81,8 +114,7 @@ def shard_optimizer(optimizer: AnyOptimizer, *, elementwise: bool = False) -> An
             f"optimizer: expected differentiable=False; found True for {name}. Its step would "
             f"need the autograd history of sharded parameters"
         )
-    hooks = optimizer._optimizer_step_pre_hooks.values()
-    if not any(isinstance(hook, _LocalStep) for hook in hooks):
+    if not _has_local_step(optimizer):
         step = _LocalStep(optimizer)
         optimizer.register_step_pre_hook(step)
         optimizer.register_step_post_hook(step.finish)

@@ -18,6 +18,7 @@ from torch.optim.optimizer import (
 )
 
 from fsdp_engine.optimizer.loaded_state import adopt_loaded_state
+from fsdp_engine.optimizer.sharded_step import refuse_blockwise
 
 
 class Listener(Protocol):
@@ -36,6 +37,7 @@ _HOOKS: list[object] = []  # one of each kind for this process
 def tell_of_steps(listener: Listener) -> None:
     """Call ``listener.optimizer_stepped`` after each step of any optimizer of this process."""
     if not _HOOKS:
+        _HOOKS.append(register_optimizer_step_pre_hook(refuse_blockwise))
         _HOOKS.append(register_optimizer_step_pre_hook(adopt_loaded_state))
         _HOOKS.append(register_optimizer_step_post_hook(_tell))
     _LISTENERS[next(_NUMBERS)] = listener

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-# Made by the Makefile: torchtitan and triton.
+# Made by the Makefile: torchtitan, triton and torchao.
 TORCHTITAN = Path(sys.prefix) / "torchtitan"
-_NEEDED = ("datasets", "diffusers", "sentence_transformers", "torchtitan", "trl")
+_NEEDED = ("datasets", "diffusers", "sentence_transformers", "torchao", "torchtitan", "trl")
 _missing = [
     name for name in _NEEDED if PathFinder.find_spec(name, [*sys.path, str(TORCHTITAN)]) is None
 ]
