@@ -172,7 +172,9 @@ def storage_keys(tensor: torch.Tensor) -> list[int]:
     """
     if type(tensor) is not torch.Tensor and is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
-        return [key for name in names for key in storage_keys(getattr(tensor, name))]
+        # Of a DTensor its mesh is among them.
+        inner = [each for name in names if isinstance(each := getattr(tensor, name), torch.Tensor)]
+        return [key for each in inner for key in storage_keys(each)]
     if not torch._C._has_storage(tensor):
         return []
     return [tensor.untyped_storage()._cdata]
