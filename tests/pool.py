@@ -342,7 +342,6 @@ def _serve(
 ) -> None:
     """A rank's life: wait for a call, run it, answer, destroy the groups."""
     stacks_file = open(stacks, "w")  # noqa: SIM115 - faulthandler needs it as long as we live
-    faulthandler.register(signal.SIGUSR1, file=stacks_file, all_threads=True)
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
@@ -351,8 +350,14 @@ def _serve(
     num_modules = num_calls = 0
     if set_up is not None:
         set_up()
+    # A call may change both: accelerate sets RANK and WORLD_SIZE, Lightning resets all handlers.
+    environment = dict(os.environ)
     pipe.send_bytes(b"ready")
     while True:
+        os.environ.clear()
+        os.environ.update(environment)
+        faulthandler.unregister(signal.SIGUSR1)
+        faulthandler.register(signal.SIGUSR1, file=stacks_file, all_threads=True)
         try:
             call = pipe.recv_bytes()
         except EOFError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -27,6 +28,16 @@ def fail_on(rank: int) -> None:
     if dist.get_rank() == rank:
         raise ValueError("a planted failure")
     dist.all_reduce(torch.zeros(1))
+
+
+def change_process() -> None:
+    os.environ["RANK"] = "7"
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
+def read_environment() -> dict[str, str]:
+    return dict(os.environ)
 
 
 def hang_on(rank: int) -> None:
@@ -72,6 +83,15 @@ def test_calls_share_processes_and_start_from_the_same_defaults(ranks: Ranks) ->
     assert ranks.run(read_defaults) == before
     assert before[0][:2] == (torch.float32, True)
     assert ranks.run(process_id) == first
+
+
+def test_environment_and_stacks_survive_a_call_that_changes_them(ranks: Ranks) -> None:
+    before = ranks.run(read_environment)
+    ranks.run(change_process)
+    assert ranks.run(read_environment) == before
+    ranks.run(change_process)
+    with pytest.raises(RankError, match=r"(?s)did not answer.*in hang_on"):
+        ranks.run(hang_on, 1, timeout=1.0)
 
 
 def test_a_failing_rank_is_named_and_its_peers_do_not_wait_for_it(ranks: Ranks) -> None:

@@ -91,7 +91,7 @@ def held(ddp: Any) -> Counter[str]:
     return Counter({role: size for role, size in ddp.engine.memory_bytes().items() if size})
 
 
-@on_ranks(2)
+@on_few_ranks
 @pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_the_strategy_is_the_level(level: str) -> None:
     config = their_config(use_megatron_fsdp=True, data_parallel_sharding_strategy=level)
