@@ -50,8 +50,11 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 def is_elementwise(optimizer: Optimizer) -> bool:
     """Whether :func:`shard_optimizer` takes it as it is."""
-    is_known = isinstance(optimizer, _ELEMENTWISE) or is_blockwise(optimizer)
-    return is_known and not optimizer.defaults.get("differentiable")
+    return _is_known(optimizer) and not optimizer.defaults.get("differentiable")
+
+
+def _is_known(optimizer: Optimizer) -> bool:
+    return isinstance(optimizer, _ELEMENTWISE) or is_blockwise(optimizer)
 
 
 def is_blockwise(optimizer: Optimizer) -> bool:
@@ -104,7 +107,7 @@ def shard_optimizer(optimizer: AnyOptimizer, *, elementwise: bool = False) -> An
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer: expected a torch.optim.Optimizer; found {optimizer!r}")
     name = type(optimizer).__name__
-    if not (elementwise or isinstance(optimizer, _ELEMENTWISE) or is_blockwise(optimizer)):
+    if not (elementwise or _is_known(optimizer)):
         raise ValueError(
             f"optimizer: expected one of {_KNOWN} or a subclass; found {name}. If it updates "
             f"every element on its own, pass elementwise=True"
