@@ -74,7 +74,7 @@ def test_a_killed_run_goes_on_along_its_curve_on_other_ranks(tmp_path: Path) -> 
         time.sleep(0.001)
     kill(process)  # amid a save
     steps = sorted(int(path.name.split("-")[1]) for path in out.glob("checkpoint-*"))
-    assert steps[0] >= 3
+    assert len(steps) <= 4  # three, and one that a rank has not removed yet
     assert steps[-1] < 60
 
     printed = finished(start(tmp_path, 1))
