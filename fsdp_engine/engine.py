@@ -106,6 +106,7 @@ class Engine:
             refuse_replicas(model)
         Conversions(
             self.units,
+            ladders,
             config,
             lambda: self._scheduler.is_at_rest,
             self._reductions.wait,
