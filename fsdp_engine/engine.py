@@ -393,6 +393,15 @@ class Engine:
         for buffer in self.buffers:
             buffer.weights.mark_stale()
 
+    def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """Is called before each step of any optimizer.
+
+        Raises:
+            RuntimeError: it would step with gradients that are not reduced; names the parameter.
+        """
+        groups = optimizer.param_groups
+        self._reductions.check_step(param for group in groups for param in group["params"])
+
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Is called after each step of any optimizer: weights count as changed."""
         self._roster.check_optimizer(optimizer)
