@@ -106,6 +106,7 @@ class Engine:
             refuse_replicas(model)
         Conversions(
             self.units,
+            ladders,
             config,
             lambda: self._scheduler.is_at_rest,
             self._reductions.wait,
@@ -391,6 +392,15 @@ class Engine:
         """Tell the engine that main weights were changed where version counters do not show it."""
         for buffer in self.buffers:
             buffer.weights.mark_stale()
+
+    def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """Is called before each step of any optimizer.
+
+        Raises:
+            RuntimeError: it would step with gradients that are not reduced; names the parameter.
+        """
+        groups = optimizer.param_groups
+        self._reductions.check_step(param for group in groups for param in group["params"])
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Is called after each step of any optimizer: weights count as changed."""

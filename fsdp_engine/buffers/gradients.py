@@ -76,6 +76,11 @@ class Gradients:
             self.main_grads()
 
     @property
+    def awaits_last_microbatch(self) -> bool:
+        """Whether axes of several ranks are left for the last microbatch to be reduced over."""
+        return bool(self._last_axes)
+
+    @property
     def num_staged_elements(self) -> int:
         """Elements of transient memory that writing gradients takes."""
         return self._spec.layout.numel if self.writes_to_staging else 0

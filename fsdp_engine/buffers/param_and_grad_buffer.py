@@ -13,7 +13,7 @@ Where nothing is cut and main weights are compute weights, full and sharded are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -289,6 +289,25 @@ class ParamAndGradBuffer:
     def publish_gradients(self, used: Sequence[int], *, reduced: bool) -> None:
         """See :meth:`ShownGradients.publish`."""
         self.shown.publish(used, reduced=reduced)
+
+    def name_of_unreduced(self, params: Collection[int]) -> str | None:
+        """Name of a parameter whose ``.grad`` is accumulated and would be another one once it is
+        reduced; None if there is none.
+
+        Args:
+            params: by ``id``, those that are asked about.
+        """
+        assert self.grads is not None
+        if not (self.grads.awaits_last_microbatch or self.hooks.hooked):
+            return None
+        found = gradients_of(self.sharded_params)
+        for index, (param, grad) in enumerate(zip(self.sharded_params, found, strict=True)):
+            # What users put there is theirs, and zeros are what they are.
+            if id(param) not in params or grad is None or grad is not self.shown.view(index):
+                continue
+            if not self.is_plain or bool(grad.any()):
+                return self.records[index].name
+        return None
 
     def run_hooks(self) -> None:
         """Run users' hooks on published gradients, and add earlier gradients to them. See

@@ -16,12 +16,14 @@ put together once and run often. Along an axis of one rank nothing is sent.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from fsdp_engine.buffers.gradient_scale import scaled_copy
 from fsdp_engine.buffers.sharded_buffer import ShardedBuffer
@@ -40,16 +42,24 @@ class AxisComms:
     reduce: Communicator | None
 
 
+_NUM_MADE: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
 class Ladder:
     """The communicators between the depths of one mesh.
 
     Attributes:
         mesh: whose ranks.
         comms: by axis.
+        number: of ladders made before it over the same ranks, the same on all of them.
     """
 
     def __init__(self, mesh: DataMesh) -> None:
         self.mesh = mesh
+        self.number = 0
+        if mesh.control_group is not None:
+            self.number = _NUM_MADE.get(mesh.control_group, 0)
+            _NUM_MADE[mesh.control_group] = self.number + 1
         self.comms = {
             axis: AxisComms(
                 Communicator(place.gather_group, mesh.device) if place.gather_group else None,

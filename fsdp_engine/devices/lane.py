@@ -100,7 +100,7 @@ class Lane(Protocol):
         """Allocate or free ``storage``'s memory at this point of the lane."""
         ...
 
-    def drain(self) -> list[RuntimeError]:
+    def drain(self) -> Sequence[Exception]:
         """End everything submitted; what failed is returned, not raised."""
         ...
 
@@ -121,7 +121,7 @@ class Lanes:
         others = (self.inner_gather, self.inner_reduce, self.outer_gather, self.outer_reduce)
         return (self.compute, *others)
 
-    def drain(self) -> list[RuntimeError]:
+    def drain(self) -> list[Exception]:
         """End everything on every lane; what failed is returned, not raised."""
         compute, *others = self.all
         return [error for lane in (*others, compute) for error in lane.drain()]

@@ -6,6 +6,7 @@ See [Note: Lanes] in ``lane.py``.
 from __future__ import annotations
 
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -85,6 +86,12 @@ def device_seconds(device: torch.device, action: Callable[[], object]) -> float:
     return float(begin.elapsed_time(end)) * 1e-3
 
 
+def is_in_flight(label: str) -> bool:
+    """Whether this rank's host has issued communication under that label, and has not seen its
+    end."""
+    return any(lane.has_in_flight(label) for lane in _HOST_LANES)
+
+
 _is_profiled: Any = torch.autograd._profiler_enabled
 
 
@@ -93,6 +100,9 @@ def _labelled(label: str) -> Any:
     if _is_profiled():
         return torch.profiler.record_function(f"fsdp_engine: {label}")
     return nullcontext()
+
+
+_HOST_LANES: weakref.WeakSet[HostLane] = weakref.WeakSet()
 
 
 class HostTicket:
@@ -122,6 +132,11 @@ class HostTicket:
         """Global ranks that it is about; none: all."""
         return self._lane.ranks
 
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether it has issued communication that the host has not waited for."""
+        return bool(self._works) and not self.done and self._failure is None
+
     def start(self) -> None:
         """Issue its communication, once everything it comes after is done."""
         if self._operation is None:
@@ -139,6 +154,7 @@ class HostTicket:
 
         Raises:
             RuntimeError: its communication failed, now or before; names the operation.
+            ValueError: this rank and others would not do the same.
         """
         if self._operation is not None:
             self._lane.start_through(self)
@@ -166,10 +182,14 @@ class HostTicket:
                     works = next(self._steps, None)
             else:  # a range that nobody looks at costs time, too
                 works = next(self._steps, None)
+        except ValueError as error:
+            self._failure = str(error)
+            raise
         except RuntimeError as error:
-            self._failure = watch.explain(self._label, self.ranks, error)
+            failure = watch.failure(self._label, self.ranks, error)
+            self._failure = str(failure)
             NOW.waits = None
-            raise RuntimeError(self._failure) from error
+            raise failure from error
         self._works = works or ()
         if works is None:
             self.done = True
@@ -207,6 +227,11 @@ class HostLane:
         self.meters: tuple[Meter, ...] = ()
         self._waiting: deque[HostTicket] = deque()
         self._unfinished: deque[HostTicket] = deque()
+        _HOST_LANES.add(self)
+
+    def has_in_flight(self, label: str) -> bool:
+        """See :func:`is_in_flight`."""
+        return any(ticket.label == label and ticket.is_in_flight for ticket in self._unfinished)
 
     def submit(
         self,
@@ -259,13 +284,13 @@ class HostLane:
         """See :class:`Lane`."""
         action()
 
-    def drain(self) -> list[RuntimeError]:
+    def drain(self) -> list[Exception]:
         """See :class:`Lane`."""
-        errors = []
+        errors: list[Exception] = []
         while self._unfinished:
             try:
                 self._unfinished.popleft().finish()
-            except RuntimeError as error:
+            except (RuntimeError, ValueError) as error:
                 errors.append(error)
         self._waiting.clear()
         return errors
@@ -391,7 +416,7 @@ class DeviceLane:
         with self._module.stream(self._target()):
             action()
 
-    def drain(self) -> list[RuntimeError]:
+    def drain(self) -> list[Exception]:
         """See :class:`Lane`."""
         try:
             self._target().synchronize()

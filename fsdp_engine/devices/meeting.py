@@ -12,6 +12,7 @@ A meeting has one verdict, and the first one that is written holds for all of th
     a rank cannot go on                 all raise, with its number and error; it waits for nobody
     ranks came for different things     all raise, with both
     a rank waits elsewhere, for us      all raise: neither would ever come
+    a rank waits in a later operation   all raise, and that rank, too
     somebody has waited too long        all raise, with the ranks that did not come, also these
 """
 
@@ -26,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
@@ -71,13 +72,31 @@ class Meeting:
     all_have: bool
 
 
+class Precedence(Protocol):
+    """A meeting that precedes operations: a rank that waits in one of them will not come."""
+
+    def precedes(self, label: str) -> bool:
+        """Whether it precedes an operation that another rank waits for."""
+        ...
+
+    def end_waits(self) -> None:
+        """End waits in such operations, of all ranks: the meeting has failed."""
+        ...
+
+
 def error_of_another(what: str, who: str, kind: str, text: str) -> Exception:
     """What to raise for the error that another rank has: of its kind, if that is a known one."""
     return ERROR_KINDS.get(kind, RuntimeError)(f"{what} failed on {who}: {kind}: {text}")
 
 
 def meet(
-    what: str, ranks: Sequence[int], timeout: timedelta, *, note: str = "", has: bool = False
+    what: str,
+    ranks: Sequence[int],
+    timeout: timedelta,
+    *,
+    note: str = "",
+    has: bool = False,
+    precedence: Precedence | None = None,
 ) -> Meeting:
     """Wait until all ``ranks`` have come. Collective over them.
 
@@ -87,15 +106,24 @@ def meet(
         timeout: how long to wait.
         note: must be the same on all of them.
         has: this rank has already what it came for.
+        precedence: over operations that a rank which does not come may wait in. If the meeting
+            fails, ranks that have not come get its error in place of that operation's result.
 
     Raises:
         RuntimeError: a rank did not come; names the ranks. Or its error, of the kinds that it has.
-        ValueError: notes differ; on all ranks.
+        ValueError: notes differ, or a rank waits in a later operation; on all ranks.
     """
     if len(ranks) == 1 or dist.get_backend() == "fake":
         return Meeting(f"alone{next(_alone)}", has)
     watch.start()
-    return _Place(what, ranks).wait_for_all(timeout, note, has)
+    place = _Place(what, ranks, precedence)
+    try:
+        return place.wait_for_all(timeout, note, has)
+    except (RuntimeError, ValueError) as error:
+        if precedence is not None and (missing := place.missing()):
+            watch.give_reason(missing, str(error))
+            precedence.end_waits()
+        raise
 
 
 def say_no(what: str, ranks: Sequence[int], error: Exception) -> None:
@@ -122,7 +150,14 @@ class _Place:
     have come, how many of them have it, the first note, the verdict; of each rank, where it waits.
     """
 
-    def __init__(self, what: str, ranks: Sequence[int]) -> None:
+    def __init__(
+        self,
+        what: str,
+        ranks: Sequence[int],
+        precedence: Precedence | None = None,
+    ) -> None:
+        self._precedence = precedence
+        self._waits: dict[int, str] = {}  # what ranks waited for at the last look
         self._store = dist.PrefixStore("fsdp_engine/meetings", _get_default_store())
         self._rank = dist.get_rank()
         self._what = what
@@ -150,11 +185,11 @@ class _Place:
         if self._store.add(f"{self._base}/came", 1) == len(self._ranks):
             self.decide("go on", self._store.add(f"{self._base}/have", 0) == len(self._ranks))
             self._forget_the_one_before()
-        kind, content = self._wait_for_verdict(timeout)
+        kind, content = self._wait_for_verdict(timeout, note)
         self._store.set(f"at/{self._rank}", "null")
         if kind == "error":
             raise error_of_another(*content)
-        if kind == "differs":
+        if kind in ("differs", "later"):
             raise ValueError(content)
         if kind == "elsewhere":
             content, meetings = content
@@ -169,7 +204,7 @@ class _Place:
         """Write the verdict, if there is none."""
         self._store.compare_set(f"{self._base}/verdict", "", json.dumps([kind, content]))
 
-    def _wait_for_verdict(self, timeout: timedelta) -> tuple[str, Any]:
+    def _wait_for_verdict(self, timeout: timedelta, note: str) -> tuple[str, Any]:
         key = f"{self._base}/verdict"
         began = time.monotonic()
         next_look, next_line = FIRST_LOOK_SECONDS, watch.PATIENCE_SECONDS
@@ -184,12 +219,14 @@ class _Place:
             elif waited > next_look:
                 next_look += min(next_look, MOST_SECONDS_BETWEEN_LOOKS)
                 self._look_for_others_elsewhere()
+                self._look_for_others_in_later_operations(note)
             else:
                 time.sleep(min(waited / 8, LONGEST_SLEEP_SECONDS))
         kind, content = json.loads(self._store.get(key))
         return kind, content
 
-    def _missing(self) -> list[int]:
+    def missing(self) -> list[int]:
+        """Ranks that have not come."""
         return [
             rank for rank in self._ranks if self._times_come(self._crowd, rank, 0) < self._number
         ]
@@ -205,7 +242,7 @@ class _Place:
 
     def _look_for_others_elsewhere(self) -> None:
         """A rank that waits for this one in another meeting will not come to ours."""
-        for rank in self._missing()[:_MOST_NAMED]:
+        for rank in self.missing()[:_MOST_NAMED]:
             there = self._waits_at(rank)
             if there is None or self._rank not in there[1]:
                 continue
@@ -224,8 +261,24 @@ class _Place:
                 same = json.dumps(["elsewhere", [text, both]])
                 self._store.compare_set(verdict, "", same)
 
+    def _look_for_others_in_later_operations(self, note: str) -> None:
+        """A rank that waits in an operation that comes after this meeting will not come. It has to
+        be seen there twice: what is over on this rank may take a moment longer on another."""
+        precedence = self._precedence
+        if precedence is None:
+            return
+        before, self._waits = self._waits, watch.waits_of(self.missing())
+        for rank, label in self._waits.items():
+            if before.get(rank) == label and precedence.precedes(label):
+                self.decide(
+                    "later",
+                    f"{self._what}: expected the same on all ranks; found on rank {self._rank} "
+                    f"[{note}] and on rank {rank} none: it waits for {label}",
+                )
+                return
+
     def _who_is_missing(self, seconds: float) -> str:
-        missing = self._missing()
+        missing = self.missing()
         where = watch.who_is_missing(self._what, missing)
         return (
             f"{self._what}: expected ranks {_shown(self._ranks)}; ranks {_shown(missing)} did not "

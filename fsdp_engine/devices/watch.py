@@ -10,6 +10,9 @@ Somebody asks where a wait has failed: it raises a number in the store, every th
 what its rank does, and who does not answer has ended (which is certain, and known at once, for a
 process on the same machine) or is out of reach. A rank that ends in order leaves word.
 
+A rank that raises while others wait for it may leave them a reason (``give_reason``): their waits
+then fail with that, and not with a guess at who is missing.
+
 The same thread sees what takes too long: a wait of the host, or work on a CUDA stream, that is not
 over after ``PATIENCE_SECONDS`` is logged with who is missing, long before a process group's own
 timeout, which on NCCL ends the process.
@@ -113,7 +116,7 @@ class HostWork:
         """Return when it is done.
 
         Raises:
-            RuntimeError: it failed, or a rank has ended meanwhile.
+            RuntimeError: it failed, or a rank has ended meanwhile, or left a reason to fail.
         """
         while True:
             try:
@@ -128,6 +131,8 @@ class HostWork:
             if latest > NOW.alarms:
                 NOW.alarms = latest
                 raise RuntimeError("a rank has ended")
+            if _reason() is not None:
+                raise RuntimeError("another rank has raised")
 
 
 class Slow(Protocol):
@@ -198,23 +203,8 @@ class _Watcher:
     def ask(self, what: str, ranks: Sequence[int]) -> str:
         """Who of ``ranks`` is not at ``what``, and where they are; "" if nobody can be asked."""
         others = [rank for rank in ranks if rank != self._rank]
-        found: dict[int, dict[str, Any]] = {}
         try:
-            number = self._store.add("asked", 1)
-            # Ranks ask together: a thousand of them must not ask the store too often.
-            pause = max(0.1, len(others) / 500)
-            deadline = time.monotonic() + max(ANSWER_SECONDS, 3 * pause)
-            while True:
-                self._answer()
-                found = self._read(others)
-                silent = [
-                    rank
-                    for rank, state in found.items()
-                    if "gone" not in state and state["n"] < number and not _has_ended(state)
-                ]
-                if not silent or time.monotonic() > deadline:
-                    break
-                time.sleep(pause)
+            number, found, silent = self._answers(others)
         except RuntimeError as error:
             return f"the store, which rank 0 or the launcher keeps, does not answer ({error})"
         texts = [
@@ -229,6 +219,45 @@ class _Watcher:
         shown = "; ".join(text for _, _, text in texts[:_MOST_NAMED])
         more = len(texts) - _MOST_NAMED
         return shown + (f"; and {more} more ranks" if more > 0 else "")
+
+    def waits_of(self, ranks: Sequence[int]) -> dict[int, str]:
+        """The label of the operation that each rank's host waits for, of those that wait."""
+        number, found, _ = self._answers(ranks)
+        return {
+            rank: state["waits"]
+            for rank, state in found.items()
+            if state["n"] >= number and state.get("waits") is not None
+        }
+
+    def give_reason(self, ranks: Sequence[int], text: str) -> None:
+        """See :func:`give_reason`."""
+        for rank in ranks:
+            if rank != self._rank:
+                self._store.set(f"reason/{rank}", text)
+
+    def reason(self) -> str | None:
+        """The text that another rank has left for this one; None: there is none."""
+        key = f"reason/{self._rank}"
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def _answers(self, ranks: Sequence[int]) -> tuple[int, dict[int, dict[str, Any]], list[int]]:
+        """Ask ``ranks``: the number of the question, the latest state of each rank, and the ranks
+        that have not answered in time."""
+        number = self._store.add("asked", 1)
+        # Ranks ask together: a thousand of them must not ask the store too often.
+        pause = max(0.1, len(ranks) / 500)
+        deadline = time.monotonic() + max(ANSWER_SECONDS, 3 * pause)
+        while True:
+            self._answer()
+            found = self._read(ranks)
+            silent = [
+                rank
+                for rank, state in found.items()
+                if "gone" not in state and state["n"] < number and not _has_ended(state)
+            ]
+            if not silent or time.monotonic() > deadline:
+                return number, found, silent
+            time.sleep(pause)
 
     def num_alarms(self) -> int:
         """How often a rank has found that another one has ended."""
@@ -335,6 +364,22 @@ def _num_alarms() -> int:
     return _WATCHERS[0].num_alarms() if _WATCHERS and _WATCHERS[0].serves else 0
 
 
+def _reason() -> str | None:
+    return _WATCHERS[0].reason() if _WATCHERS and _WATCHERS[0].serves else None
+
+
+def give_reason(ranks: Sequence[int], text: str) -> None:
+    """Leave ``ranks`` a reason: a wait of theirs that fails raises a ValueError with ``text``."""
+    if _WATCHERS and _WATCHERS[0].serves:
+        _WATCHERS[0].give_reason(ranks, text)
+
+
+def waits_of(ranks: Sequence[int]) -> dict[int, str]:
+    """By rank, the label of the operation that its host waits for, of those of ``ranks`` that wait.
+    Takes up to some seconds."""
+    return _WATCHERS[0].waits_of(ranks) if _WATCHERS and _WATCHERS[0].serves else {}
+
+
 def who_is_missing(what: str, ranks: Sequence[int] = ()) -> str:
     """Who has not come to ``what``, as far as they can be asked; takes up to some seconds.
 
@@ -348,10 +393,17 @@ def who_is_missing(what: str, ranks: Sequence[int] = ()) -> str:
     return _WATCHERS[0].ask(what, ranks or range(dist.get_world_size()))
 
 
-def explain(what: str, ranks: Sequence[int], error: BaseException) -> str:
-    """The message for an operation whose wait has failed with ``error``."""
+def failure(what: str, ranks: Sequence[int], error: BaseException) -> Exception:
+    """The exception for an operation whose wait has failed with ``error``."""
+    try:
+        reason = _reason()
+    except RuntimeError:  # the store has gone with its rank
+        reason = None
+    if reason is not None:
+        NOW.failed = what
+        return ValueError(f"{what} did not complete: {reason}")
     missing = who_is_missing(what, ranks)
-    return (
+    return RuntimeError(
         f"{what} did not complete: another rank failed, or never came to it"
         f"{missing and ': '}{missing}. The last that did complete here was {NOW.done}. ({error})"
     )
@@ -365,7 +417,7 @@ def naming(what: str, group: dist.ProcessGroup) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise RuntimeError(explain(what, small.ranks, error)) from error
+        raise failure(what, small.ranks, error) from error
     finally:
         NOW.waits = None
     NOW.done = what

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fsdp_engine.devices import memory
 from fsdp_engine.fsdp2.group import Group, groups_within
 from fsdp_engine.runtime.conversion import changes_of, hidden
+from fsdp_engine.runtime.same_dtypes import note_conversion
 
 # What becomes of each dtype of a unit that gets memory.
 _Moves = dict[torch.dtype, torch.dtype]
@@ -53,6 +54,9 @@ def convert(module: nn.Module, fn: Callable[[Tensor], Tensor], apply: Callable[[
             group.unit, fn, group.resources.config, [m for g in group.modules for m in g.modules()]
         )
     ]
+    before = {
+        id(group): [(buffer, buffer.kind) for buffer in group.unit.buffers] for group in groups
+    }
     for group in groups:
         group.unit.release()
     _here.is_under_way = True
@@ -68,6 +72,8 @@ def convert(module: nn.Module, fn: Callable[[Tensor], Tensor], apply: Callable[[
         if moved:
             group.values.forget()
             group.give_memory(moved.__getitem__)
+    for group in groups:
+        note_conversion(group.ladders, before[id(group)])
 
 
 def _moves(group: Group, fn: Callable[[Tensor], Tensor]) -> _Moves:

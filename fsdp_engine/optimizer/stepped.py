@@ -1,4 +1,4 @@
-"""Notifies engines after each optimizer step.
+"""Notifies engines before and after each optimizer step.
 
 Optimizers change weights in ways that version counters need not show (fused kernels, ``.data``).
 Listeners are called in the order in which they were registered, which is the same on all ranks: a
@@ -24,6 +24,10 @@ from fsdp_engine.optimizer.sharded_step import refuse_blockwise
 class Listener(Protocol):
     """An object to notify; it is held weakly."""
 
+    def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """Any optimizer of this process is about to step; an error keeps it from that."""
+        ...
+
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Any optimizer of this process has stepped."""
         ...
@@ -35,12 +39,19 @@ _HOOKS: list[object] = []  # one of each kind for this process
 
 
 def tell_of_steps(listener: Listener) -> None:
-    """Call ``listener.optimizer_stepped`` after each step of any optimizer of this process."""
+    """Call ``listener.optimizer_steps`` before each step of any optimizer of this process, and
+    ``listener.optimizer_stepped`` after it."""
     if not _HOOKS:
         _HOOKS.append(register_optimizer_step_pre_hook(refuse_blockwise))
         _HOOKS.append(register_optimizer_step_pre_hook(adopt_loaded_state))
+        _HOOKS.append(register_optimizer_step_pre_hook(_tell_before))
         _HOOKS.append(register_optimizer_step_post_hook(_tell))
     _LISTENERS[next(_NUMBERS)] = listener
+
+
+def _tell_before(optimizer: torch.optim.Optimizer, *args: object) -> None:
+    for listener in list(_LISTENERS.values()):
+        listener.optimizer_steps(optimizer)
 
 
 def _tell(optimizer: torch.optim.Optimizer, *args: object) -> None:

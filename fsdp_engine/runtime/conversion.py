@@ -4,6 +4,7 @@ torch converts a module by a function that it hands down from module to module, 
 function returns into the parameter, which stays the object that it was. So does this: main weights
 are rounded where they lie, each rank's for itself, and nothing is sent; gradients that users see
 follow; optimizer state stays as it is. Parameters of no unit, and buffers of modules, are torch's.
+Ranks compare the new dtypes before their next communication (``same_dtypes.py``).
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from fsdp_engine.buffers.spec import BufferKind
 from fsdp_engine.codecs import ParamCodec
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.devices import memory
+from fsdp_engine.planning.build import Ladders
 from fsdp_engine.planning.converting import kind_after
 from fsdp_engine.planning.installing import holders
+from fsdp_engine.runtime.same_dtypes import note_conversion
 from fsdp_engine.runtime.unit import Unit
 
 Change = tuple[ParamAndGradBuffer, BufferKind, ParamCodec]
@@ -33,6 +36,7 @@ class Conversions:
 
     Args:
         units: all of them.
+        ladders: where its buffers are.
         config: the options it was made with.
         is_at_rest: whether neither a forward nor a backward is under way.
         wait: on return nothing is under way.
@@ -43,12 +47,14 @@ class Conversions:
     def __init__(
         self,
         units: Sequence[Unit],
+        ladders: Ladders,
         config: DistributedDataParallelConfig,
         is_at_rest: Callable[[], bool],
         wait: Callable[[], None],
         are_reduced: Callable[[Unit], bool | None],
     ) -> None:
         self._units = units
+        self._ladders = ladders
         self._config = config
         self._is_at_rest = is_at_rest
         self._wait = wait
@@ -99,8 +105,11 @@ class Conversions:
             apply()  # what keeps its dtype is torch's, too
         for unit in {id(unit): unit for unit, _ in changes}.values():
             unit.release()
+        before = [(buffer, buffer.kind) for _, (buffer, _, _) in changes]
         for unit, (buffer, kind, codec) in changes:
             buffer.convert(kind, codec, are_reduced=bool(self._are_reduced(unit)))
+        if before:
+            note_conversion(self._ladders, before)
 
     def _check_rest(self) -> None:
         found = ""

@@ -27,6 +27,9 @@ memory, in the dtype of the casts. So each unit clears the cache when its call r
 A module may return a parameter, or a view of one: a bias that its caller adds, an embedding table.
 The caller reads it after the unit's full parameters are freed, and so does the caller's backward,
 before that of the unit. So the caller gets a copy, through which autograd leads to the parameter.
+So do lists, dicts and dataclasses that the module was given and has put a parameter into. A
+parameter that it keeps elsewhere (in an attribute, say) must not be read after the call: its memory
+is gone, which torch does not check in all kernels.
 """
 
 from __future__ import annotations
@@ -47,7 +50,13 @@ from fsdp_engine.planning.assignment import reads_weights_in_backward
 from fsdp_engine.planning.installing import holders
 from fsdp_engine.runtime.inputs import Inputs, cast_to, is_of, version_of
 from fsdp_engine.runtime.scheduler import Scheduler, in_backward
-from fsdp_engine.runtime.trees import iter_tensors, map_tensors, unknown_part
+from fsdp_engine.runtime.trees import (
+    Exchange,
+    containers_in,
+    iter_tensors,
+    map_tensors,
+    unknown_part,
+)
 from fsdp_engine.runtime.unit import Call, Unit
 
 _frames: Any = eval_frame
@@ -114,9 +123,19 @@ class _Entered:
         wants_calls: a backward is to come.
         alone: the only input, if it is one tensor, and its version.
         inputs: all of them, if they are more than that.
+        containers: of the inputs, those that may hold tensors.
     """
 
-    __slots__ = ("alone", "aside", "calls", "inputs", "recomputes", "units", "wants_calls")
+    __slots__ = (
+        "alone",
+        "aside",
+        "calls",
+        "containers",
+        "inputs",
+        "recomputes",
+        "units",
+        "wants_calls",
+    )
 
     def __init__(self, *, recomputes: bool, wants_calls: bool) -> None:
         self.units: list[Unit] = []
@@ -126,6 +145,7 @@ class _Entered:
         self.wants_calls = wants_calls
         self.alone: tuple[Tensor, int] | None = None
         self.inputs: Inputs | None = None
+        self.containers: Sequence[Any] = ()
 
 
 class ModelForward(Protocol):
@@ -246,6 +266,8 @@ class ModuleHooks:
             for unit in self.model.entered_aside():
                 self._enter(entered, unit, aside=True)
         calls = entered.calls
+        if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
+            entered.containers = containers_in((*args, *kwargs.values()))
         if not calls and self._input_dtype is None:
             return args, kwargs
         if len(args) == 1 and not kwargs and type(args[0]) is Tensor:  # most units, most cheaply
@@ -296,7 +318,7 @@ class ModuleHooks:
         if inputs is not None:
             inputs.take_back()
         given = output
-        output = _copy_params(entered.units or self.units, output)
+        output = _copy_params(entered.units or self.units, output, entered.containers)
         if not entered.units:
             return None if output is given else output
         if self.model is not None and not entered.recomputes:
@@ -376,9 +398,10 @@ class ModuleHooks:
         return view
 
 
-def _copy_params(units: Iterable[Unit], output: Any) -> Any:
+def _copy_params(units: Iterable[Unit], output: Any, containers: Sequence[Any]) -> Any:
     """``output`` with copies of the tensors in it that share memory with parameters of ``units``
-    that are freed between uses. See [Note: Returned parameters]."""
+    that are freed between uses; so are those in ``containers``, in place. See
+    [Note: Returned parameters]."""
     freed = {
         key
         for unit in units
@@ -392,6 +415,8 @@ def _copy_params(units: Iterable[Unit], output: Any) -> Any:
     def copied(tensor: Tensor) -> Tensor:
         return tensor if freed.isdisjoint(storage_keys(tensor)) else tensor.clone()
 
+    for container in containers:
+        Exchange().put(copied, container)
     return map_tensors(copied, output)
 
 

@@ -11,10 +11,15 @@ while that forward, the model's, is under way. Which are, execution shows:
   parameters are what it gets. A unit whose parameters are cut is entered with the model from the
   next forward on, so that it is gathered once and ahead; any other by each read, so that what
   comes before need not wait for it.
+
+Other units are read too: a diffusion model may call the modulation of a block before the block. The
+function that meets a sharded parameter of such a unit enters it with the model's forward. The unit
+then stays full until that forward returns, which is said once where its parameters are cut.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 from fsdp_engine.runtime.hooks import ModuleHooks
@@ -26,6 +31,7 @@ class LooseUnits:
 
     Args:
         root: the hooks of the model itself.
+        units: all of them.
         hooks_of: of each unit with loose modules, their hooks.
         check: called before each forward of the model.
     """
@@ -33,6 +39,7 @@ class LooseUnits:
     def __init__(
         self,
         root: ModuleHooks,
+        units: Sequence[Unit],
         hooks_of: Mapping[Unit, Sequence[ModuleHooks]],
         check: Callable[[], None],
     ) -> None:
@@ -43,7 +50,8 @@ class LooseUnits:
         # Entered with the model, until all of their modules were seen to be called.
         self._unseen = [unit for unit, hooks in hooks_of.items() if root not in hooks]
         self._is_first = True
-        for unit in hooks_of:
+        self._warned: set[Unit] = set()
+        for unit in units:
             for buffer in unit.buffers:
                 buffer.reads.on_read = lambda unit=unit: self.read(unit)  # type: ignore[misc]
 
@@ -74,5 +82,15 @@ class LooseUnits:
         if not self._root.enter_now(unit):
             return False
         if unit.reshards:
-            self._root.units.append(unit)
+            if unit in self._hooks_of:
+                self._root.units.append(unit)
+            elif unit not in self._warned:
+                self._warned.add(unit)
+                warnings.warn(
+                    f"parameters of unit {unit.label} are read in the model's forward outside that "
+                    "of the unit, as when a module within it is called from elsewhere: the unit "
+                    "stays full until the model's forward returns. Make a unit of that module "
+                    "(units=), or call it within the unit's forward",
+                    stacklevel=2,
+                )
         return True

@@ -49,7 +49,7 @@ class ModelHooks:
                 self._hooks[module].units.append(unit)
                 if module in beside:
                     loose.setdefault(unit, []).append(self._hooks[module])
-        self._loose = LooseUnits(self._hooks[root.built.modules[0]], loose, check)
+        self._loose = LooseUnits(self._hooks[root.built.modules[0]], units, loose, check)
 
     @property
     def modules(self) -> Iterable[nn.Module]:

@@ -40,7 +40,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -132,6 +132,27 @@ class Reductions:
         if is_final or all(buffer.shown.are_cleared for buffer in unit.trainable):
             return is_final
         return False if self._phase is Phase.CLEARED else None
+
+    def check_step(self, params: Iterable[torch.Tensor]) -> None:
+        """An optimizer is about to step ``params`` with their ``.grad``.
+
+        Raises:
+            RuntimeError: one of these is accumulated and not reduced; names its parameter.
+        """
+        if self._phase is Phase.CLEARED or (self.are_final and not self._turns.partial):
+            return
+        stepped = {id(param) for param in params}
+        for unit in self._units:
+            if not unit.trainable or self.are_reduced(unit) is not None:
+                continue
+            for buffer in unit.trainable:
+                name = buffer.name_of_unreduced(stepped)
+                if name is not None:
+                    raise RuntimeError(
+                        f"optimizer step: expected a reduced gradient of {name}; found one that is "
+                        "accumulated on this rank, under no_sync() or before finish_grad_sync(). "
+                        "Run the backward of the last microbatch outside no_sync(), then step"
+                    )
 
     def order_seen(self, order: list[int]) -> None:
         """Forward has recorded an order of all units."""

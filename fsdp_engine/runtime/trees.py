@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,13 @@ def iter_tensors(tree: Any) -> Iterator[torch.Tensor]:
     elif _is_dataclass(tree):
         for field in dataclasses.fields(tree):
             yield from iter_tensors(getattr(tree, field.name, None))
+
+
+def containers_in(values: Iterable[Any]) -> list[Any]:
+    """Those of ``values`` in which :func:`iter_tensors` looks for tensors."""
+    return [
+        each for each in values if isinstance(each, (list, tuple, Mapping)) or _is_dataclass(each)
+    ]
 
 
 def unknown_part(tree: Any) -> Any:

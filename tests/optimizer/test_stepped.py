@@ -11,6 +11,9 @@ class _Listener:
     def __init__(self, number: int, called: list[int]) -> None:
         self._number, self._called = number, called
 
+    def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        pass
+
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         self._called.append(self._number)
 

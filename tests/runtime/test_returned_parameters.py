@@ -104,10 +104,35 @@ class WithTable(Model):
         return super().features(x) @ self.tables[0]()
 
 
+class Keeps(Skips):
+    """Puts its bias, and a view of its weight, into what it was given."""
+
+    def forward(self, x: Tensor, biases: list[Tensor], *, views: dict[str, Any]) -> Tensor:
+        biases.append(self.bias)
+        views["turned"] = [self.weight.t()]
+        return x @ self.weight.t()
+
+
+class WithContainers(Model):
+    """Reads what blocks have put into containers, after all blocks have run."""
+
+    def __init__(self) -> None:
+        super().__init__(Keeps)
+
+    def features(self, x: Tensor) -> Tensor:
+        biases: list[Tensor] = []
+        views: dict[str, Any] = {}
+        for block in self.blocks:
+            x = block(x, biases, views=views)
+        x = torch.tanh(x + biases[0]) * biases[1].sum() @ views["turned"][0]
+        return combine(self.last(x))
+
+
 MODELS: dict[str, Callable[[], Model]] = {
     "parameter": lambda: Model(Skips),
     "views": lambda: Model(Views),
     "table": WithTable,
+    "containers": WithContainers,
     "checkpointed": lambda: Model(Views, reentrant=False),
     "reentrant": lambda: Model(Skips, reentrant=True),
 }
@@ -121,7 +146,7 @@ def test_callers_read_parameters_that_units_return(strategy: str, name: str) -> 
     reference.assert_trains_alike(MODELS[name](), vector_batch, strategy)
 
 
-@pytest.mark.parametrize("name", ["parameter", "views", "table"])
+@pytest.mark.parametrize("name", ["parameter", "views", "table", "containers"])
 @on_few_ranks
 def test_without_autograd_callers_read_them_too(name: str) -> None:
     torch.manual_seed(0)
