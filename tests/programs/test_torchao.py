@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch import nn
 import fsdp_engine as fe
 from tests.integrations.trainer_scene import LEVELS
 from tests.pool import Ranks
-from tests.programs.packages import PROGRAM, TORCHTITAN
+from tests.programs.packages import PROGRAM, with_torchao
 
 pytestmark = PROGRAM
 OPTIMIZERS = ("AdamW8bit", "AdamW4bit", "AdamWFp8")
@@ -21,11 +20,8 @@ OPTIMIZERS = ("AdamW8bit", "AdamW4bit", "AdamWFp8")
 
 def train(name: str, level: str | None) -> list[float]:
     """Losses of each step, of one process where there is no level."""
-    sys.path.append(str(TORCHTITAN))
-    try:
+    with with_torchao():
         import torchao.optim
-    finally:
-        sys.path.remove(str(TORCHTITAN))
     torch.manual_seed(0)
     width = 128
     blocks = (
