@@ -15,7 +15,8 @@ of the parameter, and the same values. Main weights are these values, as a plain
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -34,6 +35,30 @@ _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 def has_hooks(param: Tensor) -> bool:
     """Whether the class of ``param`` has one of the hooks."""
     return hasattr(type(param), _PRE) or hasattr(type(param), _POST)
+
+
+def any_patched(tensors: Iterable[Tensor]) -> bool:
+    """Whether any of ``tensors``, whose classes have no hooks, has one as its own attribute. One
+    pass in C."""
+    return any(map(hasattr, tensors, repeat(_PRE)))
+
+
+def refuse_patched(name: str, param: Tensor) -> None:
+    """Refuse hooks that were set on a tensor instead of its class.
+
+    Raises:
+        ValueError: ``param``, of a class without hooks, or its slice has one; names it.
+    """
+    for owner, tensor in (
+        ("it", param),
+        ("its _local_tensor", getattr(param, "_local_tensor", None)),
+    ):
+        if tensor is not None and hasattr(tensor, _PRE):
+            raise ValueError(
+                f"{name}: expected a tensor class with {_PRE} and {_POST}, before the parameter "
+                f"is sharded; found {_PRE} set on {owner}, which no gather calls. Make the "
+                "parameter one of such a class, or pass a codec to fe.shard (codec_rules)"
+            )
 
 
 def check_hooks(name: str, param: Tensor) -> None:
