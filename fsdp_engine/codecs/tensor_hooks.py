@@ -61,8 +61,13 @@ def refuse_patched(name: str, param: Tensor) -> None:
             )
 
 
-def check_hooks(name: str, param: Tensor) -> None:
+def check_hooks(name: str, param: Tensor, *, is_in_dtensor: bool) -> None:
     """Whether the codec takes ``param``.
+
+    Args:
+        name: of the parameter.
+        param: it, or its shard on this rank.
+        is_in_dtensor: it is the shard of a DTensor.
 
     Raises:
         ValueError: it does not; names it.
@@ -72,6 +77,12 @@ def check_hooks(name: str, param: Tensor) -> None:
     if missing:
         raise ValueError(
             f"{name}: expected {_PRE} and {_POST}; found a {kind} without {missing[0]}"
+        )
+    if is_in_dtensor:
+        raise ValueError(
+            f"{name}: expected a plain shard in a DTensor; found a {kind}, whose {_POST} would "
+            "have to write into the DTensor over it. Leave the module out of tensor parallelism, "
+            "or convert it to the tensor class only where it is not parallel"
         )
     if param.is_meta:
         raise ValueError(

@@ -392,7 +392,7 @@ def check_record(record: ParamRecord, settings: PlanSettings) -> None:
     is_plain = type(param) in (Tensor, nn.Parameter, FakeTensor) or is_quantized(param)
     if has_hooks(param):
         if not is_plain:
-            check_hooks(record.name, param)
+            check_hooks(record.name, param, is_in_dtensor=record.spread is not None)
     elif not is_plain:
         raise ValueError(
             f"{record.name}: expected a plain torch.nn.Parameter, all of whose data are its "

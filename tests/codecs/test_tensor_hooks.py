@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
 import fsdp_engine as fe
@@ -241,3 +242,22 @@ def _torchs_patch() -> None:
 
 def test_hooks_set_on_slices_are_refused_at_the_first_forward(ranks: Ranks) -> None:
     ranks.run(_torchs_patch, world_size=2)
+
+
+def _hooks_within_dtensors(calls: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 6, bias=False))
+    for index, dim in enumerate((0, 1)):
+        weight = distribute_tensor(model[index].weight.detach(), mesh["tp"], [Shard(dim)])
+        local = weight.to_local()
+        pair = Pair(local.clone(), local.clone())
+        model[index].weight = nn.Parameter(DTensor.from_local(pair, mesh["tp"], [Shard(dim)]))
+    made: Any = fe.shard if calls == "shard" else fsdp2.fully_shard
+    with pytest.raises(ValueError, match=r"0\.weight: expected a plain shard in a DTensor"):
+        made(model, mesh=mesh["dp"])
+    assert isinstance(model[0].weight.to_local(), Pair)
+
+
+@pytest.mark.parametrize("calls", ["shard", "fully_shard"])
+def test_hooks_within_dtensors_are_refused(ranks: Ranks, calls: str) -> None:
+    ranks.run(_hooks_within_dtensors, calls, world_size=4)
