@@ -60,11 +60,12 @@ def quantize_values(optimizer: Any) -> None:
             value = state.get(name)
             if not isinstance(value, Tensor) or is_quantized_state(value):
                 continue
-            local, placement = value, None
-            if isinstance(param, FlatDTensor):
-                local, placement = _slice_of(value, param.flat_placement)
-                if local is None:
-                    continue  # the next step says what is wrong with it
+            placement = param.flat_placement if isinstance(param, FlatDTensor) else None
+            local: Tensor | None = value
+            if placement is not None:
+                local, placement = _slice_of(value, placement)
+            if local is None:
+                continue  # the next step says what is wrong with it
             made = optimizer._new_buffer(local, name == _SIGNED)
             if not _has_class(made):
                 continue
