@@ -90,6 +90,9 @@ class Codes(torch.Tensor):
         self.codes, self.scale = codes, scale
         self.qmap = torch.tensor([-0.5, 0.0, 0.5, 1.0])
 
+    def __tensor_flatten__(self) -> Any:
+        return ["codes", "scale"], None
+
     def dequantize(self) -> Any:
         blocks = self.qmap[self.codes.long()].view(-1, self.block_size)
         return (blocks * self.scale.unsqueeze(1)).view(self.codes.shape)
@@ -154,6 +157,10 @@ def test_state_dicts_have_values_and_loading_finds_the_codes_again(level: str, h
     codes = _locals(optimizer.state)
     assert any(isinstance(each, Codes) for each in codes)
     assert not any(isinstance(each, Codes) for each in _locals(saved["state"]))
+    for param, state in zip(optimizer.state, saved["state"].values(), strict=True):
+        held, value = optimizer.state[param]["exp_avg"], state["exp_avg"]
+        if isinstance(held, DTensor):
+            assert torch.equal(held.full_tensor(), value.full_tensor())
     if how == "whole":
         for state in saved["state"].values():
             if isinstance(state["exp_avg"], DTensor):
