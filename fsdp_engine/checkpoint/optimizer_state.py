@@ -21,7 +21,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 
 from fsdp_engine.checkpoint.model_state import (
     MODEL,
@@ -88,6 +90,12 @@ def optimizer_entries(engine: ShardedModel, optimizer: torch.optim.Optimizer) ->
                 raise ValueError(
                     f"optimizer: expected tensors and numbers in the state of {member.name}; "
                     f"found a {type(value).__name__} in {key!r}"
+                )
+            if (kind := _class_within(value)) is not None:
+                raise ValueError(
+                    f"optimizer: expected plain tensors in the state of {member.name}; found a "
+                    f"{kind.__name__} in {key!r}. Call fe.shard_optimizer(optimizer): its state "
+                    "dicts have the values"
                 )
             if isinstance(value, Tensor) and value.shape == member.held.shape:
                 value = member.as_saved(value)
@@ -192,7 +200,8 @@ class OptimizerMatch:
                 loaded = self._optimizer.state[member.held] if index in states else {}
                 for name, value in states.get(index, {}).items():
                     # load_state_dict casts to the parameter's dtype; what was saved is the truth.
-                    if isinstance(value, Tensor) and loaded[name].dtype != value.dtype:
+                    casts = isinstance(value, Tensor) and loaded[name].dtype != value.dtype
+                    if casts and _class_within(loaded[name]) is None:
                         loaded[name] = value.to(loaded[name].device)
 
     def _check_kind(self, kind: str | None, saved_groups: Sequence[Mapping[str, Any]]) -> None:
@@ -281,7 +290,7 @@ class OptimizerMatch:
     def _target_like(self, member: SavedParam, state: str, dtype: torch.dtype) -> Tensor:
         """The state that is there already, if it lies as the parameter does; else new memory."""
         there = self._optimizer.state.get(member.held, {}).get(state)
-        if isinstance(there, Tensor) and there.dtype == dtype:
+        if isinstance(there, Tensor) and there.dtype == dtype and _class_within(there) is None:
             placement = _placement_of(member.held)
             fits = there.shape == member.held.shape and _placement_of(there) == placement
             if fits:
@@ -340,6 +349,14 @@ def _like(member: SavedParam, dtype: torch.dtype) -> Tensor:
 
 def _placement_of(tensor: Tensor) -> FlatPlacement | None:
     return tensor.flat_placement if isinstance(tensor, FlatDTensor) else None
+
+
+def _class_within(value: object) -> type | None:
+    """The class of a tensor, or of the slice of a FlatDTensor, that is not plain."""
+    local = value._local_tensor if isinstance(value, FlatDTensor) else value
+    if not isinstance(local, Tensor) or type(local) in (Tensor, nn.Parameter, FakeTensor):
+        return None
+    return None if isinstance(local, DTensor) else type(local)
 
 
 def _names(member: SavedParam) -> tuple[str, ...]:

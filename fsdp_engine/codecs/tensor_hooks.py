@@ -15,7 +15,8 @@ of the parameter, and the same values. Main weights are these values, as a plain
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -36,8 +37,37 @@ def has_hooks(param: Tensor) -> bool:
     return hasattr(type(param), _PRE) or hasattr(type(param), _POST)
 
 
-def check_hooks(name: str, param: Tensor) -> None:
+def any_patched(tensors: Iterable[Tensor]) -> bool:
+    """Whether any of ``tensors``, whose classes have no hooks, has one as its own attribute. One
+    pass in C."""
+    return any(map(hasattr, tensors, repeat(_PRE)))
+
+
+def refuse_patched(name: str, param: Tensor) -> None:
+    """Refuse hooks that were set on a tensor instead of its class.
+
+    Raises:
+        ValueError: ``param``, of a class without hooks, or its slice has one; names it.
+    """
+    for owner, tensor in (
+        ("it", param),
+        ("its _local_tensor", getattr(param, "_local_tensor", None)),
+    ):
+        if tensor is not None and hasattr(tensor, _PRE):
+            raise ValueError(
+                f"{name}: expected a tensor class with {_PRE} and {_POST}, before the parameter "
+                f"is sharded; found {_PRE} set on {owner}, which no gather calls. Make the "
+                "parameter one of such a class, or pass a codec to fe.shard (codec_rules)"
+            )
+
+
+def check_hooks(name: str, param: Tensor, *, is_in_dtensor: bool) -> None:
     """Whether the codec takes ``param``.
+
+    Args:
+        name: of the parameter.
+        param: it, or its shard on this rank.
+        is_in_dtensor: it is the shard of a DTensor.
 
     Raises:
         ValueError: it does not; names it.
@@ -47,6 +77,12 @@ def check_hooks(name: str, param: Tensor) -> None:
     if missing:
         raise ValueError(
             f"{name}: expected {_PRE} and {_POST}; found a {kind} without {missing[0]}"
+        )
+    if is_in_dtensor:
+        raise ValueError(
+            f"{name}: expected a plain shard in a DTensor; found a {kind}, whose {_POST} would "
+            "have to write into the DTensor over it. Leave the module out of tensor parallelism, "
+            "or convert it to the tensor class only where it is not parallel"
         )
     if param.is_meta:
         raise ValueError(

@@ -335,6 +335,9 @@ class FlatPlacement:
         """
         if local.is_meta:
             return memory.empty(tuple(self.shape), local.dtype, "meta")
+        if hasattr(local, "__tensor_flatten__"):
+            # Codes of a torchao optimizer; on other ranks the slice may be plain.
+            local = local.dequantize().to(local.dtype)
         itemsize, numel = local.dtype.itemsize, math.prod(self.cut_shape)
         mesh_type = self.mesh.device_type
         remote = bool(self.groups) and local.device.type != mesh_type

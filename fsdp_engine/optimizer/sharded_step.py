@@ -34,12 +34,10 @@ from torch.optim import Optimizer
 
 from fsdp_engine.flat_dtensor import FlatDTensor, clear_gradients, gradients_of, set_gradients
 from fsdp_engine.flat_dtensor.outside_reads import GradientReads
+from fsdp_engine.optimizer.quantized_state import is_blockwise, quantize_values, save_values
 
 _KNOWN = "Adam, AdamW, SGD, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop"
 _ELEMENTWISE = tuple(getattr(torch.optim, name) for name in _KNOWN.split(", "))
-# torchao's AdamW8bit, AdamW4bit, AdamWFp8 and Adam of these. They quantise state in blocks of
-# consecutive elements, and make DTensors of it themselves where parameters are DTensors.
-_BLOCKWISE = ("torchao.optim.", "torchao.prototype.low_bit_optim.")
 
 _slice_of: Callable[[Any], Tensor] = operator.attrgetter("_local_tensor")
 _dtype_of: Callable[[Any], torch.dtype] = operator.attrgetter("dtype")
@@ -55,11 +53,6 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 
 def _is_known(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, _ELEMENTWISE) or is_blockwise(optimizer)
-
-
-def is_blockwise(optimizer: Optimizer) -> bool:
-    """Whether it is an optimizer of torchao's that quantises its state."""
-    return type(optimizer).__module__.startswith(_BLOCKWISE)
 
 
 def refuse_blockwise(optimizer: Optimizer, *args: object) -> None:
@@ -95,7 +88,8 @@ def shard_optimizer(optimizer: AnyOptimizer, *, elementwise: bool = False) -> An
     Args:
         optimizer: Adam, AdamW, SGD, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop
             of ``torch.optim``, or a subclass; or torchao's AdamW8bit, AdamW4bit, AdamWFp8, whose
-            blocks of quantised state then lie within a rank's slice.
+            blocks of quantised state then lie within a rank's slice. ``state_dict()`` of these has
+            the values, in fp32 (``quantized_state.py``).
         elementwise: the caller knows that any other optimizer updates each element from that
             element's own gradient and state alone, and keeps state tensors of the parameter's
             shape, or of shape ().
@@ -121,6 +115,9 @@ def shard_optimizer(optimizer: AnyOptimizer, *, elementwise: bool = False) -> An
         step = _LocalStep(optimizer)
         optimizer.register_step_pre_hook(step)
         optimizer.register_step_post_hook(step.finish)
+        if is_blockwise(optimizer):
+            optimizer.register_state_dict_post_hook(save_values)
+            optimizer.register_load_state_dict_post_hook(quantize_values)
     return optimizer
 
 

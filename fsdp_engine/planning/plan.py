@@ -30,7 +30,12 @@ from fsdp_engine.codecs import (
     TransformerEngine,
     TransformerEngineCodec,
 )
-from fsdp_engine.codecs.tensor_hooks import check_hooks, has_hooks, tensor_hooks
+from fsdp_engine.codecs.tensor_hooks import (
+    check_hooks,
+    has_hooks,
+    refuse_patched,
+    tensor_hooks,
+)
 from fsdp_engine.codecs.transformer_engine import is_quantized
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.flat_dtensor import FlatDTensor
@@ -385,8 +390,9 @@ def check_record(record: ParamRecord, settings: PlanSettings) -> None:
         param = record.shard
     # Transformer Engine's classes have the hooks, too; the rule for them comes first.
     is_plain = type(param) in (Tensor, nn.Parameter, FakeTensor) or is_quantized(param)
-    if not is_plain and has_hooks(param):
-        check_hooks(record.name, param)
+    if has_hooks(param):
+        if not is_plain:
+            check_hooks(record.name, param, is_in_dtensor=record.spread is not None)
     elif not is_plain:
         raise ValueError(
             f"{record.name}: expected a plain torch.nn.Parameter, all of whose data are its "
@@ -394,6 +400,8 @@ def check_record(record: ParamRecord, settings: PlanSettings) -> None:
             "a plain parameter (dequantise it, say) before shard(), or leave it out of the "
             "model's parameters, as a buffer"
         )
+    else:
+        refuse_patched(record.name, param)
     if is_expert(param) and settings.axis_plans.expert is None:
         raise ValueError(
             f"{record.name}: expected expert_mesh, the ranks that share this expert, since it has "

@@ -7,25 +7,29 @@
 
 Assignments are seen by torch's hooks of registration, at once and at no cost in a step. What goes
 past them (``module._parameters[...] = ...``) is seen at the root's next forward, which compares all
-places in one pass, and at every save.
+places in one pass, and at every save. So are FSDP2's all-gather hooks that were set on a parameter
+or on its slice.
 """
 
 from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as _torch_module
 
+from fsdp_engine.codecs.tensor_hooks import any_patched, refuse_patched
+from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.planning.recurrent import list_flat_weights
 from fsdp_engine.runtime.assigned_values import AssignedValues
 from fsdp_engine.runtime.callers import callers
 from fsdp_engine.runtime.unit import Unit
 
+_slice_of: Callable[[Any], Tensor] = operator.attrgetter("_local_tensor")
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
 
 
@@ -74,6 +78,11 @@ class Roster:
         self._holders = [owner.module._parameters for owner in owners]
         self._keys = [owner.attribute for owner in owners]
         self._expected = [owner.sharded for owner in owners]
+        # Other classes may have all-gather hooks of their own.
+        self._slices = [each for each in self._expected if isinstance(each, FlatDTensor)]
+        self._hookless = [
+            each for each in self._expected if type(each) in (nn.Parameter, FlatDTensor)
+        ]
         for module in model.modules():
             watch(module, self)
 
@@ -81,11 +90,17 @@ class Roster:
         """Take values that were put into the modules past torch's hooks.
 
         Raises:
-            ValueError: something else was put there; names the parameter.
+            ValueError: something else was put there, or all-gather hooks were set on a parameter;
+                names the parameter.
         """
         found = map(dict.get, self._holders, self._keys)
         if not self.paused and not all(map(operator.is_, found, self._expected)):
             self._take_all()
+        if any_patched(self._hookless) or any_patched(map(_slice_of, self._slices)):
+            hookless = set(map(id, self._hookless))
+            for owner in self._values.owners:
+                if id(owner.sharded) in hookless:
+                    refuse_patched(owner.name, owner.sharded)
 
     def check_all(self) -> None:
         """Before a save: as :meth:`check`, and whether there are parameters that no unit knows.

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 import fsdp_engine.codecs as codecs
 from fsdp_engine.codecs import CastCodec, Float8, Float8Codec, ParamCodec, Piece
 from fsdp_engine.codecs.transformer_engine import TransformerEngineCodec
-from tests.codecs.te_on_cpu import make_weight
+from tests.codecs.te_on_cpu import RECIPES, make_weight
 from tests.codecs.test_transformer_engine import make_codec
 from tests.pool import on_ranks
 
 NAN, INF = float("nan"), float("inf")
-# Shapes, and elements of padding before each.
+# Shapes, and elements of padding before each. MXFP8 has scales of 32 elements.
 SHAPES = ((5, 7), (1, 3), (130, 129), (2, 1))
+MXFP8_SHAPES = ((32, 64), (64, 32), (160, 128), (32, 32))
 PADDING = 6
 CODECS: dict[str, Callable[[], ParamCodec]] = {
     "identity": lambda: CastCodec(torch.float32, torch.float32),
@@ -32,10 +33,7 @@ CODECS: dict[str, Callable[[], ParamCodec]] = {
         for granularity in ("tensor", "row", "block")
         for power in (False, True)
     },
-    **{
-        f"te {recipe}": (lambda recipe=recipe: make_codec(recipe))
-        for recipe in ("current", "block")
-    },
+    **{f"te {recipe}": (lambda recipe=recipe: make_codec(recipe)) for recipe in RECIPES},
 }
 # Of which parameter, which element.
 PLANTED = {(0, 3): NAN, (0, 34): INF, (2, 128): -INF, (2, 16000): NAN, (3, 1): NAN}
@@ -47,10 +45,11 @@ def test_every_codec_is_held_to_the_contract() -> None:
     assert kinds == {CastCodec, Float8Codec, TransformerEngineCodec}
 
 
-def mains(*, plants: bool) -> list[Tensor]:
-    """Main weights: zeros in the second parameter."""
+def mains(name: str, *, plants: bool) -> list[Tensor]:
+    """Main weights for a codec: zeros in the second parameter."""
     generator = torch.Generator().manual_seed(0)
-    values = [torch.randn(shape, generator=generator) for shape in SHAPES]
+    shapes = MXFP8_SHAPES if name == "te mxfp8" else SHAPES
+    values = [torch.randn(shape, generator=generator) for shape in shapes]
     values[1].zero_()
     if plants:
         for (index, element), value in PLANTED.items():
@@ -81,27 +80,29 @@ def encoded(codec: ParamCodec, values: list[Tensor], low: int, high: int) -> lis
     group = dist.group.WORLD
     whole = high - low == line.numel()
     codec.prepare(params, pieces, [] if whole else [group], torch.device("cpu"))
-    wire = torch.zeros(line.numel(), dtype=codec.wire_dtype)
+    wires = [torch.zeros(line.numel(), dtype=codec.wire_dtype) for _ in range(codec.num_planes)]
     views = [
-        wire[start : start + value.numel()].view(value.shape)
+        [wire[start : start + value.numel()].view(value.shape) for wire in wires]
         for value, start in zip(values, starts, strict=True)
     ]
-    full = [torch.zeros(value.shape) for value in values] if codec.decodes else views
-    bound = [codec.bind(param, [each]) for param, each in zip(params, full, strict=True)]
-    for works in codec.encode(line[low:high], [wire[low:high]]):
+    full = [[torch.zeros(value.shape)] for value in values] if codec.decodes else views
+    bound = [codec.bind(param, each) for param, each in zip(params, full, strict=True)]
+    for works in codec.encode(line[low:high], [wire[low:high] for wire in wires]):
         for work in works:
             work.wait()
     if not whole:
         gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, (low, high, wire[low:high].view(torch.uint8)))
-        for begin, end, part in gathered:
-            wire[begin:end].view(torch.uint8).copy_(part)
+        parts = [wire[low:high].view(torch.uint8) for wire in wires]
+        dist.all_gather_object(gathered, (low, high, parts))
+        for begin, end, parts in gathered:
+            for wire, part in zip(wires, parts, strict=True):
+                wire[begin:end].view(torch.uint8).copy_(part)
     if isinstance(codec, TransformerEngineCodec):
         return [weight.dequantize(dtype=torch.float32) for weight in bound]  # type: ignore[call-arg]
-    if not codec.decodes:
-        return views
-    codec.decode(wire, starts, full)
-    return full
+    if codec.decodes:
+        (wire,) = wires
+        codec.decode(wire, starts, [each for (each,) in full])
+    return [each for (each,) in full]
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -111,11 +112,11 @@ def bits(tensor: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", CODECS)
 @on_ranks(3)
 def test_what_a_codec_keeps(name: str) -> None:
-    numel = sum(each.numel() for each in mains(plants=False)) + PADDING * (len(SHAPES) + 1)
+    numel = sum(each.numel() + PADDING for each in mains(name, plants=False)) + PADDING
     for cuts in ((0, 20, 8000, numel), (0, numel - 3, numel - 3, numel)):  # and a rank of nothing
         rank = dist.get_rank()
         for plants in (False, True):
-            values = mains(plants=plants)
+            values = mains(name, plants=plants)
             found = encoded(CODECS[name](), values, cuts[rank], cuts[rank + 1])
             for index, (full, value) in enumerate(zip(found, values, strict=True)):
                 assert full[value.isnan()].isnan().all(), (name, index)

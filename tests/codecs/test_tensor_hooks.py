@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
 import fsdp_engine as fe
@@ -194,3 +195,69 @@ def _refused(what: str) -> None:
 @pytest.mark.parametrize("what", ["different", "meta"])
 def test_what_the_hooks_cannot_have_is_refused_by_name(ranks: Ranks, what: str) -> None:
     ranks.run(_refused, what, world_size=2)
+
+
+def _hooks_are_refused_on(where: str, level: str) -> None:
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 6))
+    if where == "before":
+        model[1].weight.fsdp_pre_all_gather = lambda mesh: None
+        with pytest.raises(ValueError, match=r"1\.weight: expected a tensor class .* set on it"):
+            fe.shard(model, strategy=level)
+        return
+    fe.shard(model, strategy=level)
+    model(torch.ones(2, 6)).sum().backward()
+    weight: Any = model[1].weight
+    patched = getattr(weight, "_local_tensor", weight) if where == "slice" else weight
+    patched.fsdp_pre_all_gather = lambda mesh: None
+    place = "its _local_tensor" if patched is not weight else "it"
+    with pytest.raises(ValueError, match=rf"1\.weight: expected a tensor class .* set on {place}"):
+        model(torch.ones(2, 6))
+    del patched.fsdp_pre_all_gather
+    model(torch.ones(2, 6)).sum().backward()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("where", ["before", "slice", "parameter"])
+def test_hooks_set_on_a_tensor_are_refused(ranks: Ranks, where: str, level: str) -> None:
+    ranks.run(_hooks_are_refused_on, where, level, world_size=2)
+
+
+def _torchs_patch() -> None:
+    """As in PyTorch's ``test_all_gather_extensions_monkey_patch``."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 6))
+    for layer in model:
+        fsdp2.fully_shard(layer)
+    fsdp2.fully_shard(model)
+    model.to_empty(device="cpu")
+    for name, param in model.named_parameters():
+        nn.init.normal_(param)
+        local: Any = param._local_tensor
+        if "weight" in name:
+            local.fsdp_pre_all_gather = (lambda self, mesh: None).__get__(local)
+            local.fsdp_post_all_gather = (lambda self, *outputs: None).__get__(local)
+    with pytest.raises(ValueError, match=r"0\.weight: .* set on its _local_tensor"):
+        model(torch.ones(2, 6))
+
+
+def test_hooks_set_on_slices_are_refused_at_the_first_forward(ranks: Ranks) -> None:
+    ranks.run(_torchs_patch, world_size=2)
+
+
+def _hooks_within_dtensors(calls: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 6, bias=False))
+    for index, dim in enumerate((0, 1)):
+        weight = distribute_tensor(model[index].weight.detach(), mesh["tp"], [Shard(dim)])
+        local = weight.to_local()
+        pair = Pair(local.clone(), local.clone())
+        model[index].weight = nn.Parameter(DTensor.from_local(pair, mesh["tp"], [Shard(dim)]))
+    made: Any = fe.shard if calls == "shard" else fsdp2.fully_shard
+    with pytest.raises(ValueError, match=r"0\.weight: expected a plain shard in a DTensor"):
+        made(model, mesh=mesh["dp"])
+    assert isinstance(model[0].weight.to_local(), Pair)
+
+
+@pytest.mark.parametrize("calls", ["shard", "fully_shard"])
+def test_hooks_within_dtensors_are_refused(ranks: Ranks, calls: str) -> None:
+    ranks.run(_hooks_within_dtensors, calls, world_size=4)

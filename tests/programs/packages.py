@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -21,3 +23,13 @@ PROGRAM = [
         bool(_missing), reason=f"needs what `make test-all` installs; found no {_missing}"
     ),
 ]
+
+
+@contextlib.contextmanager
+def with_torchao() -> Iterator[None]:
+    """Makes ``import torchao`` work, and nothing else of its folder afterwards."""
+    sys.path.append(str(TORCHTITAN))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(TORCHTITAN))

@@ -1,0 +1,51 @@
+"""transformers' Trainer with ``optim="adamw_torch_8bit"`` and ``"adamw_torch_4bit"``: over the
+engine, beside itself over DDP."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integrations.launching import Launched
+from tests.integrations.trainer_scene import LEVELS
+from tests.programs.packages import PROGRAM
+
+pytestmark = PROGRAM
+SCRIPT = Path(__file__).with_name("train_low_bit.py")
+OPTIMIZERS = {"adamw_torch_8bit": "AdamW8bit", "adamw_torch_4bit": "AdamW4bit"}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Of each optimizer: what the plain trainer has found, and the engine at each level."""
+    folder = tmp_path_factory.mktemp("low_bit")
+    out = folder / "found.json"
+    jobs = Launched(folder)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    arguments = ["--out", str(out), "--kinds", "plain", *LEVELS]
+    command = [sys.executable, *launcher, str(SCRIPT), *arguments]
+    try:
+        status = jobs.finish("job", jobs.start("job", command, {"GLOO_SOCKET_IFNAME": "lo"}), 400)
+    finally:
+        jobs.kill_all()
+    assert status == 0, jobs.log("job")
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_it_trains_and_resumes_with_quantised_state(
+    results: dict[str, Any], name: str, level: str
+) -> None:
+    plain, found = results[name]["plain"], results[name][level]
+    assert found["optimizer"] == OPTIMIZERS[name]
+    assert found["num_quantized"] > 0
+    # Blocks are those of slices. Norms vary more than losses do.
+    losses = {key: value for key, value in plain["logged"].items() if "loss" in key}
+    assert {key: found["logged"][key] for key in losses} == pytest.approx(losses, rel=5e-3)
+    assert found["resumed"] == pytest.approx(found["logged"], rel=1e-5)
