@@ -17,27 +17,30 @@ from torch.distributed import distributed_c10d
 from fsdp_engine.devices.meeting import meet
 
 _BY_RANKS: weakref.WeakKeyDictionary[
-    dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]
+    dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]
 ] = weakref.WeakKeyDictionary()
 
 
 def group_of_ranks(
-    ranks: Iterable[int], like: dist.ProcessGroup, device: torch.device
+    ranks: Iterable[int], like: dist.ProcessGroup, device: torch.device, *, purpose: str = "ranks"
 ) -> dist.ProcessGroup:
-    """The group of these global ranks, made once; they must all call it, and nobody else.
+    """The group of these global ranks for one purpose, made once; they must all call it, and nobody
+    else.
 
     Args:
         ranks: in any order, this rank among them.
         like: whose timeout it gets.
         device: of the tensors that shall travel.
+        purpose: groups of other purposes are other groups.
     """
     members = tuple(sorted(ranks))
+    key = (purpose, members)
     known = _BY_RANKS.setdefault(default_group(), {})
     timeout = timeout_of_group(like, device)
-    meeting = meet("a group of model-parallel ranks", members, timeout, has=members in known)
+    meeting = meet("a group of model-parallel ranks", members, timeout, has=key in known)
     if not meeting.all_have:
-        known[members] = new_group(list(members), timeout, f"{meeting.name}/ranks")
-    return known[members]
+        known[key] = new_group(list(members), timeout, f"{meeting.name}/{purpose}")
+    return known[key]
 
 
 def default_group() -> dist.ProcessGroup:

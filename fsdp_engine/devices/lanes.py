@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
@@ -59,6 +59,32 @@ def lanes_made_by(maker: Callable[[torch.device], Lanes]) -> Iterator[None]:
         yield
     finally:
         _MAKERS.pop()
+
+
+class SideStream:
+    """A stream of its own, which waits for nothing that compute and the lanes have to do: for
+    messages that the host waits for. On CPU there is none, and its methods do nothing.
+
+    Args:
+        device: where.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module = module_of(device) if is_accelerator(device) else None
+        self._stream = self._module and self._module.Stream(device=device, priority=-1)
+
+    def entered(self) -> AbstractContextManager[None]:
+        """Within it, it is the current stream."""
+        return nullcontext() if self._module is None else self._module.stream(self._stream)
+
+    def wait_for_compute(self) -> None:
+        """It waits for what the model's own stream was given so far. Not to be called within
+        :meth:`entered`."""
+        if self._module is not None:
+            event = self._module.Event()
+            event.record(self._module.current_stream(self._device))
+            self._stream.wait_event(event)
 
 
 def compute_waits_for(event: torch.Event) -> None:

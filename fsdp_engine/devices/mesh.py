@@ -99,6 +99,7 @@ class DataMesh(Ranks):
             if num_instances > 1:
                 ranks, coordinate = _in_rows(ranks, coordinate, num_instances)
         known = _KNOWN.setdefault(default_group(), {})
+        device = _local_device(device_mesh.device_type)
         members = ranks.flatten().tolist()
         key = (device_mesh.device_type, *ranks.shape, *members)
         timeout = _timeout_of(device_mesh)
@@ -106,9 +107,9 @@ class DataMesh(Ranks):
         note = f"a mesh of shape {tuple(ranks.shape)} over {order}{note and '; '}{note}"
         meeting = meet(what, members, timeout, note=note, has=key in known)
         if not meeting.all_have:
-            known[key] = _make_axes(ranks, coordinate, timeout, meeting.name)
-        outer, inner, control = known[key]
-        return cls(device_mesh, _local_device(device_mesh.device_type), control, outer, inner)
+            known[key] = _make_axes(ranks, coordinate, device, timeout, meeting.name)
+        outer, inner, control, messages = known[key]
+        return cls(device_mesh, device, control, messages, outer, inner)
 
     @property
     def size(self) -> int:
@@ -148,18 +149,21 @@ class DataMesh(Ranks):
         if not others:
             return self
         joint = joint_mesh(self.device_mesh, *others)
-        group = None
+        group = messages = None
         if joint.size() > 1:
-            group = group_of_ranks(members_of(joint), self.device_mesh.get_group(0), self.device)
-        return Ranks(joint, self.device, group)
+            members, like = members_of(joint), self.device_mesh.get_group(0)
+            group = messages = group_of_ranks(members, like, self.device)
+            if is_accelerator(self.device):
+                messages = group_of_ranks(members, like, self.device, purpose="messages")
+        return Ranks(joint, self.device, group, messages)
 
     def axis(self, axis: Axis) -> MeshAxis:
         """The mesh axis called ``axis``."""
         return self.inner if axis is Axis.INNER else self.outer
 
 
-# Outer axis, inner axis, control group.
-Axes = tuple[MeshAxis, MeshAxis, dist.ProcessGroup | None]
+# Outer axis, inner axis, control group, message group.
+Axes = tuple[MeshAxis, MeshAxis, dist.ProcessGroup | None, dist.ProcessGroup | None]
 
 # Groups by their ranks, as long as the default group that they were made under lives.
 _KNOWN: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], Axes]] = (
@@ -309,7 +313,13 @@ def _local_device(device_type: str) -> torch.device:
     return device
 
 
-def _make_axes(ranks: torch.Tensor, coordinate: list[int], timeout: timedelta, name: str) -> Axes:
+def _make_axes(
+    ranks: torch.Tensor,
+    coordinate: list[int],
+    device: torch.device,
+    timeout: timedelta,
+    name: str,
+) -> Axes:
     """Groups for ranks in one row (inner) or a table (outer x inner); their names begin with
     ``name``, which is the same on all ranks and used once."""
     table = ranks if ranks.ndim == 2 else ranks.unsqueeze(0)
@@ -321,7 +331,10 @@ def _make_axes(ranks: torch.Tensor, coordinate: list[int], timeout: timedelta, n
     control = outer.reduce_group if inner.size == 1 else inner.reduce_group
     if outer.size > 1 and inner.size > 1:
         control = new_group(table.flatten().tolist(), timeout, f"{name}/control")
-    return outer, inner, control
+    messages = control
+    if control is not None and is_accelerator(device):
+        messages = new_group(table.flatten().tolist(), timeout, f"{name}/messages")
+    return outer, inner, control, messages
 
 
 def _make_axis(axis: Axis, ranks: list[int], place: int, timeout: timedelta, name: str) -> MeshAxis:

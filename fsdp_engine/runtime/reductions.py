@@ -107,7 +107,7 @@ class Reductions:
         self._seen_order = [unit.index for unit in units]
         self.canonical_order = self._seen_order
         self._buffers = [buffer for unit in units for buffer in unit.trainable]
-        self._message = StepMessage(self._buffers, ranks.control_group, ranks.device, checks)
+        self._message = StepMessage(self._buffers, ranks.message_group, ranks.device, checks)
         self._queue = self._make_queue()
         self._in_flight = InFlight(lanes, budget, [unit.num_staged for unit in units])
         self._wait_later = weakref.WeakMethod(self.wait) if lanes.compute.runs_ahead else None

@@ -1,0 +1,66 @@
+"""What the host waits for, and which stream does what, while the engine trains on the device.
+
+Streams are held instead of slowed: no test here depends on a clock.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsdp_engine as fe
+from tests.async_device import device as on
+from tests.pool import on_ranks
+
+LEVELS = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
+
+
+class Towers(nn.Module):
+    """Towers of which a batch reaches some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor, reached: list[int]) -> Tensor:
+        for index in reached:
+            x = x + torch.tanh(self.towers[index](x))
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@on_ranks(2)
+def test_the_host_waits_for_no_work_of_the_device_where_a_parameter_got_no_gradient(
+    level: str,
+) -> None:
+    """Tower 0 is reached on all ranks, tower 1 on rank 1 alone, tower 2 on none."""
+    model = Towers()
+    before = [param.detach().clone() for param in model.parameters()]
+    # Where parameters are cut, ranks have to use the same units.
+    units = [] if level == "optim_grads_params" else list(model.towers)
+    engine = fe.shard(model, units=units, strategy=level)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.5, foreach=False)
+    x = torch.ones(2, 8, device=on.DEVICE)
+
+    def step() -> None:
+        model(x, [0, 1][: dist.get_rank() + 1]).backward()
+        optimizer.step()
+        assert [param.grad is None for param in model.parameters()] == [False] * 4 + [True] * 2
+        optimizer.zero_grad()
+
+    for _ in range(2):
+        step()
+    torch.accelerator.synchronize()
+    with on.count_host_syncs() as syncs, on.held():
+        step()  # would never end if it waited for what is held
+    # Rank 1 waits for the other host's answer, beside what the device has to do.
+    assert all(site.startswith("step_message.py") for _, site in syncs), syncs
+    assert sum(syncs.values()) <= 1, syncs
+    after = engine.full_state_dict()
+    same = [
+        torch.equal(after[name].cpu(), old)
+        for (name, _), old in zip(model.named_parameters(), before, strict=True)
+    ]
+    assert same == [False] * 4 + [True] * 2
