@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fsdp_engine.devices import watch
 from fsdp_engine.devices.accelerator import is_accelerator, module_of
-from fsdp_engine.devices.lane import LANES, Lanes, Operation, Steps, Ticket, name_of_wait, unit_of
+from fsdp_engine.devices.lane import COPY_IN, LANES, Lanes, Operation, Steps, Ticket, name_of_wait, unit_of
 from fsdp_engine.devices.meter import Meter, TimedWork
 from fsdp_engine.devices.watch import NOW
 
@@ -40,7 +40,7 @@ def make_lanes(device: torch.device, ranks: Sequence[int] = ()) -> Lanes:
         return _MAKERS[-1](device)
     if is_accelerator(device):
         # High priority: a gather that starts late stalls the model, compute that yields does not.
-        compute, *others = LANES
+        compute, *others = (*LANES, COPY_IN)
         streams = [module_of(device).Stream(device=device, priority=-1) for _ in others]
         lanes = [
             DeviceLane(device, stream, ranks, name)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp_engine as fe
+from fsdp_engine.runtime.unit import Residence
 from tests.async_device import device as on
 from tests.pool import on_ranks
 
@@ -64,3 +65,44 @@ def test_the_host_waits_for_no_work_of_the_device_where_a_parameter_got_no_gradi
         for (name, _), old in zip(model.named_parameters(), before, strict=True)
     ]
     assert same == [False] * 4 + [True] * 2
+
+
+def blocks_of(num: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(num)))
+
+
+@on_ranks(2)
+def test_activations_reuse_the_memory_of_full_parameters_that_are_freed() -> None:
+    model = blocks_of(1)
+    engine = fe.shard(model, units=list(model), strategy="optim_grads_params")
+    (buffer,) = engine.buffers
+    addresses: list[int] = []
+    model[0].register_forward_pre_hook(
+        lambda module, args: addresses.append(buffer.full_params[0].data_ptr())
+    )
+    with torch.no_grad():
+        model(torch.ones(2, 64, device=on.DEVICE))
+    activation = torch.empty(buffer.weights.transient_bytes // 4, device=on.DEVICE)
+    assert activation.data_ptr() == addresses[0]
+
+
+@on_ranks(2)
+def test_a_unit_is_cast_while_the_link_is_busy_with_another() -> None:
+    model = blocks_of(3)
+    policy = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    engine = fe.shard(model, units=list(model), strategy="optim_grads_params", mp_policy=policy)
+    first, second = (unit for unit in engine.units if unit.name in ("0", "1"))
+    link, copy_in = (lane._stream for lane in (engine._lanes.inner_gather, engine._lanes.copy_in))
+    ended: list[bool] = []
+
+    def before(module: nn.Module, args: object) -> None:
+        """The gathers of two units are issued, and the link does not move."""
+        assert {first.residence, second.residence} == {Residence.GATHERING, Residence.IN_USE}
+        copy_in.synchronize()
+        ended.append(link.query())
+
+    model[0].register_forward_pre_hook(before)
+    torch.accelerator.synchronize()
+    with on.held(link), torch.no_grad():
+        model(torch.ones(2, 64, device=on.DEVICE))
+    assert ended == [False]
