@@ -25,6 +25,8 @@ from fsdp_engine.devices.watch import NOW
 # Of a lane on a device, how many submissions are kept to tell which of them is stuck.
 _MOST_RECENT = 256
 
+_NOTHING = nullcontext()
+
 # Who makes lanes in place of make_lanes: see lanes_made_by.
 _MAKERS: list[Callable[[torch.device], Any]] = []
 
@@ -85,6 +87,60 @@ class SideStream:
             event = self._module.Event()
             event.record(self._module.current_stream(self._device))
             self._stream.wait_event(event)
+
+
+class GradientStream:
+    """The stream on which the gradients of a backward are written, and on which compute waits for
+    their reductions.
+
+    Autograd runs each node on the stream of its forward, and the end of a backward on the caller's.
+    Staging is allocated and freed on one stream, the one that was current as the backward began.
+
+    Args:
+        device: where. On CPU there are no streams, and nothing is done.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module = module_of(device) if is_accelerator(device) else None
+        self._stream: Any = None
+
+    @property
+    def exists(self) -> bool:
+        """Whether the device has streams."""
+        return self._module is not None
+
+    def is_new(self) -> bool:
+        """Whether the current stream is another than that of the last backward."""
+        if self._module is None:
+            return False
+        return self._stream is None or self._stream != self._current()  # None != a stream is False
+
+    def begin(self) -> None:
+        """A backward begins, or its forward."""
+        if self._module is not None:
+            self._stream = self._current()
+
+    def entered(self) -> AbstractContextManager[None]:
+        """Within it, it is the current stream. Where another was, either waits for the other."""
+        if self._module is None or self._stream is None:
+            return _NOTHING
+        current = self._current()
+        return _NOTHING if current == self._stream else self._between(current)
+
+    def _current(self) -> Any:
+        assert self._module is not None
+        return self._module.current_stream(self._device)
+
+    @contextmanager
+    def _between(self, current: Any) -> Iterator[None]:
+        assert self._module is not None
+        self._stream.wait_stream(current)
+        try:
+            with self._module.stream(self._stream):
+                yield
+        finally:
+            current.wait_stream(self._stream)
 
 
 def compute_waits_for(event: torch.Event) -> None:

@@ -5,14 +5,19 @@ Streams are held instead of slowed: no test here depends on a clock.
 
 from __future__ import annotations
 
+import copy
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp_engine as fe
+from fsdp_engine.engine import engine_of
 from fsdp_engine.runtime.unit import Residence
 from tests.async_device import device as on
+from tests.models import Transformer, token_batch
 from tests.pool import on_ranks
 
 LEVELS = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
@@ -106,3 +111,50 @@ def test_a_unit_is_cast_while_the_link_is_busy_with_another() -> None:
     with on.held(link), torch.no_grad():
         model(torch.ones(2, 64, device=on.DEVICE))
     assert ended == [False]
+
+
+def train_on(
+    model: nn.Module, rows: slice, forward: torch.Stream | None, backward: torch.Stream | None
+) -> None:
+    """Two steps of two microbatches: forwards on one stream, backwards on another."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    device = next(model.parameters()).device
+    for step in range(2):
+        for part in range(2):
+            with torch.deferred.stream(forward):
+                batch = (each[rows].to(device) for each in token_batch(4, 2 * step + part))
+                loss = model(*batch)
+            if backward is not None:
+                backward.wait_stream(forward)
+            with torch.deferred.stream(backward):
+                loss.backward()
+        with torch.deferred.stream(backward):
+            optimizer.step()
+            optimizer.zero_grad()
+        if forward is not None:
+            forward.wait_stream(backward)
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["one_stream", "two_streams"])
+@pytest.mark.parametrize("level", LEVELS)
+@on_ranks(2)
+def test_training_on_other_streams_than_that_of_shard_is_right(level: str, apart: bool) -> None:
+    rows = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
+    model = Transformer(num_blocks=2)
+    on_device = copy.deepcopy(model)
+    fe.shard(model, dist.init_device_mesh("cpu", (2,)), strategy=level)
+    train_on(model, rows, None, None)
+    engine = fe.shard(on_device, strategy=level)
+    forward = torch.deferred.Stream()
+    backward = torch.deferred.Stream() if apart else forward
+    for stream in (forward, backward):
+        stream.wait_stream(torch.deferred.current_stream())
+    # What is left to the stream of shard() comes late.
+    with on.delays(compute=2e-4, collective=1e-3, streams={0: 3e-3}), warnings.catch_warnings():
+        warnings.filterwarnings("error", "The AccumulateGrad node's stream does not match")
+        train_on(on_device, rows, forward, backward)
+    with torch.deferred.stream(backward):
+        found = engine.full_state_dict()
+    expected = engine_of(model).full_state_dict()
+    for name, _ in model.named_parameters():
+        torch.testing.assert_close(found[name].cpu(), expected[name], rtol=0, atol=1e-6)
