@@ -18,7 +18,16 @@ from torch import Tensor
 
 from fsdp_engine.devices import watch
 from fsdp_engine.devices.accelerator import is_accelerator, module_of
-from fsdp_engine.devices.lane import COPY_IN, LANES, Lanes, Operation, Steps, Ticket, name_of_wait, unit_of
+from fsdp_engine.devices.lane import (
+    COPY_IN,
+    LANES,
+    Lanes,
+    Operation,
+    Steps,
+    Ticket,
+    name_of_wait,
+    unit_of,
+)
 from fsdp_engine.devices.meter import Meter, TimedWork
 from fsdp_engine.devices.watch import NOW
 
@@ -353,6 +362,22 @@ class HostLane:
         return errors
 
 
+def is_capturing(device: torch.device, streams: Sequence[torch.Stream | None]) -> bool:
+    """Returns whether one of ``streams``, or the stream on which torch captures unless it is given
+    another, is being captured into a graph. While one is, an event that any thread queries makes
+    the capture fail."""
+    module = module_of(device)
+    asks = getattr(module, "is_current_stream_capturing", None)
+    if asks is None:
+        return False
+    usual = getattr(getattr(module, "graph", None), "default_capture_stream", None)
+    for stream in (*streams, usual):
+        with module.stream(stream):
+            if asks():
+                return True
+    return False
+
+
 class DeviceTicket:
     """An event on a stream.
 
@@ -394,8 +419,9 @@ class DeviceLane:
         self.name = name
         self.meters: tuple[Meter, ...] = ()
         self._recent: deque[tuple[str, Any]] = deque(maxlen=_MOST_RECENT)
-        self._awaited: tuple[str, Any] | None = None  # the newest when last looked
-        self._awaited_since = 0.0
+        self._newest: tuple[str, Any] | None = None  # when last looked
+        self._newest_since = 0.0
+        self._is_capturing = getattr(self._module, "is_current_stream_capturing", None)
 
     def _target(self) -> Any:
         return self._stream or self._module.current_stream(self._device)
@@ -418,24 +444,31 @@ class DeviceLane:
         with self._module.stream(stream), _labelled(label):
             for work in chain.from_iterable(operation()):
                 work.wait()  # makes the current stream wait, not the host
+            is_captured = self._is_capturing is not None and self._is_capturing()
         ticket = self.record()
         if begin is not None:
             before = [work for each in after for work in getattr(each, "works", ())]
             ticket.works = (TimedWork(self.name, label, begin, ticket.event), *before)
         NOW.last = label
-        self._recent.append((label, ticket.event))
+        if not is_captured:  # an event of a graph cannot be queried
+            self._recent.append((label, ticket.event))
         return ticket
 
     def stuck(self, now: float, patience: float) -> str | None:
-        """See :class:`~.watch.Slow`; asks for one event, whatever the lane has to do."""
-        if self._awaited is None or self._awaited[1].query():
-            recent = list(self._recent)
-            self._awaited = recent[-1] if recent else None
-            self._awaited_since = now
-        elif now - self._awaited_since > patience:
-            self._awaited_since = float("inf")
+        """See :class:`~.watch.Slow`.
+
+        A device that is stuck stops the host soon. So no event is queried as long as work is
+        submitted, and none while a graph is captured.
+        """
+        newest = self._recent[-1] if self._recent else None
+        if newest is not self._newest:
+            self._newest, self._newest_since = newest, now
+        elif newest is not None and now - self._newest_since > patience:
+            if is_capturing(self._device, [self._stream]):
+                return None
+            self._newest_since = float("inf")
             unreached = [label for label, event in list(self._recent) if not event.query()]
-            return (unreached or [self._awaited[0]])[0]
+            return unreached[0] if unreached else None
         return None
 
     def record(self) -> DeviceTicket:

@@ -7,13 +7,20 @@ from __future__ import annotations
 
 import copy
 import warnings
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_engine as fe
+from fsdp_engine.devices.collectives import Communicator
+from fsdp_engine.devices.host_memory import HostBlock
+from fsdp_engine.devices.lanes import make_lanes
 from fsdp_engine.engine import engine_of
 from fsdp_engine.runtime.unit import Residence
 from tests.async_device import device as on
@@ -158,3 +165,61 @@ def test_training_on_other_streams_than_that_of_shard_is_right(level: str, apart
     expected = engine_of(model).full_state_dict()
     for name, _ in model.named_parameters():
         torch.testing.assert_close(found[name].cpu(), expected[name], rtol=0, atol=1e-6)
+
+
+class OfAnotherBackend:
+    """A group whose backend is not the device's own."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.are_async: list[bool] = []
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return SimpleNamespace(name=lambda: "ucc")
+
+    def all_gather_single(self, full: Tensor, source: Tensor, options: Any) -> Any:
+        self.are_async.append(options.asyncOp)
+        return self._group.all_gather_single(full, source, options)
+
+    _allgather_base = all_gather_single  # torch 2.11
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+
+@on_ranks(2)
+def test_collectives_of_a_backend_that_is_not_the_devices_own_are_waited_for() -> None:
+    group: Any = OfAnotherBackend(dist.group.WORLD)
+    comm = Communicator(group, on.DEVICE)
+    lanes = make_lanes(on.DEVICE)
+    full = torch.zeros(6, device=on.DEVICE)
+    comm.part(full).fill_(dist.get_rank() + 1.0)
+    with on.delays(collective=5e-3):
+        ticket = lanes.inner_gather.submit(
+            "gather", partial(comm.all_gather, full), after=[lanes.compute.record()]
+        )
+        lanes.compute.wait(ticket)
+        assert full.tolist() == [1.0] * 3 + [2.0] * 3
+    assert group.are_async == [True]
+
+
+@on_ranks(1)
+def test_a_block_of_pinned_memory_is_allocated_once() -> None:
+    with Allocations() as allocations:
+        block = HostBlock(1000, pinned=True)
+    assert block.bytes.is_pinned()
+    assert allocations.num_bytes == [1000]
+
+
+class Allocations(TorchDispatchMode):
+    """Notes how much memory each operation allocates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.num_bytes.append(result.untyped_storage().nbytes())
+        return result
