@@ -83,7 +83,9 @@ class SideStream:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._module = module_of(device) if is_accelerator(device) else None
-        self._stream = self._module and self._module.Stream(device=device, priority=-1)
+        self._stream: Any = None
+        if self._module is not None:
+            self._stream = self._module.Stream(device=device, priority=-1)
 
     def entered(self) -> AbstractContextManager[None]:
         """Within it, it is the current stream."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_engine as fe
+from fsdp_engine.devices import mesh as mesh_module
 from fsdp_engine.devices.collectives import Communicator
 from fsdp_engine.devices.host_memory import HostBlock
 from fsdp_engine.devices.lanes import make_lanes
@@ -223,3 +224,24 @@ class Allocations(TorchDispatchMode):
         if isinstance(result, Tensor):
             self.num_bytes.append(result.untyped_storage().nbytes())
         return result
+
+
+@on_ranks(2)
+def test_all_communicators_are_made_by_shard_and_none_in_training() -> None:
+    connected: list[dist.ProcessGroup] = []
+    all_reduce_ = mesh_module.all_reduce_
+
+    def note(tensor: Tensor, group: Any, op: str = "sum", what: str = "") -> Tensor:
+        connected.append(group)
+        return all_reduce_(tensor, group, op, what)
+
+    mesh_module.all_reduce_ = note
+    try:
+        mesh = fe.shard(blocks_of(2)).mesh
+        fe.shard(blocks_of(2))  # has them
+    finally:
+        mesh_module.all_reduce_ = all_reduce_
+    ends = [mesh.inner.gather_group, mesh.inner.reduce_group]
+    assert connected == [*ends, mesh.message_group]
+    assert mesh.control_group in ends
+    assert mesh.message_group not in ends
