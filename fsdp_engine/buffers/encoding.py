@@ -24,6 +24,9 @@ from fsdp_engine.devices.memory import alias
 def encoded(spec: BufferSpec, codec: ParamCodec, main: ShardedBuffer) -> Gather:
     """A gather of main weights, encoded by a codec of one plane."""
 
+    if codec.is_identity:
+        return Gather(spec.label, spec.tag)  # they lie where they are sent from
+
     def encode(wire: Tensor) -> Steps:
         return codec.encode(main.tensor, (wire,))
 

@@ -44,6 +44,11 @@ class GradientHooks:
         for index, node in enumerate(self._accumulators):
             node.register_prehook(self._precede(index))
 
+    def renew(self, sharded_params: Sequence[Tensor]) -> None:
+        """Another stream is current: the accumulators become new ones, which belong to it."""
+        self._accumulators = []
+        self.follow(self._shown, sharded_params)
+
     def listen(self, full_params: Sequence[Tensor], own: dict[int, int] | None) -> None:
         """Put hooks on the full parameters; their ids go into ``own``, by index, if given."""
         listener = weakref.ref(self._on_grad)

@@ -265,6 +265,11 @@ class ParamAndGradBuffer:
         self._gradient_hooks.listen(self.full_params, own)
         self.reads.reduces_gradients = True
 
+    def renew_accumulators(self) -> None:
+        """See :meth:`GradientHooks.renew`."""
+        if self._gradient_hooks is not None:
+            self._gradient_hooks.renew(self.sharded_params)
+
     def gradient_came(self, index: int) -> None:
         """See :meth:`GradientHooks.came`."""
         assert self._gradient_hooks is not None

@@ -173,8 +173,15 @@ def _gather(
     if callable(source) and from_depth == to_depth:
         writes = [begin, *how.writes]
         operation = partial(source, begin)
-        chain.add(lanes.inner_gather, f"encode {how.label}", operation, reads=reads, writes=writes)
+        chain.add(lanes.encode, f"encode {how.label}", operation, reads=reads, writes=writes)
     extra: Sequence[Tensor] = how.writes
+    axes = AXIS_BELOW_DEPTH[to_depth:from_depth]
+    is_sent = any(machinery.ladder.comms[axis].gather is not None for axis in axes)
+    if callable(source) and is_sent and lanes.copy_in is not None:
+        operation = partial(source, begin)
+        writes = [begin, *extra]
+        chain.add(lanes.copy_in, f"encode {how.label}", operation, reads=reads, writes=writes)
+        source, reads, extra = None, (), ()
     for depth in range(from_depth - 1, to_depth - 1, -1):
         axis = AXIS_BELOW_DEPTH[depth]
         comm = machinery.ladder.comms[axis].gather

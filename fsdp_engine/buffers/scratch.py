@@ -65,25 +65,24 @@ class ThroughScratch:
         self._line: Tensor | None = None
         self._through_gradients = Chain()
 
-    def refresh(self, after: Sequence[Ticket]) -> Ticket:
+    def refresh(self) -> Ticket:
         """Bring full weights up to date."""
         assert self._codec.values_dtype is not None
-        line, lanes = self._scratch(self._codec.values_dtype), self._machinery.lanes
+        line, compute = self._scratch(self._codec.values_dtype), self._machinery.lanes.compute
         if line is None:
-            lane = lanes.inner_gather
-            lane.manage(f"allocate {self._spec.label}", self._own.fill, self._own)
-            return self._through_own.run((*after, lane.record()))
+            compute.manage(f"allocate {self._spec.label}", self._own.fill, self._own)
+            return self._through_own.run((compute.record(),))
         if line is not self._line:
             self._line = line
             self._through_gradients = self._make_chain(line, is_own=False)
         # Their memory may have come, with zeros, just now.
-        return self._through_gradients.run((*after, lanes.compute.record()))
+        return self._through_gradients.run((compute.record(),))
 
     def finish(self) -> None:
         """Compute has waited for the refresh."""
         if self._own.filled:
-            lane = self._machinery.lanes.inner_gather
-            lane.manage(f"free {self._spec.label}", self._own.drain, self._own)
+            compute = self._machinery.lanes.compute
+            compute.manage(f"free {self._spec.label}", self._own.drain, self._own)
 
     def _make_chain(self, line: Tensor, *, is_own: bool) -> Chain:
         chain, spec, main, codec = Chain(), self._spec, self._main, self._codec

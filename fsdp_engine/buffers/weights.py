@@ -40,7 +40,7 @@ from fsdp_engine.buffers.sharded_buffer import ShardedBuffer
 from fsdp_engine.buffers.spec import BufferSpec
 from fsdp_engine.codecs import ParamCodec, Piece
 from fsdp_engine.codecs.phase import PLANES
-from fsdp_engine.devices.lane import Chain, Lane, Ticket
+from fsdp_engine.devices.lane import Chain, Ticket
 from fsdp_engine.devices.memory import TransientStorage, alias
 from fsdp_engine.layout import Coordinate
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH
@@ -115,10 +115,6 @@ class Weights:
         self.codec = codec
         memory, optim_depth = machinery.memory, spec.optim_depth
         self.reshards = spec.param_depth > 0
-        # Where transient memory comes and goes: the lane on which its gathers begin, so that they
-        # wait for nothing that is under way along another axis.
-        first = max(spec.param_depth or optim_depth, 1) - 1
-        self._memory_lane: Lane = machinery.lanes.gather(AXIS_BELOW_DEPTH[first])
         full_dtype = spec.kind.dtypes.compute if codec.decodes else codec.wire_dtype
         self._planes = [self._make_plane(full_dtype) for _ in range(codec.num_planes)]
         self.params = self._planes[0].params
@@ -221,32 +217,33 @@ class Weights:
         """Whether the full parameters that a use of ``phase`` reads are there, or on their way."""
         return all(plane.holds for plane in self._planes_of(phase))
 
-    def gather(self, after: Sequence[Ticket], phase: int) -> list[Ticket]:
+    def gather(self, phase: int) -> list[Ticket]:
         """Bring full parameters up to date; returns what to wait for.
 
         Args:
-            after: when their memory may be written.
             phase: of the next use: see ``codecs/phase.py``.
         """
         tickets: list[Ticket] = []
         if self.main.tensor._version != self._seen_version:
-            tickets = self._bring_up_to_date(after)
-            after = (*after, *tickets)
+            tickets = self._bring_up_to_date()
+        refreshed = tuple(tickets)
         for plane in self._planes_of(phase):
             if not plane.holds:
                 assert plane.unshard is not None
-                filled = self._fill(plane.unshard, plane.memory)
-                tickets.append(plane.unshard.run((*after, *filled)))
+                after = refreshed
+                if self._fill(plane.memory) or not after:
+                    after = (*after, self._machinery.lanes.compute.record())
+                tickets.append(plane.unshard.run(after))
                 plane.holds = True
         return tickets
 
-    def _bring_up_to_date(self, after: Sequence[Ticket]) -> list[Ticket]:
+    def _bring_up_to_date(self) -> list[Ticket]:
         """What persists of the compute weights follows the main weights."""
         self._seen_version = self.main.tensor._version
         for plane in self._planes:
             plane.holds = not self.reshards
         if self._through_scratch is not None:
-            return [self._through_scratch.refresh(after)]
+            return [self._through_scratch.refresh()]
         if self._refresh is None:
             return []
         storages: list[TransientStorage | None] = []
@@ -254,8 +251,8 @@ class Weights:
             storages = [self._decoded_storage]
         elif self.codec.needs_whole_line:
             storages = [plane.storage for plane in self._planes]
-        present = [storage for storage in storages if storage is not None]
-        return [self._refresh.run((*after, *self._fill(self._refresh, present)))]
+        self._fill([storage for storage in storages if storage is not None])
+        return [self._refresh.run((self._machinery.lanes.compute.record(),))]
 
     def gathered(self, *, for_backward: bool) -> None:
         """Compute has waited for the gather.
@@ -269,7 +266,7 @@ class Weights:
         if self.codec.needs_whole_line:
             for plane in self._planes:
                 if not plane.holds and plane.storage is not None and plane.storage.filled:
-                    self._drain_written(plane.storage)  # it was there to be encoded into
+                    self._drain(plane.storage)  # it was there to be encoded into
         self.codec.after_gather(for_backward=for_backward or not self.reshards)
 
     def release(self) -> None:
@@ -284,16 +281,13 @@ class Weights:
 
     def _release(self, planes: Sequence[Plane], before: Callable[[], None] | None) -> None:
         """``before``: is called before anything goes."""
-        waits = True
         for plane in planes:
             storage = plane.storage
             plane.holds = storage is None
             if storage is not None and storage.filled:
-                if waits:
-                    waits = False
-                    if before is not None:
-                        before()
-                    self._memory_lane.wait(self._machinery.lanes.compute.record())
+                if before is not None:
+                    before()
+                    before = None
                 self._drain(storage)
 
     def _planes_of(self, phase: int) -> Sequence[Plane]:
@@ -308,28 +302,29 @@ class Weights:
             reads = [plane.target.tensor for plane in self._planes if plane.holds]
         self._machinery.lanes.compute.access(reads=reads)
 
-    def _fill(self, chain: Chain, storages: Sequence[TransientStorage]) -> tuple[Ticket, ...]:
-        """Memory that ``chain`` writes; returns what that has to come after."""
-        lane = self._memory_lane
+    def _fill(self, storages: Sequence[TransientStorage]) -> bool:
+        """Memory that a chain writes, which has to come after what compute was given so far;
+        returns whether any had to be allocated.
+
+        Compute's own, as that of activations, so that either is allocated where the other was.
+        """
+        allocates = False
         for storage in storages:
             if not storage.filled:
-                lane.manage(f"allocate {self._spec.label}", storage.fill, storage)
-        return (lane.record(),) if storages and chain.first_lane is not lane else ()
+                allocates = True
+                compute = self._machinery.lanes.compute
+                compute.manage(f"allocate {self._spec.label}", storage.fill, storage)
+        return allocates
 
     def _drain(self, storage: TransientStorage) -> None:
-        lane = self._memory_lane
-        lane.manage(f"free {self._spec.label}", storage.drain, storage)
+        """Compute has waited for what was written into it, and what computes with it was given to
+        compute before."""
+        compute = self._machinery.lanes.compute
+        compute.manage(f"free {self._spec.label}", storage.drain, storage)
 
     def _drain_full_wire(self) -> None:
         if self._full_wire is not None and self._full_wire.storage.filled:
-            self._drain_written(self._full_wire.storage)
-
-    def _drain_written(self, storage: TransientStorage) -> None:
-        """Compute has waited for what was encoded into it, or decoded from it."""
-        lanes = self._machinery.lanes
-        if self._memory_lane is not lanes.inner_gather:  # on which that was done
-            self._memory_lane.wait(lanes.compute.record())
-        self._drain(storage)
+            self._drain(self._full_wire.storage)
 
     @property
     def _at(self) -> Coordinate:
@@ -373,7 +368,7 @@ class Weights:
     def _make_refresh(self) -> Chain:
         """From main shards to what persists of the compute weights."""
         chain, spec = Chain(), self._spec
-        lane, depths = self._machinery.lanes.inner_gather, (spec.optim_depth, spec.param_depth)
+        lane, depths = self._machinery.lanes.encode, (spec.optim_depth, spec.param_depth)
         first = self._planes[0]
         how = encoded(spec, self.codec, self.main)
         if self.codec.needs_whole_line:

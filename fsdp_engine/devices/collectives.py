@@ -8,9 +8,11 @@ host memory (*staged*).
 
 An operation is a generator: it issues communication, yields the works, and goes on when they are
 done. A lane (``lane.py``) decides what "done" means: on CPU the host waits, on CUDA the lane's
-stream does and the generator runs through at once. NCCL's collectives are issued synchronously:
-then they run on the current stream, which is the lane's, with its priority. (With ``async_op`` they
-would run on a stream of the process group's own, and each would cost two events more.)
+stream does and the generator runs through at once. Collectives of the device's own backend (NCCL on
+CUDA) are issued synchronously: then they run on the current stream, which is the lane's, with its
+priority. (With ``async_op`` they would run on a stream of the process group's own, and each would
+cost two events more.) Other backends promise nothing of the current stream before ``Work.wait()``,
+so theirs are asynchronous.
 
 With tags, the pairwise messages of two units can never be taken for one another: where ranks
 disagree about which unit comes next, both time out with the unit's name, and no value is mixed up.
@@ -30,7 +32,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from fsdp_engine.devices import memory, watch
-from fsdp_engine.devices.accelerator import is_accelerator
+from fsdp_engine.devices.accelerator import default_backend, is_accelerator
 from fsdp_engine.devices.groups import backend_of
 from fsdp_engine.devices.pretence import pretends_host
 from fsdp_engine.devices.watch import naming
@@ -397,8 +399,12 @@ def _as_reals(tensor: Tensor) -> Tensor:
 
 
 def _is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
-    name = getattr(backend_of(group, device), "name", lambda: "")()
+    name = _name_of_backend(group, device)
     return name == "gloo" or (name == "fake" and pretends_host())
+
+
+def _name_of_backend(group: dist.ProcessGroup, device: torch.device) -> str:
+    return str(getattr(backend_of(group, device), "name", lambda: "")())
 
 
 def _at_one_place(first: Tensor, second: Tensor) -> bool:
@@ -409,9 +415,8 @@ def _at_one_place(first: Tensor, second: Tensor) -> bool:
 
 
 def _stays_on_stream(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether collectives are issued synchronously: see the module docstring. On gloo the host
-    would wait."""
-    return is_accelerator(device) and not _is_gloo(group, device)
+    """Whether collectives are issued synchronously: see the module docstring."""
+    return is_accelerator(device) and _name_of_backend(group, device) == default_backend(device)
 
 
 def _require(work: Work | None) -> Work:

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,27 +18,39 @@ from torch.distributed import distributed_c10d
 from fsdp_engine.devices.meeting import meet
 
 _BY_RANKS: weakref.WeakKeyDictionary[
-    dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]
+    dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]
 ] = weakref.WeakKeyDictionary()
 
 
 def group_of_ranks(
-    ranks: Iterable[int], like: dist.ProcessGroup, device: torch.device
+    ranks: Iterable[int], like: dist.ProcessGroup, device: torch.device, *, purpose: str = "ranks"
 ) -> dist.ProcessGroup:
-    """The group of these global ranks, made once; they must all call it, and nobody else.
+    """The group of these global ranks for one purpose, made once; they must all call it, and nobody
+    else.
 
     Args:
         ranks: in any order, this rank among them.
-        like: whose timeout it gets.
+        like: whose timeout and options it gets.
         device: of the tensors that shall travel.
+        purpose: groups of other purposes are other groups.
     """
     members = tuple(sorted(ranks))
+    key = (purpose, members)
     known = _BY_RANKS.setdefault(default_group(), {})
     timeout = timeout_of_group(like, device)
-    meeting = meet("a group of model-parallel ranks", members, timeout, has=members in known)
+    meeting = meet("a group of model-parallel ranks", members, timeout, has=key in known)
     if not meeting.all_have:
-        known[members] = new_group(list(members), timeout, f"{meeting.name}/ranks")
-    return known[members]
+        known[key] = group_like(like, list(members), device, f"{meeting.name}/{purpose}")
+    return known[key]
+
+
+def group_like(
+    like: dist.ProcessGroup, ranks: list[int], device: torch.device, name: str
+) -> dist.ProcessGroup:
+    """The group of these ranks, in this order, with the timeout and the options that ``like`` was
+    made with for tensors on ``device``; only they call it."""
+    timeout = timeout_of_group(like, device)
+    return new_group(ranks, timeout, name, options=_copy_of_options(like, device, timeout))
 
 
 def default_group() -> dist.ProcessGroup:
@@ -48,7 +61,11 @@ def default_group() -> dist.ProcessGroup:
 
 
 def new_group(
-    ranks: list[int], timeout: timedelta, name: str, backend: str | None = None
+    ranks: list[int],
+    timeout: timedelta,
+    name: str,
+    backend: str | None = None,
+    options: Any = None,
 ) -> dist.ProcessGroup:
     """The group of these ranks, in this order; only they call it.
 
@@ -67,6 +84,7 @@ def new_group(
             dist.Backend(backend or default_backend),
             store,
             distributed_c10d.GroupName(f"fsdp_engine/{name}"),
+            backend_options=options,
             timeout=timeout,
             group_desc="fsdp_engine",
         )
@@ -114,6 +132,19 @@ def timeout_of_group(group: dist.ProcessGroup, device: torch.device) -> timedelt
         own = distributed_c10d._get_default_timeout(dist.Backend(dist.get_backend(group)))
     assert isinstance(own, timedelta)
     return own
+
+
+def _copy_of_options(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> Any:
+    """NCCL's options that ``group`` was made with, for another group (torch writes that one's name
+    into them); None for backends of which torch takes none but a timeout."""
+    options: Any = getattr(backend_of(group, device), "options", None)
+    if not hasattr(options, "config"):
+        return None
+    copied = type(options)()
+    copied.config = options.config  # ncclConfig_t: max_ctas, cga_cluster_size, ... by value
+    copied.is_high_priority_stream = options.is_high_priority_stream
+    copied._timeout = timeout
+    return copied
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> object | None:

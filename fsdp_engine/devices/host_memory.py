@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import warnings
 import weakref
 
@@ -23,15 +24,15 @@ class HostBlock:
     """
 
     def __init__(self, num_bytes: int, *, pinned: bool) -> None:
-        self.bytes = memory.empty(num_bytes, torch.uint8, "cpu")
         device = current_accelerator()
-        if pinned and device is not None and device.type != "cuda":
-            self.bytes = self.bytes.pin_memory()
-        elif pinned and num_bytes:
+        is_torchs = pinned and device is not None and device.type != "cuda"
+        self.bytes = memory.empty(num_bytes, torch.uint8, "cpu", pinned=is_torchs)
+        if pinned and not is_torchs and num_bytes:
             runtime = torch.cuda.cudart()
             address = self.bytes.data_ptr()
             code = runtime.cudaHostRegister(address, num_bytes, 0)
             if int(code) != 0:
+                _forget_last_error()
                 warnings.warn(
                     f"{num_bytes} bytes of host memory: expected to pin them; found that CUDA "
                     f"cannot ({code}; see `ulimit -l`). Copies to them take longer",
@@ -40,6 +41,15 @@ class HostBlock:
                 return
             release = weakref.finalize(self, runtime.cudaHostUnregister, address)
             release.atexit = False  # CUDA may be gone by then
+
+
+def _forget_last_error() -> None:
+    """CUDA keeps the error of a call until it is asked for: by torch after its next kernel, which
+    would be taken for what failed."""
+    runtime = ctypes.CDLL(None)  # torch loads CUDA's runtime for the whole process
+    name = "hipGetLastError" if torch.version.hip else "cudaGetLastError"
+    if hasattr(runtime, name):
+        getattr(runtime, name)()
 
 
 def bytes_to(content: bytearray, device: torch.device) -> torch.Tensor:

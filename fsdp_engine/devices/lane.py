@@ -7,6 +7,10 @@ between lanes only tickets order it. On CUDA a lane is a stream and a ticket an 
 never waits. On CPU compute is the host itself, a lane is a FIFO of asynchronous works, and waiting
 for a ticket drives its operation to the end.
 
+Accelerators have a sixth, which encodes main weights into the bytes that are gathered. There a cast
+does not wait for the all-gather of the unit before it, nor the link for the cast. On CPU the host
+casts as it issues the gather.
+
 An operation is a generator (``collectives.py``) that yields the works it needs done before it goes
 on. On CUDA it runs through at submission, because its stream does the waiting. On CPU it starts at
 submission if what it comes after is done, else with the next submission or wait on its lane.
@@ -36,6 +40,7 @@ Operation = Callable[[], Steps]
 COMPUTE = "compute"
 # In the order of the fields of Lanes.
 LANES = (COMPUTE, "inner gather", "inner reduce", "outer gather", "outer reduce")
+COPY_IN = "copy in"
 
 # "reduce-scatter of blocks.1 over the inner axis", "encode blocks.1 (buffer 0)".
 _LABEL = re.compile(r"^[\w-]+ (?:of )?(.+?)(?: \(buffer \d+\))?(?: over the \w+ axis)?$")
@@ -107,19 +112,29 @@ class Lane(Protocol):
 
 @dataclass(frozen=True)
 class Lanes:
-    """The five lanes of an engine."""
+    """The lanes of an engine.
+
+    Attributes:
+        copy_in: encodes weights before they are gathered; None: the lane of their gather does.
+    """
 
     compute: Lane
     inner_gather: Lane
     inner_reduce: Lane
     outer_gather: Lane
     outer_reduce: Lane
+    copy_in: Lane | None = None
 
     @property
     def all(self) -> tuple[Lane, ...]:
-        """Compute, and the other four."""
+        """Compute, and the others."""
         others = (self.inner_gather, self.inner_reduce, self.outer_gather, self.outer_reduce)
-        return (self.compute, *others)
+        return (self.compute, *others, *(() if self.copy_in is None else (self.copy_in,)))
+
+    @property
+    def encode(self) -> Lane:
+        """The lane for encodings after which nothing is gathered in the same operation."""
+        return self.inner_gather if self.copy_in is None else self.copy_in
 
     def drain(self) -> list[Exception]:
         """End everything on every lane; what failed is returned, not raised."""
@@ -161,11 +176,6 @@ class Chain:
             after = (ticket,)
         assert ticket is not None, "an empty chain"
         return ticket
-
-    @property
-    def first_lane(self) -> Lane:
-        """On which it begins."""
-        return self._links[0][0]
 
     def __bool__(self) -> bool:
         return bool(self._links)

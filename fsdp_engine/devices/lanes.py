@@ -9,7 +9,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
@@ -19,12 +19,23 @@ from torch import Tensor
 
 from fsdp_engine.devices import watch
 from fsdp_engine.devices.accelerator import is_accelerator, module_of
-from fsdp_engine.devices.lane import LANES, Lanes, Operation, Steps, Ticket, name_of_wait, unit_of
+from fsdp_engine.devices.lane import (
+    COPY_IN,
+    LANES,
+    Lanes,
+    Operation,
+    Steps,
+    Ticket,
+    name_of_wait,
+    unit_of,
+)
 from fsdp_engine.devices.meter import Meter, TimedWork
 from fsdp_engine.devices.watch import NOW
 
 # Of a lane on a device, how many submissions are kept to tell which of them is stuck.
 _MOST_RECENT = 256
+
+_NOTHING = nullcontext()
 
 # Who makes lanes in place of make_lanes: see lanes_made_by.
 _MAKERS: list[Callable[[torch.device], Any]] = []
@@ -41,7 +52,7 @@ def make_lanes(device: torch.device, ranks: Sequence[int] = ()) -> Lanes:
         return _MAKERS[-1](device)
     if is_accelerator(device):
         # High priority: a gather that starts late stalls the model, compute that yields does not.
-        compute, *others = LANES
+        compute, *others = (*LANES, COPY_IN)
         streams = [module_of(device).Stream(device=device, priority=-1) for _ in others]
         lanes = [
             DeviceLane(device, stream, ranks, name)
@@ -60,6 +71,88 @@ def lanes_made_by(maker: Callable[[torch.device], Lanes]) -> Iterator[None]:
         yield
     finally:
         _MAKERS.pop()
+
+
+class SideStream:
+    """A stream of its own, which waits for nothing that compute and the lanes have to do: for
+    messages that the host waits for. On CPU there is none, and its methods do nothing.
+
+    Args:
+        device: where.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module = module_of(device) if is_accelerator(device) else None
+        self._stream: Any = None
+        if self._module is not None:
+            self._stream = self._module.Stream(device=device, priority=-1)
+
+    def entered(self) -> AbstractContextManager[None]:
+        """Within it, it is the current stream."""
+        return nullcontext() if self._module is None else self._module.stream(self._stream)
+
+    def wait_for_compute(self) -> None:
+        """It waits for what the model's own stream was given so far. Not to be called within
+        :meth:`entered`."""
+        if self._module is not None:
+            event = self._module.Event()
+            event.record(self._module.current_stream(self._device))
+            self._stream.wait_event(event)
+
+
+class GradientStream:
+    """The stream on which the gradients of a backward are written, and on which compute waits for
+    their reductions.
+
+    Autograd runs each node on the stream of its forward, and the end of a backward on the caller's.
+    Staging is allocated and freed on one stream, the one that was current as the backward began.
+
+    Args:
+        device: where. On CPU there are no streams, and nothing is done.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module = module_of(device) if is_accelerator(device) else None
+        self._stream: Any = None
+
+    @property
+    def exists(self) -> bool:
+        """Whether the device has streams."""
+        return self._module is not None
+
+    def is_new(self) -> bool:
+        """Whether the current stream is another than that of the last backward."""
+        if self._module is None:
+            return False
+        return self._stream is None or self._stream != self._current()  # None != a stream is False
+
+    def begin(self) -> None:
+        """A backward begins, or its forward."""
+        if self._module is not None:
+            self._stream = self._current()
+
+    def entered(self) -> AbstractContextManager[None]:
+        """Within it, it is the current stream. Where another was, either waits for the other."""
+        if self._module is None or self._stream is None:
+            return _NOTHING
+        current = self._current()
+        return _NOTHING if current == self._stream else self._between(current)
+
+    def _current(self) -> Any:
+        assert self._module is not None
+        return self._module.current_stream(self._device)
+
+    @contextmanager
+    def _between(self, current: Any) -> Iterator[None]:
+        assert self._module is not None
+        self._stream.wait_stream(current)
+        try:
+            with self._module.stream(self._stream):
+                yield
+        finally:
+            current.wait_stream(self._stream)
 
 
 def compute_waits_for(event: torch.Event) -> None:
@@ -296,6 +389,22 @@ class HostLane:
         return errors
 
 
+def is_capturing(device: torch.device, streams: Sequence[torch.Stream | None]) -> bool:
+    """Returns whether one of ``streams``, or the stream on which torch captures unless it is given
+    another, is being captured into a graph. While one is, an event that any thread queries makes
+    the capture fail."""
+    module = module_of(device)
+    asks = getattr(module, "is_current_stream_capturing", None)
+    if asks is None:
+        return False
+    usual = getattr(getattr(module, "graph", None), "default_capture_stream", None)
+    for stream in (*streams, usual):
+        with module.stream(stream):
+            if asks():
+                return True
+    return False
+
+
 class DeviceTicket:
     """An event on a stream.
 
@@ -337,8 +446,9 @@ class DeviceLane:
         self.name = name
         self.meters: tuple[Meter, ...] = ()
         self._recent: deque[tuple[str, Any]] = deque(maxlen=_MOST_RECENT)
-        self._awaited: tuple[str, Any] | None = None  # the newest when last looked
-        self._awaited_since = 0.0
+        self._newest: tuple[str, Any] | None = None  # when last looked
+        self._newest_since = 0.0
+        self._is_capturing = getattr(self._module, "is_current_stream_capturing", None)
 
     def _target(self) -> Any:
         return self._stream or self._module.current_stream(self._device)
@@ -361,24 +471,31 @@ class DeviceLane:
         with self._module.stream(stream), _labelled(label):
             for work in chain.from_iterable(operation()):
                 work.wait()  # makes the current stream wait, not the host
+            is_captured = self._is_capturing is not None and self._is_capturing()
         ticket = self.record()
         if begin is not None:
             before = [work for each in after for work in getattr(each, "works", ())]
             ticket.works = (TimedWork(self.name, label, begin, ticket.event), *before)
         NOW.last = label
-        self._recent.append((label, ticket.event))
+        if not is_captured:  # an event of a graph cannot be queried
+            self._recent.append((label, ticket.event))
         return ticket
 
     def stuck(self, now: float, patience: float) -> str | None:
-        """See :class:`~.watch.Slow`; asks for one event, whatever the lane has to do."""
-        if self._awaited is None or self._awaited[1].query():
-            recent = list(self._recent)
-            self._awaited = recent[-1] if recent else None
-            self._awaited_since = now
-        elif now - self._awaited_since > patience:
-            self._awaited_since = float("inf")
+        """See :class:`~.watch.Slow`.
+
+        A device that is stuck stops the host soon. So no event is queried as long as work is
+        submitted, and none while a graph is captured.
+        """
+        newest = self._recent[-1] if self._recent else None
+        if newest is not self._newest:
+            self._newest, self._newest_since = newest, now
+        elif newest is not None and now - self._newest_since > patience:
+            if is_capturing(self._device, [self._stream]):
+                return None
+            self._newest_since = float("inf")
             unreached = [label for label, event in list(self._recent) if not event.query()]
-            return (unreached or [self._awaited[0]])[0]
+            return unreached[0] if unreached else None
         return None
 
     def record(self) -> DeviceTicket:

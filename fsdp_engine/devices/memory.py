@@ -136,10 +136,19 @@ def ordinary_tensors() -> Iterator[None]:
 
 
 def empty(
-    shape: int | tuple[int, ...], dtype: torch.dtype, device: torch.device | str
+    shape: int | tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device | str,
+    *,
+    pinned: bool = False,
 ) -> torch.Tensor:
-    """An uninitialised tensor that is not booked: scratch, results handed to the user."""
-    return torch.empty(shape, dtype=dtype, device=device)
+    """An uninitialised tensor that is not booked: scratch, results handed to the user.
+
+    Args:
+        shape, dtype, device: of the tensor.
+        pinned: it is host memory that the accelerator copies from and to by itself.
+    """
+    return torch.empty(shape, dtype=dtype, device=device, pin_memory=pinned)
 
 
 def empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

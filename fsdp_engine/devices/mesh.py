@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import cached_property
 
 import torch
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fsdp_engine.devices import memory
 from fsdp_engine.devices.accelerator import (
     current_accelerator,
     default_backend,
@@ -27,10 +27,11 @@ from fsdp_engine.devices.accelerator import (
     is_accelerator,
     module_of,
 )
+from fsdp_engine.devices.collectives import all_reduce_
 from fsdp_engine.devices.groups import (
     default_group,
+    group_like,
     group_of_ranks,
-    new_group,
     timeout_of_group,
 )
 from fsdp_engine.devices.meeting import meet, telling
@@ -99,16 +100,18 @@ class DataMesh(Ranks):
             if num_instances > 1:
                 ranks, coordinate = _in_rows(ranks, coordinate, num_instances)
         known = _KNOWN.setdefault(default_group(), {})
+        device = _local_device(device_mesh.device_type)
         members = ranks.flatten().tolist()
         key = (device_mesh.device_type, *ranks.shape, *members)
-        timeout = _timeout_of(device_mesh)
+        timeout = timeout_of_group(device_mesh.get_group(0), device)
         order = members if len(members) <= 16 else hash(tuple(members))
         note = f"a mesh of shape {tuple(ranks.shape)} over {order}{note and '; '}{note}"
         meeting = meet(what, members, timeout, note=note, has=key in known)
         if not meeting.all_have:
-            known[key] = _make_axes(ranks, coordinate, timeout, meeting.name)
-        outer, inner, control = known[key]
-        return cls(device_mesh, _local_device(device_mesh.device_type), control, outer, inner)
+            known[key] = _make_axes(ranks, coordinate, device_mesh, device, meeting.name)
+            _connect(_groups_of(known[key]), device)
+        outer, inner, control, messages = known[key]
+        return cls(device_mesh, device, control, messages, outer, inner)
 
     @property
     def size(self) -> int:
@@ -148,18 +151,22 @@ class DataMesh(Ranks):
         if not others:
             return self
         joint = joint_mesh(self.device_mesh, *others)
-        group = None
+        group = messages = None
         if joint.size() > 1:
-            group = group_of_ranks(members_of(joint), self.device_mesh.get_group(0), self.device)
-        return Ranks(joint, self.device, group)
+            members, like = members_of(joint), self.device_mesh.get_group(0)
+            group = messages = group_of_ranks(members, like, self.device)
+            if is_accelerator(self.device):
+                messages = group_of_ranks(members, like, self.device, purpose="messages")
+            _connect((group, messages), self.device)
+        return Ranks(joint, self.device, group, messages)
 
     def axis(self, axis: Axis) -> MeshAxis:
         """The mesh axis called ``axis``."""
         return self.inner if axis is Axis.INNER else self.outer
 
 
-# Outer axis, inner axis, control group.
-Axes = tuple[MeshAxis, MeshAxis, dist.ProcessGroup | None]
+# Outer axis, inner axis, control group, message group.
+Axes = tuple[MeshAxis, MeshAxis, dist.ProcessGroup | None, dist.ProcessGroup | None]
 
 # Groups by their ranks, as long as the default group that they were made under lives.
 _KNOWN: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], Axes]] = (
@@ -309,29 +316,59 @@ def _local_device(device_type: str) -> torch.device:
     return device
 
 
-def _make_axes(ranks: torch.Tensor, coordinate: list[int], timeout: timedelta, name: str) -> Axes:
-    """Groups for ranks in one row (inner) or a table (outer x inner); their names begin with
-    ``name``, which is the same on all ranks and used once."""
+def _make_axes(
+    ranks: torch.Tensor,
+    coordinate: list[int],
+    device_mesh: DeviceMesh,
+    device: torch.device,
+    name: str,
+) -> Axes:
+    """Groups for ranks in one row (inner) or a table (outer x inner), like those of the user's
+    mesh; their names begin with ``name``, which is the same on all ranks and used once."""
+
+    def make(members: list[int], purpose: str) -> dist.ProcessGroup:
+        return group_like(device_mesh.get_group(0), members, device, f"{name}/{purpose}")
+
     table = ranks if ranks.ndim == 2 else ranks.unsqueeze(0)
     row, column = coordinate if ranks.ndim == 2 else (0, coordinate[0])
     # The same sequence on every rank, so that groups are formed in one order.
     own_row, own_column = table[row].tolist(), table[:, column].tolist()
-    inner = _make_axis(Axis.INNER, own_row, column, timeout, f"{name}/inner{row}")
-    outer = _make_axis(Axis.OUTER, own_column, row, timeout, f"{name}/outer{column}")
+    inner = _make_axis(Axis.INNER, own_row, column, make, f"inner{row}")
+    outer = _make_axis(Axis.OUTER, own_column, row, make, f"outer{column}")
     control = outer.reduce_group if inner.size == 1 else inner.reduce_group
     if outer.size > 1 and inner.size > 1:
-        control = new_group(table.flatten().tolist(), timeout, f"{name}/control")
-    return outer, inner, control
+        control = make(table.flatten().tolist(), "control")
+    messages = control
+    if control is not None and is_accelerator(device):
+        messages = make(table.flatten().tolist(), "messages")
+    return outer, inner, control, messages
 
 
-def _make_axis(axis: Axis, ranks: list[int], place: int, timeout: timedelta, name: str) -> MeshAxis:
+def _make_axis(
+    axis: Axis,
+    ranks: list[int],
+    place: int,
+    make: Callable[[list[int], str], dist.ProcessGroup],
+    name: str,
+) -> MeshAxis:
     if len(ranks) == 1:
         return MeshAxis(axis, 1, 0, None, None)
-    gather = new_group(ranks, timeout, f"{name}/gather")
-    reduce = new_group(ranks, timeout, f"{name}/reduce")
+    gather = make(ranks, f"{name}/gather")
+    reduce = make(ranks, f"{name}/reduce")
     return MeshAxis(axis, len(ranks), place, gather, reduce)
 
 
-def _timeout_of(device_mesh: DeviceMesh) -> timedelta:
-    """The timeout that the user chose for the mesh's own groups, which ours inherit."""
-    return timeout_of_group(device_mesh.get_group(0), torch.device(device_mesh.device_type))
+def _connect(groups: Sequence[dist.ProcessGroup | None], device: torch.device) -> None:
+    """Make the communicators of groups, which backends make with a group's first collective, in
+    this order. In training that would be within a hook of autograd, and the host would wait there.
+    Collective."""
+    if is_accelerator(device):
+        for group in dict.fromkeys(each for each in groups if each is not None):
+            all_reduce_(memory.zeros(1, torch.float32, device), group, what="connecting ranks")
+
+
+def _groups_of(axes: Axes) -> list[dist.ProcessGroup | None]:
+    """In one order on all ranks."""
+    outer, inner, control, messages = axes
+    ends = [group for each in (inner, outer) for group in (each.gather_group, each.reduce_group)]
+    return [*ends, control, messages]

@@ -3,8 +3,9 @@
 [Note: Who is missing]
 A rank that is stuck, in a wait or in its user's code, cannot say so itself; one whose process has
 ended says nothing at all. So lanes write down what they do (``NOW``: a few attributes, nothing is
-sent), and a thread in each process looks every half second into the store of the default group
-whether anybody has asked. It costs a message of a few bytes to the store and no lock of ours.
+sent). Where that has not changed for half a second, a thread in the process looks every half second
+into the store of the default group whether anybody has asked: a rank that trains sends nothing. In
+large jobs it looks less often, so that all ranks together look 500 times a second at most.
 
 Somebody asks where a wait has failed: it raises a number in the store, every thread answers with
 what its rank does, and who does not answer has ended (which is certain, and known at once, for a
@@ -23,6 +24,7 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import operator
 import os
 import socket
 import sys
@@ -39,6 +41,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 PERIOD_SECONDS = 0.5
+# How often all ranks together look into the store at most.
+MOST_LOOKS_PER_SECOND = 500
 # A thread answers within a period, unless something holds the interpreter.
 ANSWER_SECONDS = 3.0
 # When a wait is so long that it is logged. Groups have timeouts of 10 (NCCL) or 30 minutes (gloo).
@@ -164,6 +168,8 @@ class _Watcher:
         # The one that trains; Ray Train's is not the main one.
         self._trains = threading.get_ident()
         self._answered = 0
+        self._did: tuple[object, ...] = (None, None, None)
+        self._next_look = 0.0
         self._seen: Labelled | None = None
         self._seen_at = 0.0
         self._say({"n": 0})
@@ -245,7 +251,7 @@ class _Watcher:
         that have not answered in time."""
         number = self._store.add("asked", 1)
         # Ranks ask together: a thousand of them must not ask the store too often.
-        pause = max(0.1, len(ranks) / 500)
+        pause = max(0.1, len(ranks) / MOST_LOOKS_PER_SECOND)
         deadline = time.monotonic() + max(ANSWER_SECONDS, 3 * pause)
         while True:
             self._answer()
@@ -282,9 +288,18 @@ class _Watcher:
                 self._over.set()
                 self._leave_word("has destroyed its process groups")
                 return
-            if not self._try(self._answer):
+            if self._is_still() and not self._try(self._answer):
                 return  # the store is gone, and with it whoever could ask
             self._look_for_slow()
+
+    def _is_still(self) -> bool:
+        """Whether this rank does nothing new, and it is time to look into the store again."""
+        before, self._did = self._did, (NOW.last, NOW.done, NOW.waits)
+        now = time.monotonic()
+        if now < self._next_look or any(map(operator.is_not, before, self._did)):
+            return False
+        self._next_look = now + self._size / MOST_LOOKS_PER_SECOND
+        return True
 
     def _answer(self) -> None:
         asked = self._store.add("asked", 0)
@@ -434,7 +449,10 @@ def _told(what: str, rank: int, state: dict[str, Any], number: int) -> str | Non
         process = f"process {state['is'][1]} on {state['is'][0].split()[0]}"
         if _has_ended(state):
             return f"rank {rank} has ended ({process} is gone)"
-        return f"rank {rank} does not answer ({process}): it has ended, is stopped or out of reach"
+        return (
+            f"rank {rank} does not answer ({process}): it has ended, is stopped, out of reach, or "
+            "trains on"
+        )
     if what in (state["waits"], state["failed"]):
         return None
     if state["waits"] is not None:

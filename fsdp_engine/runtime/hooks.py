@@ -465,7 +465,15 @@ def _gradient_writer(scheduler: Scheduler, unit: Unit, buffer: ParamAndGradBuffe
         if grads.num_touched == count:
             scheduler.gradient_came(unit)
 
-    return on_grad
+    if not scheduler.reductions.stream.exists:
+        return on_grad
+
+    @not_compiled
+    def on_grad_of_device(index: int, param: Tensor) -> None:
+        with scheduler.reductions.stream.entered():
+            on_grad(index, param)
+
+    return on_grad_of_device
 
 
 def _begin_backward(

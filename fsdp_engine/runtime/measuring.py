@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fsdp_engine.devices.lane import LANES, Lanes, name_of_wait, unit_of
+from fsdp_engine.devices.lane import COPY_IN, LANES, Lanes, name_of_wait, unit_of
 from fsdp_engine.devices.memory import Memory, Peak, begin_device_peak, device_peak
 from fsdp_engine.devices.meter import WaitMeter
 from fsdp_engine.runtime.scheduler import Scheduler
@@ -176,7 +176,7 @@ class Measurement:
         from rich.table import Table
 
         units = self.by_unit()
-        lanes = [lane for lane in LANES if any(lane in each for each in units.values())]
+        lanes = [lane for lane in (*LANES, COPY_IN) if any(lane in each for each in units.values())]
         table = Table(show_footer=True)
         table.add_column("waited for", footer="all", overflow="fold")
         for lane in lanes:

@@ -46,6 +46,7 @@ import torch
 
 from fsdp_engine.config import StagingBudget, Timing
 from fsdp_engine.devices.lane import Lanes
+from fsdp_engine.devices.lanes import GradientStream
 from fsdp_engine.devices.ranks import Ranks
 from fsdp_engine.runtime.gradient_checks import GradientChecks
 from fsdp_engine.runtime.step_message import StepMessage
@@ -87,6 +88,7 @@ class Reductions:
         checks: what looks at gradients before they travel; None: nothing does.
 
     Attributes:
+        stream: on which gradients are written and reductions waited for.
         sync: this backward is the last microbatch of a step, or may be (``no_sync`` denies it).
         canonical_order: units in forward order, the same on all ranks.
     """
@@ -107,8 +109,9 @@ class Reductions:
         self._seen_order = [unit.index for unit in units]
         self.canonical_order = self._seen_order
         self._buffers = [buffer for unit in units for buffer in unit.trainable]
-        self._message = StepMessage(self._buffers, ranks.control_group, ranks.device, checks)
+        self._message = StepMessage(self._buffers, ranks.message_group, ranks.device, checks)
         self._queue = self._make_queue()
+        self.stream = GradientStream(ranks.device)
         self._in_flight = InFlight(lanes, budget, [unit.num_staged for unit in units])
         self._wait_later = weakref.WeakMethod(self.wait) if lanes.compute.runs_ahead else None
         self._turns = Turns(len(units))
@@ -172,6 +175,7 @@ class Reductions:
             RuntimeError: reductions are issued and not finished; weight gradients of the last
                 backward were put off and have not come; a gradient was edited between microbatches.
         """
+        self.stream.begin()
         self._message.finish()
         if self._turns.is_closing:
             raise RuntimeError(
@@ -217,21 +221,24 @@ class Reductions:
         """All gradients of the unit that this backward brings have come, or will come later."""
         if unit.trainable:
             self._turns.unit_is_ready(unit)
-            self._advance()
+            with self.stream.entered():
+                self._advance()
 
     def late_gradient_came(self, unit: Unit) -> None:
         """The last weight gradient that ``unit``'s modules had put off has come."""
-        self._advance()
-        if self._turns.is_closing and not self._turns.waiting(self._queue):
-            self._close()
+        with self.stream.entered():
+            self._advance()
+            if self._turns.is_closing and not self._turns.waiting(self._queue):
+                self._close()
 
     def end_backward(self) -> None:
         """Backward is over: reduce what is left, wait for it, show the gradients, as far as this
         engine's timing has it."""
         self._turns.is_closing = True
-        self._advance()
-        if not self._turns.waiting(self._queue):
-            self._close()
+        with self.stream.entered():
+            self._advance()
+            if not self._turns.waiting(self._queue):
+                self._close()
 
     def start(self, *, wait: bool = False) -> None:
         """Issue the last reductions of the step, unless they are issued already.
@@ -262,7 +269,9 @@ class Reductions:
 
     def wait(self) -> None:
         """Compute waits for everything that is issued."""
-        self._in_flight.finish()
+        if len(self._in_flight):
+            with self.stream.entered():
+                self._in_flight.finish()
         for buffer in self._buffers:
             buffer.reads.gradients.in_flight = None
 

@@ -142,6 +142,12 @@ class Scheduler:
                 "the last backward did not finish, perhaps because of an exception: "
                 "call engine.reset() before the next forward"
             )
+        if self.reductions.stream.is_new():
+            # Autograd accumulates on the stream that was current as its node was made.
+            self.reductions.stream.begin()
+            for unit in self.units:
+                for buffer in unit.trainable:
+                    buffer.renew_accumulators()
         who = callers()
         self._backward.is_told = self.microbatch is not None or not who.stage
         for unit in self.units:

@@ -4,8 +4,14 @@
 A parameter that got no gradient on any rank must keep ``.grad`` None, or weight decay would move
 it; one that got a gradient elsewhere must get the sum. Each rank sends a byte for every parameter,
 and the elementwise maximum tells who was used. The message is started after the last reduction. Its
-result is read, which costs a synchronisation, only by a rank that misses a gradient, has seen a new
-order, or checks gradients; others never wait for it.
+result is read only by a rank that misses a gradient, has seen a new order, or checks gradients;
+others never wait for it.
+
+The host needs the answer before the optimizer looks at ``.grad``, and another rank's host has it
+when that one's backward is issued. On an accelerator the message goes on a stream and by a
+communicator of its own, which wait for no work of the model and of lanes. So a host that reads it
+waits for the other hosts, and not for the device, which goes on with what it was given. (What
+checks of gradients find is the device's: with them the message waits for backward.)
 
 The message of all ranks also carries a digest of the order of units that the rank has seen (and its
 complement: if maximum and complement still add up, all digests are equal) and, if gradients are
@@ -26,6 +32,7 @@ from torch.distributed import ProcessGroup
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.devices import collectives
 from fsdp_engine.devices.host_memory import bytes_to
+from fsdp_engine.devices.lanes import SideStream
 from fsdp_engine.devices.watch import naming
 from fsdp_engine.runtime.gradient_checks import GradientChecks
 from fsdp_engine.runtime.record import order_digest
@@ -65,7 +72,7 @@ class StepMessage:
 
     Args:
         buffers: the trainable buffers, in one order on all ranks.
-        group: all data-parallel ranks; None for one.
+        group: of messages between all ranks; None for one rank.
         device: where messages travel from.
         checks: what looks at gradients, if anything does.
 
@@ -84,10 +91,11 @@ class StepMessage:
         self._device = device
         self._checks = checks
         self._group = group
+        self._stream = SideStream(device)
         self.num_started = 0
         parts = {id(group): _Part(group)} if group is not None else {}
         for buffer in buffers:
-            if (other := buffer.control_group) is not None:
+            if (other := buffer.mesh.message_group) is not None:
                 parts.setdefault(id(other), _Part(other)).buffers.append(buffer)
         self._parts = list(parts.values())
 
@@ -101,12 +109,16 @@ class StepMessage:
             if part.group is self._group:
                 digest = order_digest(order)
                 flags += digest + bytes(255 - byte for byte in digest)
-            message = bytes_to(flags, self._device)
-            if part.group is self._group and self._looks_for_nan:
-                assert self._checks is not None
-                message = torch.cat([message, self._checks.flags])
-            part.result = message
-            part.work = collectives.start_all_reduce_max(message, part.group)
+            looks_for_nan = part.group is self._group and self._looks_for_nan
+            if looks_for_nan:
+                self._stream.wait_for_compute()
+            with self._stream.entered():
+                message = bytes_to(flags, self._device)
+                if looks_for_nan:
+                    assert self._checks is not None
+                    message = torch.cat([message, self._checks.flags])
+                part.result = message
+                part.work = collectives.start_all_reduce_max(message, part.group)
 
     def read(self, has_new_order: bool) -> Verdict:
         """What all ranks know, as far as this one needs to know it."""
@@ -118,11 +130,11 @@ class StepMessage:
             missing = not all(all(buffer.shown.used) for buffer in part.buffers)
             if not (missing or (is_main and (has_new_order or self._looks_for_nan))):
                 continue  # the work is waited for before the next message
-            assert part.result is not None
-            with naming(_WHAT, part.group):
+            with naming(_WHAT, part.group), self._stream.entered():
                 part.work.wait()
+                assert part.result is not None
+                values = part.result.tolist()
             part.work = None
-            values = part.result.tolist()
             at = 0
             for buffer in part.buffers:
                 used[id(buffer)] = values[at : at + len(buffer.shown.used)]
@@ -143,7 +155,7 @@ class StepMessage:
         """Wait for messages that nobody has read."""
         for part in self._parts:
             if part.work is not None:
-                with naming(_WHAT, part.group):
+                with naming(_WHAT, part.group), self._stream.entered():
                     part.work.wait()
                 part.work = None
 

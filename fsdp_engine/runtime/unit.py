@@ -246,9 +246,8 @@ class Unit:
                     weights.keep_only(phase)
         self._phase = phase
         self._move_to(Residence.GATHERING)
-        after = (self._lanes.compute.record(),)
         for buffer in self.built.buffers:
-            self._tickets += buffer.weights.gather(after, phase)
+            self._tickets += buffer.weights.gather(phase)
 
     def turn_to(self, phase: int) -> None:
         """It stays full until its next use: what is there is to be what that reads."""

@@ -28,7 +28,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 COMPUTE = "compute"
-LANES = (COMPUTE, "inner_gather", "inner_reduce", "outer_gather", "outer_reduce")
+LANES = (COMPUTE, "inner_gather", "inner_reduce", "outer_gather", "outer_reduce", "copy_in")
 
 Clock = dict[str, int]
 

@@ -7,15 +7,20 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdp_engine as fe
+from fsdp_engine.devices import groups
 from fsdp_engine.devices.meeting import meet, say_no
+from fsdp_engine.devices.mesh import DataMesh
 from fsdp_engine.megatron.finalize_model_grads import finalize_model_grads
 from fsdp_engine.megatron.groups import ModelParallelGroups, spanned_group
 from tests.megatron.model_parallel import Chunk
@@ -187,3 +192,41 @@ def test_ranks_that_wait_for_each_other_in_different_places_are_told_so_soon() -
 
 def test_one_rank_meets_nobody() -> None:
     assert meet("tea", [0], SOON, has=True).all_have
+
+
+class NcclOptions:
+    """As ``ProcessGroupNCCL.Options``, which torch has on CUDA only."""
+
+    def __init__(self) -> None:
+        self.config: dict[str, int] = {}
+        self.is_high_priority_stream = False
+        self._timeout = timedelta(minutes=10)
+
+
+@on_ranks(2)
+def test_groups_of_the_engine_have_the_options_of_the_meshs_group() -> None:
+    options = NcclOptions()
+    options.config = {"max_ctas": 4, "cga_cluster_size": 2}
+    options.is_high_priority_stream = True
+    options._timeout = timedelta(seconds=77)
+    given: list[NcclOptions] = []
+    make, backend_of = distributed_c10d._new_process_group_helper, groups.backend_of
+
+    def helper(*args: Any, backend_options: Any = None, timeout: timedelta, **kwargs: Any) -> Any:
+        given.append(backend_options)
+        assert backend_options._timeout == timeout  # torch warns where they differ
+        return make(*args, timeout=timeout, **kwargs)
+
+    try:
+        distributed_c10d._new_process_group_helper = helper  # type: ignore[assignment]
+        groups.backend_of = lambda group, device: SimpleNamespace(options=options)
+        DataMesh.create(init_device_mesh("cpu", (2,)))
+    finally:
+        distributed_c10d._new_process_group_helper = make
+        groups.backend_of = backend_of
+    ours = given[-2:]  # for gathers and for reductions
+    assert [each.config for each in ours] == [options.config] * 2
+    assert all(each.is_high_priority_stream for each in ours)
+    assert all(each._timeout == timedelta(seconds=77) for each in ours)
+    # torch writes the name of the group into them.
+    assert len({id(each) for each in (options, *ours)}) == 3

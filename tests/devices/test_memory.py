@@ -10,6 +10,7 @@ import ctypes
 import math
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -359,7 +360,12 @@ def test_pinned_host_memory_is_as_large_as_asked_and_goes_with_its_block(
 
 
 def test_host_memory_that_cannot_be_pinned_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And CUDA's error is taken, which torch would find after its next kernel."""
     monkeypatch.setattr(torch.cuda, "cudart", lambda: FakeRuntime(code=2))
+    taken: list[str] = []
+    runtime = SimpleNamespace(cudaGetLastError=lambda: taken.append("error"))
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: runtime)
     with pytest.warns(UserWarning, match=r"1000 bytes of host memory: expected to pin them"):
         block = HostBlock(1000, pinned=True)
     assert block.bytes.numel() == 1000
+    assert taken == ["error"]

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -240,8 +241,10 @@ class FakeEvent:
 
     def __init__(self) -> None:
         self.reached = False
+        self.num_queries = 0
 
     def query(self) -> bool:
+        self.num_queries += 1
         return self.reached
 
 
@@ -251,15 +254,56 @@ def test_work_on_a_stream_that_is_not_reached_in_time_is_told_once_by_its_label(
     assert lane.stuck(0.0, 60.0) is None
     for number in range(3):
         lane._recent.append((f"gather {number}", events[number]))
-    assert lane.stuck(1.0, 60.0) is None
+        assert lane.stuck(1.0 + number, 60.0) is None
     events[0].reached = True
-    assert lane.stuck(60.0, 60.0) is None
-    assert lane.stuck(62.0, 60.0) == "gather 1"
+    assert lane.stuck(62.0, 60.0) is None
+    assert not any(event.num_queries for event in events)
+    assert lane.stuck(64.0, 60.0) == "gather 1"
     assert lane.stuck(200.0, 60.0) is None
     events[1].reached = events[2].reached = True
     lane._recent.append(("gather 3", events[3]))
     assert lane.stuck(201.0, 60.0) is None
     assert lane.stuck(262.0, 60.0) == "gather 3"
+
+
+class Capturing:
+    """A module as ``torch.cuda``, one of whose streams is captured into a graph."""
+
+    def __init__(self, captured: str) -> None:
+        self.captured: str | None = captured
+        self.graph = SimpleNamespace(default_capture_stream="torch's")
+        self._current: str | None = None
+
+    def is_current_stream_capturing(self) -> bool:
+        return self._current is not None and self._current == self.captured
+
+    @contextmanager
+    def stream(self, stream: str | None) -> Iterator[None]:
+        before, self._current = self._current, stream or self._current
+        yield
+        self._current = before
+
+
+@pytest.mark.parametrize("captured", ["torch's", "the lane's"])
+def test_no_event_is_queried_while_a_graph_is_captured(
+    captured: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, before, within = Capturing(captured), FakeEvent(), FakeEvent()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    stream: Any = "the lane's"
+    lane = DeviceLane(torch.device("cpu"), stream, [0, 1])
+    monkeypatch.setattr(lane, "record", lambda: SimpleNamespace(event=within))
+    lane._recent.append(("gather 0", before))
+    if captured == "the lane's":
+        with module.stream(stream):
+            lane.submit("gather 1", lambda: iter(()))
+    assert lane.stuck(1.0, 60.0) is None
+    assert lane.stuck(100.0, 60.0) is None
+    assert not before.num_queries
+    module.captured = None
+    assert lane.stuck(200.0, 60.0) == "gather 0"
+    # An event of the graph is never queried.
+    assert not within.num_queries
 
 
 def test_lanes_on_streams_that_are_stuck_are_logged_by_the_watching_thread(ranks: Ranks) -> None:
@@ -337,3 +381,33 @@ def _save_late(path: str) -> None:
 
 def test_a_rank_that_saves_alone_logs_who_is_missing(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(_save_late, str(tmp_path / "run"), world_size=2)
+
+
+class CountingStore:
+    """Counts what a thread asks the store."""
+
+    def __init__(self, store: Any) -> None:
+        self.num_questions = 0
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        self.num_questions += 1
+        return getattr(self._store, name)
+
+
+@on_ranks(2)
+def test_a_rank_that_trains_asks_the_store_nothing() -> None:
+    fe.shard(make_model())
+    (watcher,) = watch._WATCHERS
+    store: Any = CountingStore(watcher._store)
+    watcher._store = store
+    for number in range(200):
+        if number == 100:
+            store.num_questions = 0  # of before
+        watch.NOW.last = f"operation {number}"
+        time.sleep(watch.PERIOD_SECONDS / 50)
+    assert store.num_questions == 0
+    deadline = time.monotonic() + 60
+    while not store.num_questions and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert store.num_questions

@@ -1,0 +1,247 @@
+"""What the host waits for, and which stream does what, while the engine trains on the device.
+
+Streams are held instead of slowed: no test here depends on a clock.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fsdp_engine as fe
+from fsdp_engine.devices import mesh as mesh_module
+from fsdp_engine.devices.collectives import Communicator
+from fsdp_engine.devices.host_memory import HostBlock
+from fsdp_engine.devices.lanes import make_lanes
+from fsdp_engine.engine import engine_of
+from fsdp_engine.runtime.unit import Residence
+from tests.async_device import device as on
+from tests.models import Transformer, token_batch
+from tests.pool import on_ranks
+
+LEVELS = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
+
+
+class Towers(nn.Module):
+    """Towers of which a batch reaches some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor, reached: list[int]) -> Tensor:
+        for index in reached:
+            x = x + torch.tanh(self.towers[index](x))
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@on_ranks(2)
+def test_the_host_waits_for_no_work_of_the_device_where_a_parameter_got_no_gradient(
+    level: str,
+) -> None:
+    """Tower 0 is reached on all ranks, tower 1 on rank 1 alone, tower 2 on none."""
+    model = Towers()
+    before = [param.detach().clone() for param in model.parameters()]
+    # Where parameters are cut, ranks have to use the same units.
+    units = [] if level == "optim_grads_params" else list(model.towers)
+    engine = fe.shard(model, units=units, strategy=level)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.5, foreach=False)
+    x = torch.ones(2, 8, device=on.DEVICE)
+
+    def step() -> None:
+        model(x, [0, 1][: dist.get_rank() + 1]).backward()
+        optimizer.step()
+        assert [param.grad is None for param in model.parameters()] == [False] * 4 + [True] * 2
+        optimizer.zero_grad()
+
+    for _ in range(2):
+        step()
+    torch.accelerator.synchronize()
+    with on.count_host_syncs() as syncs, on.held():
+        step()  # would never end if it waited for what is held
+    # Rank 1 waits for the other host's answer, beside what the device has to do.
+    assert all(site.startswith("step_message.py") for _, site in syncs), syncs
+    assert sum(syncs.values()) <= 1, syncs
+    after = engine.full_state_dict()
+    same = [
+        torch.equal(after[name].cpu(), old)
+        for (name, _), old in zip(model.named_parameters(), before, strict=True)
+    ]
+    assert same == [False] * 4 + [True] * 2
+
+
+def blocks_of(num: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(num)))
+
+
+@on_ranks(2)
+def test_activations_reuse_the_memory_of_full_parameters_that_are_freed() -> None:
+    model = blocks_of(1)
+    engine = fe.shard(model, units=list(model), strategy="optim_grads_params")
+    (buffer,) = engine.buffers
+    addresses: list[int] = []
+    model[0].register_forward_pre_hook(
+        lambda module, args: addresses.append(buffer.full_params[0].data_ptr())
+    )
+    with torch.no_grad():
+        model(torch.ones(2, 64, device=on.DEVICE))
+    activation = torch.empty(buffer.weights.transient_bytes // 4, device=on.DEVICE)
+    assert activation.data_ptr() == addresses[0]
+
+
+@on_ranks(2)
+def test_a_unit_is_cast_while_the_link_is_busy_with_another() -> None:
+    model = blocks_of(3)
+    policy = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    engine = fe.shard(model, units=list(model), strategy="optim_grads_params", mp_policy=policy)
+    first, second = (unit for unit in engine.units if unit.name in ("0", "1"))
+    link, copy_in = (lane._stream for lane in (engine._lanes.inner_gather, engine._lanes.copy_in))
+    ended: list[bool] = []
+
+    def before(module: nn.Module, args: object) -> None:
+        """The gathers of two units are issued, and the link does not move."""
+        assert {first.residence, second.residence} == {Residence.GATHERING, Residence.IN_USE}
+        copy_in.synchronize()
+        ended.append(link.query())
+
+    model[0].register_forward_pre_hook(before)
+    torch.accelerator.synchronize()
+    with on.held(link), torch.no_grad():
+        model(torch.ones(2, 64, device=on.DEVICE))
+    assert ended == [False]
+
+
+def train_on(
+    model: nn.Module, rows: slice, forward: torch.Stream | None, backward: torch.Stream | None
+) -> None:
+    """Two steps of two microbatches: forwards on one stream, backwards on another."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    device = next(model.parameters()).device
+    for step in range(2):
+        for part in range(2):
+            with torch.deferred.stream(forward):
+                batch = (each[rows].to(device) for each in token_batch(4, 2 * step + part))
+                loss = model(*batch)
+            if backward is not None:
+                backward.wait_stream(forward)
+            with torch.deferred.stream(backward):
+                loss.backward()
+        with torch.deferred.stream(backward):
+            optimizer.step()
+            optimizer.zero_grad()
+        if forward is not None:
+            forward.wait_stream(backward)
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["one_stream", "two_streams"])
+@pytest.mark.parametrize("level", LEVELS)
+@on_ranks(2)
+def test_training_on_other_streams_than_that_of_shard_is_right(level: str, apart: bool) -> None:
+    rows = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
+    model = Transformer(num_blocks=2)
+    on_device = copy.deepcopy(model)
+    fe.shard(model, dist.init_device_mesh("cpu", (2,)), strategy=level)
+    train_on(model, rows, None, None)
+    engine = fe.shard(on_device, strategy=level)
+    forward = torch.deferred.Stream()
+    backward = torch.deferred.Stream() if apart else forward
+    for stream in (forward, backward):
+        stream.wait_stream(torch.deferred.current_stream())
+    # What is left to the stream of shard() comes late.
+    with on.delays(compute=2e-4, collective=1e-3, streams={0: 3e-3}), warnings.catch_warnings():
+        warnings.filterwarnings("error", "The AccumulateGrad node's stream does not match")
+        train_on(on_device, rows, forward, backward)
+    with torch.deferred.stream(backward):
+        found = engine.full_state_dict()
+    expected = engine_of(model).full_state_dict()
+    for name, _ in model.named_parameters():
+        torch.testing.assert_close(found[name].cpu(), expected[name], rtol=0, atol=1e-6)
+
+
+class OfAnotherBackend:
+    """A group whose backend is not the device's own."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.are_async: list[bool] = []
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return SimpleNamespace(name=lambda: "ucc")
+
+    def all_gather_single(self, full: Tensor, source: Tensor, options: Any) -> Any:
+        self.are_async.append(options.asyncOp)
+        return self._group.all_gather_single(full, source, options)
+
+    _allgather_base = all_gather_single  # torch 2.11
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+
+@on_ranks(2)
+def test_collectives_of_a_backend_that_is_not_the_devices_own_are_waited_for() -> None:
+    group: Any = OfAnotherBackend(dist.group.WORLD)
+    comm = Communicator(group, on.DEVICE)
+    lanes = make_lanes(on.DEVICE)
+    full = torch.zeros(6, device=on.DEVICE)
+    comm.part(full).fill_(dist.get_rank() + 1.0)
+    with on.delays(collective=5e-3):
+        ticket = lanes.inner_gather.submit(
+            "gather", partial(comm.all_gather, full), after=[lanes.compute.record()]
+        )
+        lanes.compute.wait(ticket)
+        assert full.tolist() == [1.0] * 3 + [2.0] * 3
+    assert group.are_async == [True]
+
+
+@on_ranks(1)
+def test_a_block_of_pinned_memory_is_allocated_once() -> None:
+    with Allocations() as allocations:
+        block = HostBlock(1000, pinned=True)
+    assert block.bytes.is_pinned()
+    assert allocations.num_bytes == [1000]
+
+
+class Allocations(TorchDispatchMode):
+    """Notes how much memory each operation allocates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.num_bytes.append(result.untyped_storage().nbytes())
+        return result
+
+
+@on_ranks(2)
+def test_all_communicators_are_made_by_shard_and_none_in_training() -> None:
+    connected: list[dist.ProcessGroup] = []
+    all_reduce_ = mesh_module.all_reduce_
+
+    def note(tensor: Tensor, group: Any, op: str = "sum", what: str = "") -> Tensor:
+        connected.append(group)
+        return all_reduce_(tensor, group, op, what)
+
+    mesh_module.all_reduce_ = note
+    try:
+        mesh = fe.shard(blocks_of(2)).mesh
+        fe.shard(blocks_of(2))  # has them
+    finally:
+        mesh_module.all_reduce_ = all_reduce_
+    ends = [mesh.inner.gather_group, mesh.inner.reduce_group]
+    assert connected == [*ends, mesh.message_group]
+    assert mesh.control_group in ends
+    assert mesh.message_group not in ends
