@@ -1,13 +1,12 @@
 """One training run on the device and on the CPU, over the same ranks and with the same code.
 
-The host reads nothing while a run lasts: a value that it asked for would make it wait for the stream,
-and the wait would hide one that is missing. Batches are on the device before the first step, losses
-and norms are read after the last one.
+The host reads nothing during a run: reading a value makes the host wait for the stream, which can
+hide a wait that is missing. Batches are on the device before the first step; losses and norms are
+read after the last one.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -44,7 +43,7 @@ class Job:
         options: further arguments of ``shard``, as items.
     """
 
-    make_model: Callable[[], nn.Module] = functools.partial(Transformer, num_blocks=2)
+    make_model: Callable[[], nn.Module] = field(default=functools.partial(Transformer, 2))
     make_batch: Callable[[int, int], Any] = token_batch
     pair: tuple[str, str] = ("optim_grads_params", "no_shard")
     sizes: tuple[int, ...] = (2,)
@@ -119,7 +118,7 @@ def weights_of(engine: fe.Engine) -> dict[str, Tensor]:
 def train(job: Job, device_type: str) -> Result:
     """Makes the model, shards it on ``device_type`` and trains it."""
     torch.manual_seed(1)
-    model = copy.deepcopy(job.make_model())
+    model = job.make_model()
     engine = job.shard(model, device_type)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return train_with(engine, job.make_optimizer(parameters), job.data(), job.clips)

@@ -1,8 +1,8 @@
 """All ways of training on the device, against the lanes of the CPU on the same ranks.
 
-Equal bit for bit where sums have one order: on one rank, and on two where a step has one microbatch or
-no gradients are sharded. On two ranks a sharded sum over microbatches may be (a + b) + c or a + (b + c),
-and on four gloo adds in an order of its own: there differences stay below ``ROUNDING``.
+Equal bit for bit where sums have one order: on one rank, and on two where a step has one
+microbatch. With more microbatches a sharded gradient may be (a + b) + c or a + (b + c), and on four
+ranks gloo adds in an order of its own: there differences stay below ``ROUNDING``.
 """
 
 from __future__ import annotations
@@ -271,7 +271,7 @@ def test_measure_changes_no_number_and_finds_the_lane_that_is_slow() -> None:
         found = train_with(engine, optimizer, job.data())
     assert not differences(found, expected)
     # Three steps of collectives that take 5 ms each, and kernels that take next to nothing.
-    waited = {lane: 0.0 for lane in LANES}
+    waited = dict.fromkeys(LANES, 0.0)
     for each in measured.waited:
         waited[each.lane] += each.seconds
     assert waited["inner gather"] > 0.03

@@ -1,4 +1,4 @@
-"""Checkpoints of a run on the device: they hold the moment of the call, whatever streams still do."""
+"""Checkpoints of a run on the device hold the moment of the call, whatever streams still do."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def save_while_training(level: str, folder: str) -> None:
     at_the_call = state_of(expected_engine, expected_optimizer)
     rest = train_with(expected_engine, expected_optimizer, data)
 
-    # Training is on a stream of its own: torch's writer synchronises the default one, which would hide
-    # a copy that races.
+    # Training is on a stream of its own: torch's writer synchronises the default one, which would
+    # hide a copy that races.
     with torch.deferred.stream(torch.deferred.Stream()):
         engine, optimizer = prepare(level, on.NAME)
         checkpointer = fe.Checkpointer(folder, engine, optimizer)
-        # Compute is slow: the last step's kernels have not run when the save is asked for, and those
-        # of the steps that follow overwrite weights and state while files are written.
+        # Compute is slow: the last step's kernels have not run when `save_async` is called, and
+        # those of later steps overwrite weights and state while files are written.
         with on.delays(compute=1e-3, copy=5e-3, collective=2e-3):
             run_steps(engine, optimizer, data)
             checkpointer.save_async(1)
@@ -171,7 +171,7 @@ def test_edits_of_full_weights_are_written_back(ranks: Ranks, level: str, num_ra
 
 
 def train_after_an_error(level: str) -> None:
-    """Forward and backward raise with gathers in flight; after ``reset()`` weights are as before."""
+    """Forward and backward raise with gathers in flight; ``reset()`` keeps the weights."""
     expected = train(Job(pair=(level, "no_shard"), num_micro=1), "cpu")
     job = Job(pair=(level, "no_shard"), num_micro=1)
     torch.manual_seed(1)
