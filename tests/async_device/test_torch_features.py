@@ -86,7 +86,7 @@ def train_compiled(job: Job, device_type: str) -> Any:
     counters.clear()
     compiled = dataclasses.replace(job, make_model=functools.partial(compiled_model, job))
     result = train(compiled, device_type)
-    assert counters["aot_autograd"]["ok"] >= len(job.make_model().blocks)
+    assert counters["aot_autograd"]["ok"] >= 1  # equal blocks share a graph
     assert not counters["graph_break"]
     return result
 
