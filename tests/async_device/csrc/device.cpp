@@ -658,6 +658,12 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
                            "native_group_norm", "mse_loss"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
   }
+  // torch's composites of these call a kernel for each tensor. Here, as on CUDA, all tensors are one.
+  for (const auto& op : c10::Dispatcher::singleton().getAllOpNames()) {
+    if (op.name.rfind("aten::_foreach_", 0) != 0) continue;
+    const auto name = op.name + (op.overload_name.empty() ? "" : "." + op.overload_name);
+    m.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  }
 }
 
 // Once, when Python loads the module.
