@@ -1,9 +1,9 @@
 """Overlap in fact: steps on the asynchronous device, beside the simulated clock and FSDP2.
 
-The device of ``tests/async_device`` gets fixed delays: each kernel and copy takes as long as any other,
-and a collective as long as the forward of a block. The same figures, as a ``Machine``, are what the
-simulated clock gets. Both then tell how long a step takes: the clock from the order of submissions
-alone, the device with its streams, its process groups and a host that has to keep up.
+The device of ``tests/async_device`` gets fixed delays: each kernel and copy takes as long as any
+other, and a collective as long as the forward of a block. The simulated clock gets the same figures
+as a ``Machine``. It derives the time of a step from the order of submissions alone; the device takes
+it, with streams, process groups and a host that has to keep up.
 
 A second table counts what the host waits for in a steady step, and the waits between streams.
 
@@ -208,8 +208,7 @@ def main() -> None:
         "a steady step",
         ["way", "clips", "unused", "host syncs", "stream waits"],
         [
-            [each["way"], *(str(each[key]) for key in ("clips", "has_unused", "host_syncs"))]
-            + [str(each["stream_waits"])]
+            [str(each[key]) for key in ("way", "clips", "has_unused", "host_syncs", "stream_waits")]
             for each in found["counts"]
         ],
     )
