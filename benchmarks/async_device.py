@@ -2,8 +2,8 @@
 
 The device of ``tests/async_device`` gets fixed delays: each kernel and copy takes as long as any
 other, and a collective as long as the forward of a block. The simulated clock gets the same figures
-as a ``Machine``. It derives the time of a step from the order of submissions alone; the device takes
-it, with streams, process groups and a host that has to keep up.
+as a ``Machine``. It derives the time of a step from the order of submissions alone; on the device
+streams, process groups and a host that has to keep up take it.
 
 A second table counts what the host waits for in a steady step, and the waits between streams.
 
@@ -103,7 +103,7 @@ def simulated(way: str) -> dict[str, float]:
     }
 
 
-def make_step(way: str, model: nn.Module, clips: bool = False) -> Callable[[], None]:
+def make_step(way: str, model: Model, clips: bool = False) -> Callable[[], None]:
     """One step of training on the device; the host does not wait for its end."""
     kind, options = WAYS[way]
     if kind == "engine":

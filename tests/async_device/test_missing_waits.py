@@ -3,13 +3,13 @@
 The waits of a steady step are left out in turn, those of one place until one of them gives wrong
 weights. What shows them:
 
-- more blocks than are gathered ahead, so that a block's memory is reused while compute may still read
-  it: with two blocks the wait before a release changes nothing;
+- more blocks than are gathered ahead, so that a block's memory is reused while compute may still
+  read it: with two blocks the wait before a release changes nothing;
 - units of one block each, so that there is more than one gather;
 - kernels slow on both ranks, collectives slow on both, and one rank with slow kernels.
 
-A single wait may change nothing where its place does: later work on its stream waits for more, or its
-memory is not reused before the next wait.
+A single wait may change nothing where its place does: later work on its stream waits for more, or
+its memory is not reused before the next wait.
 """
 
 from __future__ import annotations
