@@ -26,23 +26,39 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> Any:
-    """Run ``function(*args)`` on ``world_size`` gloo ranks of one thread; returns rank 0's result.
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    backend: str = "gloo",
+    set_up: Callable[[], None] | None = None,
+) -> Any:
+    """Run ``function(*args)`` on ``world_size`` ranks of one thread; returns rank 0's result.
 
-    ``function`` is a module's function, and its result can be written as JSON.
+    ``function`` and ``set_up``, which runs first in each rank, are functions of modules. The result
+    can be written as JSON.
     """
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank_main, (world_size, folder, function, args), world_size)
+        arguments = (world_size, folder, backend, set_up, function, args)
+        mp.spawn(_rank_main, arguments, world_size)
         return json.loads((Path(folder) / "result").read_text())
 
 
 def _rank_main(
-    rank: int, world_size: int, folder: str, function: Callable[..., Any], args: Any
+    rank: int,
+    world_size: int,
+    folder: str,
+    backend: str,
+    set_up: Callable[[], None] | None,
+    function: Callable[..., Any],
+    args: Any,
 ) -> None:
     torch.set_num_threads(1)
+    if set_up is not None:
+        set_up()
     store = dist.FileStore(os.path.join(folder, "store"), world_size)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+        backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
     )
     result = function(*args)
     if rank == 0:

@@ -662,6 +662,41 @@ def _gpu(row: dict[str, Any]) -> str:
     return found[1] if gib in (None, "80") else f"{found[1]} {gib} GB"
 
 
+def async_device_steps() -> str:
+    """Time of a step on the asynchronous device, beside the simulated clock."""
+    found = results("async_device")
+    rows = []
+    for way, seconds in found["times"].items():
+        median = statistics.median(seconds)
+        clock = found["clock"].get(way, {}).get("seconds")
+        rows.append(
+            (
+                f"`{way}`" if clock else way,
+                f"{median:.3f} ({min(seconds):.3f}-{max(seconds):.3f})",
+                f"{clock:.3f}" if clock else "",
+                f"{median / clock:.3f}" if clock else "",
+            )
+        )
+    columns = ("level, or FSDP2", "s on the device", "s by the clock", "device over clock")
+    return with_machine(table(columns, rows), "async_device")
+
+
+def async_device_waits() -> str:
+    """Host syncs and waits between streams in a steady step on the asynchronous device."""
+    cases = {
+        (False, False): "plain",
+        (True, False): "clipped",
+        (True, True): "clipped, a parameter without gradient",
+    }
+    counts = results("async_device")["counts"]
+    by_way: dict[str, list[str]] = {}
+    for each in counts:
+        numbers = f"{each['host_syncs']}, {each['stream_waits']}"
+        by_way.setdefault(each["way"], []).append(numbers)
+    rows = [(way if way == "FSDP2" else f"`{way}`", *numbers) for way, numbers in by_way.items()]
+    return table(("host syncs, stream waits", *cases.values()), rows)
+
+
 TABLES: tuple[Callable[[], str], ...] = (
     step_time_machine,
     step_time_over_fsdp2,
@@ -697,4 +732,6 @@ TABLES: tuple[Callable[[], str], ...] = (
     planner_time,
     published,
     published_ranges,
+    async_device_steps,
+    async_device_waits,
 )

@@ -116,7 +116,7 @@ class Operations(TorchDispatchMode):
         out = as_returned(func, args, out)
         if func.namespace == "c10d":
             self._message(func, args)
-        elif func.namespace != "prim":
+        elif func.namespace not in ("prim", "profiler"):
             self._operation(func, args, kwargs, out, recipe)
         return out
 

@@ -1,4 +1,4 @@
-"""Ranks that have the device: a pool of two processes of their own, for this folder only."""
+"""Ranks that have the device: a pool of four processes of their own, for this folder only."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ def ranks() -> Iterator[Ranks]:
     if (tool := missing_tool()) is not None:
         pytest.skip(f"the asynchronous device is not built: no {tool}")
     build()
-    pool = Ranks(2, backend=f"cpu:gloo,{NAME}:{NAME}", set_up=install)
+    pool = Ranks(4, backend=f"cpu:gloo,{NAME}:{NAME}", set_up=install)
     yield pool
     pool.close()

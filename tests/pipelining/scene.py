@@ -188,9 +188,10 @@ class Pipeline:
         """One step of the schedule, without the optimizer's."""
         losses: list[Tensor] = []
         num_stages = self.schedule._num_stages
-        args = [x[self.data_rank]] if 0 in self.indices else []
+        device = self.engines[0].mesh.device
+        args = [x[self.data_rank].to(device)] if 0 in self.indices else []
         last = num_stages - 1 in self.indices
-        target = {"target": y[self.data_rank], "losses": losses} if last else {}
+        target = {"target": y[self.data_rank].to(device), "losses": losses} if last else {}
         self.schedule.step(*args, **target)
         self.losses.append([loss.item() for loss in losses])
 
@@ -203,15 +204,16 @@ def make_pipeline(
     what: str = "",
     data_shape: tuple[int, ...] = (2,),
     stage_class: Any = PipelineStage,
+    device_type: str = "cpu",
     **options: Any,
 ) -> Pipeline:
-    """Stages of this rank, sharded over its data-parallel ranks."""
+    """Stages of this rank, sharded over its data-parallel ranks, on ``device_type``."""
     num_data = 1
     for size in data_shape:
         num_data *= size
     num_ranks = dist.get_world_size() // num_data
     names = ("pipeline", *("outer", "inner")[-len(data_shape) :])
-    mesh = init_device_mesh("cpu", (num_ranks, *data_shape), mesh_dim_names=names)
+    mesh = init_device_mesh(device_type, (num_ranks, *data_shape), mesh_dim_names=names)
     rank = mesh.get_local_rank("pipeline")
     indices = stage_indices(schedule, rank, num_ranks)
     num_stages = num_ranks * len(indices)
@@ -220,17 +222,23 @@ def make_pipeline(
     data: DeviceMesh = mesh[names[1:]]
     engines = [fe.shard(module, data, level, outer, **options) for module in modules]
     group = mesh.get_group("pipeline")
-    run = make_schedule(schedule, modules, indices, group, stage_class)
+    device = torch.device(device_type)
+    run = make_schedule(schedule, modules, indices, group, stage_class, device)
     data_rank = engines[0].mesh.rank
     return Pipeline(indices, modules, engines, run, data_rank, [])
 
 
 def make_schedule(
-    schedule: str, modules: list[Stage], indices: list[int], group: Any, stage_class: Any
+    schedule: str,
+    modules: list[Stage],
+    indices: list[int],
+    group: Any,
+    stage_class: Any,
+    device: torch.device = torch.device("cpu"),  # noqa: B008
 ) -> Any:
     """torch's, with new stages."""
     stages = [
-        stage_class(module, index, group.size() * len(indices), torch.device("cpu"), group=group)
+        stage_class(module, index, group.size() * len(indices), device, group=group)
         for module, index in zip(modules, indices, strict=True)
     ]
     make = getattr(pipelining, f"Schedule{schedule}")

@@ -424,6 +424,19 @@ std::vector<at::Tensor> tensors_of(const c10::IValue& value) {
   return value.isTensor() ? std::vector<at::Tensor>{value.toTensor()} : value.toTensorVector();
 }
 
+// Mean and deviation of these norms: the meta kernels return fp32, as CUDA's do. The CPU's return the
+// dtype of the input, unless the weight is wider.
+void set_dtype_of_statistics(const std::string& name, c10::ArrayRef<c10::IValue> arguments,
+                             CallShapes& shapes) {
+  const bool is_layer_norm = name == "aten::native_layer_norm";
+  if (!is_layer_norm && name != "aten::native_group_norm") return;
+  const auto input = arguments[0].toTensor().scalar_type();
+  const auto& weight = arguments[is_layer_norm ? 2 : 1];
+  const bool is_wider = weight.isTensor() && weight.toTensor().defined() &&
+      weight.toTensor().scalar_type() != input;
+  for (size_t i = 1; i < 3; ++i) shapes.results[i][0].dtype = is_wider ? at::kFloat : input;
+}
+
 CallShapes run_on_meta(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments) {
   CallShapes shapes;
   torch::jit::Stack stack;
@@ -452,6 +465,7 @@ CallShapes run_on_meta(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue>
     shapes.results.emplace_back();
     for (const auto& each : tensors_of(stack[i])) shapes.results.back().push_back(shape_of(each));
   }
+  set_dtype_of_statistics(schema.name(), arguments, shapes);
   return shapes;
 }
 
@@ -643,6 +657,12 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   for (const char* name : {"convolution", "convolution_backward", "native_layer_norm",
                            "native_group_norm", "mse_loss"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  }
+  // torch's composites of these call a kernel for each tensor. Here, as on CUDA, all tensors are one.
+  for (const auto& op : c10::Dispatcher::singleton().getAllOpNames()) {
+    if (op.name.rfind("aten::_foreach_", 0) != 0) continue;
+    const auto name = op.name + (op.overload_name.empty() ? "" : "." + op.overload_name);
+    m.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());
   }
 }
 

@@ -1,0 +1,225 @@
+"""Overlap in fact: steps on the asynchronous device, beside the simulated clock and FSDP2.
+
+The device of ``tests/async_device`` gets fixed delays: each kernel and copy takes as long as any
+other, and a collective as long as the forward of a block. The simulated clock gets the same figures
+as a ``Machine``. It derives the time of a step from the order of submissions alone; on the device
+streams, process groups and a host that has to keep up take it.
+
+A second table counts what the host waits for in a steady step, and the waits between streams.
+
+    python benchmarks/async_device.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import harness
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import fsdp_engine as fe
+from fsdp_engine.simulation.machine import Link, Processor
+from tests.async_device import device as on
+from tests.async_device.build import build
+
+NUM_BLOCKS, DIM, ROWS = 8, 64, 4
+# Seconds. Of a kernel; of a collective, which is the forward of a block: four kernels.
+KERNEL = 20e-3
+COLLECTIVE = 4 * KERNEL
+STEPS_IN_A_ROUND = 1
+# Way, and arguments of `shard` or `fully_shard`.
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "optim_grads_params": ("engine", {"strategy": "optim_grads_params"}),
+    "optim_grads": ("engine", {"strategy": "optim_grads"}),
+    "optim": ("engine", {"strategy": "optim"}),
+    "FSDP2": ("fsdp2", {"reshard_after_forward": True}),
+    "FSDP2, no reshard": ("fsdp2", {"reshard_after_forward": False}),
+}
+
+
+class Block(nn.Module):
+    """Four kernels in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(DIM, DIM)
+        self.down = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Model(nn.Module):
+    """Blocks of one size; ``has_unused``: the last one holds a parameter that no forward reads."""
+
+    def __init__(self, has_unused: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
+        if has_unused:
+            self.blocks[-1].unused = nn.Parameter(torch.ones(DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
+
+
+def simulated(way: str) -> dict[str, float]:
+    """Seconds of a step by the simulated clock, of its compute, and of its messages."""
+    free = Link(1e18, COLLECTIVE)  # one hop between two ranks, whatever is sent
+    machine = fe.Machine(
+        "the asynchronous device",
+        Processor({torch.float32: 1e18}, 1e18, 1e12, call_seconds=KERNEL),
+        free,
+        free,
+        ranks_per_node=8,
+    )
+    found = fe.simulate(
+        Model,
+        2,
+        batch=torch.zeros(ROWS, DIM),
+        machine=machine,
+        optimizer=adamw,
+        min_unit_size=0,
+        **WAYS[way][1],
+    )
+    return {
+        "seconds": found.seconds,
+        "compute": found.compute_seconds,
+        "messages": sum(found.message_seconds.values()),
+        "exposed": found.exposed_seconds,
+    }
+
+
+def make_step(way: str, model: Model, clips: bool = False) -> Callable[[], None]:
+    """One step of training on the device; the host does not wait for its end."""
+    kind, options = WAYS[way]
+    if kind == "engine":
+        fe.shard(model, min_unit_size=0, **options)
+    else:
+        model.to(on.DEVICE)
+        mesh = dist.init_device_mesh(on.NAME, (dist.get_world_size(),))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, **options)
+        fully_shard(model, mesh=mesh, **options)
+    optimizer = adamw(model.parameters())
+    if kind == "engine":
+        fe.shard_optimizer(optimizer)
+    x = torch.ones(ROWS, DIM).to(on.DEVICE)
+
+    def step() -> None:
+        model(x).backward()
+        if clips:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def run(rounds: int) -> dict[str, Any]:
+    """What one rank measures."""
+    times = measured(rounds)
+    return {"times": times, "counts": [counted(*case) for case in COUNTED]}
+
+
+def measured(rounds: int) -> dict[str, list[float]]:
+    """Seconds of a step in each round, by way."""
+    torch.manual_seed(0)
+    start = Model()
+    steps = {way: make_step(way, copy.deepcopy(start)) for way in WAYS}
+
+    def several(step: Callable[[], None]) -> None:
+        for _ in range(STEPS_IN_A_ROUND):
+            step()
+        torch.accelerator.synchronize()
+
+    with on.delays(compute=KERNEL, copy=KERNEL, collective=COLLECTIVE):
+        times = harness.interleave(
+            {way: functools.partial(several, step) for way, step in steps.items()}, rounds, warmup=1
+        )
+    return {way: [each / STEPS_IN_A_ROUND for each in seconds] for way, seconds in times.items()}
+
+
+# Way, whether gradients are clipped, whether a parameter gets no gradient.
+COUNTED = [
+    (way, clips, has_unused)
+    for way in ("optim_grads_params", "optim_grads", "optim", "FSDP2")
+    for clips, has_unused in ((False, False), (True, False), (True, True))
+]
+
+
+def counted(way: str, clips: bool, has_unused: bool) -> dict[str, Any]:
+    """Host syncs of a steady step, by reason and line, and its waits between streams."""
+    torch.manual_seed(0)
+    step = make_step(way, Model(has_unused), clips)
+    for _ in range(3):
+        step()
+    torch.accelerator.synchronize()
+    with on.without_wait(-1):
+        with on.count_host_syncs() as syncs:
+            step()
+        num_waits = on.num_stream_waits()
+    return {
+        "way": way,
+        "clips": clips,
+        "has_unused": has_unused,
+        "host_syncs": sum(syncs.values()),
+        "sites": sorted(f"{reason} at {site}" for reason, site in syncs),
+        "stream_waits": num_waits,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    build()
+    clock = {way: simulated(way) for way, (kind, _) in WAYS.items() if kind == "engine"}
+    found = harness.run_ranks(
+        run, 2, args.rounds, backend=f"cpu:gloo,{on.NAME}:{on.NAME}", set_up=on.install
+    )
+    rows = []
+    for way, seconds in found["times"].items():
+        median = statistics.median(seconds)
+        simulated_ms = clock[way]["seconds"] * 1e3 if way in clock else None
+        rows.append(
+            [
+                way,
+                f"{median * 1e3:.0f} ({min(seconds) * 1e3:.0f}-{max(seconds) * 1e3:.0f})",
+                "" if simulated_ms is None else f"{simulated_ms:.0f}",
+                "" if simulated_ms is None else f"{median * 1e3 / simulated_ms:.2f}",
+            ]
+        )
+    harness.print_table("a step, ms", ["way", "device", "clock", "device / clock"], rows)
+    harness.print_table(
+        "a steady step",
+        ["way", "clips", "unused", "host syncs", "stream waits"],
+        [
+            [str(each[key]) for key in ("way", "clips", "has_unused", "host_syncs", "stream_waits")]
+            for each in found["counts"]
+        ],
+    )
+    for each in found["counts"]:
+        if each["sites"]:
+            print(each["way"], each["clips"], each["has_unused"], each["sites"])
+    harness.write_results(
+        "async_device",
+        {"kernel": KERNEL, "collective": COLLECTIVE, "blocks": NUM_BLOCKS, "clock": clock, **found},
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""One training run on the device and on the CPU, over the same ranks and with the same code.
+
+The host reads nothing during a run: reading a value makes the host wait for the stream, which can
+hide a wait that is missing. Batches are on the device before the first step; losses and norms are
+read after the last one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import fsdp_engine as fe
+from tests.async_device import device as on
+from tests.models import Transformer, token_batch
+from tests.reference import Data, OptimizerMaker, make_data, sgd
+
+NUM_STEPS = 3
+MAX_NORM = 0.5
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model and how it is trained.
+
+    Attributes:
+        make_model: makes the model; it draws from the seed that :func:`train` sets.
+        make_batch: makes a batch of so many rows from a seed.
+        pair: levels of the strategy, inner and outer.
+        sizes: of the mesh, (inner,) or (outer, inner).
+        num_micro: microbatches of a step; all but the last one run under ``no_sync()``.
+        make_optimizer: gets the sharded parameters.
+        clips: whether gradients are clipped, by the engine.
+        options: further arguments of ``shard``, as items.
+    """
+
+    make_model: Callable[[], nn.Module] = field(default=functools.partial(Transformer, 2))
+    make_batch: Callable[[int, int], Any] = token_batch
+    pair: tuple[str, str] = ("optim_grads_params", "no_shard")
+    sizes: tuple[int, ...] = (2,)
+    num_micro: int = 2
+    make_optimizer: OptimizerMaker = sgd
+    clips: bool = True
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def shard(self, model: nn.Module, device_type: str) -> fe.Engine:
+        """Shards ``model`` on ``device_type``, by default with each block a unit of its own."""
+        options = {"min_unit_size": 0, **dict(self.options)}
+        return fe.shard(model, mesh_of(device_type, self.sizes), *self.pair, **options)
+
+    def data(self) -> Data:
+        """Batches by step, microbatch and rank."""
+        return make_data(self.make_batch, NUM_STEPS, self.num_micro, dist.get_world_size())
+
+
+@dataclass
+class Result:
+    """What a run gave on this rank: losses of microbatches, norms of steps, weights at the end."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+def mesh_of(device_type: str, sizes: tuple[int, ...]) -> DeviceMesh:
+    names = ("outer", "inner")[-len(sizes) :]
+    return init_device_mesh(device_type, sizes, mesh_dim_names=names)
+
+
+def on_device(batch: Any, device: torch.device) -> tuple[Tensor, ...]:
+    return tuple(part.to(device) for part in batch)
+
+
+@sdpa_kernel(SDPBackend.MATH)  # on the CPU too: the same kernels
+def train_with(
+    engine: fe.Engine, optimizer: torch.optim.Optimizer, data: Data, clips: bool = True
+) -> Result:
+    """Trains this rank's part of ``data``."""
+    model: Any = engine.model
+    losses, norms = [], []
+    mine = [
+        [on_device(parts[dist.get_rank()], engine.mesh.device) for parts in microbatches]
+        for microbatches in data
+    ]
+    for microbatches in mine:
+        for index, batch in enumerate(microbatches):
+            is_last = index == len(microbatches) - 1
+            with nullcontext() if is_last else engine.no_sync():
+                loss = model(*batch) / len(microbatches)
+                loss.backward()
+            losses.append(loss.detach())
+        if clips:
+            norms.append(engine.clip_grad_norm_(MAX_NORM))
+        optimizer.step()
+        optimizer.zero_grad()
+    return Result(
+        [loss.item() for loss in losses],
+        [norm.item() for norm in norms],
+        weights_of(engine),
+    )
+
+
+def weights_of(engine: fe.Engine) -> dict[str, Tensor]:
+    """Full parameters, on the CPU; a collective."""
+    state = engine.full_state_dict()
+    return {name: state[name].cpu() for name, _ in engine.model.named_parameters()}
+
+
+def train(job: Job, device_type: str) -> Result:
+    """Makes the model, shards it on ``device_type`` and trains it."""
+    torch.manual_seed(1)
+    model = job.make_model()
+    engine = job.shard(model, device_type)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return train_with(engine, job.make_optimizer(parameters), job.data(), job.clips)
+
+
+def differences(found: Result, expected: Result, tolerance: float = 0.0) -> list[str]:
+    """Each loss, norm and weight that is off by more than ``tolerance``; NaN always is."""
+    lines = []
+    for what in ("losses", "norms"):
+        mine, theirs = getattr(found, what), getattr(expected, what)
+        assert len(mine) == len(theirs)
+        for index, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+            if not abs(a - b) <= tolerance:
+                lines.append(f"{what} {index}: {a}, expected {b}")
+    assert found.weights.keys() == expected.weights.keys()
+    for name, theirs in expected.weights.items():
+        off = (found.weights[name].double() - theirs.double()).abs()
+        if not (off <= tolerance).all():
+            lines.append(f"{name}: off by {off.max():.1e}")
+    return lines
+
+
+def compare(job: Job, tolerance: float = 0.0, seed: int = 0, delay: float = 2e-4) -> list[str]:
+    """Differences between the device, with delays drawn from ``seed``, and the CPU."""
+    expected = train(job, "cpu")
+    with random_delays(seed, delay):
+        found = train(job, on.NAME)
+    return [f"rank {dist.get_rank()}: {line}" for line in differences(found, expected, tolerance)]
+
+
+def random_delays(seed: int, delay: float = 2e-4) -> Any:
+    """Delays drawn from ``seed`` and the rank; those of collectives reach ten times ``delay``."""
+    return on.delays(
+        compute=delay,
+        copy=delay,
+        collective=10 * delay,
+        host=delay / 4,
+        seed=seed * dist.get_world_size() + dist.get_rank(),
+    )

@@ -1,0 +1,301 @@
+"""All ways of training on the device, against the lanes of the CPU on the same ranks.
+
+Equal bit for bit where sums have one order: on one rank, and on two where a step has one
+microbatch. With more microbatches a sharded gradient may be (a + b) + c or a + (b + c), and on four
+ranks gloo adds in an order of its own: there differences stay below ``ROUNDING``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsdp_engine as fe
+from fsdp_engine.devices.lane import LANES
+from tests import models
+from tests.async_device import device as on
+from tests.async_device.scene import (
+    Job,
+    compare,
+    differences,
+    random_delays,
+    train,
+    train_with,
+    weights_of,
+)
+from tests.composition import tensor_parallel
+from tests.models import Transformer, vector_batch
+from tests.pairs import EVERY_PAIR
+from tests.pipelining import scene as pipelines
+from tests.planning import test_experts as experts
+from tests.pool import on_ranks
+from tests.reference import adamw
+
+ROUNDING = 2e-7
+LEVEL_3 = ("optim_grads_params", "no_shard")
+
+
+# ---- Ranks and levels --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("inner", "outer"), EVERY_PAIR)
+@on_ranks(1)
+def test_one_rank_trains_as_on_the_cpu_bit_for_bit(inner: str, outer: str) -> None:
+    assert not compare(Job(pair=(inner, outer), sizes=(1, 1)))
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)], ids=["outer", "inner"])
+@pytest.mark.parametrize(("inner", "outer"), EVERY_PAIR)
+@on_ranks(2)
+def test_two_ranks_train_as_on_the_cpu_bit_for_bit(
+    inner: str, outer: str, sizes: tuple[int, int]
+) -> None:
+    assert not compare(Job(pair=(inner, outer), sizes=sizes, num_micro=1))
+
+
+@pytest.mark.parametrize(("inner", "outer"), EVERY_PAIR)
+@on_ranks(4)
+def test_four_ranks_on_two_axes_train_as_on_the_cpu(inner: str, outer: str) -> None:
+    assert not compare(Job(pair=(inner, outer), sizes=(2, 2)), ROUNDING)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("sizes", [(4, 1), (1, 4)], ids=["outer", "inner"])
+@pytest.mark.parametrize(("inner", "outer"), EVERY_PAIR)
+@on_ranks(4)
+def test_four_ranks_on_one_axis_train_as_on_the_cpu(
+    inner: str, outer: str, sizes: tuple[int, int]
+) -> None:
+    assert not compare(Job(pair=(inner, outer), sizes=sizes, num_micro=3), ROUNDING)
+
+
+@on_ranks(2)
+def test_the_comparison_sees_one_bit() -> None:
+    job = Job(num_micro=1)
+    one, other = train(job, "cpu"), train(job, "cpu")
+    assert not differences(one, other)
+    weight = other.weights["blocks.1.down.weight"]
+    weight[3, 5] = torch.nextafter(weight[3, 5], torch.tensor(9.0))
+    assert len(differences(one, other)) == 1
+    other.weights["norm.weight"][2] = float("nan")
+    assert len(differences(one, other, tolerance=1.0)) == 1
+
+
+# ---- Features ----------------------------------------------------------------------------------
+
+
+def policy(**fields: Any) -> tuple[str, Any]:
+    return ("mp_policy", fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16, **fields))
+
+
+def float8(granularity: Any) -> tuple[str, Any]:
+    return ("codec_rules", (fe.Float8(granularity),))
+
+
+def config(**fields: Any) -> tuple[str, Any]:
+    return ("config", fe.DistributedDataParallelConfig(**fields))
+
+
+def of(make_model: Callable[[], nn.Module], width: int = models.DIM) -> Job:
+    return Job(make_model=make_model, make_batch=functools.partial(vector_batch, width=width))
+
+
+ORDINARY = {
+    "bf16": Job(options=(policy(),)),
+    "fp8_gather": Job(options=(float8("row"), policy())),
+    "double_buffer": Job(options=(config(fsdp_double_buffer=True),)),
+    "frozen": of(models.lora_model),
+    "no_gradient": of(models.unused_model),
+}
+FEATURES = {
+    **ORDINARY,
+    "bf16_reductions": Job(options=(policy(reduce_dtype=torch.bfloat16),)),
+    "bf16_sent": Job(options=(policy(grad_comm_dtype=torch.bfloat16),)),
+    "fp8_gather_by_tensor": Job(options=(float8("tensor"),)),
+    "fp8_gather_by_block": Job(options=(float8("block"),)),
+    "fp8_double_buffer": Job(options=(float8("row"), config(fsdp_double_buffer=True))),
+    "no_prefetch": Job(options=(config(suggested_communication_unit_size=0),)),
+    "large_prefetch": Job(options=(config(suggested_communication_unit_size=10**6),)),
+    "one_unit": Job(options=(("min_unit_size", None),)),
+    "adamw": Job(make_optimizer=adamw),
+    "not_clipped": Job(clips=False),
+    "tied": Job(make_model=functools.partial(Transformer, 2, tied=True)),
+    "odd": of(models.odd_model, width=7),
+    "frozen_first": of(models.frozen_first_model),
+    "mixed_dtypes": of(models.mixed_model),
+    "shared": of(models.shared_model),
+    "shared_module": of(models.shared_module_model),
+    "called_twice": of(models.CalledTwice),
+    "encoder_decoder": of(models.EncoderDecoder),
+    "nested_units": of(models.NestedUnits),
+    "nested_outputs": of(models.NestedModel),
+    "in_place": of(models.InPlace),
+    "unused_output": of(models.UnusedOutput),
+}
+
+
+@pytest.mark.parametrize("feature", ORDINARY)
+@on_ranks(2)
+def test_a_feature_at_level_3_gives_the_bits_of_the_cpu(feature: str) -> None:
+    assert not compare(dataclasses.replace(FEATURES[feature], pair=LEVEL_3, num_micro=1))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("feature", FEATURES)
+@on_ranks(2)
+def test_a_feature_gives_the_bits_of_the_cpu_at_every_level(feature: str) -> None:
+    for seed, level in enumerate(("no_shard", "optim", "optim_grads", "optim_grads_params")):
+        job = dataclasses.replace(FEATURES[feature], pair=(level, "no_shard"), num_micro=1)
+        assert not compare(job, seed=seed), level
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("feature", FEATURES)
+@on_ranks(4)
+def test_a_feature_is_that_of_the_cpu_on_two_axes_of_ranks(feature: str) -> None:
+    # bf16 rounds sums of another order to another neighbour: one in 2^8.
+    is_bf16 = feature.startswith(("bf16", "fp8", "mixed"))
+    for seed, pair in enumerate([("optim", "optim"), ("optim_grads_params", "optim_grads")]):
+        job = dataclasses.replace(FEATURES[feature], pair=pair, sizes=(2, 2))
+        assert not compare(job, 2e-2 if is_bf16 else 2e-6, seed=seed), pair
+
+
+# ---- Experts, tensor parallelism, pipelines ----------------------------------------------------
+
+
+def weights_of_mixture(level: str, device_type: str) -> dict[str, torch.Tensor]:
+    """Weights of this rank's expert and of what all ranks share, after some steps."""
+    mesh = dist.init_device_mesh(device_type, (2, 2), mesh_dim_names=("copies", "experts"))
+    held, device = mesh["experts"].get_local_rank(), torch.device(device_type)
+    model = experts.build([held], mesh["experts"].get_group())
+    engine = fe.shard(
+        model, mesh._flatten("all"), level, expert_mesh=mesh["copies"], min_unit_size=0
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    for _ in range(3):
+        x, y = experts.batches(1)[0][dist.get_rank()]
+        model(x.to(device), y.to(device)).backward()
+        engine.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: engine.full_tensor(name).cpu() for name, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "level",
+    [
+        *(pytest.param(n, marks=pytest.mark.thorough) for n in ("no_shard", "optim")),
+        *(pytest.param("optim_grads", marks=pytest.mark.thorough), "optim_grads_params"),
+    ],
+)
+@on_ranks(4)
+def test_experts_train_as_on_the_cpu(level: str) -> None:
+    expected = weights_of_mixture(level, "cpu")
+    with random_delays(seed=3):
+        found = weights_of_mixture(level, on.NAME)
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, rtol=0, atol=ROUNDING)
+
+
+def weights_with_tensor_parallelism(level: str, device_type: str) -> dict[str, torch.Tensor]:
+    torch.manual_seed(3)
+    model = tensor_parallel.Model()
+    mesh = dist.init_device_mesh(device_type, (2, 2), mesh_dim_names=("dp", "tp"))
+    tensor_parallel.cut(model.to(device_type), mesh["tp"], sequence=True)
+    engine = fe.shard(model, mesh["dp"], level, min_unit_size=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    for step in range(3):
+        for micro in range(2):
+            tokens = tensor_parallel.tokens_for(step, micro, engine.mesh.rank)
+            with engine.no_sync() if micro == 0 else torch.enable_grad():
+                model(tokens.to(device_type)).backward()
+        engine.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: tensor_parallel.whole(p).cpu() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "level", [pytest.param("optim_grads", marks=pytest.mark.thorough), "optim_grads_params"]
+)
+@on_ranks(4)
+def test_tensor_parallelism_trains_as_on_the_cpu(level: str) -> None:
+    expected = weights_with_tensor_parallelism(level, "cpu")
+    with random_delays(seed=4):
+        found = weights_with_tensor_parallelism(level, on.NAME)
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("schedule", pipelines.marked(pipelines.SCHEDULES, default=("1F1B",)))
+@pytest.mark.parametrize(
+    "level", ["optim_grads", pytest.param("optim_grads_params", marks=pytest.mark.thorough)]
+)
+@on_ranks(4)
+def test_a_pipeline_trains_as_on_the_cpu(schedule: str, level: str) -> None:
+    expected = pipelines.make_pipeline(schedule, level)
+    pipelines.train(expected, 2)
+    found = pipelines.make_pipeline(schedule, level, device_type=on.NAME)
+    with random_delays(seed=5):
+        pipelines.train(found, 2)
+    torch.testing.assert_close(
+        torch.tensor(found.losses), torch.tensor(expected.losses), rtol=0, atol=1e-6
+    )
+    for mine, theirs in zip(found.engines, expected.engines, strict=True):
+        weights = weights_of(theirs)
+        for name, weight in weights_of(mine).items():
+            torch.testing.assert_close(weight, weights[name], rtol=0, atol=1e-6)
+
+
+# ---- Measuring, and 200 orders -----------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_measure_changes_no_number_and_finds_the_lane_that_is_slow() -> None:
+    job = Job(num_micro=1)
+    expected = train(job, "cpu")
+    torch.manual_seed(1)
+    model = job.make_model()
+    engine = job.shard(model, on.NAME)
+    optimizer = job.make_optimizer(model.parameters())
+    with on.delays(collective=5e-3), engine.measure() as measured:
+        found = train_with(engine, optimizer, job.data())
+    assert not differences(found, expected)
+    # Three steps of collectives that take 5 ms each, and kernels that take next to nothing.
+    waited = dict.fromkeys(LANES, 0.0)
+    for each in measured.waited:
+        waited[each.lane] += each.seconds
+    assert waited["inner gather"] > 0.03
+    assert waited["inner gather"] + waited["inner reduce"] < measured.seconds
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("part", range(5))
+@on_ranks(2)
+def test_200_orders_that_delays_make_give_the_same_bits(part: int) -> None:
+    """Forty seeds a part. Each has a pair of levels, and a kind of job that is slowest."""
+    pairs = [tuple(each.values) for each in EVERY_PAIR]
+    expected = {}
+    rank = dist.get_rank()
+    for seed in range(40 * part, 40 * (part + 1)):
+        pair = pairs[seed % len(pairs)]
+        job = Job(pair=pair, sizes=(1, 2) if seed % 20 < 10 else (2, 1), num_micro=1)
+        key = (pair, job.sizes)
+        if key not in expected:
+            expected[key] = train(job, "cpu")
+        slow = {("compute", "copy", "collective")[seed // 20 % 3]: 3e-3}
+        delays = {"compute": 1e-4, "copy": 1e-4, "collective": 1e-3, **slow}
+        if seed // 20 % 3 != 2 and rank == seed % 2:  # on one rank only
+            delays = {name: seconds / 10 for name, seconds in delays.items()}
+        with on.delays(**delays, host=5e-5, seed=2 * seed + rank):
+            found = train(job, on.NAME)
+        assert not differences(found, expected[key]), seed

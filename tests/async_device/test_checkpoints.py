@@ -1,0 +1,201 @@
+"""Checkpoints of a run on the device hold the moment of the call, whatever streams still do."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsdp_engine as fe
+from fsdp_engine.checkpoint import snapshot
+from tests.async_device import device as on
+from tests.async_device.scene import Job, differences, random_delays, train, train_with, weights_of
+from tests.pool import Ranks
+from tests.reference import adamw
+
+JOB = Job(make_optimizer=adamw, num_micro=1)
+LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
+
+def prepare(level: str, device_type: str) -> tuple[fe.Engine, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    model = JOB.make_model()
+    job = Job(pair=(level, "no_shard"), num_micro=1, sizes=(dist.get_world_size(),))
+    engine = job.shard(model, device_type)
+    return engine, JOB.make_optimizer(model.parameters())
+
+
+def state_of(engine: fe.Engine, optimizer: Any) -> dict[str, Tensor]:
+    """Weights and state of the optimizer, whole, on the CPU; a collective."""
+    found = weights_of(engine)
+    for name, parameter in engine.model.named_parameters():
+        for key, value in optimizer.state[parameter].items():
+            full = value.full_tensor() if hasattr(value, "full_tensor") else value
+            found[f"{name}.{key}"] = full.detach().cpu().clone()
+    return found
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def save_while_training(level: str, folder: str) -> None:
+    """Saves in the background, trains on at once, and loads the checkpoint into another run."""
+    expected_engine, expected_optimizer = prepare(level, "cpu")
+    data = JOB.data()
+    train_with(expected_engine, expected_optimizer, data)
+    at_the_call = state_of(expected_engine, expected_optimizer)
+    rest = train_with(expected_engine, expected_optimizer, data)
+
+    # Training is on a stream of its own: torch's writer synchronises the default one, which would
+    # hide a copy that races.
+    with torch.deferred.stream(torch.deferred.Stream()):
+        engine, optimizer = prepare(level, on.NAME)
+        checkpointer = fe.Checkpointer(folder, engine, optimizer)
+        # Compute is slow: the last step's kernels have not run when `save_async` is called, and
+        # those of later steps overwrite weights and state while files are written.
+        with on.delays(compute=1e-3, copy=5e-3, collective=2e-3):
+            run_steps(engine, optimizer, data)
+            checkpointer.save_async(1)
+            run_steps(engine, optimizer, data)
+            checkpointer.wait()
+        assert_same(weights_of(engine), rest.weights)
+
+    for device_type in (on.NAME, "cpu"):
+        engine, optimizer = prepare(level, device_type)
+        with random_delays(seed=1):
+            checkpointer = fe.Checkpointer(folder, engine, optimizer)
+            checkpointer.load()
+        assert_same(state_of(engine, optimizer), at_the_call)
+        assert not differences(train_with(engine, optimizer, data), rest)
+
+
+def run_steps(engine: fe.Engine, optimizer: torch.optim.Optimizer, data: Any) -> None:
+    """The steps of ``train_with``; reads nothing, and waits for nothing when they are issued."""
+    model: Any = engine.model
+    for (parts,) in data:
+        model(*(each.to(engine.mesh.device) for each in parts[dist.get_rank()])).backward()
+        engine.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(
+    "level",
+    [*(pytest.param(each, marks=pytest.mark.thorough) for each in LEVELS[:3]), LEVELS[3]],
+)
+def test_an_asynchronous_save_holds_the_moment_of_the_call_bit_for_bit(
+    ranks: Ranks, level: str, num_ranks: int, tmp_path: Path
+) -> None:
+    ranks.run(save_while_training, level, str(tmp_path), world_size=num_ranks)
+
+
+def save_with_a_copy_that_races(folder: str) -> None:
+    with (
+        torch.deferred.stream(torch.deferred.Stream()),
+        on.delays(compute=1e-3, copy=5e-3),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        engine, optimizer = prepare("optim_grads_params", on.NAME)
+        checkpointer = fe.Checkpointer(folder, engine, optimizer)
+        patch.setattr(snapshot.lanes, "finish_compute", lambda device: None)
+        run_steps(engine, optimizer, JOB.data())
+        checkpointer.save_async(1)
+        checkpointer.wait()
+        expected = weights_of(engine)
+    engine, optimizer = prepare("optim_grads_params", on.NAME)
+    fe.Checkpointer(folder, engine, optimizer).load()
+    found = weights_of(engine)
+    assert not all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_save_whose_copy_does_not_wait_for_the_stream_is_seen(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    ranks.run(save_with_a_copy_that_races, str(tmp_path), world_size=1)
+
+
+def save_and_load_plainly(folder: str) -> None:
+    expected_engine, expected_optimizer = prepare("optim_grads_params", "cpu")
+    data = JOB.data()
+    expected = train_with(expected_engine, expected_optimizer, data)
+    engine, optimizer = prepare("optim", on.NAME)
+    with on.delays(compute=1e-3, copy=1e-3, collective=2e-3):
+        run_steps(engine, optimizer, data)
+        fe.save_checkpoint(f"{folder}/dcp", engine, optimizer)
+        fe.export_safetensors(engine, f"{folder}/tensors")
+        fe.Checkpointer(f"{folder}/run", engine, optimizer).save(3)
+    assert_same(weights_of(engine), expected.weights)
+    for level in ("no_shard", "optim_grads_params"):
+        for load in (
+            lambda e, o: fe.load_checkpoint(f"{folder}/dcp", e, o),
+            lambda e, o: fe.load_safetensors(e, f"{folder}/tensors"),
+            lambda e, o: fe.Checkpointer(f"{folder}/run", e, o).load(),
+        ):
+            engine, optimizer = prepare(level, on.NAME)
+            with random_delays(seed=2):
+                load(engine, optimizer)
+            assert_same(weights_of(engine), expected.weights)
+
+
+def test_each_kind_of_checkpoint_saved_on_the_device_loads_there(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    ranks.run(save_and_load_plainly, str(tmp_path), world_size=2)
+
+
+def edit_and_read(level: str) -> None:
+    model: nn.Module = JOB.make_model()
+    alone = copy.deepcopy(model)
+    engine = Job(pair=(level, "no_shard"), sizes=(dist.get_world_size(),)).shard(model, on.NAME)
+    with random_delays(seed=3), torch.no_grad():
+        with engine.unsharded(model):
+            for parameter in model.parameters():
+                parameter.mul_(2).add_(1)
+        for name, parameter in alone.named_parameters():
+            assert torch.equal(engine.full_tensor(name).cpu(), parameter * 2 + 1), name
+
+
+@pytest.mark.parametrize("level", ["optim", "optim_grads_params"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_edits_of_full_weights_are_written_back(ranks: Ranks, level: str, num_ranks: int) -> None:
+    ranks.run(edit_and_read, level, world_size=num_ranks)
+
+
+def train_after_an_error(level: str) -> None:
+    """Forward and backward raise with gathers in flight; ``reset()`` keeps the weights."""
+    expected = train(Job(pair=(level, "no_shard"), num_micro=1), "cpu")
+    job = Job(pair=(level, "no_shard"), num_micro=1)
+    torch.manual_seed(1)
+    model: Any = job.make_model()
+    engine = job.shard(model, on.NAME)
+    optimizer = job.make_optimizer(model.parameters())
+    batch = [part.to(on.DEVICE) for part in job.make_batch(2, 5)]
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    with random_delays(seed=4):
+        for where in (
+            model.norm.register_forward_hook,
+            model.blocks[0].register_full_backward_hook,
+        ):
+            handle = where(fail)
+            with pytest.raises(ZeroDivisionError):
+                model(*batch).backward()
+            handle.remove()
+            engine.reset()
+        assert not differences(train_with(engine, optimizer, job.data()), expected)
+
+
+@pytest.mark.parametrize("level", ["optim_grads", "optim_grads_params"])
+def test_training_goes_on_after_an_error_and_a_reset(ranks: Ranks, level: str) -> None:
+    ranks.run(train_after_an_error, level, world_size=2)

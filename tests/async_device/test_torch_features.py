@@ -1,0 +1,238 @@
+"""What torch adds to a training loop, on the device: its FSDP2's names, compiled units, activation
+checkpointing, fused and foreach optimizers."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.distributed import fsdp
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_engine import fsdp2
+from tests.async_device import device as on
+from tests.async_device.scene import Job, compare, differences, random_delays, train
+from tests.fsdp2 import programs
+from tests.models import DIM, Block, Chain, Mlp, vector_batch
+from tests.pool import on_ranks
+
+LEVELS = [
+    *(pytest.param(each, marks=pytest.mark.thorough) for each in ("no_shard", "optim")),
+    *(pytest.param("optim_grads", marks=pytest.mark.thorough), "optim_grads_params"),
+]
+
+
+# ---- FSDP2's names -----------------------------------------------------------------------------
+
+
+class OnDevice(programs.Model):
+    """Copies tokens to the device, and logits of the CPU to where the loss is computed."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens.to(on.DEVICE)).cpu()
+
+
+def fsdp2_log(api: Any, device_type: str, num_microbatches: int, **options: Any) -> programs.Log:
+    torch.manual_seed(3)
+    model = programs.Model() if device_type == "cpu" else OnDevice().to(on.DEVICE)
+    model.init_weights()
+    if device_type != "cpu":
+        torch.manual_seed(3)
+        on_cpu = programs.Model()
+        on_cpu.init_weights()
+        model.load_state_dict(on_cpu.state_dict())
+    mesh = dist.init_device_mesh(device_type, (dist.get_world_size(),))
+
+    def sync(model: Any, index: int, is_last: bool) -> None:
+        model.set_requires_gradient_sync(is_last)
+
+    model = programs.parallelize(api, model, mesh, **options)
+    optimizer = programs.sgd(model.parameters())
+    log = programs.train(model, optimizer, range(3), num_microbatches=num_microbatches, before=sync)
+    log.weights = {name: weight.cpu() for name, weight in log.weights.items()}
+    return log
+
+
+@pytest.mark.parametrize("num_microbatches", [1, pytest.param(3, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("reshards", [True, pytest.param(False, marks=pytest.mark.thorough)])
+@on_ranks(2)
+def test_fully_shard_of_the_engine_trains_on_the_device_as_torchs(
+    reshards: bool, num_microbatches: int
+) -> None:
+    with random_delays(seed=1):
+        found = fsdp2_log(fsdp2, on.NAME, num_microbatches, reshard_after_forward=reshards)
+        torchs = fsdp2_log(fsdp, on.NAME, num_microbatches, reshard_after_forward=reshards)
+    expected = fsdp2_log(fsdp2, "cpu", num_microbatches, reshard_after_forward=reshards)
+    assert found == torchs
+    assert found == expected
+    if num_microbatches == 1:
+        for name, weight in expected.weights.items():
+            torch.testing.assert_close(found.weights[name], weight, rtol=0, atol=1e-7)
+
+
+# ---- torch.compile -----------------------------------------------------------------------------
+
+
+def train_compiled(job: Job, device_type: str) -> Any:
+    """As ``train``, with each block compiled by aot_eager after ``shard``."""
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = dataclasses.replace(job, make_model=functools.partial(compiled_model, job))
+    result = train(compiled, device_type)
+    assert counters["aot_autograd"]["ok"] >= 1  # equal blocks share a graph
+    assert not counters["graph_break"]
+    return result
+
+
+def compiled_model(job: Job) -> nn.Module:
+    model = job.make_model()
+    for block in model.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    return model
+
+
+def chain() -> nn.Module:
+    return Chain(*(Mlp(hidden=n) for n in (17, 17, 5)))
+
+
+MLP = Job(make_model=chain, make_batch=vector_batch, num_micro=1)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@on_ranks(2)
+def test_compiled_units_train_as_on_the_cpu(level: str) -> None:
+    for job in (MLP, Job(num_micro=1)):
+        job = dataclasses.replace(job, pair=(level, "no_shard"))
+        expected = train_compiled(job, "cpu")
+        with random_delays(seed=2):
+            found = train_compiled(job, on.NAME)
+        # Decompositions of attention and norms are other kernels than those of the CPU.
+        assert not differences(found, expected, 1e-6)
+        assert not differences(found, train(job, "cpu"), 1e-6)
+
+
+# ---- Activation checkpointing ------------------------------------------------------------------
+
+
+class Recomputed(nn.Module):
+    """Blocks that compute their activations again, within units or around them."""
+
+    def __init__(self, kind: str, make_block: Callable[[], nn.Module] = Block) -> None:
+        super().__init__()
+        self.kind = kind
+        self.first = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList(make_block() for _ in range(3))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.first(x).unsqueeze(0)
+        for block in self.blocks:
+            if self.kind == "plain":
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.kind == "reentrant")
+        return (x.squeeze(0) - y).square().mean()
+
+
+@pytest.mark.parametrize("kind", ["reentrant", "not_reentrant"])
+@pytest.mark.parametrize("level", LEVELS)
+@on_ranks(2)
+def test_activations_that_are_computed_again_change_no_bit(level: str, kind: str) -> None:
+    job = Job(
+        make_model=functools.partial(Recomputed, kind),
+        make_batch=vector_batch,
+        pair=(level, "no_shard"),
+        num_micro=1,
+    )
+    assert not compare(job, seed=1)
+    plain = dataclasses.replace(job, make_model=functools.partial(Recomputed, "plain"))
+    with random_delays(seed=2):
+        assert not differences(train(job, on.NAME), train(plain, on.NAME))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@on_ranks(2)
+def test_checkpointing_by_the_engine_changes_no_bit(level: str) -> None:
+    job = Job(pair=(level, "no_shard"), num_micro=1)
+    recomputed = dataclasses.replace(job, options=(("checkpointing", True),))
+    assert not compare(recomputed, seed=1)
+    with random_delays(seed=2):
+        assert not differences(train(recomputed, on.NAME), train(job, on.NAME))
+
+
+class Dropping(nn.Module):
+    """Draws numbers, which must be the same ones when activations are computed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.dropout = Mlp(), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.inside(x))
+
+
+@on_ranks(2)
+def test_numbers_that_are_drawn_again_are_the_same_ones() -> None:
+    jobs = [
+        Job(
+            make_model=functools.partial(Recomputed, kind, Dropping),
+            make_batch=vector_batch,
+            num_micro=1,
+        )
+        for kind in ("plain", "reentrant", "not_reentrant")
+    ]
+    with random_delays(seed=3):
+        plain, *others = [train(job, on.NAME) for job in jobs]
+    for other in others:
+        assert not differences(other, plain)
+
+
+# ---- Optimizers --------------------------------------------------------------------------------
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": functools.partial(torch.optim.AdamW, lr=1e-2, eps=1e-6),
+    "adamw_amsgrad": functools.partial(torch.optim.AdamW, lr=1e-2, eps=1e-6, amsgrad=True),
+    "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+    "adagrad": functools.partial(torch.optim.Adagrad, lr=1e-2, eps=1e-6),
+    "rmsprop": functools.partial(torch.optim.RMSprop, lr=1e-3, eps=1e-4),
+    "nadam": functools.partial(torch.optim.NAdam, lr=1e-2, eps=1e-6),
+}
+WAYS = {"plain": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+CASES = [
+    pytest.param(name, way, marks=() if name == "adamw" else pytest.mark.thorough)
+    for name in OPTIMIZERS
+    for way in WAYS
+    if way != "fused" or name in ("adamw", "adamw_amsgrad", "sgd", "adagrad")
+]
+
+
+@pytest.mark.parametrize(("name", "way"), CASES)
+@on_ranks(2)
+def test_an_optimizer_steps_as_on_the_cpu(name: str, way: str) -> None:
+    for level in ("no_shard", "optim_grads_params"):
+        job = Job(
+            pair=(level, "no_shard"),
+            num_micro=1,
+            make_optimizer=functools.partial(OPTIMIZERS[name], **WAYS[way]),
+        )
+        assert not compare(job, seed=1), level
+
+
+@on_ranks(2)
+def test_a_captured_step_and_a_learning_rate_on_the_device_step_as_on_the_cpu() -> None:
+    job = Job(num_micro=1)
+    expected = train(dataclasses.replace(job, make_optimizer=OPTIMIZERS["adamw"]), "cpu")
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        rate = torch.tensor(1e-2, device=on.DEVICE)
+        return torch.optim.AdamW(parameters, lr=rate, eps=1e-6, foreach=False, capturable=False)
+
+    with random_delays(seed=1):
+        found = train(dataclasses.replace(job, make_optimizer=make), on.NAME)
+    assert not differences(found, expected, 1e-6)
