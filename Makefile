@@ -25,12 +25,16 @@ TE_PYTHON := $(VENV)/transformer_engine_python
 # folder of their own, since torch, transformers and PEFT use a triton or a torchao among the packages.
 PROGRAMS := $(VENV)/.programs
 TORCHTITAN := $(VENV)/torchtitan
+# MkDocs and its plugins, in an environment of their own. They read the package without importing it.
+DOCS := $(VENV)/docs
+DOCS_STAMP := $(DOCS)/.installed
+SITE ?= build/site
 
 # One thread for each rank: ranks share the cores. Set it to use more.
 OMP_NUM_THREADS ?= 1
 export OMP_NUM_THREADS
 
-.PHONY: help setup train megatron pipeline test test-all lint format bench clean
+.PHONY: help setup train megatron pipeline test test-all lint format bench docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -42,6 +46,7 @@ help:
 	@echo "make lint     ruff and mypy"
 	@echo "make format   let ruff rewrite the files"
 	@echo "make bench    every benchmark, one after the other"
+	@echo "make docs     the documentation as a site, in build/site/index.html"
 	@echo "make setup    build $(VENV) and nothing else"
 	@echo "make clean    remove $(VENV), caches and the output of runs"
 
@@ -112,6 +117,18 @@ bench: $(STAMP)
 	@for script in $(filter-out benchmarks/harness.py,$(wildcard benchmarks/[a-z]*.py)); do \
 		echo "== $$script"; $(VENV)/bin/python $$script || exit 1; \
 	done
+
+$(DOCS_STAMP): constraints.txt
+	@test -n "$(PYTHON)" || { echo "The site needs Python >= 3.11; found none. Set PYTHON=..." >&2; exit 1; }
+	@echo "Building $(DOCS) (once)"
+	@$(PYTHON) -m venv --clear $(DOCS)
+	@$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+		--constraint constraints.txt mkdocs mkdocs-material "mkdocstrings[python]" ruff
+	@touch $@
+
+docs: $(DOCS_STAMP)
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --quiet --strict --site-dir "$(abspath $(SITE))"
+	@echo "$(SITE)/index.html"
 
 clean:
 	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
