@@ -21,8 +21,9 @@ STAMP := $(VENV)/.installed
 # Transformer Engine's Python files, without its libraries: tests/codecs/te_on_cpu.py. Not among the
 # packages, where others (peft) would take them for the library.
 TE_PYTHON := $(VENV)/transformer_engine_python
-# What the tests of programs train with: the extra `programs`, and torchtitan, triton and torchao in a
-# folder of their own, since torch, transformers and PEFT use a triton or a torchao among the packages.
+# What the tests of programs train with: the extra `programs`, and torchtitan, triton, torchao and
+# libraries of optimizers in a folder of their own, since torch, transformers and PEFT use a triton, a
+# torchao or a bitsandbytes among the packages.
 PROGRAMS := $(VENV)/.programs
 TORCHTITAN := $(VENV)/torchtitan
 # MkDocs and its plugins, in an environment of their own. They read the package without importing it.
@@ -79,7 +80,8 @@ $(PROGRAMS): $(STAMP)
 	@$(RUN) pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
 		--constraint constraints.txt --editable ".[programs]"
 	@$(RUN) pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
-		--constraint constraints.txt --no-deps --upgrade --target $(TORCHTITAN) torchtitan triton torchao
+		--constraint constraints.txt --no-deps --upgrade --target $(TORCHTITAN) \
+		torchtitan triton torchao bitsandbytes pytorch_optimizer schedulefree
 	@touch $@
 
 train: $(STAMP)
