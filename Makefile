@@ -122,8 +122,8 @@ bench: $(STAMP)
 
 $(DOCS_STAMP): constraints.txt
 	@test -n "$(PYTHON)" || { echo "The site needs Python >= 3.11; found none. Set PYTHON=..." >&2; exit 1; }
-	@echo "Building $(DOCS) (once)"
-	@$(PYTHON) -m venv --clear $(DOCS)
+	@echo "Installing MkDocs in $(DOCS)"
+	@$(DOCS)/bin/python -c pass 2>/dev/null || $(PYTHON) -m venv --clear $(DOCS)
 	@$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
 		--constraint constraints.txt mkdocs mkdocs-material "mkdocstrings[python]" ruff
 	@touch $@
