@@ -47,8 +47,12 @@ CLOSE = 0.4
 # State in blocks of elements with a scale each; blocks of a slice start at other elements.
 QUANTISED = re.compile(r"(8bit|4bit|Fp8)$")
 
-# Optimizers that train other weights without an error.
-KNOWN_TO_DIFFER: set[str] = set()
+# Optimizers that train other weights without an error. SOAP does at no_shard, on plain tensors: its
+# eigenvectors of singular matrices depend on the rounding of gradients.
+KNOWN_TO_DIFFER = {"pytorch_optimizer.SOAP"}
+# Libraries whose optimizers are elementwise where the trial says so. Those of pytorch_optimizer may
+# differ in later steps: D-Adaptation and Prodigy sum over the model, GaLore projects matrices.
+ELEMENTWISE = ("schedulefree", "bitsandbytes")
 
 # A word for the outcome of one use, and the error or the difference.
 Outcome = tuple[str, str]
@@ -233,20 +237,20 @@ def by_level(outcomes: dict[str, Outcome]) -> str:
     return "; ".join(parts).replace(sharded, "the other levels")
 
 
-def instead(found: dict[str, dict[str, Outcome]]) -> str:
+def instead(library: str, found: dict[str, dict[str, Outcome]]) -> str:
     """How to use an optimizer."""
     as_it_is = {word for word, _ in found[WAYS[0]].values()}
     known, claimed = found[WAYS[1]], found[WAYS[2]]
     if known and {word for word, _ in known.values()} <= {"exact", "close"}:
         return "`fe.shard_optimizer(optimizer)`"
-    if {word for word, _ in claimed.values()} in ({"exact"}, {"close"}):
+    if library in ELEMENTWISE and {word for word, _ in claimed.values()} in ({"exact"}, {"close"}):
         return "`fe.shard_optimizer(optimizer, elementwise=True)`"
     if as_it_is <= {"exact"}:
         return "as it is"
     return "`no_shard`; or AdamW"
 
 
-def table(found: dict[str, Found]) -> list[str]:
+def table(library: str, found: dict[str, Found]) -> list[str]:
     """The rows of a library: optimizers of the same outcomes share a row."""
     rows: dict[tuple[str, str, str, str], list[str]] = {}
     untried: dict[str, list[str]] = {}
@@ -258,7 +262,7 @@ def table(found: dict[str, Found]) -> list[str]:
         sliced = by_level(known) if known else "needs `elementwise=True`: " + by_level(claimed)
         note = next((text for word, text in as_it_is.values() if word == "refused"), "")
         note = shortened(note.replace(f"{name}: ", ""))
-        row = (by_level(as_it_is), sliced, instead(outcomes), note)
+        row = (by_level(as_it_is), sliced, instead(library, outcomes), note)
         rows.setdefault(row, []).append(f"`{name}`")
     lines = [
         "| optimizer | as it is | with `fe.shard_optimizer` | how to use it | error, as it is |",
@@ -281,7 +285,7 @@ def page(found: dict[str, dict[str, Found]]) -> str:
     """The part of docs/optimizers.md between ``BEGIN`` and ``END``, markers included."""
     lines = [BEGIN]
     for library, outcomes in found.items():
-        lines += ["", f"### {library} {version_of(library)}", "", *table(outcomes)]
+        lines += ["", f"### {library} {version_of(library)}", "", *table(library, outcomes)]
     return "\n".join([*lines, "", END])
 
 
