@@ -21,16 +21,21 @@ STAMP := $(VENV)/.installed
 # Transformer Engine's Python files, without its libraries: tests/codecs/te_on_cpu.py. Not among the
 # packages, where others (peft) would take them for the library.
 TE_PYTHON := $(VENV)/transformer_engine_python
-# What the tests of programs train with: the extra `programs`, and torchtitan, triton and torchao in a
-# folder of their own, since torch, transformers and PEFT use a triton or a torchao among the packages.
+# What the tests of programs train with: the extra `programs`, and torchtitan, triton, torchao and
+# libraries of optimizers in a folder of their own, since torch, transformers and PEFT use a triton, a
+# torchao or a bitsandbytes among the packages.
 PROGRAMS := $(VENV)/.programs
 TORCHTITAN := $(VENV)/torchtitan
+# MkDocs and its plugins, in an environment of their own. They read the package without importing it.
+DOCS := $(VENV)/docs
+DOCS_STAMP := $(DOCS)/.installed
+SITE ?= build/site
 
 # One thread for each rank: ranks share the cores. Set it to use more.
 OMP_NUM_THREADS ?= 1
 export OMP_NUM_THREADS
 
-.PHONY: help setup train megatron pipeline test test-all lint format bench clean
+.PHONY: help setup train megatron pipeline test test-all lint format bench docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -42,6 +47,7 @@ help:
 	@echo "make lint     ruff and mypy"
 	@echo "make format   let ruff rewrite the files"
 	@echo "make bench    every benchmark, one after the other"
+	@echo "make docs     the documentation as a site, in build/site/index.html"
 	@echo "make setup    build $(VENV) and nothing else"
 	@echo "make clean    remove $(VENV), caches and the output of runs"
 
@@ -74,7 +80,8 @@ $(PROGRAMS): $(STAMP)
 	@$(RUN) pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
 		--constraint constraints.txt --editable ".[programs]"
 	@$(RUN) pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
-		--constraint constraints.txt --no-deps --upgrade --target $(TORCHTITAN) torchtitan triton torchao
+		--constraint constraints.txt --no-deps --upgrade --target $(TORCHTITAN) \
+		torchtitan triton torchao bitsandbytes pytorch_optimizer schedulefree
 	@touch $@
 
 train: $(STAMP)
@@ -112,6 +119,18 @@ bench: $(STAMP)
 	@for script in $(filter-out benchmarks/harness.py,$(wildcard benchmarks/[a-z]*.py)); do \
 		echo "== $$script"; $(VENV)/bin/python $$script || exit 1; \
 	done
+
+$(DOCS_STAMP): constraints.txt
+	@test -n "$(PYTHON)" || { echo "The site needs Python >= 3.11; found none. Set PYTHON=..." >&2; exit 1; }
+	@echo "Installing MkDocs in $(DOCS)"
+	@$(DOCS)/bin/python -c pass 2>/dev/null || $(PYTHON) -m venv --clear $(DOCS)
+	@$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+		--constraint constraints.txt mkdocs mkdocs-material "mkdocstrings[python]" ruff
+	@touch $@
+
+docs: $(DOCS_STAMP)
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --quiet --strict --site-dir "$(abspath $(SITE))"
+	@echo "$(SITE)/index.html"
 
 clean:
 	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -13,21 +13,45 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
+def anchors(text: str) -> set[str]:
+    """The anchors of a page's headings, as the repository's page view makes them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.M)
+    slugs = [re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings]
+    # A second heading of the same words has another anchor there than in the site.
+    return {slug for slug in slugs if slugs.count(slug) == 1}
+
+
 def broken_links(page: Path, text: str) -> list[str]:
-    """What ``text`` of ``page`` links to and is not there; addresses elsewhere are not tried."""
+    """Links of ``text`` to missing files or headings; addresses elsewhere are not tried."""
     without_code = re.sub(r"`[^`\n]*`", "", text)
-    targets = re.findall(r"\]\(([^)#\s]+)", without_code)
-    return [each for each in targets if "://" not in each and not (page.parent / each).exists()]
+    broken = []
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(#[^)\s]*)?\)", without_code):
+        path = page.parent / target if target else page
+        if "://" in target:
+            continue
+        if not path.exists():
+            broken.append(target)
+        elif anchor and anchor[1:] not in anchors(path.read_text(encoding="utf-8")):
+            broken.append(target + anchor)
+    return broken
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_to_files(page: Path) -> None:
+def test_links_lead_to_files_and_headings(page: Path) -> None:
     assert broken_links(page, page.read_text(encoding="utf-8")) == []
 
 
 def test_a_broken_link_is_seen() -> None:
-    text = "[a](docs/design.md#units), `f[0](x)`, [b](https://example.com/x), [`c`](docs/none.md)"
-    assert broken_links(ROOT / "README.md", text) == ["docs/none.md"]
+    text = (
+        "[a](docs/guide.md#pipelines), `f[0](x)`, [b](https://example.com/x), [`c`](docs/none.md), "
+        "[d](docs/guide.md#none), [e](#none)"
+    )
+    found = broken_links(ROOT / "README.md", text)
+    assert found == ["docs/none.md", "docs/guide.md#none", "#none"]
+
+
+def test_two_headings_of_the_same_words_have_no_anchor() -> None:
+    assert anchors("# A b\n## C\n### C\n```\n# code\n```\n## `d_e`, f\n") == {"a-b", "d_e-f"}
 
 
 def test_readme_is_read_in_five_minutes_and_leads_to_every_page() -> None:

@@ -106,7 +106,7 @@ class Checkpointer:
                 optimizer is not the engine's, or another job saves into the directory.
             RuntimeError: writing failed, now or in the background before; names the rank.
 
-            On every rank if on one; the checkpoints that were there stay.
+        Each is raised on every rank if on one; earlier checkpoints stay.
         """
         self._save = save = self._begin(step)
         save.start()
@@ -185,7 +185,7 @@ class Checkpointer:
             RuntimeError: reading failed half way (a damaged block; names file and tensor); weights
                 are then partly replaced, and forwards and saves raise until a checkpoint is loaded.
 
-            All but the last before anything is changed, and on every rank if on one.
+        Each is raised on every rank if on one; all but the last before anything is changed.
         """
         self.wait()
         same = {"step": step, "strict": strict, "verify": verify, "trust": trust}

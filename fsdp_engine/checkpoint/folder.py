@@ -127,7 +127,7 @@ def save_checkpoint(
         RuntimeError, OSError: writing failed on some rank; an older checkpoint is as it was, and
             what was written is removed.
 
-        All but the last before anything is written, and on every rank if on one.
+    Each is raised on every rank if on one; all but the last before anything is written.
     """
     folder, model = Path(path), as_one(engine)
     group = model.ranks.control_group
@@ -197,7 +197,7 @@ def load_checkpoint(
         RuntimeError: reading failed half way; weights are then partly replaced, and forwards and
             saves raise until a checkpoint is loaded.
 
-        All but the last before anything is changed, and on every rank if on one.
+    Each is raised on every rank if on one; all but the last before anything is changed.
     """
     model = as_one(engine)
 

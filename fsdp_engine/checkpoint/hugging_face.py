@@ -96,8 +96,8 @@ def export_safetensors(
             failed half way.
         OSError: ``directory`` cannot be written, or there is no checkpoint.
 
-        On every rank if on one. Nothing of the new export is then left, unless renaming files into
-        place failed half way.
+    Each is raised on every rank if on one. Files of the new export are removed, unless renaming
+    them failed half way.
     """
     buffer_bytes = BUFFER_BYTES
     engine: EngineLike | None = None
@@ -218,7 +218,7 @@ def load_safetensors(
             half way, and weights are partly replaced: forwards and saves raise until weights are
             loaded.
 
-        All but the last before anything is changed, and on every rank if on one.
+    Each is raised on every rank if on one; all but the last before anything is changed.
     """
     what = "load_safetensors"
     group = engine.ranks.control_group

@@ -90,8 +90,8 @@ def weight_stream(
             loaded, or after a load that failed half way. When it is iterated over: weights change
             before the end.
 
-        On every rank if on one, before anything is sent. (Within an iteration in which nothing is
-        gathered, on the ranks whose weights changed.)
+    Each is raised on every rank if on one, before anything is sent. (An iteration that gathers
+    nothing raises on the ranks whose weights changed.)
     """
     engine = engine_of_model(model_or_engine)
     stream = WeightStream(engine, dtype, changed_since, pieces=pieces, as_in_files=as_in_files)

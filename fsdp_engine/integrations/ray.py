@@ -66,7 +66,7 @@ class RayCheckpoints:
                 differs between ranks, the engine is not at rest, or the optimizer is not the
                 engine's. Or writing failed on some rank.
 
-            On every rank if on one; Ray's latest checkpoint stays.
+        Each is raised on every rank if on one; Ray's latest checkpoint stays.
         """
         what = f"report of step {step!r}"
         entries: dict[str, Any] = {}

@@ -89,7 +89,7 @@ def load_pretrained(
             half way, and weights are partly replaced: forwards and saves raise until weights are
             loaded.
 
-        All but the last before anything is changed, and on every rank if on one.
+    Each is raised on every rank if on one; all but the last before anything is changed.
     """
     engine = engine_of_model(model_or_engine)
     group = engine.ranks.control_group

@@ -63,7 +63,7 @@ def save_pretrained(
             loaded.
         OSError: the folder cannot be written.
 
-        On every rank if on one.
+    Each is raised on every rank if on one.
     """
     engine = engine_of_model(model_or_engine)
     model: Any = engine.model

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-# Made by the Makefile: torchtitan, triton and torchao.
+# Made by the Makefile: torchtitan, triton, torchao, bitsandbytes, pytorch_optimizer, schedulefree.
 TORCHTITAN = Path(sys.prefix) / "torchtitan"
 _NEEDED = ("datasets", "diffusers", "sentence_transformers", "torchao", "torchtitan", "trl")
 _missing = [

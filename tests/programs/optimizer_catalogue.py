@@ -1,0 +1,323 @@
+"""Every optimizer of five libraries, at every level, beside one process of plain torch.
+
+``python -m tests.programs.optimizer_catalogue --write`` writes the tables of docs/optimizers.md.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import itertools
+import re
+import sys
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import Optimizer
+
+import fsdp_engine as fe
+from tests.pool import Ranks
+from tests.programs.packages import TORCHTITAN
+
+LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+PAGE = Path(__file__).parents[2] / "docs" / "optimizers.md"
+BEGIN, END = "<!-- optimizers -->", "<!-- end -->"
+# Title of a table, and the module whose classes are tried.
+LIBRARIES = {
+    "torch": "torch.optim",
+    "schedulefree": "schedulefree",
+    "pytorch_optimizer": "pytorch_optimizer",
+    "torchao": "torchao.optim",
+    "bitsandbytes": "bitsandbytes.optim",
+}
+# The ways to use an optimizer, in the order of the columns.
+WAYS = ("as it is", "shard_optimizer", "elementwise=True")
+NUM_STEPS = 8  # RAdam's and its relatives' first steps are others
+# Norm of the differences of weights, of the norm of their changes in one process.
+EXACT = {torch.float64: 1e-6, torch.float32: 1e-3}
+CLOSE = 0.4
+# State in blocks of elements with a scale each; blocks of a slice start at other elements.
+QUANTISED = re.compile(r"(8bit|4bit|Fp8)$")
+
+# Optimizers that train other weights without an error. SOAP does at no_shard, on plain tensors: its
+# eigenvectors of singular matrices depend on the rounding of gradients.
+KNOWN_TO_DIFFER = {"pytorch_optimizer.SOAP"}
+# Libraries whose optimizers are elementwise where the trial says so. Those of pytorch_optimizer may
+# differ in later steps: D-Adaptation and Prodigy sum over the model, GaLore projects matrices.
+ELEMENTWISE = ("schedulefree", "bitsandbytes")
+
+# A word for the outcome of one use, and the error or the difference.
+Outcome = tuple[str, str]
+# Why one process cannot use it, or the outcome by way and level.
+Found = str | dict[str, dict[str, Outcome]]
+
+
+@dataclass(frozen=True)
+class Use:
+    """How plain torch trains with an optimizer."""
+
+    dtype: torch.dtype
+    with_closure: bool
+    only_matrices: bool  # Muon and its relatives take no vectors
+
+
+def classes(library: str) -> dict[str, type[Optimizer]]:
+    """The optimizers of a library, by name."""
+    sys.path.append(str(TORCHTITAN))
+    try:
+        module = importlib.import_module(LIBRARIES[library])
+    finally:
+        sys.path.remove(str(TORCHTITAN))
+    return {
+        name: value
+        for name, value in sorted(vars(module).items())
+        if inspect.isclass(value)
+        and issubclass(value, Optimizer)
+        and value.__module__.split(".")[0] == library
+        and value is not Optimizer
+        and not name.startswith("_")
+    }
+
+
+def model_of(use: Use) -> nn.Sequential:
+    """A new model, always with the same weights."""
+    torch.manual_seed(0)
+    vectors = not use.only_matrices
+    # Weights of 4096 elements: the smallest whose state torchao and bitsandbytes quantise.
+    blocks = [nn.Linear(64, 64, vectors), nn.Tanh(), nn.LayerNorm(64, elementwise_affine=vectors)]
+    return nn.Sequential(*blocks, nn.Linear(64, 64, False), nn.Linear(64, 6, vectors)).to(use.dtype)
+
+
+def train(model: nn.Module, optimizer: Any, use: Use, rank: int, size: int) -> None:
+    if hasattr(optimizer, "train"):  # schedulefree's
+        optimizer.train()
+    torch.manual_seed(1)
+    for step in range(NUM_STEPS):
+        batch = torch.randn(8, 64, generator=torch.Generator().manual_seed(step)).to(use.dtype)
+        part = batch.chunk(size)[rank]
+
+        def loss_of(part: Tensor = part) -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = model(part).square().mean()
+            loss.backward()
+            return loss
+
+        if use.with_closure:
+            optimizer.step(loss_of)
+        else:
+            loss_of()
+            optimizer.step()
+
+
+def in_one_process(kind: type[Optimizer]) -> tuple[Use, dict[str, Tensor]] | str:
+    """The first use that works, with the weights it ends with; else the error of the first."""
+    errors = []
+    for matrices, dtype, closure in itertools.product(
+        (False, True), (torch.float64, torch.float32), (False, True)
+    ):
+        use = Use(dtype, closure, matrices)
+        model = model_of(use)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        try:
+            train(model, made(kind, model), use, 0, 1)
+        except Exception as error:  # whatever a library raises
+            errors.append(_text(error))
+            continue
+        after = model.state_dict()
+        if not all(value.isfinite().all() for value in after.values()):
+            errors.append("diverges in one process")
+        elif all(torch.equal(before[name], after[name]) for name in before):
+            errors.append("changes no weight in one process")
+        else:
+            return use, after
+    return errors[0]
+
+
+def made(kind: type[Optimizer], model: nn.Module) -> Any:
+    """An optimizer with its own hyperparameters, the learning rate where it takes one."""
+    takes = inspect.signature(kind).parameters
+    options = {"lr": 1e-2} if "lr" in takes else {}
+    if kind.__module__.startswith("bitsandbytes") and "momentum" in takes:
+        options["momentum"] = 0.9  # its SGD and LARS refuse their own default, 0
+    return kind(model.parameters(), **options)  # type: ignore[call-arg]
+
+
+def tried(
+    kind: type[Optimizer], use: Use, expected: dict[str, Tensor], level: str, way: str
+) -> Any:
+    """The outcome on this rank."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = model_of(use)
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    engine = fe.shard(model, mesh, strategy=level, min_unit_size=0)
+    try:
+        optimizer = made(kind, model)
+        if way != WAYS[0]:
+            fe.shard_optimizer(optimizer, elementwise=way == WAYS[2])
+        train(model, optimizer, use, mesh.get_local_rank(), mesh.size())
+    except Exception as error:  # whatever a user may meet
+        return "refused", _text(error)
+    found = engine.full_state_dict()
+    apart = distance(found, expected) / distance(start, expected)
+    if apart <= EXACT[use.dtype]:
+        return "exact", ""
+    close = apart <= CLOSE and QUANTISED.search(kind.__name__)
+    return ("close" if close else "differs"), f"{apart:.0e} of the change"
+
+
+def distance(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """The norm of the differences of two models' weights."""
+    norms = [(found[name] - expected[name]).norm() for name in expected]
+    return torch.stack(norms).norm().item()
+
+
+def run(library: str, name: str) -> Found:
+    """On a rank: one optimizer, at all levels."""
+    kind = classes(library)[name]
+    with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        alone = in_one_process(kind)
+        if isinstance(alone, str):
+            return alone
+        known = is_known(kind, alone[0])
+        found: dict[str, dict[str, Outcome]] = {}
+        for way, levels in (
+            (WAYS[0], LEVELS),
+            (WAYS[1], LEVELS if known else ()),
+            # Whether it is elementwise is a property of the optimizer: one level shows it.
+            (WAYS[2], () if known else LEVELS[1:2]),
+        ):
+            found[way] = {level: agreed(tried(kind, *alone, level, way)) for level in levels}
+        return found
+
+
+def is_known(kind: type[Optimizer], use: Use) -> bool:
+    """Whether ``fe.shard_optimizer`` takes it without a claim of the caller's."""
+    try:
+        fe.shard_optimizer(made(kind, model_of(use)))
+    except ValueError:
+        return False
+    return True
+
+
+def agreed(outcome: Outcome) -> Outcome:
+    """The outcome of all ranks."""
+    outcomes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(outcomes, outcome)
+    if len({word for word, _ in outcomes}) > 1:
+        return "differs", f"between ranks: {outcomes}"
+    return outcome
+
+
+def _text(error: BaseException) -> str:
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return re.sub(r"0x[0-9a-f]+", "0x...", text)
+
+
+# --- the page ---
+
+
+def by_level(outcomes: dict[str, Outcome]) -> str:
+    """One word where all levels agree, else each word with its levels."""
+    words: dict[str, list[str]] = {}
+    for level, (word, _) in outcomes.items():
+        words.setdefault(word, []).append(f"`{level}`")
+    if len(words) == 1:
+        return next(iter(words))
+    sharded = ", ".join(f"`{level}`" for level in LEVELS[1:])
+    parts = (f"{word} at {', '.join(levels)}" for word, levels in words.items())
+    return "; ".join(parts).replace(sharded, "the other levels")
+
+
+def instead(library: str, found: dict[str, dict[str, Outcome]]) -> str:
+    """How to use an optimizer."""
+    as_it_is = {word for word, _ in found[WAYS[0]].values()}
+    known, claimed = found[WAYS[1]], found[WAYS[2]]
+    if known and {word for word, _ in known.values()} <= {"exact", "close"}:
+        return "`fe.shard_optimizer(optimizer)`"
+    if library in ELEMENTWISE and {word for word, _ in claimed.values()} in ({"exact"}, {"close"}):
+        return "`fe.shard_optimizer(optimizer, elementwise=True)`"
+    if as_it_is <= {"exact"}:
+        return "as it is"
+    return "`no_shard`; or AdamW"
+
+
+def table(library: str, found: dict[str, Found]) -> list[str]:
+    """The rows of a library: optimizers of the same outcomes share a row."""
+    rows: dict[tuple[str, str, str, str], list[str]] = {}
+    untried: dict[str, list[str]] = {}
+    for name, outcomes in found.items():
+        if isinstance(outcomes, str):
+            untried.setdefault(outcomes, []).append(f"`{name}`")
+            continue
+        as_it_is, known, claimed = (outcomes[way] for way in WAYS)
+        sliced = by_level(known) if known else "needs `elementwise=True`: " + by_level(claimed)
+        note = next((text for word, text in as_it_is.values() if word == "refused"), "")
+        note = shortened(note.replace(f"{name}: ", ""))
+        row = (by_level(as_it_is), sliced, instead(library, outcomes), note)
+        rows.setdefault(row, []).append(f"`{name}`")
+    lines = [
+        "| optimizer | as it is | with `fe.shard_optimizer` | how to use it | error, as it is |",
+        "|---|---|---|---|---|",
+    ]
+    order = sorted(rows, key=lambda row: (row[0] != "exact", row[2], -len(rows[row]), row))
+    lines += [f"| {' '.join(rows[row])} | {' | '.join(row)} |" for row in order]
+    if untried:
+        lines += ["", "One process of plain torch cannot train the model with these:", ""]
+        lines += [f"- {' '.join(names)}: {shortened(why)}" for why, names in untried.items()]
+    return lines
+
+
+def shortened(text: str, limit: int = 160) -> str:
+    plain = text.replace("|", "/").replace("<", "(").replace(">", ")").replace("`", "")
+    return plain if len(plain) <= limit else plain[: limit - 4].rsplit(" ", 1)[0] + " ..."
+
+
+def page(found: dict[str, dict[str, Found]]) -> str:
+    """The part of docs/optimizers.md between ``BEGIN`` and ``END``, markers included."""
+    lines = [BEGIN]
+    for library, outcomes in found.items():
+        lines += ["", f"### {library} {version_of(library)}", "", *table(library, outcomes)]
+    return "\n".join([*lines, "", END])
+
+
+def version_of(library: str) -> str:
+    (found, *_) = distributions(name=library, path=[*sys.path, str(TORCHTITAN)])
+    return found.version.split("+")[0]
+
+
+def everything(ranks: Ranks) -> dict[str, dict[str, Found]]:
+    """The outcomes of all optimizers by library and name, from two ranks."""
+    return {
+        library: {
+            name: ranks.run(run, library, name, world_size=2, timeout=120)[0]
+            for name in classes(library)
+        }
+        for library in LIBRARIES
+    }
+
+
+def main() -> None:
+    """Writes the page."""
+    if "--write" not in sys.argv:
+        raise SystemExit(__doc__)
+    ranks = Ranks(2)
+    try:
+        made_page = page(everything(ranks))
+    finally:
+        ranks.close()
+    text = PAGE.read_text(encoding="utf-8")
+    before, rest = text.split(BEGIN)
+    PAGE.write_text(before + made_page + rest.split(END, 1)[1], encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
