@@ -75,6 +75,8 @@ class Doubled(torch.optim.SGD):
 
 
 def outcome_of_a_wrong_step() -> str:
-    use, expected = catalogue.in_one_process(torch.optim.SGD)  # type: ignore[misc]
+    alone = catalogue.in_one_process(torch.optim.SGD)
+    assert not isinstance(alone, str)
+    use, expected = alone
     outcome: tuple[str, str] = catalogue.tried(Doubled, use, expected, "optim", catalogue.WAYS[0])
     return outcome[0]
