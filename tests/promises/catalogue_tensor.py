@@ -96,7 +96,11 @@ SUBJECTS: dict[str, Tensor] = {
     "vector": _matrix().reshape(36),
     "cube": _matrix().reshape(3, 2, 6),
     "count": torch.tensor(3),
+    "pairs": _matrix().reshape(18, 2),
+    "complex": torch.view_as_complex(_matrix().reshape(18, 2)),
 }
+# Tried where no other kind of subject fits.
+_RARE = ("vector", "cube", "count", "pairs", "complex")
 _SHIFT = torch.arange(36.0).reshape(6, 6) % 5 / 10 + 0.1
 _INDEX = torch.tensor([1, 0, 3])
 
@@ -409,9 +413,9 @@ def fitting(name: str, function: Any, plain: Kit) -> dict[str, list[int]]:
     """Which of the ways plain torch accepts, by kind of subject; of what is refused, the first."""
     found: dict[str, list[int]] = {kind: [] for kind in SUBJECTS}
     refused = is_refused(getattr(torch.Tensor, name.removeprefix("Tensor."), function))
-    for kind in ("gradient", "integers", "mask", "scalar", "vector", "cube", "count", "parameter"):
-        if kind in {"vector", "cube", "count", "parameter"} and any(found.values()):
-            break  # of nothing else
+    for kind in ("gradient", "integers", "mask", "scalar", *_RARE, "parameter"):
+        if kind in (*_RARE, "parameter") and any(found.values()):
+            break
         for number, way in enumerate(_ways(name, kind)):
             if outcome_of(partial(_run, function, plain, kind, way))[1] is None:
                 found[kind].append(number)
