@@ -39,8 +39,8 @@ _HOOKS: list[object] = []  # one of each kind for this process
 
 
 def tell_of_steps(listener: Listener) -> None:
-    """Call ``listener.optimizer_steps`` before each step of any optimizer of this process, and
-    ``listener.optimizer_stepped`` after it."""
+    """Call ``listener.optimizer_steps`` before each step without a closure of any optimizer of
+    this process, and ``listener.optimizer_stepped`` after each step."""
     if not _HOOKS:
         _HOOKS.append(register_optimizer_step_pre_hook(refuse_blockwise))
         _HOOKS.append(register_optimizer_step_pre_hook(adopt_loaded_state))
@@ -49,7 +49,11 @@ def tell_of_steps(listener: Listener) -> None:
     _LISTENERS[next(_NUMBERS)] = listener
 
 
-def _tell_before(optimizer: torch.optim.Optimizer, *args: object) -> None:
+def _tell_before(
+    optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
+) -> None:
+    if any(value is not None for value in (*args[1:], kwargs.get("closure"))):
+        return  # the backward of a closure is still to come
     for listener in list(_LISTENERS.values()):
         listener.optimizer_steps(optimizer)
 

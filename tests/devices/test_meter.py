@@ -188,6 +188,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr(torch.cuda, "Stream", lambda *args, **kwargs: Stream(device))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *args: device.current)
     monkeypatch.setattr(torch.cuda, "stream", device.stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return device
 
 

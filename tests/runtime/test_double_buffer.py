@@ -19,7 +19,6 @@ from fsdp_engine.devices import memory as memory_module
 from fsdp_engine.devices.address_plan import SLACK
 from fsdp_engine.strategies import LEVELS
 from tests import reference
-from tests.devices.happens_before import RaceError
 from tests.devices.test_memory import POLICIES, Even
 from tests.models import (
     DIM,
@@ -700,20 +699,6 @@ def test_planned_addresses_make_no_race(strategy: str, outer: str) -> None:
             # beside blocks.
             num_full = 3 + {0: 0, 1: 1}.get(budget, 4)
             assert tracer.max_full == (num_full if strategy == LEVEL_3 else 0)
-
-
-@plans_addresses
-@on_ranks(world_size=2)
-def test_one_arena_for_two_lanes_would_be_a_race() -> None:
-    def share(memory: Any, *args: Any, **options: Any) -> None:
-        init(memory, *args, **options)
-        memory.arenas["staging"] = memory.arenas["full"]
-
-    init = memory_module.Memory.__init__
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory_module.Memory, "__init__", share)
-        with pytest.raises(RaceError, match="nothing makes the second access come after"):
-            traced(lambda: Small(num_blocks=5), config=PLANNED)
 
 
 @on_ranks(world_size=2)

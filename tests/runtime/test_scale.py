@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_engine as fe
-from fsdp_engine.devices import mesh as mesh_module
+from fsdp_engine.devices import groups as groups_module
 from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement
 from fsdp_engine.layout import ALIGNMENT, Coordinate
 from fsdp_engine.planning.plan import AxisPlan, AxisPlans, Plan, PlanSettings, make_plan
@@ -91,13 +91,13 @@ def test_groups_do_not_multiply_with_ranks_or_engines(
     shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = []
-    make = mesh_module.new_group
+    make = groups_module.new_group
 
-    def counted(ranks: list[int], *args: Any) -> Any:
+    def counted(ranks: list[int], *args: Any, **kwargs: Any) -> Any:
         made.append(len(ranks))
-        return make(ranks, *args)
+        return make(ranks, *args, **kwargs)
 
-    monkeypatch.setattr(mesh_module, "new_group", counted)
+    monkeypatch.setattr(groups_module, "new_group", counted)
     with world(5, *shape) as mesh:
         for _ in range(3):
             fe.shard(Transformer(num_blocks=1), mesh, "optim", "optim")

@@ -68,6 +68,26 @@ def test_a_step_is_refused_where_gradients_are_not_reduced_and_right_elsewhere(l
     torch.testing.assert_close(whole(model), stepped_alone(2))
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("by_name", [False, True])
+def test_the_backward_of_a_closure_may_be_the_last_of_a_step(level: str, by_name: bool) -> None:
+    model = made()
+    engine = fe.shard(model, strategy=level)
+    with engine.no_sync():
+        backward(model, dist.get_rank())
+    optimizer: Any = sgd(model)
+
+    def closure() -> None:
+        backward(model, dist.get_rank())
+
+    if by_name:
+        optimizer.step(closure=closure)
+    else:
+        optimizer.step(closure)
+    torch.testing.assert_close(whole(model), stepped_alone(2))
+
+
 @on_ranks(4)
 def test_rows_of_hsdp_are_not_stepped_apart() -> None:
     model = made()
