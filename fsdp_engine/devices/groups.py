@@ -106,7 +106,9 @@ def free_gloo_group(group: dist.ProcessGroup) -> None:
     for device in devices:
         addresses = dist.PrefixStore(f"{device}/", within)
         interface = 0
-        while addresses.delete_key(f"{interface}/{rank}"):
+        # A FileStore says of every key that it has deleted it.
+        while addresses.check([key := f"{interface}/{rank}"]):
+            addresses.delete_key(key)
             interface += 1
 
 

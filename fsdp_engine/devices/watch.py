@@ -200,11 +200,12 @@ class _Watcher:
         return not self._over.is_set() and self._group() is dist.group.WORLD
 
     def end(self, why: str) -> None:
-        """Leave word, and be gone before the interpreter is."""
+        """Leave word, unless that is done, and be gone before the interpreter is: a thread that is
+        still in a call of the store would abort the process."""
         if not self._over.is_set():
             self._over.set()
             self._leave_word(why)
-            self._thread.join(ANSWER_SECONDS)
+        self._thread.join(ANSWER_SECONDS)
 
     def ask(self, what: str, ranks: Sequence[int]) -> str:
         """Who of ``ranks`` is not at ``what``, and where they are; "" if nobody can be asked."""

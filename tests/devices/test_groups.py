@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -230,3 +231,18 @@ def test_groups_of_the_engine_have_the_options_of_the_meshs_group() -> None:
     assert all(each._timeout == timedelta(seconds=77) for each in ours)
     # torch writes the name of the group into them.
     assert len({id(each) for each in (options, *ours)}) == 3
+
+
+def free_a_group_in(folder: str) -> None:
+    store = dist.FileStore(f"{folder}/store", 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    group = groups.new_group([0], timedelta(seconds=60), "freed", backend="gloo")
+    of_default = distributed_c10d._world.pg_map[groups.default_group()][1]
+    within = dist.PrefixStore("cpu/", dist.PrefixStore(f"{group.group_name}/", of_default))
+    assert within.check(["0/0"])
+    groups.free_gloo_group(group)
+    assert not within.check(["0/0"])
+
+
+def test_a_group_over_a_file_store_is_freed(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(free_a_group_in, str(tmp_path), world_size=1, group=False, timeout=60)

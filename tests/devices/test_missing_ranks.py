@@ -236,6 +236,53 @@ def test_a_program_that_ends_with_an_exception_leaves_word(tmp_path: Path) -> No
     assert "rank 1 has ended with ValueError: a bad sample; the last it began was" in errors[0]
 
 
+ENDS_AT_ONCE = """
+import time, torch, fsdp_engine as fe
+import torch.distributed as dist
+from torch import nn
+from fsdp_engine.devices import watch
+
+dist.init_process_group("gloo")
+fe.shard(nn.Linear(4, 4), initial_values="rank0")
+leave = watch._Watcher._leave_word
+
+def leave_slowly(self, why):
+    time.sleep(1)
+    leave(self, why)
+    print("left word:", why)
+
+watch._Watcher._leave_word = leave_slowly
+dist.destroy_process_group()
+while not watch._WATCHERS[0]._over.is_set():
+    time.sleep(0.01)
+"""
+
+
+def test_the_interpreter_ends_after_the_watching_thread() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    found = [
+        subprocess.Popen(
+            [sys.executable, "-c", ENDS_AT_ONCE],
+            env={
+                **os.environ,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "WORLD_SIZE": "2",
+                "RANK": str(rank),
+                "GLOO_SOCKET_IFNAME": "lo",
+            },
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    printed = [program.communicate(timeout=100)[0] for program in found]
+    assert printed[0] == "left word: has destroyed its process groups\n"
+    assert [program.returncode for program in found] == [0, 0]
+
+
 class FakeEvent:
     """An event of CUDA that is reached when it is told so."""
 
