@@ -473,7 +473,7 @@ def package_sets() -> frozenset[str]:
 
 
 def declared_sets(sources: list[Source]) -> frozenset[str]:
-    """Likewise, of ``sources``."""
+    """Names of attributes, functions and variables that are sets wherever ``sources`` have them."""
     are, are_not = set(), set()
     for source in sources:
         everywhere = list(ast.walk(source.tree))

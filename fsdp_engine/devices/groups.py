@@ -25,8 +25,8 @@ _BY_RANKS: weakref.WeakKeyDictionary[
 def group_of_ranks(
     ranks: Iterable[int], like: dist.ProcessGroup, device: torch.device, *, purpose: str = "ranks"
 ) -> dist.ProcessGroup:
-    """The group of these global ranks for one purpose, made once; they must all call it, and nobody
-    else.
+    """The group of these global ranks for one purpose, made once. All of them must call it, and no
+    other rank.
 
     Args:
         ranks: in any order, this rank among them.

@@ -22,7 +22,7 @@ class Ranks:
         device_mesh: how they lie.
         device: where this rank's tensors live.
         control_group: all of them; small messages. None for a single rank.
-        message_group: all of them; messages that the host waits for while the device goes on. A
+        message_group: all of them; messages that the host waits for while the device computes. A
             communicator runs one collective after the other, so on an accelerator this one carries
             nothing that waits for work of the device.
     """

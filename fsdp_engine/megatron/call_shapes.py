@@ -105,7 +105,7 @@ def meant_mesh(shape: Shape, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
         if groups is None:
             try:
                 groups = collect_groups(None)
-            except TypeError:  # likewise
+            except TypeError:  # raised again by the shape, as above
                 groups = None
         names = ("dp_cp", "dp")
         found = [given.get("process_group"), *(getattr(groups, name, None) for name in names)]

@@ -123,7 +123,7 @@ class _Sharded:
         raise RuntimeError(_NO_STATE_FILE)
 
     def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> None:
-        """Refused likewise.
+        """Refused: see :meth:`save_parameter_state`.
 
         Raises:
             RuntimeError: always.
@@ -307,7 +307,7 @@ class ShardedFloat16Optimizer(_Sharded, Float16OptimizerWithFloat16Params):
         """They are the same; the engine casts when it gathers."""
 
     def _copy_main_params_to_param_buffer(self) -> None:
-        """Likewise."""
+        """They are the same; the engine casts when it gathers."""
 
     def _copy_model_params_to_main_params(self, state_dict: Any = None) -> None:
         """They are the same."""

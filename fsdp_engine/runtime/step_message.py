@@ -8,10 +8,10 @@ result is read only by a rank that misses a gradient, has seen a new order, or c
 others never wait for it.
 
 The host needs the answer before the optimizer looks at ``.grad``, and another rank's host has it
-when that one's backward is issued. On an accelerator the message goes on a stream and by a
-communicator of its own, which wait for no work of the model and of lanes. So a host that reads it
-waits for the other hosts, and not for the device, which goes on with what it was given. (What
-checks of gradients find is the device's: with them the message waits for backward.)
+when that one's backward is issued. On an accelerator the message has a stream and a communicator
+of its own, which wait for no kernel of the model and no operation of the lanes. So a host that
+reads it waits for the other hosts, and not for its device. (Checks of gradients run on the device:
+with them the message waits for backward.)
 
 The message of all ranks also carries a digest of the order of units that the rank has seen (and its
 complement: if maximum and complement still add up, all digests are equal) and, if gradients are

@@ -18,7 +18,7 @@ pytestmark = PROGRAM
 SCRIPT = Path(__file__).with_name("train_torchtitan.py")
 ENGINES = ("fsdp2", "fsdp_engine")
 STEPS = 6
-SAVED = 3  # the step after which another job goes on
+SAVED = 3  # the step after which another job resumes
 # Sums of gradients in another order, and their consequences in six steps of AdamW.
 EXACT = 2e-5
 BF16 = 5e-4
