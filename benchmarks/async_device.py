@@ -29,6 +29,7 @@ import fsdp_engine as fe
 from fsdp_engine.simulation.machine import Link, Processor
 from tests.async_device import device as on
 from tests.async_device.build import build
+from tests.models import Mlp
 
 NUM_BLOCKS, DIM, ROWS = 8, 64, 4
 # Seconds. Of a kernel; of a collective, which is the forward of a block: four kernels.
@@ -45,24 +46,16 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-class Block(nn.Module):
-    """Four kernels in forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(DIM, DIM)
-        self.down = nn.Linear(DIM, DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
 class Model(nn.Module):
-    """Blocks of one size; ``has_unused``: the last one holds a parameter that no forward reads."""
+    """Blocks of four kernels in forward.
+
+    Args:
+        has_unused: the last one holds a parameter that no forward reads.
+    """
 
     def __init__(self, has_unused: bool = False) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
+        self.blocks = nn.ModuleList(Mlp(DIM, DIM) for _ in range(NUM_BLOCKS))
         if has_unused:
             self.blocks[-1].unused = nn.Parameter(torch.ones(DIM))
 

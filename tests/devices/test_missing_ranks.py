@@ -216,23 +216,30 @@ main()
 """
 
 
-def test_a_program_that_ends_with_an_exception_leaves_word(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
+def run_on_two_ranks(program: str) -> tuple[list[str], list[str], list[int]]:
+    """What ``program`` prints on each rank, its errors there, and its exit codes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    programs = [
+    ranks = [
         subprocess.Popen(
-            [sys.executable, str(tmp_path / "train.py")],
+            [sys.executable, "-c", program],
             env={**os.environ, **common, "RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"},
+            stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
         for rank in range(2)
     ]
-    errors = [program.communicate(timeout=200)[1] for program in programs]
-    assert [program.returncode for program in programs] == [1, 1], errors
+    said = [rank.communicate(timeout=200) for rank in ranks]
+    printed, errors = map(list, zip(*said, strict=True))
+    return printed, errors, [rank.returncode for rank in ranks]
+
+
+def test_a_program_that_ends_with_an_exception_leaves_word() -> None:
+    _, errors, codes = run_on_two_ranks(SCRIPT)
+    assert codes == [1, 1], errors
     assert "rank 1 has ended with ValueError: a bad sample; the last it began was" in errors[0]
 
 
@@ -259,28 +266,9 @@ while not watch._WATCHERS[0]._over.is_set():
 
 
 def test_the_interpreter_ends_after_the_watching_thread() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    found = [
-        subprocess.Popen(
-            [sys.executable, "-c", ENDS_AT_ONCE],
-            env={
-                **os.environ,
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "WORLD_SIZE": "2",
-                "RANK": str(rank),
-                "GLOO_SOCKET_IFNAME": "lo",
-            },
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    printed = [program.communicate(timeout=100)[0] for program in found]
+    printed, errors, codes = run_on_two_ranks(ENDS_AT_ONCE)
     assert printed[0] == "left word: has destroyed its process groups\n"
-    assert [program.returncode for program in found] == [0, 0]
+    assert codes == [0, 0], errors
 
 
 class FakeEvent:

@@ -24,7 +24,7 @@ from torch import Tensor
 import fsdp_engine as fe
 from fsdp_engine.megatron import get_megatron_optimizer
 from tests.megatron.core_on_cpu import on_cpu
-from tests.megatron.core_training import BATCH, HIDDEN, LENGTH, VOCAB
+from tests.megatron.core_training import BATCH, LENGTH, VOCAB, make_gpt
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STEPS = 4
@@ -262,7 +262,7 @@ class Training:
         self._checkpointer(folder).save(self.steps)
 
     def load_by_checkpointer(self, folder: str) -> None:
-        """Likewise."""
+        """From what :meth:`save_by_checkpointer` has saved."""
         self.scheduler.num_steps = 0  # it adds what it loads
         report = self._checkpointer(folder).load()
         assert report.step is not None
@@ -304,58 +304,26 @@ class Training:
 
 
 def _make_models(job: Job) -> tuple[Any, list[Any]]:
-    """Megatron-Core's config and this rank's stage of a GPT, in chunks."""
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    dtype = DTYPES[job.dtype]
+    """:func:`make_gpt` of a job."""
     experts: dict[str, Any] = {
         "num_moe_experts": 4,
         "expert_model_parallel_size": 2,
         "moe_router_load_balancing_type": "none",
         "add_bias_linear": False,
     }
-    config = TransformerConfig(
+    return make_gpt(
+        dtype=DTYPES[job.dtype],
+        virtual=job.virtual,
+        tied=job.tied,
+        experts=experts if job.experts else {},
         num_layers=2 * (job.virtual or 1),
-        hidden_size=HIDDEN,
         num_attention_heads=2,
-        ffn_hidden_size=2 * HIDDEN,
         tensor_model_parallel_size=job.tensor,
         pipeline_model_parallel_size=job.pipeline,
-        virtual_pipeline_model_parallel_size=job.virtual,
-        pipeline_dtype=dtype,
-        params_dtype=dtype,
-        bf16=job.dtype == "bf16",
         fp16=job.dtype == "fp16",
         gated_linear_unit=job.gated,
         activation_func=torch.nn.functional.silu if job.gated else torch.nn.functional.gelu,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        use_cpu_initialization=True,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        **(experts if job.experts else {}),
     )
-    torch.manual_seed(3)
-    models = []
-    for chunk in range(job.virtual or 1):
-        vp_stage = chunk if job.virtual else None
-        where = {"ignore_virtual": False, "vp_stage": vp_stage}
-        model = GPTModel(
-            config,
-            get_gpt_layer_local_spec(num_experts=4 if job.experts else None),
-            vocab_size=VOCAB,
-            max_sequence_length=LENGTH,
-            pre_process=parallel_state.is_pipeline_first_stage(**where),
-            post_process=parallel_state.is_pipeline_last_stage(**where),
-            share_embeddings_and_output_weights=job.tied,
-            vp_stage=vp_stage,
-        )
-        models.append(model.to(dtype))
-    return config, models
 
 
 def _batches(step: int, rank: int, count: int) -> Iterator[Tensor]:

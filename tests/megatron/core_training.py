@@ -78,14 +78,61 @@ class Trained:
     norms: list[float]
 
 
-def make_models(case: Case) -> tuple[Any, list[Any]]:
-    """Megatron-Core's config and this rank's part of the model, in chunks."""
+def make_gpt(
+    *, dtype: torch.dtype, virtual: int | None, tied: bool, experts: dict[str, Any], **fields: Any
+) -> tuple[Any, list[Any]]:
+    """Megatron-Core's config and this rank's part of a small GPT, in chunks.
+
+    Args:
+        dtype: of its weights.
+        virtual: chunks of each pipeline rank; None: one, without virtual stages.
+        tied: the output layer shares the embedding's weight.
+        experts: fields of the config where layers have four experts; empty: dense.
+        **fields: of the config beside these and sizes.
+    """
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    dtype = torch.bfloat16 if case.bf16 else torch.float32
+    config = TransformerConfig(
+        hidden_size=HIDDEN,
+        ffn_hidden_size=2 * HIDDEN,
+        virtual_pipeline_model_parallel_size=virtual,
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        # Fused kernels are compiled, for a minute.
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        **experts,
+        **fields,
+    )
+    torch.manual_seed(3)
+    models = []
+    for chunk in range(virtual or 1):
+        vp_stage = chunk if virtual else None
+        where = {"ignore_virtual": False, "vp_stage": vp_stage}
+        model = GPTModel(
+            config,
+            get_gpt_layer_local_spec(num_experts=4 if experts else None),
+            vocab_size=VOCAB,
+            max_sequence_length=LENGTH,
+            pre_process=parallel_state.is_pipeline_first_stage(**where),
+            post_process=parallel_state.is_pipeline_last_stage(**where),
+            share_embeddings_and_output_weights=tied,
+            vp_stage=vp_stage,
+        )
+        models.append(model.to(dtype))
+    return config, models
+
+
+def make_models(case: Case) -> tuple[Any, list[Any]]:
+    """:func:`make_gpt` of a case."""
     experts: dict[str, Any] = {
         "num_moe_experts": 4,
         "expert_model_parallel_size": case.experts,
@@ -104,46 +151,19 @@ def make_models(case: Case) -> tuple[Any, list[Any]]:
             "recompute_method": case.recompute,
             "recompute_num_layers": 1,
         }
-    config = TransformerConfig(
+    return make_gpt(
+        dtype=torch.bfloat16 if case.bf16 else torch.float32,
+        virtual=case.virtual,
+        tied=case.tied,
+        experts=experts if case.experts else {},
         num_layers=case.layers or (4 if case.virtual else 2),
-        hidden_size=HIDDEN,
         num_attention_heads=max(2, case.tensor),
-        ffn_hidden_size=2 * HIDDEN,
         tensor_model_parallel_size=case.tensor,
         pipeline_model_parallel_size=case.pipeline,
-        virtual_pipeline_model_parallel_size=case.virtual,
-        pipeline_dtype=dtype,
-        params_dtype=dtype,
-        bf16=case.bf16,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        use_cpu_initialization=True,
         calculate_per_token_loss=case.per_token,
         sequence_parallel=case.sequence,
-        # Fused kernels are compiled, for a minute.
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        **(experts if case.experts else {}),
         **recompute,
     )
-    torch.manual_seed(3)
-    models = []
-    for chunk in range(case.virtual or 1):
-        vp_stage = chunk if case.virtual else None
-        where = {"ignore_virtual": False, "vp_stage": vp_stage}
-        model = GPTModel(
-            config,
-            get_gpt_layer_local_spec(num_experts=4 if case.experts else None),
-            vocab_size=VOCAB,
-            max_sequence_length=LENGTH,
-            pre_process=parallel_state.is_pipeline_first_stage(**where),
-            post_process=parallel_state.is_pipeline_last_stage(**where),
-            share_embeddings_and_output_weights=case.tied,
-            vp_stage=vp_stage,
-        )
-        models.append(model.bfloat16() if case.bf16 else model)
-    return config, models
 
 
 def wrap(case: Case, ours: bool, config: Any, model: Any) -> Any:

@@ -18,7 +18,7 @@ import torch
 from tests.integrations.trainer_scene import LEVELS, as_launched, num_ranks, shared_folder
 from tests.pool import Ranks
 from tests.programs.packages import PROGRAM
-from tests.programs.words import VOCABULARY, WORDS, sentences, tokenizer
+from tests.programs.words import WORDS, bert_config, sentences, tokenizer
 
 pytestmark = PROGRAM
 MAX_BATCH = 4  # of a rank's microbatches, on two ranks
@@ -81,22 +81,9 @@ def get_dataloaders(made: Any) -> tuple[Any, Any]:
 
 
 def model() -> Any:
-    from transformers import BertConfig, BertForSequenceClassification
+    from transformers import BertForSequenceClassification
 
-    return BertForSequenceClassification(
-        BertConfig(
-            vocab_size=len(VOCABULARY),
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            max_position_embeddings=32,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-            initializer_range=0.2,
-            num_labels=2,  # type: ignore[call-arg]
-        )
-    )
+    return BertForSequenceClassification(bert_config(num_labels=2))
 
 
 def training_function(
@@ -189,7 +176,7 @@ def test_the_nlp_example_trains_as_without_the_engine(
 def save_and_resume(
     level: str, checkpointing_steps: str, name: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A run that saves, and one that goes on from the checkpoint ``name``."""
+    """A run that saves, and one that resumes from the checkpoint ``name``."""
     folder = str(shared_folder())
     whole = training_function(level, folder, checkpointing_steps)
     return whole, training_function(level, resume_from=os.path.join(folder, name))

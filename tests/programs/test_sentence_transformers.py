@@ -16,7 +16,7 @@ from torch import Tensor
 from tests.integrations.trainer_scene import LEVELS, as_launched, num_ranks, shared_folder
 from tests.pool import Ranks
 from tests.programs.packages import PROGRAM
-from tests.programs.words import VOCABULARY, sentences, tokenizer
+from tests.programs.words import bert_config, sentences, tokenizer
 
 pytestmark = PROGRAM
 NUM_ROWS = 32
@@ -27,23 +27,12 @@ def _model() -> Any:
     """A small BERT, the mean of its outputs, and a dense layer on it."""
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Dense, Pooling, Transformer
-    from transformers import BertConfig, BertModel
+    from transformers import BertModel
 
     torch.manual_seed(0)
     folder = str(shared_folder())
-    config = BertConfig(
-        vocab_size=len(VOCABULARY),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=32,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        initializer_range=0.2,
-    )
     if not dist.is_initialized() or dist.get_rank() == 0:
-        BertModel(config).save_pretrained(folder)
+        BertModel(bert_config()).save_pretrained(folder)
         tokenizer().save_pretrained(folder)
     if dist.is_initialized():
         dist.barrier()

@@ -1,4 +1,4 @@
-"""A vocabulary of words, its tokenizer, and sentences of it: data for language models."""
+"""A vocabulary of words, its tokenizer, sentences of it, and a small model of them."""
 
 from __future__ import annotations
 
@@ -23,6 +23,24 @@ def tokenizer() -> Any:
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     names = ("pad_token", "bos_token", "eos_token", "unk_token", "mask_token")
     return PreTrainedTokenizerFast(tokenizer_object=made, **dict(zip(names, _SPECIAL, strict=True)))
+
+
+def bert_config(**more: Any) -> Any:
+    """transformers' config of a small BERT over the vocabulary, without dropout."""
+    from transformers import BertConfig
+
+    return BertConfig(
+        vocab_size=len(VOCABULARY),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=32,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        initializer_range=0.2,
+        **more,
+    )
 
 
 def sentences(count: int, length: int, seed: int) -> list[str]:
