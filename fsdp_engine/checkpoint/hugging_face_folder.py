@@ -31,9 +31,15 @@ from fsdp_engine.checkpoint.safetensors_file import PlannedFile, TensorInFile, r
 
 STEM = "model"
 DIFFUSERS_STEM = "diffusion_pytorch_model"
-_STEMS = (STEM, DIFFUSERS_STEM)
-SINGLE = f"{STEM}.safetensors"
-INDEX = f"{STEM}.safetensors.index.json"
+
+
+def _names_of(stem: str) -> tuple[str, str]:
+    """The names of a file that stands alone, and of the index of several."""
+    return f"{stem}.safetensors", f"{stem}.safetensors.index.json"
+
+
+SINGLE, INDEX = _names_of(STEM)
+_IN_FOLDERS = (*_names_of(STEM), *_names_of(DIFFUSERS_STEM))
 _STAGING = ".exporting-"
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]B)\s*", re.IGNORECASE)
@@ -131,8 +137,7 @@ class ExportFolder:
 
     def __init__(self, directory: Path, stem: str = STEM) -> None:
         self._directory = directory.absolute()
-        self._single = f"{stem}.safetensors"
-        self._index = f"{stem}.safetensors.index.json"
+        self._single, self._index = _names_of(stem)
         self._own = re.compile(rf"{stem}(-\d{{5,}}-of-\d{{5,}})?\.safetensors")
         self._staging: Path | None = None
         self._made: list[Path] = []
@@ -224,12 +229,7 @@ def read_folder(directory: Path) -> list[TensorInFile]:
         found = "a file" if directory.exists() else "nothing"
         raise kind(f"directory: expected a folder at {directory}; found {found}")
     weight_map: dict[str, str] = {}
-    present = [
-        name
-        for stem in _STEMS
-        for name in (f"{stem}.safetensors", f"{stem}.safetensors.index.json")
-        if (directory / name).is_file()
-    ]
+    present = [name for name in _IN_FOLDERS if (directory / name).is_file()]
     index = directory / (present[0] if present else INDEX)
     if present and index.suffix == ".safetensors":
         names = [index.name]

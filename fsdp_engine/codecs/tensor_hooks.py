@@ -30,6 +30,8 @@ from fsdp_engine.devices.mesh import DataMesh
 from fsdp_engine.precision import ParamDtypes
 
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+# Of the pre hook: mesh, outer_size, outer_stride, module, mp_policy. Older ones take mesh alone.
+_ALL_ARGUMENTS = 5
 
 
 def has_hooks(param: Tensor) -> bool:
@@ -89,8 +91,8 @@ def check_hooks(name: str, param: Tensor, *, is_in_dtensor: bool) -> None:
             f"{name}: expected a parameter with values, since its class has {_PRE}; found a {kind} "
             "on the meta device. Build the model on its device"
         )
-    count = len(inspect.signature(getattr(param, _PRE)).parameters)
-    if count not in (1, 5):
+    count = _num_pre_arguments(param)
+    if count not in (1, _ALL_ARGUMENTS):
         raise ValueError(
             f"{name}: expected {_PRE}(mesh) or {_PRE}(mesh, outer_size, outer_stride, module, "
             f"mp_policy); found {count} parameters of {kind}"
@@ -150,6 +152,7 @@ class TensorHooksCodec(ParamCodec):
         self._mesh: DataMesh | None = None
         self._bound: list[_Hooked] = []
         self._templates: list[Tensor] = []
+        self._takes_all: list[bool] = []  # whether pre hooks take all arguments
         self._is_current = False
 
     def belongs_to(self, modules: Sequence[nn.Module], mesh: DataMesh) -> None:
@@ -165,6 +168,7 @@ class TensorHooksCodec(ParamCodec):
     ) -> None:
         """See :class:`ParamCodec`."""
         self._templates = [_empty_like(param) for param in params]
+        self._takes_all = [_num_pre_arguments(param) == _ALL_ARGUMENTS for param in params]
 
     def initial_value(self, param: Tensor) -> Tensor:
         """See :class:`ParamCodec`."""
@@ -209,9 +213,8 @@ class TensorHooksCodec(ParamCodec):
         assert self._mesh is not None
         shard: Any = _wrapped(self._templates[index], values)
         arguments: tuple[Any, ...] = (self._mesh.alone,)
-        if len(inspect.signature(shard.fsdp_pre_all_gather).parameters) == 5:
-            stride = values.stride()
-            arguments += (values.shape, stride, self._modules[index], self._policy)
+        if self._takes_all[index]:
+            arguments += (values.shape, values.stride(), self._modules[index], self._policy)
         inputs, metadata = shard.fsdp_pre_all_gather(*arguments)
         return inputs, metadata, shard
 
@@ -256,6 +259,10 @@ class _Hooked:
     def free(self) -> None:
         for tensor in self._held:
             memory.resize_foreign(tensor, 0)
+
+
+def _num_pre_arguments(param: Tensor) -> int:
+    return len(inspect.signature(getattr(param, _PRE)).parameters)
 
 
 def _inner_tensors(param: Any) -> dict[str, Tensor]:

@@ -90,7 +90,7 @@ class SideStream:
 
     def entered(self) -> AbstractContextManager[None]:
         """Within it, it is the current stream."""
-        return nullcontext() if self._module is None else self._module.stream(self._stream)
+        return _NOTHING if self._module is None else self._module.stream(self._stream)
 
     def wait_for_compute(self) -> None:
         """It waits for what the model's own stream was given so far. Not to be called within

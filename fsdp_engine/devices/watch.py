@@ -359,7 +359,7 @@ _WATCHERS: list[_Watcher] = []
 
 def start() -> None:
     """Watch this process, if nobody does. For ranks that share a store, more than one."""
-    if _WATCHERS and _WATCHERS[0].serves:
+    if _serving() is not None:
         return
     group = dist.group.WORLD
     assert group is not None
@@ -376,24 +376,32 @@ def _leave() -> None:
         watcher.end(f"has ended{why}")
 
 
+def _serving() -> _Watcher | None:
+    """The watcher of the present default group; None: it has none."""
+    return _WATCHERS[0] if _WATCHERS and _WATCHERS[0].serves else None
+
+
 def _num_alarms() -> int:
-    return _WATCHERS[0].num_alarms() if _WATCHERS and _WATCHERS[0].serves else 0
+    watcher = _serving()
+    return 0 if watcher is None else watcher.num_alarms()
 
 
 def _reason() -> str | None:
-    return _WATCHERS[0].reason() if _WATCHERS and _WATCHERS[0].serves else None
+    watcher = _serving()
+    return None if watcher is None else watcher.reason()
 
 
 def give_reason(ranks: Sequence[int], text: str) -> None:
     """Leave ``ranks`` a reason: a wait of theirs that fails raises a ValueError with ``text``."""
-    if _WATCHERS and _WATCHERS[0].serves:
-        _WATCHERS[0].give_reason(ranks, text)
+    if (watcher := _serving()) is not None:
+        watcher.give_reason(ranks, text)
 
 
 def waits_of(ranks: Sequence[int]) -> dict[int, str]:
     """By rank, the label of the operation that its host waits for, of those of ``ranks`` that wait.
     Takes up to some seconds."""
-    return _WATCHERS[0].waits_of(ranks) if _WATCHERS and _WATCHERS[0].serves else {}
+    watcher = _serving()
+    return {} if watcher is None else watcher.waits_of(ranks)
 
 
 def who_is_missing(what: str, ranks: Sequence[int] = ()) -> str:
@@ -404,9 +412,8 @@ def who_is_missing(what: str, ranks: Sequence[int] = ()) -> str:
         ranks: global ranks; none: all.
     """
     NOW.failed = what
-    if not (_WATCHERS and _WATCHERS[0].serves):
-        return ""
-    return _WATCHERS[0].ask(what, ranks or range(dist.get_world_size()))
+    watcher = _serving()
+    return "" if watcher is None else watcher.ask(what, ranks or range(dist.get_world_size()))
 
 
 def failure(what: str, ranks: Sequence[int], error: BaseException) -> Exception:
