@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from fsdp_engine.flat_dtensor import accumulator_of
 from fsdp_engine.runtime.unit import Call, Unit
+
+# Whether the running backward reaches a node.
+_will_run: Any = torch._C._will_engine_execute_node
 
 # Of a call whose input was changed in place: its end is not observed.
 _UNKNOWN = -1
@@ -47,16 +51,16 @@ class Backward:
         """Whether the backward of ``call`` has begun."""
         return call in self._awaited or call in self._left
 
-    def open_calls(self, unit: Unit) -> Iterator[Call]:
+    def open_calls(self, unit: Unit) -> list[Call]:
         """Calls of ``unit`` whose backward has begun and is not over."""
-        return (call for call in list(self._awaited) if call.unit is unit)
+        return [call for call in self._awaited if call.unit is unit]
 
-    def enter(self, call: Call, num_inputs: int) -> None:
+    def enter(self, call: Call, inputs: Sequence[Any]) -> None:
         """The backward of ``call`` begins.
 
         Args:
             call: which.
-            num_inputs: inputs whose gradients this backward computes.
+            inputs: autograd's nodes of the call's inputs, where it has several.
 
         Raises:
             RuntimeError: see :meth:`Unit.keep_recorded`.
@@ -68,6 +72,7 @@ class Backward:
             unit.keep_recorded()
         if call.follows_another and not call.is_pending:
             self.run_again.add(unit.index)
+        num_inputs = sum(map(_will_run, inputs)) if inputs else 1
         self._awaited[call] = _UNKNOWN if call.input_changed else num_inputs
         self.touched[unit.index] = unit
         if call.reads_weights:
@@ -114,8 +119,7 @@ def check_is_whole(units: Sequence[Unit]) -> None:
         for param in buffer.full_params
         if param.requires_grad
     ]
-    will_run = torch._C._will_engine_execute_node  # type: ignore[attr-defined]
-    if params and not any(will_run(accumulator_of(param)) for param in params):
+    if params and not any(_will_run(accumulator_of(param)) for param in params):
         raise RuntimeError(
             "backward of a pipeline's stage: expected gradients of inputs and weights at once, "
             "since torch's own PipelineStage does not tell the engine of parts; found those of "

@@ -31,9 +31,6 @@ from fsdp_engine.runtime.record import Record, Use, first_use_order
 from fsdp_engine.runtime.reductions import Reductions
 from fsdp_engine.runtime.unit import Call, Kept, Unit
 
-# Whether the running backward reaches a node.
-_will_run: Any = torch._C._will_engine_execute_node
-
 
 def in_backward() -> bool:
     """Whether autograd is running a backward on this thread."""
@@ -126,8 +123,7 @@ class Scheduler:
             forward.open.append(unit.index)
             self._use(unit, FORWARD)
         else:
-            self._provide(unit, FORWARD)
-            self._install(unit)
+            self._use_once(unit, FORWARD)
         unit.enter()
 
     def note_uncounted(self, unit: Unit) -> None:
@@ -212,10 +208,7 @@ class Scheduler:
         sharded and changed, and (``sharded``) the first ones of the recorded order."""
         if not self.is_at_rest:
             return  # that forward runs already
-        for index in self.reductions.canonical_order:
-            unit = self.units[index]
-            if not unit.reshards and unit.needs_gather(FORWARD):
-                unit.gather(FORWARD)
+        self._refresh_through(None, Forward())
         for use in self._record.first if sharded else ():
             unit = self.units[use.unit]
             if unit.reshards and unit.needs_gather(FORWARD):
@@ -240,8 +233,7 @@ class Scheduler:
         self.begin_backward().touched[unit.index] = unit
         if unit.uses:
             self._record.recomputes(unit.index)
-            self._provide(unit, BOTH)
-            self._install(unit)
+            self._use_once(unit, BOTH)
         else:
             # Where the same bytes serve both phases, its backward gathers no more.
             self._use(unit, FORWARD if unit.built.split_weights else BOTH)
@@ -261,13 +253,12 @@ class Scheduler:
             if call.reads_weights:
                 self.use_for_weights(call.unit)
             return
-        backward.enter(call, sum(map(_will_run, inputs)) if inputs else 1)
+        backward.enter(call, inputs)
         if call.reads_weights:
             if call.is_recorded:
                 self._use(call.unit, BACKWARD)
             else:
-                self._provide(call.unit, BACKWARD)
-                self._install(call.unit)
+                self._use_once(call.unit, BACKWARD)
             call.unit.enter()
 
     def input_came(self, call: Call) -> None:
@@ -426,18 +417,22 @@ class Scheduler:
         if (asked := unit.options.prefetch(phase)) is not None:
             each_phase = BACKWARD if phase & BACKWARD else FORWARD
             window = tuple(Use(each.index, each_phase) for each in asked if each.reshards)
-        if self._reserved:
-            kept = {unit.index, *(use.unit for use in window)}
-            if not step.expected:
-                self._free_reserved(keep=kept)
-            elif self._backward is None:
-                self._free_reserved(keep=kept, phase=BACKWARD)
+        if self._reserved and (not step.expected or self._backward is None):
+            self._free_reserved(
+                keep={unit.index, *(use.unit for use in window)},
+                phase=BACKWARD if step.expected else BOTH,
+            )
         self._provide(unit, step.phase)
         self._reserved.pop(unit.index, None)
         for use in window:
             ahead = self.units[use.unit]
             if ahead.needs_gather(use.phase) and not ahead.uses:
                 self._prefetch(ahead, use.phase)
+        self._install(unit)
+
+    def _use_once(self, unit: Unit, phase: int) -> None:
+        """A use of ``unit`` begins that is not part of the recorded order."""
+        self._provide(unit, phase)
         self._install(unit)
 
     @staticmethod

@@ -302,6 +302,7 @@ class Unit:
 
     def enter(self) -> None:
         """A module starts to compute with the full parameters."""
+        assert self.unsharded is not None, f"{self.label} is entered while it is sharded"
         self.uses += 1
 
     def leave(self) -> None:
@@ -356,6 +357,7 @@ class Unit:
         self.uninstall()
         if self.kept or self.unsharded is None or not self.built.reshards:
             return
+        assert not self.uses, f"{self.label} is freed while it is in use"
         self.wait()
         self.unsharded = None
         for buffer in self.built.buffers:

@@ -237,6 +237,7 @@ def gathers_of(how: tuple[bool, bool]) -> list[list[tuple[str, tuple[int, ...]]]
 
     def gather(unit: Unit, phase: int) -> None:
         if unit.name:
+            assert len(unit.built.split_weights) == 1
             held = unit.unsharded.phases if unit.unsharded is not None else 0
             planes = enumerate((FORWARD, BACKWARD))
             missing = tuple(plane for plane, read in planes if phase & ~held & read)

@@ -167,10 +167,8 @@ def test_a_function_of_ones_own_that_gets_a_slice_is_told_so(strategy: str) -> N
         model(*token_batch(2, 1)).backward()
 
 
-@on_ranks(2)
-def test_units_whose_modules_are_called_are_full_only_then() -> None:
-    model = Language()
-    engine = fe.shard(model)
+def units_in_use(model: nn.Module, engine: fe.Engine, num_steps: int) -> list[list[str]]:
+    """Trains; returns the names of the units in use as the first block is entered, by step."""
     units = {unit.name: unit for unit in engine.units}
     seen: list[list[str]] = []
 
@@ -178,9 +176,17 @@ def test_units_whose_modules_are_called_are_full_only_then() -> None:
         seen[-1] += [unit.name for unit in units.values() if unit.name and unit.uses]
 
     model.blocks[0].register_forward_pre_hook(look)
-    for step in range(2):
+    for step in range(num_steps):
         seen.append([])
         model(*token_batch(2, step)).backward()
+    return seen
+
+
+@on_ranks(2)
+def test_units_whose_modules_are_called_are_full_only_then() -> None:
+    model = Language()
+    engine = fe.shard(model)
+    seen = units_in_use(model, engine, num_steps=2)
     # In the first forward nobody knows yet who is read.
     assert seen == [["embedding", "blocks.0", "norm + head"], ["blocks.0"]]
 
@@ -189,16 +195,7 @@ def test_units_whose_modules_are_called_are_full_only_then() -> None:
 def test_a_unit_with_a_module_that_is_never_called_stays_full_for_the_whole_forward() -> None:
     model = FusedHead()
     engine = fe.shard(model)
-    units = {unit.name: unit for unit in engine.units}
-    seen: list[list[str]] = []
-
-    def look(*_: Any) -> None:
-        seen[-1] += [unit.name for unit in units.values() if unit.name and unit.uses]
-
-    model.blocks[0].register_forward_pre_hook(look)
-    for step in range(3):
-        seen.append([])
-        model(*token_batch(2, step)).backward()
+    seen = units_in_use(model, engine, num_steps=3)
     assert seen[1:] == [["blocks.0", "norm + head"]] * 2
 
 
