@@ -32,7 +32,7 @@ from fsdp_engine.runtime.measuring import Measurement
 from fsdp_engine.runtime.microbatches import Microbatches
 from fsdp_engine.runtime.model_hooks import ModelHooks
 from fsdp_engine.runtime.reductions import Reductions
-from fsdp_engine.runtime.rehearsal import moments_of
+from fsdp_engine.runtime.rehearsal import predict_concurrent_units
 from fsdp_engine.runtime.roster import Roster, refuse_copies, refuse_replicas
 from fsdp_engine.runtime.scheduler import Scheduler
 from fsdp_engine.runtime.unit import Unit
@@ -86,7 +86,7 @@ class Engine:
         expected = expect(model, [unit.built.modules for unit in self.units])
         if (pool := resources.pool) is not None:
             budgets = (self.budget, self.staging_budget)
-            self._memory.expect(moments_of(self.units, expected, *budgets))
+            self._memory.expect(predict_concurrent_units(self.units, expected, *budgets))
             pool.register()
         checks = None
         if config.check_for_nan_in_grad or config.check_for_large_grads:

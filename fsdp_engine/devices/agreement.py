@@ -8,7 +8,7 @@ from typing import Any
 from torch.distributed import ProcessGroup
 
 from fsdp_engine.devices.collectives import gather_objects
-from fsdp_engine.devices.meeting import error_of_another
+from fsdp_engine.devices.rendezvous import error_of_another
 
 
 def agree(

@@ -23,18 +23,17 @@ step, so every so many backwards it costs next to nothing. Settings of malloc do
 with a larger ``M_TOP_PAD`` (or any other of them) glibc no longer learns how large tensors are, and
 where the heap has no hole for one above 128 KiB it maps and unmaps it (``benchmarks/long_run.py``).
 
-[Note: Who serves a fill]
-With ``fsdp_double_buffer`` transient storages have addresses of their own, planned from what a
-step was seen to do ([Note: Arena] in ``arena.py``), and steps that go on like that allocate
-nothing. What a plan does not know, or has no room for, is served as without: by the pool of idle
-memory, or by ``resize_``. Either way the storage object is the same, and nobody above can tell.
-Planned or not, the ledger has it: an arena's bytes are held, under the role it serves, from its
-first plan on, and storages that are filled from it add nothing.
+[Note: Sources of a fill]
+With ``fsdp_double_buffer`` transient storages are filled from an arena ([Note: Arena] in
+``arena.py``), as long as the steps so far needed, and steady steps allocate nothing. Without it,
+and where the arena has no room, memory comes from the pool of idle memory, or by ``resize_``. The
+storage object is the same in each case. The bytes of an arena are booked under the role it serves
+as it is made, and storages that are filled from it add nothing.
 
 Where torch cannot swap data pointers (before 2.13), and under ``FakeTensorMode``, where there is no
-memory, no addresses are planned and all fills are ordinary ones; from the pool, if there is one and
-it may grow at any time. Idle memory is kept under ``FakeTensorMode``, too, unless a device is
-pretended: sizes of storages are swapped then.
+memory, there are no arenas; fills are from NCCL's pool, if there is one and it may grow at any
+time. Idle memory is kept under ``FakeTensorMode``, too, unless a device is simulated: sizes of
+storages are swapped then.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp_engine.devices.accelerator import is_accelerator, module_of
 from fsdp_engine.devices.arena import Arena
-from fsdp_engine.devices.pretence import pretends_device
+from fsdp_engine.devices.simulated_device import simulates_device
 
 _CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 # See [Note: Freed pages].
@@ -236,17 +235,17 @@ class Memory:
         device: which.
         pool: what collectives read and write is allocated in it: arenas, and persistent tensors
             that are ``sent``. None: nowhere special.
-        plans_addresses: transient storages get addresses of their own, where torch can do so.
+        has_arenas: transient storages are filled from arenas, where torch can do so.
 
     Attributes:
         ledger: bytes by role: "main", "model", "grad" (persistent); "full", "staging" (transient:
-            an arena's, and those of ordinary memory in use; see [Note: Who serves a fill]).
+            an arena's, and those of ordinary memory in use; see [Note: Sources of a fill]).
         has_pool: communication buffers must all be there when the engine is made.
-        arenas: planned addresses, by role.
+        arenas: by role.
     """
 
     def __init__(
-        self, device: torch.device, pool: Pool | None = None, *, plans_addresses: bool = False
+        self, device: torch.device, pool: Pool | None = None, *, has_arenas: bool = False
     ) -> None:
         self.device = device
         self._pool = pool
@@ -255,7 +254,7 @@ class Memory:
         self._most_in_use = 0
         self.ledger = Ledger()
         # A device's own allocator keeps what is idle.
-        self._swaps = _CAN_SWAP and device.type == "cpu" and not pretends_device()
+        self._swaps = _CAN_SWAP and device.type == "cpu" and not simulates_device()
         self._swap = _swap_sizes if empty_storage(device).device.type == "meta" else _swap
         self._idle: dict[int, list[torch.UntypedStorage]] = {}
         # Storage objects that have given their memory away, to take some again.
@@ -263,7 +262,7 @@ class Memory:
         self._trim = _find_malloc_trim() if device.type == "cpu" else None
         self._backwards = 0
         self.arenas: dict[str, Arena] = {}
-        if plans_addresses and _CAN_SWAP and type(empty(0, torch.uint8, device)) is torch.Tensor:
+        if has_arenas and _CAN_SWAP and type(empty(0, torch.uint8, device)) is torch.Tensor:
             for role in ("full", "staging"):
                 self.arenas[role] = Arena(self._allocate_arena, partial(self.ledger.add, role))
         self._fills_from_pool = pool is not None and pool.takes_more and not self.arenas
@@ -299,11 +298,10 @@ class Memory:
             arena.begin_unit()
 
     def expect(self, moments: Mapping[str, Sequence[Sequence[int]]]) -> None:
-        """Plan addresses before the first step, in memory of the pool if there is one.
+        """Allocate arenas before the first step, in memory of the pool if there is one.
 
         Args:
-            moments: by role, units whose storages will be filled together, numbered as they were
-                begun.
+            moments: by role; see :meth:`.Arena.expect`.
         """
         for role, arena in self.arenas.items():
             arena.expect(moments[role])
@@ -312,7 +310,7 @@ class Memory:
         return self._pool.allocating() if self._pool is not None and sent else nullcontext()
 
     def end_backward(self, *, step_is_over: bool = False) -> None:
-        """A backward is over: arenas look at their plans, and now and then freed pages go back. See
+        """A backward is over: arenas may grow, and now and then freed pages go back. See
         [Note: Freed pages].
 
         Args:
@@ -431,7 +429,8 @@ class TransientStorage:
         self._storage = empty_storage(memory.device)
         serves = is_kept_idle and self.num_bytes
         self._arena = memory.arenas.get(role) if serves else None
-        self._number = self._arena.add(self.num_bytes) if self._arena is not None else -1
+        if self._arena is not None:
+            self._arena.add(self.num_bytes)
 
     def fill(self) -> None:
         """Give the storage memory (uninitialised). Nothing happens if it has some."""
@@ -439,7 +438,7 @@ class TransientStorage:
             if not self._is_kept_idle:
                 self._storage.resize_(self.num_bytes)
                 self._memory.ledger.add(self._role, self.num_bytes)
-            elif self._arena is None or not self._arena.fill(self._number, self._storage):
+            elif self._arena is None or not self._arena.fill(self._storage, self.num_bytes):
                 self._memory._fill(self._storage, self.num_bytes)
                 self._memory.ledger.add(self._role, self.num_bytes)
             self.filled = True
@@ -451,7 +450,7 @@ class TransientStorage:
                 self._storage.resize_(0)
                 self.leave()
                 return
-            if self._arena is None or not self._arena.drain(self._number, self._storage):
+            if self._arena is None or not self._arena.drain(self._storage):
                 self._memory._drain(self._storage, self.num_bytes)
                 self._memory.ledger.add(self._role, -self.num_bytes)
             self.filled = False

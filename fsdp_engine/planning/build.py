@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from fsdp_engine.buffers.param_and_grad_buffer import FIRST_TAG, ParamAndGradBuffer
 from fsdp_engine.buffers.redistribute import Ladder, Machinery
@@ -66,6 +67,17 @@ class Ladders:
         ladder = self.expert if kind.is_expert and self.expert is not None else self.data
         return self.axis_plans.of(kind), ladder
 
+    @property
+    def groups(self) -> Sequence[ProcessGroup]:
+        """All groups over which the model's buffers communicate."""
+        found = [self.ranks.control_group]
+        for ladder in (self.data, self.expert):
+            if ladder is not None:
+                found.append(ladder.mesh.control_group)
+                axes = (ladder.mesh.inner, ladder.mesh.outer)
+                found += [each for axis in axes for each in (axis.gather_group, axis.reduce_group)]
+        return [group for group in dict.fromkeys(found) if group is not None]
+
 
 # Modules whose parameters units have.
 _OWNED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -94,7 +106,7 @@ class Resources:
         self.config = config
         symmetric = not config.disable_symmetric_registration
         self.pool = NcclPool(mesh, symmetric=symmetric) if config.nccl_ub else None
-        self.memory = Memory(mesh.device, self.pool, plans_addresses=config.fsdp_double_buffer)
+        self.memory = Memory(mesh.device, self.pool, has_arenas=config.fsdp_double_buffer)
         self.lanes = lanes_module.make_lanes(mesh.device, mesh.ranks)
         self.next_tag = FIRST_TAG
 
