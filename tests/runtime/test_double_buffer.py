@@ -420,7 +420,7 @@ def settle_pair(strategy: str, outer: str, all_ways: bool) -> None:
                 load, length = arena.load, 0 if arena.memory is None else arena.memory.numel()
                 assert peak.get(role, 0) <= load <= 2 * peak.get(role, 0), (name, role)
                 assert held.pop(role, 0) == length, (name, role)
-                assert load <= length <= aligned(int((1 if make is Even else SLACK) * load))
+                assert load <= length <= aligned(int(SLACK * load)), (name, role)
             # Gradients stay, too: else they would be allocated in each step.
             assert held.pop("grad") == peak["grad"]
             rest = plain.memory_bytes()
