@@ -6,7 +6,7 @@ ranks, so on gloo parts go straight from the buffer they lie in to where they be
 Other backends use their own collectives (*native*). On gloo with CUDA tensors parts go through
 host memory (*staged*).
 
-An operation is a generator: it issues communication, yields the works, and goes on when they are
+An operation is a generator: it issues communication, yields the works, and continues when they are
 done. A lane (``lane.py``) decides what "done" means: on CPU the host waits, on CUDA the lane's
 stream does and the generator runs through at once. Collectives of the device's own backend (NCCL on
 CUDA) are issued synchronously: then they run on the current stream, which is the lane's, with its
@@ -43,6 +43,10 @@ Steps = Iterator[Sequence[Work | stall_monitor.HostWork]]
 _IS_OLD = not hasattr(dist.ProcessGroup, "all_gather_single")
 _ALL_GATHER = "_allgather_base" if _IS_OLD else "all_gather_single"
 _REDUCE_SCATTER = "_reduce_scatter_base" if _IS_OLD else "reduce_scatter_single"
+
+
+# Bytes of small tensors that are sent in one message.
+_MESSAGE_BYTES = 2**26
 
 
 class Communicator:
@@ -287,6 +291,13 @@ def broadcast_(tensor: Tensor, group: dist.ProcessGroup | None, source: int = 0)
         with naming("values of the first rank", group):
             dist.broadcast(_as_sent(tensor), group=group, group_src=source)
     return tensor
+
+
+def broadcast_together_(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
+    """As :func:`broadcast_` from the first rank, of many tensors of one dtype in few messages."""
+    if group is not None and tensors:
+        with naming("values of the first rank", group):
+            dist._broadcast_coalesced(group, list(tensors), _MESSAGE_BYTES, 0)
 
 
 def gather_objects(

@@ -1,4 +1,4 @@
-"""Process groups: those that ranks agree to make, and what is asked of any.
+"""Process groups: how ranks agree to make them, and properties of any.
 
 ``dist.new_group`` is not used: see :func:`new_group`.
 """

@@ -207,13 +207,18 @@ class HostTicket:
 
     @property
     def label(self) -> str:
-        """Its unit and what is done."""
+        """Its operation and unit."""
         return self._label
 
     @property
     def ranks(self) -> Sequence[int]:
-        """Global ranks that it is about; none: all."""
+        """Global ranks that take part; none: all."""
         return self._lane.ranks
+
+    @property
+    def is_started(self) -> bool:
+        """Whether its communication has been issued."""
+        return self._operation is None
 
     def start(self) -> None:
         """Issue its communication, once everything it comes after is done."""
@@ -240,9 +245,9 @@ class HostTicket:
             self._advance()
 
     def _advance(self) -> None:
-        """Wait for what is under way, then take the next step."""
+        """Wait for the pending works, then take the next step."""
         if self._failure is not None:
-            # A generator that raised is over; nobody may take that for success.
+            # A generator that raised is over, which must not pass for success.
             raise RuntimeError(self._failure)
         assert self._steps is not None
         profiled = _is_profiled()
@@ -258,7 +263,7 @@ class HostTicket:
             if profiled:
                 with torch.profiler.record_function(f"fsdp_engine: {self._label}"):
                     works = next(self._steps, None)
-            else:  # a range that nobody looks at costs time, too
+            else:  # a range costs time without a profiler, too
                 works = next(self._steps, None)
         except ValueError as error:
             self._failure = str(error)
@@ -275,7 +280,7 @@ class HostTicket:
             ACTIVITY.done = self._label
 
     def _wait_seen(self) -> None:
-        """Wait for what is under way, while a profiler or a meter looks."""
+        """Wait for the pending works, with a profiler or a meter."""
         lane = self._lane
         begin = time.perf_counter()
         with _labelled(f"compute waits for {name_of_wait(lane.name, unit_of(self._label))}"):
@@ -317,8 +322,8 @@ class HostLane:
     ) -> HostTicket:
         """See :class:`Lane`."""
         del reads, writes
-        # What still waits here was held up by another lane. Blocking for it now, one submission
-        # later, keeps the lane moving without a thread that polls.
+        # Operations that still wait here come after work on another lane. Blocking for it now, one
+        # submission later, keeps the lane moving without a thread that polls.
         while self._waiting:
             self._waiting.popleft().start()
         unfinished = self._unfinished
@@ -336,7 +341,7 @@ class HostLane:
 
     def start_through(self, ticket: HostTicket) -> None:
         """Start everything up to and including ``ticket``."""
-        while self._waiting and ticket._operation is not None:
+        while self._waiting and not ticket.is_started:
             self._waiting.popleft().start()
         ticket.start()
 
@@ -389,7 +394,7 @@ class DeviceTicket:
     """An event on a stream.
 
     Attributes:
-        works: while somebody measures, what ends with it, and what that came right after.
+        works: while meters are present, the operation that ends with it, and those before it.
     """
 
     __slots__ = ("event", "works")

@@ -10,12 +10,12 @@ On CUDA memory comes from the caching allocator by ``resize_``. On CPU there is 
 pages are costly (the kernel zeroes each): so there memory is passed between storages of one size by
 swapping their data pointers, where torch can do so (``UntypedStorage._swap_data_ptr_``, in 2.13 but
 not in 2.11). Idle memory is kept within a step, as a caching allocator keeps it, but never so much
-that memory in use and idle together exceed what was once in use. With the step's last backward it
-goes back: the optimizer, or another model, can have it. (To get it again costs up to 2 % of a step,
+that memory in use and idle together exceed the most that was in use. The step's last backward frees
+it, for the optimizer or another model. (Allocating it again costs up to 2 % of a step,
 ``docs/benchmarks.md``.)
 
 [Note: Freed pages]
-Small allocations that last (of gloo's threads, of whoever logs) settle between large tensors that
+Small allocations that last (of gloo's threads, of loggers) settle between large tensors that
 autograd frees, so on CPU glibc's heap has ever more holes, and the resident set grows to about
 twice its size over a thousand steps though nothing leaks. ``malloc_trim`` hands the pages of all
 holes back to the system. It takes milliseconds, and what it gave back is taken again in the next
@@ -63,7 +63,7 @@ class Ledger:
     """Bytes held now, and at most so far, by role and in total.
 
     Attributes:
-        peaks: peaks of their own that somebody looks for.
+        peaks: further peaks that are recorded.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class Ledger:
         self.peak_total = 0
 
     def add(self, role: str, num_bytes: int) -> None:
-        """Book ``num_bytes`` (negative when given back) on ``role``."""
+        """Book ``num_bytes`` (negative when freed) on ``role``."""
         held = self.held[role] = self.held[role] + num_bytes
         self.total += num_bytes
         # Comparisons: they cost less than max(), and this is counted some times for each unit.
@@ -87,13 +87,13 @@ class Ledger:
                 peak.look(self)
 
     def reset_peak(self) -> None:
-        """Start a new peak from what is held now."""
+        """Start a new peak from the bytes held now."""
         self.peak = Counter(self.held)
         self.peak_total = self.total
 
 
 class Peak:
-    """The moment when most was held since this was made, whoever starts other peaks meanwhile.
+    """The moment with most bytes held since this was made, whatever other peaks are reset.
 
     Attributes:
         held: bytes by role at that moment.
@@ -112,14 +112,14 @@ class Peak:
 
 
 def begin_device_peak(device: torch.device) -> None:
-    """Torch's own peak of what is allocated on ``device`` starts anew; nothing on a CPU."""
+    """Torch's own peak of memory allocated on ``device`` starts anew; nothing on a CPU."""
     if is_accelerator(device):
         module_of(device).reset_peak_memory_stats(device)
 
 
 def device_peak(device: torch.device) -> int | None:
     """Most bytes that torch had allocated on ``device`` since :func:`begin_device_peak`; None on a
-    CPU, where nobody counts them."""
+    CPU, where they are not counted."""
     if not is_accelerator(device):
         return None
     return int(module_of(device).max_memory_allocated(device))
@@ -253,7 +253,7 @@ class Memory:
         self._in_use = 0
         self._most_in_use = 0
         self.ledger = Ledger()
-        # A device's own allocator keeps what is idle.
+        # A device's own allocator keeps idle memory.
         self._swaps = _CAN_SWAP and device.type == "cpu" and not simulates_device()
         self._swap = _swap_sizes if empty_storage(device).device.type == "meta" else _swap
         self._idle: dict[int, list[torch.UntypedStorage]] = {}
@@ -283,13 +283,13 @@ class Memory:
         """A storage whose memory comes and goes; it starts without.
 
         It has to be filled and drained on one lane; and all storages of one ``role`` on the same
-        one, or each drained after compute is done with it, and filled by what comes after compute.
+        one, or each drained after compute is done with it, and filled after compute.
         """
         return TransientStorage(self, numel, dtype, role)
 
     def lasting(self, numel: int, dtype: torch.dtype, role: str) -> TransientStorage:
-        """A storage whose memory comes and goes, and is gone for long: it is not kept idle
-        meanwhile, but handed back."""
+        """A storage whose memory comes and goes, and is gone for long: it is freed,
+        not kept idle."""
         return TransientStorage(self, numel, dtype, role, is_kept_idle=False)
 
     def begin_unit(self) -> None:
@@ -340,7 +340,8 @@ class Memory:
         with self._allocating(sent=True):
             return empty(num_bytes, torch.uint8, self.device)
 
-    def _fill(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+    def fill(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        """Give ``storage``, which is empty, idle or new memory. Not booked."""
         self._in_use += num_bytes
         if self._in_use > self._most_in_use:
             self._most_in_use = self._in_use
@@ -358,7 +359,8 @@ class Memory:
         with self._allocating(sent=self._fills_from_pool):
             storage.resize_(num_bytes)
 
-    def _drain(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+    def drain(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        """Take the memory of :meth:`fill` away."""
         self._in_use -= num_bytes
         if self._swaps:
             block = self._hollow.pop() if self._hollow else empty_storage(self.device)
@@ -439,7 +441,7 @@ class TransientStorage:
                 self._storage.resize_(self.num_bytes)
                 self._memory.ledger.add(self._role, self.num_bytes)
             elif self._arena is None or not self._arena.fill(self._storage, self.num_bytes):
-                self._memory._fill(self._storage, self.num_bytes)
+                self._memory.fill(self._storage, self.num_bytes)
                 self._memory.ledger.add(self._role, self.num_bytes)
             self.filled = True
 
@@ -451,12 +453,12 @@ class TransientStorage:
                 self.leave()
                 return
             if self._arena is None or not self._arena.drain(self._storage):
-                self._memory._drain(self._storage, self.num_bytes)
+                self._memory.drain(self._storage, self.num_bytes)
                 self._memory.ledger.add(self._role, -self.num_bytes)
             self.filled = False
 
     def leave(self) -> None:
-        """Leave the memory to whoever holds tensors over it; this storage is of no use any more."""
+        """Leave the memory to the tensors over it; this storage cannot be used again."""
         if self.filled:
             self._memory.ledger.add(self._role, -self.num_bytes)
             self.filled = False

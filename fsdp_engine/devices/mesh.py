@@ -177,8 +177,8 @@ _KNOWN: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], Ax
 def ranks_that_meet(device_mesh: object) -> list[int]:
     """Global ranks that take part in a call with this mesh; where it is none, all ranks.
 
-    Initialises torch.distributed, if nobody has and there is no mesh: who cannot go on must be able
-    to say so.
+    Initialises torch.distributed, unless that is done or there is a mesh: a rank that fails must be
+    able to report it.
     """
     if isinstance(device_mesh, DeviceMesh):
         return members_of(device_mesh)
@@ -282,7 +282,7 @@ def _in_rows(
 
 
 def init_from_environment() -> None:
-    """Initialise torch.distributed, if nobody has, as torchrun says; without it for one rank."""
+    """Initialise torch.distributed, unless that is done: as torchrun says, or for one rank."""
     if dist.is_initialized():
         return
     device = current_accelerator()

@@ -64,7 +64,7 @@ class Ranks:
         return new_group(self.ranks, timeout, f"{met.name}/host", backend="gloo")
 
     def free_host_group(self, group: dist.ProcessGroup | None) -> None:
-        """Give back what :meth:`make_host_group` made: connections, threads and keys of the store.
+        """Free a group of :meth:`make_host_group`: connections, threads and keys of the store.
         Not collective, but no rank may need the group any more."""
         if group is not None and dist.is_initialized():
             free_gloo_group(group)

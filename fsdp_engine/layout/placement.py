@@ -7,7 +7,7 @@ just long enough: at most 64 elements of padding a rank and 63 a tensor.
 A *granule* is a number of elements of a tensor (a row, a block of 128 rows, the whole tensor) that
 no shard boundary may cut. With ``N`` equal shards of ``S`` elements, boundaries lie at multiples
 of ``S``. A buffer costs ``N * S``, so the planner looks for the smallest ``S`` at which everything
-fits. What boundaries ask of a tensor depends on how many hit it:
+fits. The rule for a tensor depends on the number of boundaries that hit it:
 
     none   nothing: the tensor lies inside one shard
     one    its distance from the tensor's start is a multiple of the granule: shift the tensor
@@ -71,7 +71,7 @@ PERCENT_PER_BUFFER = 0.1
 
 @dataclass(frozen=True)
 class TensorRequest:
-    """A tensor that wants a place.
+    """A tensor to be placed.
 
     Args:
         name: fully qualified name of the parameter.
@@ -118,7 +118,7 @@ def plan_layouts(
     Args:
         requests: in registration order, which is kept where no tensor has a granule.
         inner_size: ranks on the inner axis, 1 where nothing is cut along it.
-        outer_size: ranks on the outer axis, likewise.
+        outer_size: ranks on the outer axis, 1 where nothing is cut along it.
         percent_per_buffer: what an extra buffer has to save, in percent of all elements.
         shard_multiple: elements of a shard are a multiple of it. One that does not divide
             ``ALIGNMENT`` is the caller's choice of padding: tensors are then kept in order, in
