@@ -16,10 +16,10 @@ from fsdp_engine.checkpoint.unfinished_load import nothing_loaded
 from fsdp_engine.codecs import CodecRule
 from fsdp_engine.config import DistributedDataParallelConfig, Timing
 from fsdp_engine.devices import memory
-from fsdp_engine.devices.meeting import telling
 from fsdp_engine.devices.mesh import DataMesh, check_device_mesh, ranks_that_meet
 from fsdp_engine.devices.nccl_pool import check_nccl
 from fsdp_engine.devices.ranks import Ranks
+from fsdp_engine.devices.rendezvous import reporting
 from fsdp_engine.engine import Engine, engine_within
 from fsdp_engine.planning.assignment import UnitSelector
 from fsdp_engine.planning.build import Ladders, Resources, agree_on_plan, build_units, owned_within
@@ -111,7 +111,7 @@ def shard(
     """
     if strategy == AUTO or plan is not None:
         is_mesh = isinstance(mesh, DeviceMesh)
-        with telling(WHAT, ranks := ranks_that_meet(mesh if is_mesh else None)):
+        with reporting(WHAT, ranks := ranks_that_meet(mesh if is_mesh else None)):
             chooses = _chooses(strategy, outer_strategy, plan)
             given_here = {
                 "units": units,
@@ -127,7 +127,7 @@ def shard(
             arguments = chooses.arguments(_sizes_of(mesh), len(ranks), given_here)
         return shard(model, arguments.pop("mesh", mesh), **arguments)
     rows = 1
-    with telling(WHAT, ranks := ranks_that_meet(mesh if isinstance(mesh, DeviceMesh) else None)):
+    with reporting(WHAT, ranks := ranks_that_meet(mesh if isinstance(mesh, DeviceMesh) else None)):
         if mesh is not None and not isinstance(mesh, DeviceMesh):
             rows = _rows_of(mesh, len(ranks))
         given = config if config is not None else DistributedDataParallelConfig()
@@ -193,7 +193,7 @@ def make_engine(
             initial_values, min_unit_size, checkpointing: see :func:`shard`.
     """
     if expert_mesh is not None:
-        with telling(what, ranks_that_meet(mesh)):
+        with reporting(what, ranks_that_meet(mesh)):
             check_device_mesh(expert_mesh)
     num_instances = num_rows if num_rows > 1 else config.num_distributed_optimizer_instances
     note = "" if expert_mesh is None else "an expert_mesh"

@@ -116,7 +116,7 @@ ORDERLESS |= {"intersection_update", "issubset", "issuperset", "len", "max", "mi
 ORDERLESS |= {"sorted", "sum", "symmetric_difference_update", "update"} | SET_METHODS
 # Functions that read a set in its order, and why no communication depends on that order.
 ORDER_IS_LOCAL = {
-    ("devices.watch", "_look_for_slow"): "a thread that writes to the log",
+    ("devices.stall_monitor", "_log_stalls"): "a thread that writes to the log",
     ("runtime.unit", "the module"): "tuples that are only asked whether they contain a state",
 }
 

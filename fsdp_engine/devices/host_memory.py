@@ -1,4 +1,4 @@
-"""Host memory from which and to which an accelerator copies while the host goes on."""
+"""Host memory from which and to which an accelerator copies asynchronously."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from fsdp_engine.devices.accelerator import current_accelerator, is_accelerator
 
 class HostBlock:
     """Uninitialised bytes of host memory, not booked, from which and to which an accelerator
-    copies while the host goes on (``pinned``).
+    copies asynchronously (``pinned``).
 
-    On CUDA exactly as many as asked for, given back when this goes: the pinned memory of torch's
-    own allocator comes in powers of two, and is never given back. Other accelerators have no other.
+    On CUDA exactly as many as asked for, freed with this object: torch's own allocator of pinned
+    memory rounds up to powers of two, and never frees. Other accelerators have only that one.
 
     Attributes:
         bytes: the memory, 1-D.

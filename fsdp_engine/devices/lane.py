@@ -1,4 +1,4 @@
-"""What a lane is: an ordered queue of work, and what is submitted to it.
+"""Lanes: ordered queues of work.
 
 [Note: Lanes]
 There are five: compute (what the user's model does), a gather and a reduce lane for the inner
@@ -53,7 +53,7 @@ def unit_of(label: str) -> str:
 
 
 def name_of_wait(lane: str, unit: str) -> str:
-    """What is waited for, for people: "inner gather of blocks.1"."""
+    """The name of a wait in tables: "inner gather of blocks.1"."""
     return f"{lane} of {unit}"
 
 
@@ -71,7 +71,7 @@ class Lane(Protocol):
 
     Attributes:
         runs_ahead: whatever the host does.
-        meters: are told what compute waits for: see [Note: What compute waits for] in ``meter.py``.
+        meters: record waits of compute: see [Note: Waits of compute] in ``meter.py``.
     """
 
     runs_ahead: bool

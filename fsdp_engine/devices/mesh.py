@@ -34,9 +34,9 @@ from fsdp_engine.devices.groups import (
     group_of_ranks,
     timeout_of_group,
 )
-from fsdp_engine.devices.meeting import meet, telling
-from fsdp_engine.devices.pretence import pretending
 from fsdp_engine.devices.ranks import Ranks, members_of
+from fsdp_engine.devices.rendezvous import meet, reporting
+from fsdp_engine.devices.simulated_device import simulated
 from fsdp_engine.layout import Coordinate
 from fsdp_engine.strategies import Axis
 
@@ -90,9 +90,9 @@ class DataMesh(Ranks):
             ValueError: it has more than two axes, does not cover this rank, or cannot be
                 ``num_instances`` equal rows; on this rank. Or, on all, the shapes of their meshes
                 or their notes differ.
-            RuntimeError: a rank did not come, or its error; see :func:`~.meeting.meet`.
+            RuntimeError: a rank did not come, or its error; see :func:`~.rendezvous.meet`.
         """
-        with telling(what, ranks_that_meet(device_mesh)):
+        with reporting(what, ranks_that_meet(device_mesh)):
             if device_mesh is None:
                 device_mesh = _mesh_of_all_ranks()
             coordinate = check_device_mesh(device_mesh)
@@ -106,9 +106,9 @@ class DataMesh(Ranks):
         timeout = timeout_of_group(device_mesh.get_group(0), device)
         order = members if len(members) <= 16 else hash(tuple(members))
         note = f"a mesh of shape {tuple(ranks.shape)} over {order}{note and '; '}{note}"
-        meeting = meet(what, members, timeout, note=note, has=key in known)
-        if not meeting.all_have:
-            known[key] = _make_axes(ranks, coordinate, device_mesh, device, meeting.name)
+        met = meet(what, members, timeout, note=note, has=key in known)
+        if not met.all_have:
+            known[key] = _make_axes(ranks, coordinate, device_mesh, device, met.name)
             _connect(_groups_of(known[key]), device)
         outer, inner, control, messages = known[key]
         return cls(device_mesh, device, control, messages, outer, inner)
@@ -177,8 +177,8 @@ _KNOWN: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], Ax
 def ranks_that_meet(device_mesh: object) -> list[int]:
     """Global ranks that take part in a call with this mesh; where it is none, all ranks.
 
-    Initialises torch.distributed, if nobody has and there is no mesh: who cannot go on must be able
-    to say so.
+    Initialises torch.distributed, unless that is done or there is a mesh: a rank that fails must be
+    able to report it.
     """
     if isinstance(device_mesh, DeviceMesh):
         return members_of(device_mesh)
@@ -188,7 +188,7 @@ def ranks_that_meet(device_mesh: object) -> list[int]:
 
 
 @contextmanager
-def pretended_ranks(sizes: Sequence[int], *, on_host: bool = False) -> Iterator[DeviceMesh]:
+def simulated_ranks(sizes: Sequence[int], *, on_host: bool = False) -> Iterator[DeviceMesh]:
     """Within it, this process is rank 0 of a mesh of ``sizes`` whose other ranks do not exist:
     what it sends goes nowhere, what it receives is whatever was there.
 
@@ -209,7 +209,7 @@ def pretended_ranks(sizes: Sequence[int], *, on_host: bool = False) -> Iterator[
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=math.prod(sizes))
     try:
-        with pretending(on_host=on_host):
+        with simulated(on_host=on_host):
             yield init_device_mesh("cpu", tuple(sizes))
     finally:
         dist.destroy_process_group()
@@ -282,7 +282,7 @@ def _in_rows(
 
 
 def init_from_environment() -> None:
-    """Initialise torch.distributed, if nobody has, as torchrun says; without it for one rank."""
+    """Initialise torch.distributed, unless that is done: as torchrun says, or for one rank."""
     if dist.is_initialized():
         return
     device = current_accelerator()

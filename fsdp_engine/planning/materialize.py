@@ -123,9 +123,9 @@ def materialize(
         records: the unit's parameters; ``record.param`` and the modules get the real ones.
         device: where.
         seed: the same on all ranks, so that all ranks draw the same values.
-        base_seed: likewise, and the same for all units: experts draw by their names among all
+        base_seed: the same on all ranks, and for all units: experts draw by their names among all
             experts, so that they have the same values however many ranks they are cut over.
-        is_empty: parameters are NaN (0 where they are no floats): somebody loads them. Modules
+        is_empty: parameters are NaN (0 where they are no floats), to be loaded later. Modules
             with buffers give themselves values all the same, since not all buffers are saved.
 
     Raises:
@@ -221,7 +221,7 @@ def materialize_buffers(
     """Real values for modules that own meta buffers but no meta parameter, and move the others.
 
     Args:
-        values: False: memory alone, for somebody else's values.
+        values: False: memory alone, for another rank's values.
         is_empty: buffers that are saved need none.
     """
     lonely = {module: names for module in model.modules() if (names := _metas_of(module))}
@@ -293,8 +293,8 @@ def _reset(
 ) -> None:
     """``modules``: children first, with the names of tensors that have no values yet.
 
-    ``own_seeds``: of those that do not draw after the others. ``is_empty``: what is saved is loaded
-    later.
+    ``own_seeds``: of those that do not draw after the others. ``is_empty``: saved tensors are
+    loaded later.
     """
     if not modules:
         return

@@ -403,7 +403,7 @@ def _copy_params(units: Iterable[Unit], output: Any, containers: Sequence[Any]) 
         return tensor if freed.isdisjoint(storage_keys(tensor)) else tensor.clone()
 
     for container in containers:
-        Exchange().put(copied, container)
+        map_tensors(copied, container, Exchange())
     return map_tensors(copied, output)
 
 

@@ -311,15 +311,14 @@ class Tracer(TorchDispatchMode):
 
 
 def _planned(transient: TransientStorage) -> list[Span]:
-    """The bytes of an arena that it is filled from: whoever lies there next must come after."""
-    arena, storage = transient._arena, transient._storage
-    if arena is None or arena.memory is None:
+    """The bytes of an arena that it is filled from: their next owner must come after."""
+    memory = None if transient._arena is None else transient._arena.memory
+    if memory is None:
         return []
-    offset = arena.plan.offsets[transient._number]
-    start = arena.memory.data_ptr()
-    if offset is None or storage.data_ptr() != start + offset:
+    offset = transient._storage.data_ptr() - memory.data_ptr()
+    if not 0 <= offset < memory.numel():
         return []
-    return [Span(arena.memory.untyped_storage(), offset, offset + transient.num_bytes)]
+    return [Span(memory.untyped_storage(), offset, offset + transient.num_bytes)]
 
 
 def _named(reads: Sequence[Tensor], writes: Sequence[Tensor]) -> list[tuple[int, int, int, bool]]:
