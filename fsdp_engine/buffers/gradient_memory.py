@@ -291,8 +291,6 @@ class GradientMemory:
             looks: find out whether the user holds any, also where that frees nothing.
         """
         tensors.forget_zeroed()
-        if not tensors.storages or not tensors.has_memory:
-            return looks and tensors.are_held
         if self.is_resident:
             return looks and tensors.are_held
         if tensors.are_held:

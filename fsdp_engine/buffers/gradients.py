@@ -418,10 +418,13 @@ class Gradients:
 
     def _tensors(self, *, zero: bool = False) -> GradientTensors:
         """The step's tensors, with memory."""
-        step = self.make_step()
-        if step.tensors is None:
-            step.tensors = self._memory.take(self._scale, zero=zero)
-        return step.tensors
+        step = self.step
+        if step is None:
+            step = self.make_step()
+        tensors = step.tensors
+        if tensors is None:
+            tensors = step.tensors = self._memory.take(self._scale, zero=zero)
+        return tensors
 
     def _zero_cleared(self, step: StepGradients, accum: ShardedBuffer) -> None:
         """Zero places that hold no sum beside others that do: all are added to."""

@@ -83,10 +83,10 @@ class PublishedGradients:
         self._found: FoundGradients | None = None
 
     @property
-    def used(self) -> bytes:
+    def used(self) -> bytes | bytearray:
         """Per parameter, 1: a gradient arrived on this rank since gradients were cleared."""
         step = self._gradients.step
-        return bytes(len(self._params)) if step is None else bytes(step.used)
+        return bytes(len(self._params)) if step is None else step.used
 
     def begin_backward(self, *, reduced: bool, hooked: Collection[int] = ()) -> None:
         """See [Note: Gradients between backwards].
@@ -99,6 +99,8 @@ class PublishedGradients:
             RuntimeError: one was edited between microbatches; names the parameter.
         """
         self._found = None
+        if self._gradients.step is None and not self._is_plain:
+            return  # a user who sets a gradient begins a step
         found = gradients_of(self._params)
         if not any(map(is_not, found, repeat(None))):
             self._drop_step()
@@ -179,23 +181,26 @@ class PublishedGradients:
             used: of each parameter, whether any rank had a gradient.
             reduced: all is reduced: penalties are added to it.
         """
-        published, step = self._published(), self._gradients.make_step()
-        found, self._found = self._found, None
+        gradients, found = self._gradients, self._found
+        tensors, step = gradients.accumulation(), gradients.make_step()
+        self._found = None
         step.is_published = True
-        wanted: list[Tensor | None] = [*published]
+        wanted: Sequence[Tensor | None] = tensors.publish(self._params, gradients.optim_depth)
         step.num_published = len(wanted)
-        if not all(used):
+        is_complete = all(used)
+        if not is_complete:
+            wanted = [*wanted]
             grads = gradients_of(self._params)
             for index in zeros_in(bytes(used)):
                 # One from an earlier microbatch goes, what users have put there stays.
                 wanted[index] = None if grads[index] is wanted[index] else grads[index]
                 step.num_published -= wanted[index] is None
-        if found is None or not found.unchanged or not all(used):
+        if found is None or not found.unchanged or not is_complete:
             set_gradients(self._params, wanted)
-        if reduced:
+        if reduced and step.penalties:
             self._add(step.penalties)
         # Between microbatches users may clear gradients, but not edit them.
-        step.versions = [] if reduced else self._gradients.accumulation().versions()
+        step.versions = [] if reduced else tensors.versions()
 
     def add_earlier(self) -> None:
         """Add earlier gradients to the published ones, on which hooks have run."""
@@ -240,6 +245,7 @@ class PublishedGradients:
             local_part(self.publish_one(index)).copy_(grad)
         else:
             self._params[index].grad = like(self._params[index], grad)
+            self._gradients.make_step()
 
     def tensor(self, index: int) -> Tensor:
         """Returns the tensor that ``.grad`` of parameter ``index`` is where there is one."""
@@ -290,6 +296,8 @@ class PublishedGradients:
         backward sees it.)
         """
         step = self._gradients.step
+        if is_there:
+            self._gradients.make_step()
         if is_there or step is None:
             return
         step.num_published -= 1
@@ -338,15 +346,16 @@ class PublishedGradients:
     def _drop_step(self) -> None:
         """All gradients are cleared. See [Note: When gradients are held] in
         ``gradient_memory.py``."""
-        if self._gradients.step is None:
+        step, reads = self._gradients.step, self._reads
+        if step is None:
             return
-        if self.has_full:
+        if step.full_values is not None:
             self.publish_full(None)
-        if self._reads is None:
+        if reads is None:
             self._gradients.drop_step()
             return
-        self._reads.wait()
-        self._reads.were_asked = self._gradients.drop_step(looks=self._reads.were_asked)
+        reads.wait()
+        reads.were_asked = self._gradients.drop_step(looks=reads.were_asked)
 
     def _look_at_others(
         self, step: StepGradients, others: Sequence[int], found: Sequence[Tensor | None]
