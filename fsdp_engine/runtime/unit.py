@@ -431,7 +431,7 @@ class Unit:
         missing = 0
         for buffer in self.trainable:
             assert buffer.grads is not None
-            missing += len(buffer.records) - buffer.grads.num_touched
+            missing += buffer.grads.num_missing
         return missing
 
     def reset(self) -> None:
