@@ -114,7 +114,7 @@ class Float8Codec(ParamCodec):
         self._pieces: Sequence[Piece] = ()
         self._groups: Sequence[Any] = ()
 
-    def converted(self, main: torch.dtype, compute: torch.dtype) -> Float8Codec:
+    def converted(self, dtypes: ParamDtypes) -> Float8Codec:
         """See :class:`ParamCodec`."""
         return Float8Codec(self._options)
 
