@@ -142,6 +142,12 @@ class StorageTracker(TorchDispatchMode):
         if self.kind[number] != ENGINE:
             self.is_gradient.add(number)
 
+    def note_kept(self, tensor: Tensor) -> None:
+        """The memory of ``tensor`` is the engine's, also where it was noted as other before."""
+        number = self.note(tensor.untyped_storage(), ENGINE)
+        self.kind[number] = ENGINE
+        self.is_gradient.discard(number)
+
     def watch_gradients(self, model: nn.Module) -> None:
         """See the gradients of the parameters that modules compute with, whoever puts them in."""
         seen: set[int] = set()
@@ -239,30 +245,29 @@ def _origin() -> str:
     return OTHER
 
 
-def track(
-    config: GPTConfig, build: Callable[[nn.Module], Any], *, counts_parameters: bool = False
-) -> tuple[Any, dict[str, Any]]:
-    """The result of ``build`` for a GPT, and the bytes of its second step.
+def track(config: GPTConfig, build: Callable[[nn.Module], Any]) -> tuple[Any, dict[str, Any]]:
+    """The result of ``build`` for a GPT, and the bytes of its last step.
 
     Args:
         config: of the GPT.
-        build: shards the model.
-        counts_parameters: the model's own parameters stay, and are counted.
+        build: shards the model, or wraps it in DDP.
     """
     torch.manual_seed(0)
     model = GPT(config)
     tokens = torch.randint(0, config.vocab_size, (1, config.sequence_length))
     tracker = StorageTracker()
-    if counts_parameters:
-        for param in model.parameters():
-            tracker.note(param.untyped_storage(), ENGINE)
     with tracker.on():
         engine = build(model)
+    is_ddp = isinstance(engine, DistributedDataParallel)
+    if is_ddp:  # the model's own parameters stay
+        for param in model.parameters():
+            tracker.note_kept(param)
     tracker.watch_gradients(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    forward = engine if isinstance(engine, DistributedDataParallel) else model
+    forward = engine if is_ddp else model
     start = 0
-    for _ in range(2):
+    # DDP makes its buckets anew once, before the second step.
+    for _ in range(3 if is_ddp else 2):
         with tracker.on():
             optimizer.zero_grad()
         start = len(tracker.history)
@@ -270,6 +275,10 @@ def track(
             engine.peak_memory_bytes(reset=True)
         with tracker.on():
             forward(tokens, tokens).loss.backward()
+        if is_ddp:  # its buckets, which C++ allocates
+            for param in model.parameters():
+                assert param.grad is not None
+                tracker.note_kept(param.grad)
         optimizer.step()
     found = tracker.replay(start)
     states = [v for s in optimizer.state.values() for v in s.values() if v.ndim]
@@ -343,7 +352,7 @@ def measure_ddp(config: GPTConfig) -> dict[str, Any]:
     def build(model: nn.Module) -> DistributedDataParallel:
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
-    return track(config, build, counts_parameters=True)[1]
+    return track(config, build)[1]
 
 
 def measure(layers: int, width: int) -> dict[str, dict[str, Any]]:

@@ -54,8 +54,8 @@ def step_milliseconds(dtype: str) -> dict[str, float | None]:
 
 
 def peak_megabytes(dtype: str) -> dict[str, float | None]:
-    """Weights, gradients and a rank's share of the optimizer state at the peak of a step, by engine;
-    None: not measured."""
+    """Weights, gradients and optimizer state of a rank at the peak of a step, by engine; None: not
+    measured."""
     found = _results("memory")["results"][MEMORY[dtype]]
     return {
         name: (run["peak"] + run["optimizer, all ranks"] / NUM_RANKS) / 1e6 if run else None
@@ -103,11 +103,12 @@ def chart() -> str:
         *_bars(1, peaks, "MB"),
     ]
     bottom = TOP + len(DTYPES) * (len(ENGINES) * ROW + GROUP_GAP)
+    elements = _results("memory")["results"]["fp32"]["no_shard"]["elements"] / 1e6
     notes = (
-        f"Medians of a step of a GPT of {SIZE} parameters, fused AdamW, {NUM_RANKS} CPU ranks (gloo) on "
+        f"Median step of a GPT of {SIZE} parameters, fused AdamW, {NUM_RANKS} CPU ranks (gloo) on "
         f"{machine['cores']} cores, torch {machine['torch']}. No GPU was measured.",
-        "* Weights, gradients and optimizer state of a GPT of 6.4M parameters, without activations. "
-        "DDP in bf16 is autocast.",
+        f"* Weights, gradients and optimizer state of a GPT of {elements:.1f}M parameters, without "
+        "activations. DDP computes in bf16 by autocast.",
     )
     lines += [_text(16, bottom + 10 + 17 * row, note, "note") for row, note in enumerate(notes)]
     height = bottom + 12 + 17 * len(notes)
