@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_engine.buffers.redistribute import Ladder
-from fsdp_engine.checkpoint.model_state import MODEL
-from fsdp_engine.checkpoint.unfinished_load import nothing_loaded
 from fsdp_engine.codecs import CodecRule
 from fsdp_engine.config import DistributedDataParallelConfig, Timing
 from fsdp_engine.devices import memory
@@ -239,7 +237,7 @@ def make_engine(
     if broadcast:
         start = start._replace(from_first=True)
     assert plan is not None
-    metas = [f"{MODEL}.{name}" for name, value in _saved(model) if value.is_meta]
+    metas = [name for name, value in _saved(model) if value.is_meta]
     if experts is not None:
         place_experts(model, plan.records, data, experts)
     if checkpointing:
@@ -251,7 +249,7 @@ def make_engine(
     made = [Unit(each, resources.lanes) for each in built]
     engine = Engine(model, made, ladders, resources, policy, timing)
     if start.is_empty and metas:
-        nothing_loaded(engine, metas)
+        engine.missing_values.mark_empty(metas)
     return engine
 
 

@@ -24,11 +24,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
-from fsdp_engine.adapters import AdapterLayers
 from fsdp_engine.buffers.param_record import ParamRecord
 from fsdp_engine.codecs.tensor_hooks import has_hooks, marks_of, with_values
 from fsdp_engine.devices.accelerator import forked_generators
 from fsdp_engine.devices.memory import empty, empty_like
+from fsdp_engine.planning.adapter_layers import AdapterLayers, find_adapter_layers
 
 # Adapters draw other values than the unit that they are in.
 _OF_ADAPTERS = 1 << 20
@@ -42,7 +42,7 @@ def check_meta(model: nn.Module) -> tuple[bool, str]:
     """
     on_meta, lacks = False, ""
     knows_modules = callable(getattr(model, "_init_weights", None))
-    covered = AdapterLayers(model).covered
+    covered = find_adapter_layers(model).covered
     for name, module in model.named_modules():
         if isinstance(module, ParametrizationList):
             continue  # the module that has it gives it values
@@ -73,7 +73,7 @@ class ModuleTree:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.adapters = AdapterLayers(model)
+        self.adapters = find_adapter_layers(model)
         self._modules: dict[int, nn.Module] = {}  # children first, as they were built
         nn.Module.apply(model, self._enter)
         self._parents: dict[int, list[nn.Module]] = {key: [] for key in self._modules}
