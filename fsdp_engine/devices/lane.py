@@ -93,8 +93,9 @@ class Lane(Protocol):
         """A ticket for everything submitted so far."""
         ...
 
-    def wait(self, ticket: Ticket) -> None:
-        """Whatever this lane does later comes after ``ticket``."""
+    def wait(self, *tickets: Ticket) -> None:
+        """Whatever this lane does later comes after ``tickets``; those of one lane are in the order
+        in which it was given their work."""
         ...
 
     def access(self, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:

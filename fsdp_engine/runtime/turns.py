@@ -108,13 +108,12 @@ class InFlight:
 
     def make_room(self, unit: Unit) -> None:
         """Staging of ``unit`` is about to be taken: wait for the oldest, as far as is needed."""
-        while self._num_left:
-            self._retire_oldest()
+        self._retire(self._num_left)
         opening = self._num_staged[unit.index]
         while self._reductions and self._budget.is_exceeded(
             len(self._reductions), self._num_elements, opening
         ):
-            self._retire_oldest()
+            self._retire(1)
 
     def add(self, unit: Unit, tickets: list[Ticket], *, staged: bool) -> None:
         """A reduction of ``unit`` is issued; ``staged``: out of its staging."""
@@ -124,20 +123,26 @@ class InFlight:
 
     def finish(self) -> None:
         """Compute waits for all."""
-        while self._reductions:
-            self._retire_oldest()
+        self._retire(len(self._reductions))
 
     def forget(self) -> None:
         """They are over, whatever became of them."""
         self._reductions.clear()
         self._num_elements = self._num_left = 0
 
-    def _retire_oldest(self) -> None:
-        unit, tickets, num_staged = self._reductions.popleft()
-        self._num_elements -= num_staged
-        for ticket in tickets:
-            self._lanes.compute.wait(ticket)
-        self._num_left = max(self._num_left - 1, 0)
-        for buffer in unit.trainable:
-            assert buffer.grads is not None
-            buffer.grads.release()
+    def _retire(self, num: int) -> None:
+        """Compute waits for the ``num`` oldest, and their staging is freed."""
+        self._num_left = max(self._num_left - num, 0)
+        while num:
+            # A host that drives them frees the staging of each before it goes on with the next.
+            oldest = [
+                self._reductions.popleft()
+                for _ in range(num if self._lanes.compute.runs_ahead else 1)
+            ]
+            num -= len(oldest)
+            self._lanes.compute.wait(*(ticket for _, tickets, _ in oldest for ticket in tickets))
+            for unit, _, num_staged in oldest:
+                self._num_elements -= num_staged
+                for buffer in unit.trainable:
+                    assert buffer.grads is not None
+                    buffer.grads.release()

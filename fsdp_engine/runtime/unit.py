@@ -261,8 +261,7 @@ class Unit:
     def wait(self) -> None:
         """Compute waits for the gather, if one is under way."""
         if self.residence is Residence.GATHERING:
-            for ticket in self._tickets:
-                self._lanes.compute.wait(ticket)
+            self._lanes.compute.wait(*self._tickets)
             self._tickets.clear()
             for_backward = self._phase >= BACKWARD
             for buffer in self.built.buffers:

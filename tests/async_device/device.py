@@ -241,6 +241,11 @@ def num_stream_waits() -> int:
     return int(_ext().num_stream_waits())
 
 
+def num_jobs(stream: torch.Stream) -> int:
+    """Kernels, copies and collectives that ``stream`` has been given in this process."""
+    return int(_ext().num_jobs(stream.stream_id))
+
+
 @contextlib.contextmanager
 def without_wait(index: int) -> Iterator[None]:
     """Within the block the wait with this number is left out; -1: none is."""
