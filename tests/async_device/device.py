@@ -227,7 +227,7 @@ def count_host_syncs() -> Iterator[Counter[tuple[str, str]]]:
     counts: Counter[tuple[str, str]] = Counter()
 
     def observe(reason: str) -> None:
-        counts[reason, _call_site(sys._getframe(1))] += 1
+        counts[reason, _call_site(sys._getframe().f_back)] += 1
 
     _ext().set_observer(observe)
     try:

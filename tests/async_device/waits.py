@@ -4,14 +4,14 @@ A wait orders a stream, the *waiter*, behind the work that another one, its *sou
 event was recorded. The first patterns of delays slow the source alone: then the waiter is ahead of
 it. What makes an access that comes too early visible:
 
-- Memory that the engine frees is filled with NaN at once, by a kernel on the model's stream. This
-  stands for an activation that the allocator gives the memory to.
+- Memory that the engine takes or frees is filled with NaN at once, by a kernel on the model's stream.
+  This stands for an activation that had the memory before, or that the allocator gives it to.
 - Units are blocks of one size, more than are gathered ahead, so that memory is reused.
 - Delays hold from the step before until the step after, and the host waits for nothing meanwhile.
 
 A wait is *implied* if the waiter has waited for as much of the source's work before. It is where
-two gathers are issued and no kernel of the model between. The host cannot leave it out: it does not
-see the model's kernels.
+two refreshes of weights are issued and no kernel of the model between. The host cannot leave it out:
+it does not see the model's kernels.
 """
 
 from __future__ import annotations
@@ -54,14 +54,20 @@ class Block(nn.Module):
 
 
 class Model(Chain):
-    """Blocks and a head. Backward reads all of them: the input gets a gradient too."""
+    """Blocks and a head. The gradient of ``shift`` makes backward read all of them."""
 
     def __init__(self) -> None:
         super().__init__(*(Block() for _ in range(NUM_BLOCKS)))
+        self.shift = nn.Parameter(torch.zeros(DIM))
         self.head = nn.Linear(DIM, DIM, bias=False)
 
     def predict(self, x: Tensor) -> Tensor:
-        return self.head(super().predict(x.detach().requires_grad_()))
+        return self.head(super().predict(x + self.shift))
+
+
+def square_batch(rows: int, seed: int) -> tuple[Tensor, Tensor]:
+    """As many rows as columns: activations are as large as weights, and get their memory."""
+    return vector_batch(DIM, seed, width=DIM)
 
 
 def config(**fields: Any) -> tuple[str, Any]:
@@ -69,8 +75,7 @@ def config(**fields: Any) -> tuple[str, Any]:
 
 
 def job(pair: tuple[str, str], num_micro: int = 1, **fields: Any) -> Job:
-    make_batch = functools.partial(vector_batch, width=DIM)
-    return Job(Model, make_batch, pair, num_micro=num_micro, **fields)
+    return Job(Model, square_batch, pair, num_micro=num_micro, **fields)
 
 
 LEVEL_3 = ("optim_grads_params", "no_shard")
@@ -168,18 +173,29 @@ def place() -> str:
 
 
 @contextmanager
-def freed_memory_is_overwritten() -> Iterator[None]:
-    """Within it the engine fills what it frees with NaN, on the stream that frees it."""
-    drain = TransientStorage.drain
+def memory_is_overwritten() -> Iterator[None]:
+    """Within it the engine fills memory that it takes or frees with NaN, on the current stream."""
+    fill, drain = TransientStorage.fill, TransientStorage.drain
 
     def overwrite(storage: TransientStorage) -> None:
-        if storage.filled and storage.num_bytes:
-            freed = torch.empty(0, dtype=torch.uint8, device=on.DEVICE)
-            freed.set_(storage._storage).fill_(255)
+        if storage.num_bytes:
+            memory = torch.empty(0, dtype=torch.uint8, device=on.DEVICE)
+            memory.set_(storage._storage).fill_(255)
+
+    def taken(storage: TransientStorage) -> None:
+        is_new = not storage.filled
+        fill(storage)
+        if is_new:
+            overwrite(storage)
+
+    def freed(storage: TransientStorage) -> None:
+        if storage.filled:
+            overwrite(storage)
         drain(storage)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TransientStorage, "drain", overwrite)
+        patch.setattr(TransientStorage, "fill", taken)
+        patch.setattr(TransientStorage, "drain", freed)
         yield
 
 
@@ -229,7 +245,7 @@ class Program:
         optimizer = job.make_optimizer(model.parameters())
         counts: list[int] = []
         with ExitStack() as stack:
-            stack.enter_context(freed_memory_is_overwritten())
+            stack.enter_context(memory_is_overwritten())
             stack.enter_context(on.without_wait(dropped))
             stack.enter_context(watch.noting())
             stack.enter_context(on.delays(**_on_streams(engine, delays or {})))
