@@ -82,14 +82,14 @@ class StepReductions:
     Attributes:
         phase: where its gradients are; not CLEARED.
         partial: units of which the last backward left gradients accumulated.
-        arrived: units whose gradients have arrived since gradients were published.
+        arrived_units: units whose gradients have arrived since gradients were published.
         hooks_are_due: users' hooks have to run on gradients that have become final.
     """
 
     def __init__(self, phase: Phase) -> None:
         self.phase = phase
         self.partial: frozenset[int] = frozenset()
-        self.arrived: set[int] = set()
+        self.arrived_units: set[int] = set()
         self.hooks_are_due = False
 
 
@@ -415,7 +415,7 @@ class Reductions:
         step, self._queue = self._step, None
         assert step is not None
         step.partial = queue.partial
-        step.arrived.update(queue.reduced)
+        step.arrived_units.update(queue.reduced)
         for buffer in self._buffers:
             buffer.published.end_backward()
         if queue.is_last:
@@ -426,7 +426,7 @@ class Reductions:
         if self._timing.finishes_backward:
             for unit in self._order:
                 self._publish_partial(unit, step)
-            step.arrived.clear()
+            step.arrived_units.clear()
         self._leave_pending()
 
     def _leave_pending(self) -> None:
@@ -448,7 +448,7 @@ class Reductions:
         """Between microbatches: ``.grad`` is there wherever something is accumulated, on any rank,
         so that the user's clearing it can be seen."""
         for buffer in unit.trainable:
-            if unit.index in step.arrived:
+            if unit.index in step.arrived_units:
                 buffer.publish_gradients([True] * len(buffer.records), reduced=False)
             else:
                 buffer.published.put_back()
@@ -470,7 +470,7 @@ class Reductions:
             for buffer in unit.trainable:
                 used = verdict.used.get(id(buffer), buffer.published.used)
                 buffer.publish_gradients(used, reduced=True)
-        step.arrived.clear()
+        step.arrived_units.clear()
 
     def _move_to(self, phase: Phase) -> None:
         assert (self.phase, phase) in TRANSITIONS, (

@@ -5,7 +5,8 @@ event was recorded. The first patterns of delays slow the source alone: then the
 it. What makes an access that comes too early visible:
 
 - Memory that the engine takes or frees is filled with NaN at once, by a kernel on the model's
-  stream. This stands for an activation that had the memory before, or that the allocator gives it to.
+  stream. This stands for an activation that had the memory before, or that the allocator gives
+  it to.
 - Units are blocks of one size, more than are gathered ahead, so that memory is reused.
 - Delays hold from the step before until the step after, and the host waits for nothing meanwhile.
 
