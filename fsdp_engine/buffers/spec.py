@@ -1,4 +1,4 @@
-"""What a buffer is, and what it works with: values that its weights and gradients share."""
+"""The description of a buffer, which its weights and gradients share."""
 
 from __future__ import annotations
 
@@ -12,11 +12,16 @@ from fsdp_engine.strategies import Role, Strategy
 
 @dataclass(frozen=True)
 class BufferKind:
-    """What the parameters of one buffer have in common.
+    """The properties that all parameters of a buffer share.
 
-    ``codec`` names the encoding; ``extra_divisor`` divides gradients once more than the mean over
-    all ranks does (a parameter's attribute ``gradient_divisor``). Experts are shared by ranks of
-    their own. ``apart`` names a parameter that has to have a buffer for itself.
+    Attributes:
+        codec: name of the encoding.
+        dtypes: of weights and gradients.
+        requires_grad: they are trainable.
+        extra_divisor: gradients are divided by it, beside the mean over ranks (a parameter's
+            attribute ``gradient_divisor``).
+        is_expert: they are sharded over the expert mesh.
+        apart: name of a parameter that needs a buffer of its own.
     """
 
     codec: str
@@ -32,11 +37,12 @@ class BufferSpec:
     """One buffer, as all ranks know it.
 
     Attributes:
-        label: for people.
-        layout: where its tensors sit.
-        kind: what they have in common.
+        label: its name in messages.
+        layout: offsets of its tensors.
+        kind: properties that its parameters share.
         strategy: the levels of both axes.
-        tag: tells its messages from others in flight; the next one is its, too.
+        tag: of its point-to-point messages, which can be in flight beside those of others; the
+            next number is reserved for it, too.
     """
 
     label: str
@@ -47,7 +53,7 @@ class BufferSpec:
 
     @cached_property
     def optim_depth(self) -> int:
-        """The depth of main weights and of what the optimizer gets."""
+        """The depth of main weights and of the gradients that the optimizer reads."""
         return self.strategy.depth(Role.OPTIM)
 
     @cached_property
@@ -57,5 +63,5 @@ class BufferSpec:
 
     @cached_property
     def param_depth(self) -> int:
-        """The depth of what persists of compute weights."""
+        """The depth of compute weights between uses."""
         return self.strategy.depth(Role.PARAM)

@@ -1,19 +1,19 @@
-"""One record of a microbatch, and what follows from a place in it. Pure integers.
+"""The recorded order of uses of a microbatch. Pure integers.
 
     f0 f1 .. fn | bn .. b1 b0
 
-Units are numbered. A *use* is a unit with a phase: what its weights are read for. Forward is
-recorded as units are entered, a unit called twice standing there twice; backward as gradients
-reach them, with what checkpoints compute again in between. The next microbatch is expected to go
-the same way, and from its place in the record follows
+Units are numbered. A *use* is a unit and the phase that its weights are read for. Forward is
+recorded as units are entered; a unit that is called twice is recorded twice. Backward is recorded
+as gradients reach units, with the forwards that checkpoints recompute in between. The next
+microbatch is expected to follow the same order, so a place in it determines
 
-- what to gather ahead: the uses behind it, within the budget (a *window*). No window reaches from
-  forward into backward: the loss lies between, and much memory is taken there;
-- whether a unit stays full when it is left: if the next use is its own. So the last block stays
-  for its backward, and so does whatever contains it.
+- the units to prefetch: the next uses, within the budget (a *prefetch window*). No window reaches
+  from forward into backward: the loss is between them, and its memory is the largest of the step;
+- whether a unit is kept unsharded when it is left: if the next use is its own. So the last block is
+  kept for its backward, and so are the units that contain it.
 
-Before a backward has been seen it is expected to take units as forward left them, from the end, so
-that a unit which contains others comes before them both times.
+Before the first backward, units are expected in the reverse of the order in which forward left
+them, so that a unit that contains others precedes them both times.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Use(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What the record says of a use that begins.
+    """The place of a use in the recorded order.
 
     Attributes:
-        phase: what the unit is used for, as far as is known.
-        window: uses to gather ahead, nearest first.
-        expected: it was the next one of the record.
+        phase: of the use, as recorded.
+        window: uses to prefetch, nearest first.
+        expected: it was the next use of the recorded order.
     """
 
     phase: int
@@ -49,14 +49,14 @@ class Step(NamedTuple):
 def prefetch_windows(
     uses: Sequence[Use], sizes: Sequence[int], budget: int
 ) -> list[tuple[Use, ...]]:
-    """For each place in ``uses``, what to gather ahead, nearest first.
+    """Returns the prefetch window of each place in ``uses``, nearest uses first.
 
     Units are taken while the elements taken so far stay below ``budget``: at least one, unless
     the budget is 0, and never more than one unit over it.
 
     Args:
         uses: in their order.
-        sizes: elements of each unit; units of 0 elements need no gathering and are passed over.
+        sizes: elements of each unit; units of 0 elements are not gathered and are skipped.
         budget: elements.
 
     Example: forward through four units of 10 elements, budget 20, has windows of the units
@@ -78,7 +78,7 @@ def prefetch_windows(
 
 
 class _Half:
-    """Forward's uses or backward's, and how far execution has come in them."""
+    """The uses of forward or of backward, and the number of those that have begun."""
 
     def __init__(self, uses: Sequence[Use], sizes: Sequence[int], budget: int) -> None:
         self.uses = list(uses)
@@ -93,12 +93,13 @@ class _Half:
         self.next = 0
 
     def window(self, place: int) -> tuple[Use, ...]:
-        """What to gather ahead at a place."""
+        """The prefetch window of a place."""
         return self._steps[place].window
 
     def advance(self, unit: int, phase: int) -> Step:
-        """Go to the use that begins. One out of turn is looked for further on, then from the
-        start; one that is not there has no window, and the place stays."""
+        """Advance to the use that begins. A use out of order is searched for after the current
+        place, then from the start; a use that is not recorded has no window, and the place does not
+        change."""
         kind = (unit, phase >= BACKWARD)
         place = self.next
         if place < len(self._kinds) and kind == self._kinds[place]:
@@ -120,10 +121,9 @@ class Record:
     """See the module docstring.
 
     Args:
-        forward: units in the order that the first forward is expected to enter them in.
-        backward: likewise the first backward.
-        sizes: see :func:`prefetch_windows`.
-        budget: likewise.
+        forward: units in the order in which the first forward is expected to enter them.
+        backward: the same for the first backward.
+        sizes, budget: see :func:`prefetch_windows`.
     """
 
     def __init__(
@@ -139,12 +139,12 @@ class Record:
 
     @property
     def units_in_forward(self) -> list[int]:
-        """Units as forward enters them."""
+        """Units in the order in which forward enters them."""
         return [use.unit for use in self._forward.uses]
 
     @property
     def first(self) -> tuple[Use, ...]:
-        """What forward begins with: its first use, and the window there."""
+        """The first use of forward, and its prefetch window."""
         uses = self._forward.uses
         return (uses[0], *self._forward.window(0)) if uses else ()
 
@@ -162,23 +162,23 @@ class Record:
         return self._half_now.advance(unit, phase)
 
     def recomputes(self, unit: int) -> None:
-        """Forward of ``unit`` runs again within its backward, which has begun."""
+        """A forward of ``unit`` is recomputed within its backward."""
         for place in range(len(self._seen) - 1, -1, -1):
             if self._seen[place].unit == unit:
                 self._seen[place] = Use(unit, BOTH)
                 return
 
     def leave(self, unit: int) -> None:
-        """A forward of ``unit`` is over, and backward will come back to it."""
+        """A forward of ``unit`` is over, and its backward will come."""
         self._left.append(unit)
 
     def next_phase(self, unit: int, open_units: Collection[int], has_backward: bool) -> int:
-        """What ``unit`` is used for next, if the next use is its own; else 0.
+        """Returns the phase of the next use, if it is a use of ``unit``; else 0.
 
         Args:
-            unit: it has just been left.
-            open_units: units in use, which are passed over.
-            has_backward: after forward comes backward.
+            unit: the unit that was just left.
+            open_units: units in use, which are skipped.
+            has_backward: a backward follows the forward.
         """
         uses, place = self._half_now.uses, self._half_now.next
         while True:
@@ -191,17 +191,17 @@ class Record:
             uses, place = self._backward.uses, 0
 
     def end_forward(self) -> None:
-        """A forward of the whole model is over: what was seen is expected from now on."""
+        """A forward of the whole model is over: its order is expected from now on."""
         if self._seen != self._forward.uses:
             self._forward = self._half(self._seen)
             self._forward.next = len(self._seen)
-            left = self._left or self.units_in_forward  # without autograd nobody comes back
+            left = self._left or self.units_in_forward  # without autograd no unit is left for it
             self._backward = self._half([Use(unit, BACKWARD) for unit in reversed(left)])
             self._half_now = self._forward
 
     def end_backward(self) -> None:
-        """A backward is over: what was seen is expected from now on, unless it was a part of what
-        is expected anyway."""
+        """A backward is over: its order is expected from now on, unless it was the beginning of the
+        expected one."""
         if self._seen != self._backward.uses[: len(self._seen)]:
             self._backward = self._half(self._seen)
 
@@ -216,8 +216,8 @@ class Record:
 
 
 def first_use_order(order: Sequence[int], num_units: int) -> list[int]:
-    """All units, each once: those of ``order`` by first use, every other right after the one
-    before it by number.
+    """Returns all units, each once: those of ``order`` by first use, every other one directly after
+    its predecessor by number.
 
     Example: ``[2, 0, 2]`` of four units, of which 1 and 3 were not used, gives ``[2, 3, 0, 1]``.
     """
@@ -236,5 +236,5 @@ def first_use_order(order: Sequence[int], num_units: int) -> list[int]:
 
 
 def order_digest(order: Sequence[int]) -> bytes:
-    """Eight bytes that tell two orders apart."""
+    """Returns a digest of an order, 8 bytes."""
     return hashlib.sha256(",".join(map(str, order)).encode()).digest()[:8]
