@@ -470,7 +470,7 @@ def _gradient_writer(scheduler: Scheduler, unit: Unit, buffer: ParamAndGradBuffe
 def _begin_backward(
     scheduler: Scheduler, calls: Sequence[Call], views: Sequence[Tensor]
 ) -> Callable[[Any], None]:
-    """Returns the hook of gradients that enter ``calls`` of a module, whose inputs are ``views``."""
+    """Returns the hook of gradients that enter ``calls``; ``views``: inputs of their module."""
     # Hooks of outputs can hold nodes of inputs; the reverse would be a cycle that keeps the graph.
     nodes = [view.grad_fn for view in views] if len(views) > 1 else []
 
