@@ -1,4 +1,4 @@
-"""What the user holds: the :class:`Engine` of a sharded model."""
+"""The :class:`Engine` of a sharded model, which :func:`~fsdp_engine.sharding.shard` returns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
-from fsdp_engine.checkpoint.unfinished_load import check_finished
 from fsdp_engine.config import Timing
 from fsdp_engine.devices.memory import Memory
 from fsdp_engine.optimizer.clip import clip_, total_norm
@@ -30,10 +29,11 @@ from fsdp_engine.runtime.hooks import hook_gradients, hook_recomputation
 from fsdp_engine.runtime.late_gradients import hook_delayed_gradients
 from fsdp_engine.runtime.measuring import Measurement
 from fsdp_engine.runtime.microbatches import Microbatches
+from fsdp_engine.runtime.missing_values import MissingValues
 from fsdp_engine.runtime.model_hooks import ModelHooks
+from fsdp_engine.runtime.parameter_guard import ParameterGuard, refuse_copies, refuse_replicas
 from fsdp_engine.runtime.reductions import Reductions
-from fsdp_engine.runtime.rehearsal import moments_of
-from fsdp_engine.runtime.roster import Roster, refuse_copies, refuse_replicas
+from fsdp_engine.runtime.rehearsal import predict_concurrent_units
 from fsdp_engine.runtime.scheduler import Scheduler
 from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.strategies import Role
@@ -44,7 +44,7 @@ _ENGINES: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.We
 
 
 class Engine:
-    """A sharded model's engine, put over its units. Made by :func:`~fsdp_engine.sharding.shard`.
+    """The engine of a sharded model. Made by :func:`~fsdp_engine.sharding.shard`.
 
     Attributes:
         model: the user's module.
@@ -55,8 +55,10 @@ class Engine:
         config: the options it was made with.
         policy: the dtypes it was made with.
         units: its units, the root first.
-        budget: elements that are gathered ahead.
-        staging_budget: gradients that may be on their way at a time.
+        budget: elements to prefetch.
+        staging_budget: staging buffers of gradients that can be in flight.
+        missing_values: the parameters and buffers that have no valid values, because nothing was
+            loaded into them yet or a load failed half way.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Engine:
         self.config = config
         self.policy = policy
         self._timing = timing
+        self.missing_values = MissingValues(model)
         self._memory, self._lanes = resources.memory, resources.lanes
         self.units = list(units)
         for index, unit in enumerate(self.units):
@@ -86,7 +89,7 @@ class Engine:
         expected = expect(model, [unit.built.modules for unit in self.units])
         if (pool := resources.pool) is not None:
             budgets = (self.budget, self.staging_budget)
-            self._memory.expect(moments_of(self.units, expected, *budgets))
+            self._memory.expect(predict_concurrent_units(self.units, expected, *budgets))
             pool.register()
         checks = None
         if config.check_for_nan_in_grad or config.check_for_large_grads:
@@ -98,8 +101,8 @@ class Engine:
         self._scheduler = Scheduler(
             self.units, self._memory, self.budget, self._reductions, timing, expected
         )
-        self._roster = Roster(model, self.units)
-        self._hooks = ModelHooks(self.units, self._scheduler, self._roster.check, self)
+        self._guard = ParameterGuard(model, self.units)
+        self._hooks = ModelHooks(self.units, self._scheduler, self._guard.check, self)
         for module in self._hooks.modules:
             refuse_copies(module)
         if not all(buffer.is_plain for buffer in self.buffers):
@@ -129,14 +132,14 @@ class Engine:
 
     @cached_property
     def microbatches(self) -> Microbatches:
-        """For schedules that have several microbatches under way at a time."""
+        """For schedules that interleave several microbatches, as pipelines do."""
         return Microbatches(self._scheduler)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it, backward is not the last microbatch of its step.
+        """Context within which a backward is not the last one of its step.
 
-        Gradients are accumulated; only axes along which gradients are cut are reduced.
+        Gradients are accumulated; they are reduced only along axes that shard them.
         """
         before = self._reductions.sync
         self._reductions.sync = False
@@ -146,7 +149,7 @@ class Engine:
             self._reductions.sync = before
 
     def start_grad_sync(self, *, wait: bool = False) -> None:
-        """Issue the step's last reductions, if backward has not. Collective.
+        """Issue the last reductions of the step, unless backward has. Collective.
 
         Args:
             wait: return when they are done.
@@ -157,14 +160,15 @@ class Engine:
         """On return gradients are final: ``.grad`` of sharded parameters. Collective.
 
         Raises:
-            RuntimeError: a backward is not over, or modules have put off weight gradients; names
-                the parameters. Or, on all ranks, what checks of gradients found.
+            RuntimeError: a backward is not over, or modules postponed weight gradients; names the
+                parameters. Or, on all ranks, checks of gradients found a NaN, an infinite or a
+                large value.
         """
         self._reductions.finish()
         self._reductions.run_hooks()
 
     def start_param_sync(self, *, wait: bool = False) -> None:
-        """Issue gathers of what changed, ahead of the next forward. Collective.
+        """Issue the gathers of changed weights before the next forward. Collective.
 
         Args:
             wait: return when they are done.
@@ -172,18 +176,18 @@ class Engine:
         self._scheduler.gather_before_forward(wait=wait)
 
     def wait_for_reductions(self) -> None:
-        """Wait for the reductions in flight; issues none."""
+        """Wait for the reductions in flight; issue none."""
         self._reductions.wait()
 
     def wait_for_gathers(self) -> None:
-        """Wait for the gathers in flight, and free parameters gathered ahead of use."""
+        """Wait for the gathers in flight, and free prefetched parameters."""
         self._scheduler.wait_for_gathers()
 
     def zero_grad_buffer(self, *, zero: bool = True) -> None:
         """Begin a step: gradients are cleared, ``.grad`` is None.
 
         Args:
-            zero: write zeros, too. False: the next gradients overwrite what is there.
+            zero: write zeros, too. False: the next gradients overwrite the buffers.
         """
         self._reductions.clear(zero=zero)
 
@@ -192,7 +196,7 @@ class Engine:
         self._reductions.scale(factor)
 
     def broadcast_params(self) -> None:
-        """Ranks that hold the same weights get those of the first of them. Collective."""
+        """Copy weights from the first rank of each set of replicas to the others. Collective."""
         for buffer in self.buffers:
             same_on_replicas(buffer)
         self.weights_changed()
@@ -203,7 +207,7 @@ class Engine:
         """Scale all gradients so that their norm is at most ``max_norm``. Collective.
 
         Args:
-            max_norm: the largest norm that is left alone; inf only measures.
+            max_norm: the largest norm that is not scaled; inf only measures.
             norm_type: p of the p-norm, or inf.
             error_if_nonfinite: raise if the norm is NaN or infinite; waits for the device.
 
@@ -235,7 +239,7 @@ class Engine:
 
     @contextmanager
     def unsharded(self, *modules: nn.Module) -> Iterator[None]:
-        """Within it, modules hold full main weights; edits are written back at the end.
+        """Context within which modules hold full main weights; edits are written back at its end.
 
         Collective, and every rank must make the same edits. Forwards run under ``no_grad`` only.
         If the block raises, nothing is written back.
@@ -244,7 +248,7 @@ class Engine:
             *modules: whose parameters; none: the whole model.
 
         Raises:
-            RuntimeError: a forward or backward is under way.
+            RuntimeError: a forward or backward is running.
             ValueError: a module is not part of the model.
         """
         if not self._scheduler.is_at_rest:
@@ -263,7 +267,7 @@ class Engine:
             ]
             install_into(unit.buffers, tensors)
             self._hooks.pause(unit, paused=True)
-        self._roster.paused = True
+        self._guard.paused = True
         try:
             yield
             for unit in units:
@@ -271,7 +275,7 @@ class Engine:
                     buffer.write_main(flat)
                     buffer.weights.mark_stale()
         finally:
-            self._roster.paused = False
+            self._guard.paused = False
             for unit in units:
                 install_into(unit.buffers, [buffer.sharded_params for buffer in unit.buffers])
                 self._hooks.pause(unit, paused=False)
@@ -301,7 +305,7 @@ class Engine:
             RuntimeError: a load of a checkpoint failed half way.
             ValueError: a module has another parameter than at ``shard()``; names it.
         """
-        check_finished(self)
+        self.missing_values.check()
         self.check_modules()
         keeps = not rank0_only or self.mesh.rank == 0
         # By the parameter, too: a module around the model may have state without its own prefix.
@@ -325,19 +329,19 @@ class Engine:
         return dict(state)
 
     def check_modules(self) -> None:
-        """Whether the modules have the parameters that they had at ``shard()``, and no others.
+        """Check that the modules have the parameters that they had at ``shard()``, and no others.
 
-        Values that were assigned to known parameters are taken. Nothing is looked at while a
-        forward or backward is under way.
+        Values that were assigned to known parameters are copied into the shards. Nothing is checked
+        while a forward or backward is running.
 
         Raises:
-            ValueError: they have not; names the parameter.
+            ValueError: a parameter was added, removed or replaced; names it.
         """
         if self._scheduler.is_at_rest:
-            self._roster.check_all()
+            self._guard.check_all()
 
     def reset(self) -> None:
-        """Back to rest after an exception in forward or backward; weights stay as they are.
+        """Drop the running forward or backward after an exception; weights are not changed.
 
         Accumulated gradients are dropped. Every rank must call it, since all of them lost a
         microbatch.
@@ -348,14 +352,14 @@ class Engine:
         self._scheduler.reset()
 
     def describe(self) -> Description:
-        """What each unit holds and sends, and what :meth:`measure` has found; ``print`` it for a
-        table."""
+        """Returns the bytes that each unit holds and sends, and the last result of
+        :meth:`measure`; ``print`` shows a table."""
         return describe_units(self.units, self.strategy, self.mesh, self.budget, self._measured)
 
     @contextmanager
     def measure(self) -> Iterator[Measurement]:
-        """Within it, note how long compute waits for gathers and reductions, and what is held: see
-        :class:`~.runtime.measuring.Measurement`. The latest is also part of :meth:`describe`."""
+        """Context that measures how long compute waits for gathers and reductions, and the bytes
+        held: see :class:`~.runtime.measuring.Measurement`. :meth:`describe` shows the last one."""
         self._measured = Measurement(self._memory, self._scheduler)
         with self._measured.noting(self._lanes, self._is_stepped_by) as measured:
             yield measured
@@ -366,13 +370,14 @@ class Engine:
 
     @property
     def memory(self) -> Memory:
-        """Every allocation of its."""
+        """The allocator of the engine, with its ledger."""
         return self._memory
 
     @property
     def idle_memory_bytes(self) -> int:
-        """Bytes beside those of :meth:`memory_bytes` that wait for the next transient storage; they
-        go back with a step's last backward. None on CUDA, whose allocator keeps them itself."""
+        """Bytes beside those of :meth:`memory_bytes` that are kept for the next transient storage;
+        they are freed with a step's last backward. 0 on accelerators, whose allocator keeps
+        them."""
         return self._memory.idle_bytes
 
     def peak_memory_bytes(self, *, reset: bool = False) -> dict[str, int]:
@@ -389,12 +394,12 @@ class Engine:
         return peak
 
     def weights_changed(self) -> None:
-        """Tell the engine that main weights were changed where version counters do not show it."""
+        """Call this after a change of main weights that their version counters do not show."""
         for buffer in self.buffers:
             buffer.weights.mark_stale()
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Is called before each step of any optimizer.
+        """Called before each step of any optimizer.
 
         Raises:
             RuntimeError: it would step with gradients that are not reduced; names the parameter.
@@ -403,10 +408,10 @@ class Engine:
         self._reductions.check_step(param for group in groups for param in group["params"])
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Is called after each step of any optimizer: weights count as changed."""
-        self._roster.check_optimizer(optimizer)
+        """Called after each step of any optimizer: main weights count as changed."""
+        self._guard.check_optimizer(optimizer)
         for buffer in self.buffers:
-            if buffer.grads is not None:  # frozen weights are changed by nobody but the user
+            if buffer.grads is not None:  # no optimizer changes frozen weights
                 buffer.weights.mark_stale()
         if not self._timing.gathers_in_forward and self._is_stepped_by(optimizer):
             self._scheduler.gather_before_forward(wait=True, sharded=False)
@@ -435,7 +440,7 @@ class Engine:
         ]
 
     def _optim_group(self) -> torch.distributed.ProcessGroup | None:
-        """The ranks over which reduced gradients are spread."""
+        """The ranks over which reduced gradients are sharded."""
         depth = self.strategy.depth(Role.OPTIM)
         if depth == 0:
             return None
@@ -443,15 +448,16 @@ class Engine:
 
 
 def engine_of(module: nn.Module) -> Engine | None:
-    """The engine of the model that ``module`` is, or is a part of; None: it is not sharded."""
+    """Returns the engine of the model that ``module`` belongs to; None: it is not sharded."""
     reference = _ENGINES.get(module)
     return reference() if reference is not None else None
 
 
 def engine_within(model: nn.Module) -> str | None:
-    """Name of a module of ``model`` that an engine has already; None if there is none.
+    """Returns the name of a module of ``model`` that an engine has already, or None.
 
-    One without parameters is nobody's: models share activation functions, as default arguments.
+    A module without parameters does not count: models share activation functions, as default
+    arguments.
     """
     for name, module in model.named_modules():
         if engine_of(module) is not None and has_parameters(module):

@@ -1,4 +1,4 @@
-"""Gathers outside the schedule: the whole of what each rank has its optimizer's part of."""
+"""Gathers of a whole buffer outside of the schedule, from the parts of all ranks."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ MAIN_TAG = 1
 def gathered(
     spec: BufferSpec, machinery: Machinery, label: str, own: Tensor, into: Tensor | None
 ) -> ShardedBuffer:
-    """Of a buffer, the whole line of which ``own`` is this rank's part; waits. Collective.
+    """Gather the full buffer of which ``own`` is this rank's part, and wait. Collective.
 
     Args:
         spec, machinery: of the buffer.
-        label: what it is, for people.
-        own: this rank's part, at the depth of the optimizer.
-        into: memory for it, 1-D, in whose dtype it travels; None: some of its own, like ``own``.
+        label: of the gather, in messages.
+        own: this rank's part, 1-D, at the depth of the optimizer.
+        into: memory for the result, 1-D, in whose dtype parts are sent; None: allocated, with the
+            dtype of ``own``.
     """
     source: Tensor | Callable[[Tensor], Steps] = own
     if into is None:

@@ -21,12 +21,12 @@ class ParamRecord:
         param: the user's parameter.
         owners: (module, attribute) pairs; several for a tied parameter.
         aliases: all its names, the first included.
-        spread: of one that is a DTensor: how it lies over mesh dimensions that are not the
-            engine's. Set when it is planned.
-        is_written: a checkpoint takes what this rank holds of it from here, and not from another
-            place of others' mesh dimensions that holds the same. Set when it is planned.
-        expert: of one that not all data-parallel ranks share: which of them this rank has. Set when
-            ranks have told each other.
+        spread: of a DTensor: its placement on mesh dimensions other than the engine's. Set when it
+            is planned.
+        is_written: a checkpoint takes this rank's elements from here, and not from another rank of
+            those mesh dimensions that holds the same ones. Set when it is planned.
+        expert: of an expert parameter, which not all data-parallel ranks share: the one that this
+            rank holds. Set when ranks have exchanged their experts.
     """
 
     name: str
@@ -39,8 +39,8 @@ class ParamRecord:
 
     @property
     def shard(self) -> nn.Parameter:
-        """What this rank holds of ``param`` over others' mesh dimensions, a plain parameter with
-        the user's marks: ``param`` itself, where it is one."""
+        """This rank's shard of ``param`` on mesh dimensions other than the engine's: a plain
+        parameter with the user's attributes; ``param`` itself, if it is no DTensor."""
         param = self.param
         if self.spread is None:
             return param

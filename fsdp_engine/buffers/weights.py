@@ -2,14 +2,14 @@
 
     main[OPTIM] --encode--> wire[OPTIM] --gather--> wire[PARAM] --gather--> full
 
-What is held depends only on the depths of OPTIM and PARAM and on the codec:
+The buffers that are held depend only on the depths of OPTIM and PARAM and on the codec:
 
     ======================  ============================  =====================================
-    case                    persistent                    transient
+    case                    at rest                       from gather to free
     ======================  ============================  =====================================
     identity codec          wire[PARAM]; main is a view   full, unless PARAM is full (depth 0)
     cast, PARAM full        main[OPTIM], wire = compute   nothing
-    cast, OPTIM at PARAM    main[OPTIM]                   full; main is cast straight into it
+    cast, OPTIM at PARAM    main[OPTIM]                   full; main is cast into it
     cast, OPTIM below       main[OPTIM], wire[PARAM]      full
     codec that encodes      main[OPTIM], wire[PARAM]      full
     once, PARAM cut
@@ -17,11 +17,13 @@ What is held depends only on the depths of OPTIM and PARAM and on the codec:
                             compute weights at depth 0
     ======================  ============================  =====================================
 
-*Refreshing* brings wire[PARAM] up to date with main, once after every change of main.
-*Unsharding* fills the full buffer, for every use; both are empty where the rungs coincide. Either
-is a chain of operations that is put together once. Each plane of the codec
-([Note: Planes] in ``codecs/base.py``) has a wire and a full buffer; one refresh serves all planes,
-and what is unsharded is what the next use asks for.
+*Refreshing* updates wire[PARAM] from main, once after every change of main. *Unsharding* gathers
+the full buffer, for every use. Either is empty where both of its buffers are the same, and is a
+chain of operations that is built once. Encoding and the first gather are one operation where no
+other has to be between them: such a gather takes the encoding as its source (``redistribute.py``).
+
+Each plane of the codec ([Note: Planes] in ``codecs/base.py``) has a wire and a full buffer. One
+refresh serves all planes; only the planes that the next use reads are unsharded.
 """
 
 from __future__ import annotations
@@ -33,14 +35,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from fsdp_engine.buffers.encoding import decode, encode_in_whole_lines, encoded
 from fsdp_engine.buffers.redistribute import Gather, Machinery, redistribute
 from fsdp_engine.buffers.scratch import Scratch, ThroughScratch
 from fsdp_engine.buffers.sharded_buffer import ShardedBuffer
 from fsdp_engine.buffers.spec import BufferSpec
 from fsdp_engine.codecs import ParamCodec, Piece
 from fsdp_engine.codecs.phase import PLANES
-from fsdp_engine.devices.lane import Chain, Ticket
+from fsdp_engine.devices.collectives import Steps
+from fsdp_engine.devices.lane import Chain, Lane, Ticket
 from fsdp_engine.devices.memory import TransientStorage, alias
 from fsdp_engine.layout import Coordinate
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH
@@ -50,12 +52,12 @@ class Plane:
     """One plane of a buffer's weights.
 
     Attributes:
-        wire: what persists of its bytes, at the depth of PARAM; None: nothing does.
-        storage: the memory of its full parameters, if that comes and goes.
+        wire: the bytes that are kept at rest, at the depth of PARAM; None: none are.
+        storage: the memory of its full parameters; None where they are never freed.
         target: its full parameters.
         params: the same, one tensor for each.
-        memory: what has to have memory while ``target`` is filled.
-        unshard: brings ``target`` up to date; None where nothing is cut.
+        memory: storages that need memory while ``target`` is gathered.
+        unshard: gathers ``target``; None where parameters are not sharded.
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class Plane:
 
 @dataclass(frozen=True)
 class FullWire:
-    """The full wire while it is decoded: its memory, and the line in it."""
+    """The full wire while it is decoded: its storage, and the buffer over it."""
 
     storage: TransientStorage
     line: ShardedBuffer
@@ -86,17 +88,16 @@ class Weights:
 
     Args:
         spec, machinery: of the buffer.
-        codec: of its own.
-        params: the user's, in the layout's order.
-        scratch: memory of gradients that the codec's values may go through.
+        codec: of this buffer alone.
+        params: the user's parameters, in the layout's order.
+        scratch: memory of gradients that values can be gathered into before they are encoded.
 
     Attributes:
         main: main weights at the depth of OPTIM. Its tensor has a version counter of its own, so
-            that in-place edits are told from gathers into the same memory.
-        params: full compute parameters, in their own shapes. Their memory comes and goes when
-            ``reshards``. Those of the first plane.
-        reshards: whether full parameters are transient.
-        needs_refresh: whether a change of main weights has to travel or be cast before use.
+            that edits in place are distinguished from gathers into the same memory.
+        params: full compute parameters of the first plane, in their own shapes.
+        reshards: whether full parameters are freed between uses.
+        needs_refresh: whether a change of main weights has to be sent or cast before use.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class Weights:
         full_dtype = spec.kind.dtypes.compute if codec.decodes else codec.wire_dtype
         self._planes = [self._make_plane(full_dtype) for _ in range(codec.num_planes)]
         self.params = self._planes[0].params
-        # What a usual gather fills, put together once.
+        # The full parameters that modules read where there is one plane.
         self._first_target: Sequence[Tensor] = (self._planes[0].target.tensor,)
         if codec.is_identity:
             assert self._planes[0].wire is not None
@@ -154,7 +155,7 @@ class Weights:
 
     @property
     def rest_bytes(self) -> int:
-        """Bytes held at rest: main weights and whatever persists of the compute weights."""
+        """Bytes held at rest: main weights, and compute weights as far as they are kept."""
         persistent = [self.main.tensor]
         for plane in self._planes:
             if plane.wire is not None:
@@ -166,7 +167,7 @@ class Weights:
 
     @property
     def transient_bytes(self) -> int:
-        """Bytes of the full parameters of one plane while they are there, beyond those at rest."""
+        """Bytes of the full parameters of one plane from gather to free, beyond those at rest."""
         storage = self._planes[0].storage
         return storage.num_bytes if storage is not None else 0
 
@@ -178,7 +179,7 @@ class Weights:
 
     @property
     def num_wires(self) -> int:
-        """Gathers that bring all planes up to date."""
+        """Number of gathers that update all planes."""
         return 1 if self._through_scratch is not None else self.num_planes
 
     @property
@@ -193,15 +194,16 @@ class Weights:
 
     @property
     def changes(self) -> tuple[int, int]:
-        """Another value than before: main weights have changed, or were said to have."""
+        """A value that differs from earlier ones if main weights have changed since."""
         return self.main.tensor._version, self._num_marks
 
     def bind(self, index: int, param: nn.Parameter) -> nn.Parameter:
-        """What modules compute with in place of ``param``, the user's parameter ``index``."""
+        """Returns the parameter that modules compute with in place of ``param``, the user's
+        parameter ``index``."""
         return self.codec.bind(param, [plane.params[index] for plane in self._planes])
 
     def give_back(self) -> None:
-        """Of no use any more: what is held at rest is not booked any more, and goes with it."""
+        """Remove the memory held at rest from the ledger; it is freed with this object."""
         memory = self._machinery.memory
         for plane in self._planes:
             kept = plane.wire if plane.wire is not None or self.reshards else plane.target
@@ -211,11 +213,11 @@ class Weights:
             memory.give_back(self.main.tensor, "main")
 
     def gather(self, phase: int, held: int) -> list[Ticket]:
-        """Bring full parameters up to date; returns what to wait for.
+        """Gather full parameters; returns tickets to wait for.
 
         Args:
             phase: of the next use: see ``codecs/phase.py``.
-            held: phases whose full parameters are there, or in flight; 0: none are.
+            held: phases whose full parameters are gathered, or in flight; 0: none.
         """
         tickets: list[Ticket] = []
         if self.main.tensor._version != self._seen_version:
@@ -251,7 +253,7 @@ class Weights:
         """Compute has waited for the gather.
 
         Args:
-            phases: whose full parameters are there.
+            phases: whose full parameters are gathered.
             for_backward: a backward reads what was gathered last.
         """
         self._drain_full_wire()
@@ -293,7 +295,7 @@ class Weights:
         """Report to the compute lane that the model reads full parameters from here on.
 
         Args:
-            phases: whose full parameters are there.
+            phases: whose full parameters are gathered.
         """
         reads = self._first_target
         if len(self._planes) > 1:
@@ -302,10 +304,10 @@ class Weights:
         self._machinery.lanes.compute.access(reads=reads)
 
     def _fill(self, storages: Sequence[TransientStorage]) -> bool:
-        """Memory that a chain writes, which has to come after what compute was given so far;
-        returns whether any had to be allocated.
+        """Allocate memory that a chain writes; returns whether any had to be allocated. If so, the
+        chain must be ordered behind the work that compute has so far.
 
-        Compute's own, as that of activations, so that either is allocated where the other was.
+        The memory is compute's own, as that of activations, so that either can reuse the other's.
         """
         allocates = False
         for storage in storages:
@@ -335,11 +337,11 @@ class Weights:
         return self._full_wire.storage if self._full_wire is not None else None
 
     def _make_plane(self, full_dtype: torch.dtype) -> Plane:
-        """Its memory. Transient memory is there for now: views need some when they are made."""
+        """Make a plane. Its storage is left filled: views need memory when they are made."""
         layout, codec, depth = self._spec.layout, self.codec, self._spec.param_depth
         memory, at = self._machinery.memory, self._at
         wire = None
-        # What persists at depth 0 is the decoded weights, not the wire.
+        # At depth 0 the decoded weights are kept at rest, not the wire.
         persists = codec.is_identity or codec.encodes_once or self._spec.optim_depth > depth
         if (persists or not self.reshards) and (self.reshards or not codec.decodes):
             sent = self._spec.optim_depth > 0
@@ -366,7 +368,7 @@ class Weights:
         return FullWire(storage, line)
 
     def _make_refresh(self) -> Chain:
-        """From main shards to what persists of the compute weights."""
+        """From main shards to the compute weights that are kept at rest."""
         chain, spec = Chain(), self._spec
         lane, depths = self._machinery.lanes.encode, (spec.optim_depth, spec.param_depth)
         first = self._planes[0]
@@ -386,7 +388,8 @@ class Weights:
         return chain
 
     def _make_unshard(self, plane: Plane) -> Chain:
-        """From what persists of the compute weights, else from main shards, to the full ones."""
+        """From the compute weights that are kept at rest, else from main shards, to the full
+        ones."""
         chain, spec = Chain(), self._spec
         how = encoded(spec, self.codec, self.main)
         if plane.wire is not None:
@@ -419,3 +422,67 @@ class Weights:
         axes = AXIS_BELOW_DEPTH[: self._spec.optim_depth]
         comms = [self._machinery.ladder.comms[axis].gather for axis in axes]
         return [comm.group for comm in comms if comm is not None]
+
+
+def encoded(spec: BufferSpec, codec: ParamCodec, main: ShardedBuffer) -> Gather:
+    """A gather of main weights, encoded by a codec of one plane."""
+
+    if codec.is_identity:
+        return Gather(spec.label, spec.tag)  # main weights are sent from where they are
+
+    def encode(wire: Tensor) -> Steps:
+        return codec.encode(main.tensor, (wire,))
+
+    return Gather(spec.label, spec.tag, encode, reads=[main.tensor], writes=[*codec.state])
+
+
+def encode_in_whole_lines(
+    chain: Chain,
+    lane: Lane,
+    label: str,
+    codec: ParamCodec,
+    main: ShardedBuffer,
+    lines: Sequence[tuple[ShardedBuffer, ShardedBuffer]],
+) -> None:
+    """Encode every plane into this rank's part of its full line, of which all may be overwritten,
+    and copy the part to where it is kept at rest, if that is another buffer.
+
+    Args:
+        lines: for each plane the full line, and the buffer that keeps this rank's part.
+    """
+    parts = [line.narrow(main.depth) for line, _ in lines]
+    copies = [
+        (kept.narrow(main.depth), part)
+        for (line, kept), part in zip(lines, parts, strict=True)
+        if kept is not line
+    ]
+
+    def encode() -> Steps:
+        yield from codec.encode(main.tensor, parts)
+        for kept, part in copies:
+            kept.copy_(part)
+
+    writes = [*(line.tensor for line, _ in lines), *(kept for kept, _ in copies), *codec.state]
+    chain.add(lane, f"encode {label}", encode, reads=[main.tensor], writes=writes)
+
+
+def decode(
+    chain: Chain,
+    lane: Lane,
+    label: str,
+    codec: ParamCodec,
+    wire: ShardedBuffer,
+    target: tuple[ShardedBuffer, Sequence[Tensor]],
+) -> None:
+    """Decode a full wire into full parameters; ``target``: their buffer, and one tensor each."""
+    line, params = target
+    # Not the parameters themselves: autograd would count decoding as a change in place.
+    outputs = [alias(param) for param in params]
+    offsets = [slot.offset for slot in wire.layout.slots]
+
+    def steps() -> Steps:
+        codec.decode(wire.tensor, offsets, outputs)
+        yield from ()
+
+    reads = [wire.tensor, *codec.state]
+    chain.add(lane, f"decode {label}", steps, reads=reads, writes=[line.tensor])

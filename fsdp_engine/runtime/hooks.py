@@ -1,35 +1,38 @@
-"""Where calls of modules and events of autograd meet the scheduler.
+"""Hooks on modules and tensors that call the scheduler.
 
     forward pre-hook    enter the module's units; cast inputs; mark the boundary of its backward
-    forward hook        leave the units; listen for the gradient of its outputs
+    forward hook        leave the units; register hooks for the gradients of the outputs
     gradient of output  the unit's backward begins
     gradient of inputs  the unit's backward is over (the boundary)
-    gradient of a parameter, accumulated: written into the flat buffer, dropped at once
+    gradient of a parameter, accumulated: written into the flat buffer, and dropped
 
 [Note: Boundary]
-A unit's full parameters may go only when nothing in its backward still reads them, and the last
-gradient of a trainable parameter does not show that: a frozen weight may still be needed for the
-gradient of the input. So each input is passed through a view, which autograd visits after
-everything in the unit, and the end is seen when those views that this backward reaches have all
-been visited. They are torch's own views: what the unit changes in place then changes for the user.
+Full parameters of a unit can be freed when no function of its backward reads them any longer. The
+last gradient of a trainable parameter does not show that: a frozen weight can still be needed for
+the gradient of the input. So each input is passed through a view, which autograd visits after all
+functions of the unit, and the end of the unit's backward is observed when those views that this
+backward reaches have been visited. They are torch's own views: a change in place by the unit
+changes the user's tensor.
 
-Of an input that was changed in place autograd visits other nodes than that view's, so such a call
-is over when all of backward is. And its gradient enters the unit from there, as from outputs; so it
-does from what the unit has put into the user's containers.
+For an input that was changed in place, autograd visits other nodes than those of the view, so the
+backward of such a call ends with the whole backward. The gradient of the changed tensor enters the
+unit, as that of an output does; so do gradients of tensors that the unit put into the user's
+containers.
 
 [Note: Casts of autocast]
-``torch.autocast`` caches casts of weights until it ends, with the autograd nodes that made them. In
-the next forward a cached cast would bring its gradients through the nodes of an earlier backward,
-and after an optimizer step it would hold old values. At level 3 the cache would keep all weights in
-memory, in the dtype of the casts. So each unit clears the cache when its call returns.
+``torch.autocast`` caches casts of weights until its context ends, with the autograd nodes that made
+them. In the next forward, gradients of a cached cast would pass through nodes of an earlier
+backward, and after an optimizer step the cast would have old values. At level 3 the cache would
+keep all weights in memory, in the dtype of the casts. So each unit clears the cache when its call
+returns.
 
 [Note: Returned parameters]
-A module may return a parameter, or a view of one: a bias that its caller adds, an embedding table.
+A module can return a parameter, or a view of one: a bias that its caller adds, an embedding table.
 The caller reads it after the unit's full parameters are freed, and so does the caller's backward,
-before that of the unit. So the caller gets a copy, through which autograd leads to the parameter.
-So do lists, dicts and dataclasses that the module was given and has put a parameter into. A
-parameter that it keeps elsewhere (in an attribute, say) must not be read after the call: its memory
-is gone, which torch does not check in all kernels.
+before that of the unit. So the caller receives a copy, whose gradient autograd accumulates into the
+parameter. The same holds for lists, dicts and dataclasses that the module received and put a
+parameter into. A parameter that it stores elsewhere (in an attribute, say) must not be read after
+the call: its memory is freed, which torch does not check in all kernels.
 """
 
 from __future__ import annotations
@@ -68,18 +71,18 @@ _inside_transform = _functorch.peek_interpreter_stack
 
 
 def not_compiled(function: Any) -> Any:
-    """Keep ``torch.compile`` out of ``function``: it breaks the graph there and goes on after.
+    """Let ``torch.compile`` break the graph at ``function`` and not trace it.
 
-    This is what ``torch.compiler.disable`` does, without importing the compiler: a mark by which
-    Dynamo does not inline the function, and a rule for its code by which neither it nor anything
-    that it calls is traced when it runs.
+    This is ``torch.compiler.disable`` without an import of the compiler: a mark by which Dynamo
+    does not inline the function, and a rule for its code by which neither the function nor its
+    callees are traced when it runs.
     """
     function._torchdynamo_disable = True
     _frames.set_code_exec_strategy(function.__code__, _SKIP_ALL)
     return function
 
 
-# Weak both ways: hooks know their module, and a value that holds its key would never go.
+# Weak both ways: hooks refer to their module, and a value that holds its key is never collected.
 _HOOKS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ModuleHooks]] = weakref.WeakKeyDictionary()
 
 
@@ -189,7 +192,7 @@ class ModuleHooks:
         self._register(module)
 
     def _register(self, module: nn.Module) -> None:
-        """Put the hooks on the module: outermost, around the user's own."""
+        """Register the hooks on the module: outermost, around the user's own."""
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
             return self.before(args, kwargs)
@@ -199,12 +202,12 @@ class ModuleHooks:
 
         _HOOKS[module] = weakref.ref(self)
         if module._compiled_call_impl is not None:
-            # module.compile() was called: what is compiled is everything that a call does, hooks
-            # included. Ours go around it, so that it stays one graph.
+            # module.compile() was called, which compiles a whole call, with its hooks. Ours are
+            # called around it, so that it remains one graph.
             module._compiled_call_impl = self.around(module._compiled_call_impl)
             return
         module.register_forward_pre_hook(not_compiled(before), prepend=True, with_kwargs=True)
-        # Also after an exception, so that a forward that fails leaves nothing open.
+        # Also after an exception, so that the units of a forward that fails are left.
         module.register_forward_hook(not_compiled(after), always_call=True)
 
     def around(self, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -327,14 +330,14 @@ class ModuleHooks:
         return None if output is given else output
 
     def _listen_for_backward(self, entered: _Entered, calls: list[Call], output: Any) -> bool:
-        """See when gradients enter the module; returns whether any will."""
+        """Register hooks where gradients enter the module; returns whether any will."""
         begin = None
         views = entered.inputs.views if entered.inputs is not None else []
         for tensor in self._ways_in(entered, calls, output):
-            # What comes back as it was handed in leads past the unit.
+            # The gradient of an input that is returned unchanged does not enter the unit.
             if tensor.requires_grad and not any(tensor is view for view in views):
                 if tensor.grad_fn is None and isinstance(tensor, nn.Parameter):
-                    # Its gradient leads nowhere else, and it would keep the hook of every forward.
+                    # It has no function of its own, and would keep the hook of every forward.
                     continue
                 if begin is None:
                     begin = _begin_backward(self._scheduler, calls, views)
@@ -351,7 +354,7 @@ class ModuleHooks:
         return begin is not None
 
     def _note_hidden(self, calls: list[Call], output: Any) -> None:
-        """No output that is seen takes part in autograd; one that is not seen may."""
+        """No output that was found takes part in autograd; one that was not found may."""
         concerned = [call.unit for call in calls if call.has_boundary or call.unit.trainable]
         hidden_in = unknown_part(output) if concerned else None
         if hidden_in is not None:
@@ -360,7 +363,7 @@ class ModuleHooks:
                 unit.keep_unseen(hidden_in)
 
     def _ways_in(self, entered: _Entered, calls: list[Call], output: Any) -> Iterable[Tensor]:
-        """Tensors by which gradients enter the unit."""
+        """Returns the tensors through which gradients enter the unit."""
         found = [output] if type(output) is Tensor else list(iter_tensors(output))
         if entered.inputs is not None:
             changed = entered.inputs.changed()
@@ -377,7 +380,7 @@ class ModuleHooks:
         return found
 
     def _listen(self, calls: list[Call], tensor: Tensor) -> Tensor:
-        """A view of ``tensor`` that tells when its gradient is there."""
+        """Returns a view of ``tensor`` with a hook on its gradient."""
         view = tensor.view_as(tensor)
         for call in calls:
             call.has_boundary = True
@@ -386,8 +389,8 @@ class ModuleHooks:
 
 
 def _copy_params(units: Iterable[Unit], output: Any, containers: Sequence[Any]) -> Any:
-    """``output`` with copies of the tensors in it that share memory with parameters of ``units``
-    that are freed between uses; so are those in ``containers``, in place. See
+    """Returns ``output`` with copies of the tensors that share memory with parameters of ``units``
+    that are freed between uses. Those in ``containers`` are replaced in place. See
     [Note: Returned parameters]."""
     freed = {
         key
@@ -403,23 +406,23 @@ def _copy_params(units: Iterable[Unit], output: Any, containers: Sequence[Any]) 
         return tensor if freed.isdisjoint(storage_keys(tensor)) else tensor.clone()
 
     for container in containers:
-        Exchange().put(copied, container)
+        map_tensors(copied, container, Exchange())
     return map_tensors(copied, output)
 
 
 def hook_gradients(scheduler: Scheduler, unit: Unit) -> None:
-    """Write each of the unit's gradients into its place as soon as it has been accumulated."""
+    """Write each gradient of the unit into its flat buffer as soon as autograd accumulated it."""
     for buffer in unit.trainable:
         buffer.hook_gradients(_gradient_writer(scheduler, unit, buffer), scheduler.begin_backward)
 
 
 def hook_recomputation(scheduler: Scheduler, unit: Unit) -> None:
-    """Bring back what forward reads where a part of the unit is computed again in its backward.
+    """Gather the bytes that forward reads where a part of the unit is recomputed in its backward.
 
     Where forward and backward read different bytes (``codecs/phase.py``), a unit in backward holds
-    the latter. A checkpoint around one of its modules runs that one's forward again, which its own
-    hooks see. One around a part of it does not: so the modules that hold such parameters tell by
-    themselves when they are called.
+    the latter. A checkpoint around one of its modules runs the forward of this module again, with
+    its hooks. A checkpoint around a part of the module does not: so the modules that hold such
+    parameters have hooks of their own.
     """
     if not unit.built.split_weights:
         return
@@ -434,7 +437,6 @@ def hook_recomputation(scheduler: Scheduler, unit: Unit) -> None:
 
 
 def _gradient_writer(scheduler: Scheduler, unit: Unit, buffer: ParamAndGradBuffer) -> Any:
-    count = len(buffer.records)
     converts = buffer.has_dtensors or buffer.weights.codec.wraps
     shard_of = buffer.shard_of_gradient if converts else None
 
@@ -442,14 +444,16 @@ def _gradient_writer(scheduler: Scheduler, unit: Unit, buffer: ParamAndGradBuffe
     def on_grad(index: int, param: Tensor) -> None:
         grad = param.grad
         if grad is None:
-            return  # a function that has none for it, or computes it later
+            return  # a function that returned None, or computes it later
         grads = buffer.grads  # other ones since a conversion
         assert grads is not None
-        if not grads.num_touched:
+        writer = grads.writer
+        if writer is None:
             scheduler.begin_gradient(unit)
+            writer = grads.writer
+            assert writer is not None
         param.grad = None
-        grads.write(index, grad if shard_of is None else shard_of(index, grad))
-        if grads.num_touched == count:
+        if writer.write(index, grad if shard_of is None else shard_of(index, grad)):
             scheduler.gradient_came(unit)
 
     if not scheduler.reductions.stream.exists:
@@ -466,10 +470,8 @@ def _gradient_writer(scheduler: Scheduler, unit: Unit, buffer: ParamAndGradBuffe
 def _begin_backward(
     scheduler: Scheduler, calls: Sequence[Call], views: Sequence[Tensor]
 ) -> Callable[[Any], None]:
-    """The hook for gradients by which backward enters calls of a module, whose inputs are
-    ``views``."""
-    # Hooks of outputs may hold nodes of inputs; the other way round there would be a cycle, which
-    # would keep a whole graph.
+    """Returns the hook of gradients that enter ``calls``; ``views``: inputs of their module."""
+    # Hooks of outputs can hold nodes of inputs; the reverse would be a cycle that keeps the graph.
     nodes = [view.grad_fn for view in views] if len(views) > 1 else []
 
     def begin(grads: Any) -> None:
@@ -484,7 +486,7 @@ def _input_came(scheduler: Scheduler, call: Call, grad: Tensor) -> None:
 
 
 def _refuse_transform(unit: Unit) -> None:
-    """Tensors made within ``torch.func.grad`` and its kind have no memory that could travel."""
+    """Tensors made within ``torch.func.grad`` and its kind have no memory that can be sent."""
     differentiates = {_TransformType.Grad, _TransformType.Jvp}
     if any(each.key() in differentiates for each in _functorch.get_interpreter_stack() or ()):
         raise RuntimeError(
