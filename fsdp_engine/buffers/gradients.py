@@ -47,7 +47,7 @@ class GradientWriter:
     """Writes the gradients of one backward.
 
     Args:
-        target: what is written into.
+        target: the buffer that is written into.
         scale: of the gradients.
         adds: per parameter, 1: the next gradient is added, not written over. Not shared.
 
@@ -104,12 +104,12 @@ class StepGradients:
         sums: per parameter, 1: its place in the accumulation buffer holds a sum that counts. 0: the
             next gradient overwrites it.
         used: per parameter, 1: this rank had a gradient of it.
-        is_published: ``.grad`` of the parameters is what is accumulated. False: sums are partial,
-            and the user has not seen them.
+        is_published: ``.grad`` of the parameters are the accumulated sums. False: sums are partial
+            and hidden.
         num_published: published gradients that the user has not made None.
         earlier: reduced gradients that are added when the next reduction is done, by parameter:
             [Note: Gradients between backwards] in ``published_gradients.py``.
-        penalties: likewise, gradients of this rank's slices.
+        penalties: the same for gradients of this rank's slices.
         versions: of the published gradients when partial sums were published; none: sums are
             reduced.
         full_values: gradients of all ranks, where every rank gathered them; None: not gathered.
@@ -155,7 +155,7 @@ class Gradients:
         step: of the current step; None: gradients are cleared.
         writer: of the current backward; None: it has no gradients, or they are reduced.
         writes_to_staging: whether gradients are sharded, so that full ones are transient.
-        rounds_again: what is reduced cannot be reduced again without loss.
+        rounds_again: reduced gradients cannot be reduced again without loss.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class Gradients:
         """Divide sums over the ranks by ``divisor`` from the next gradient on.
 
         Raises:
-            RuntimeError: gradients are sent in fp16, and some were: [Note: fp16 on the wire].
+            RuntimeError: gradients are sent in fp16, and some were: [Note: Gradients in fp16].
         """
         spec = self._spec
         scale = gradient_scale(spec, self._config, divisor, self._machinery.memory.device)
