@@ -20,6 +20,7 @@ their memory.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from operator import or_
 
 import torch
@@ -93,17 +94,15 @@ class GradientWriter:
         return not self.num_missing
 
 
+@dataclass(slots=True)
 class StepGradients:
     """One buffer's gradients from the first one until all of them are cleared.
 
-    Args:
-        num_params: of the buffer.
-
     Attributes:
-        tensors: over the accumulation buffer; None before it is needed.
         sums: per parameter, 1: its place in the accumulation buffer holds a sum that counts. 0: the
             next gradient overwrites it.
         used: per parameter, 1: this rank had a gradient of it.
+        tensors: over the accumulation buffer; None before it is needed.
         is_published: ``.grad`` of the parameters are the accumulated sums. False: sums are partial
             and hidden.
         num_published: published gradients that the user has not made None.
@@ -115,28 +114,15 @@ class StepGradients:
         full_values: gradients of all ranks, where every rank gathered them; None: not gathered.
     """
 
-    __slots__ = (
-        "earlier",
-        "full_values",
-        "is_published",
-        "num_published",
-        "penalties",
-        "sums",
-        "tensors",
-        "used",
-        "versions",
-    )
-
-    def __init__(self, num_params: int) -> None:
-        self.tensors: GradientTensors | None = None
-        self.sums = bytearray(num_params)
-        self.used = bytearray(num_params)
-        self.is_published = True
-        self.num_published = 0
-        self.earlier: dict[int, Tensor] = {}
-        self.penalties: dict[int, Tensor] = {}
-        self.versions: list[int] = []
-        self.full_values: Sequence[Tensor] | None = None
+    sums: bytearray
+    used: bytearray
+    tensors: GradientTensors | None = None
+    is_published: bool = True
+    num_published: int = 0
+    earlier: dict[int, Tensor] = field(default_factory=dict)
+    penalties: dict[int, Tensor] = field(default_factory=dict)
+    versions: list[int] = field(default_factory=list)
+    full_values: Sequence[Tensor] | None = None
 
     @property
     def holds_any(self) -> bool:
@@ -241,7 +227,7 @@ class Gradients:
     def make_step(self) -> StepGradients:
         """Returns the step's gradients; makes them if gradients are cleared."""
         if self.step is None:
-            self.step = StepGradients(self._num_params)
+            self.step = StepGradients(bytearray(self._num_params), bytearray(self._num_params))
         return self.step
 
     def accumulation(self) -> GradientTensors:
@@ -407,8 +393,8 @@ class Gradients:
         self._machinery.lanes.compute.access(writes=(tensors.accum.tensor,))
         tensors.accum.tensor.zero_()
         tensors.forget_zeroed()
-        self.step = StepGradients(self._num_params)
-        self.step.tensors = tensors
+        self.step = None
+        self.make_step().tensors = tensors
         return True
 
     def abandon(self) -> None:

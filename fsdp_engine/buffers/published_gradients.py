@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import repeat
 from operator import is_, is_not, ne
 
@@ -46,6 +47,7 @@ from fsdp_engine.flat_dtensor import (
 from fsdp_engine.flat_dtensor.outside_reads import GradientReads
 
 
+@dataclass(slots=True)
 class FoundGradients:
     """What one backward found as ``.grad``, until gradients are published.
 
@@ -55,12 +57,9 @@ class FoundGradients:
         by_autograd: parameters that autograd accumulates into by itself in this backward.
     """
 
-    __slots__ = ("by_autograd", "detached", "unchanged")
-
-    def __init__(self) -> None:
-        self.detached: Sequence[int] = ()
-        self.unchanged = False
-        self.by_autograd: set[int] = set()
+    detached: Sequence[int] = ()
+    unchanged: bool = False
+    by_autograd: set[int] = field(default_factory=set)
 
 
 class PublishedGradients:
@@ -132,13 +131,11 @@ class PublishedGradients:
                 if found[index] is published[index] and index not in cleared:
                     self._clear_or_raise(step, index, published[index])
         step.versions = versions
-        at_start = self._found = FoundGradients()
-        at_start.unchanged = not others and not self._is_plain
         if self._is_plain:  # autograd would add to it in place, unscaled
-            detached = _places(map(is_not, found, repeat(None))) if others else range(len(found))
+            detached = _places(map(is_not, found, repeat(None)))
         else:
             detached = [index for index in others if found[index] is not None]
-        at_start.detached = detached
+        self._found = FoundGradients(detached, unchanged=not others and not self._is_plain)
         if detached:
             clear_gradients([self._params[index] for index in detached])
         if reduced and len(others) + len(cleared) < len(found):

@@ -41,6 +41,7 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -76,6 +77,7 @@ TRANSITIONS = {
 }
 
 
+@dataclass
 class StepReductions:
     """The reductions of one step, from its first backward until gradients are cleared.
 
@@ -86,11 +88,10 @@ class StepReductions:
         hooks_are_due: users' hooks have to run on gradients that have become final.
     """
 
-    def __init__(self, phase: Phase) -> None:
-        self.phase = phase
-        self.partial: frozenset[int] = frozenset()
-        self.reduced_units: set[int] = set()
-        self.hooks_are_due = False
+    phase: Phase
+    partial: frozenset[int] = frozenset()
+    reduced_units: set[int] = field(default_factory=set)
+    hooks_are_due: bool = False
 
 
 class Reductions:
