@@ -247,7 +247,9 @@ class ParamAndGradBuffer:
             self.grads = Gradients(self.spec, self._machinery, self._config)
             self.grads.divide_by(divisor)
         for index, full in enumerate(self.full_params):
-            become(full, self._as_users_have_it(index, self.weights.params[index]))
+            bound = self.weights.bind(index, full)
+            if bound is not full:
+                become(full, self._as_users_have_it(index, bound))
             if not self.is_plain:
                 become(self.sharded_params[index], self._flat(index))
         self._published = self._make_published(changed=True)
@@ -260,7 +262,7 @@ class ParamAndGradBuffer:
                 self.published.put(index, grad, is_reduced=are_reduced)
 
     def hook_gradients(
-        self, on_grad: Callable[[int, Tensor], None], begin: Callable[[], None]
+        self, on_grad: Callable[[int, Tensor], None], begin: Callable[[], object]
     ) -> None:
         """See :class:`GradientHooks`."""
         own = self.hooks.own if self.is_plain else None

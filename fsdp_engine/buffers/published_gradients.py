@@ -430,7 +430,7 @@ class GradientHooks:
         published: PublishedGradients,
         sharded_params: Sequence[Tensor],
         on_grad: Callable[[int, Tensor], None],
-        begin: Callable[[], None],
+        begin: Callable[[], object],
     ) -> None:
         self._on_grad = on_grad
         self._begin = begin

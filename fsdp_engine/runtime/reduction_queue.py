@@ -120,13 +120,12 @@ class PendingReductions:
     def make_room(self, unit: Unit) -> None:
         """Staging of ``unit`` is about to be allocated: wait for the oldest reductions, as far as
         the budget needs."""
-        while self._num_left:
-            self._wait_for_oldest()
+        self._wait_for_oldest(self._num_left)
         opening = self._num_staged[unit.index]
         while self._reductions and self._budget.is_exceeded(
             len(self._reductions), self._num_elements, opening
         ):
-            self._wait_for_oldest()
+            self._wait_for_oldest(1)
 
     def add(self, unit: Unit, tickets: list[Ticket], *, staged: bool) -> None:
         """A reduction of ``unit`` is submitted; ``staged``: from its staging buffer."""
@@ -136,20 +135,24 @@ class PendingReductions:
 
     def finish(self) -> None:
         """Compute waits for all."""
-        while self._reductions:
-            self._wait_for_oldest()
+        self._wait_for_oldest(len(self._reductions))
 
     def discard(self) -> None:
         """Communication has ended, with whatever result."""
         self._reductions.clear()
         self._num_elements = self._num_left = 0
 
-    def _wait_for_oldest(self) -> None:
-        unit, tickets, num_staged = self._reductions.popleft()
-        self._num_elements -= num_staged
-        for ticket in tickets:
-            self._lanes.compute.wait(ticket)
-        self._num_left = max(self._num_left - 1, 0)
-        for buffer in unit.trainable:
-            assert buffer.grads is not None
-            buffer.grads.release()
+    def _wait_for_oldest(self, num: int) -> None:
+        """Let compute wait for the ``num`` oldest reductions, and free their staging buffers."""
+        self._num_left = max(self._num_left - num, 0)
+        # A host that drives reductions frees the staging of each before it drives the next.
+        num_at_once = num if self._lanes.compute.runs_ahead else 1
+        while num:
+            oldest = [self._reductions.popleft() for _ in range(num_at_once)]
+            num -= num_at_once
+            self._lanes.compute.wait(*(ticket for _, tickets, _ in oldest for ticket in tickets))
+            for unit, _, num_staged in oldest:
+                self._num_elements -= num_staged
+                for buffer in unit.trainable:
+                    assert buffer.grads is not None
+                    buffer.grads.release()

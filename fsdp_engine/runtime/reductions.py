@@ -218,7 +218,7 @@ class Reductions:
                     buffer.begin_backward(reduced=reduced)
         self._move_to(Phase.ACCUMULATING)
         # Decided now: gradients may arrive late, after a no_sync() has ended.
-        partial = frozenset(unit.index for unit in self._order if not unit.wishes.syncs)
+        partial = frozenset(unit.index for unit in self._order if not unit.options.syncs)
         is_last = self.sync and self._timing.reduces_in_backward and not inputs_only
         is_last = is_last and len(partial) < max(len(self._order), 1)
         self._queue = ReductionQueue(

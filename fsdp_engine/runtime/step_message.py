@@ -33,7 +33,7 @@ from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.devices import collectives
 from fsdp_engine.devices.host_memory import bytes_to
 from fsdp_engine.devices.lanes import SideStream
-from fsdp_engine.devices.watch import naming
+from fsdp_engine.devices.stall_monitor import naming
 from fsdp_engine.runtime.gradient_checks import GradientChecks
 from fsdp_engine.runtime.record import order_digest
 

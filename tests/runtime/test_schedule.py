@@ -134,14 +134,15 @@ def test_gradients_wait_only_for_the_reductions_that_the_budget_has_no_room_for(
             opening.pop()
 
         def retired(
+            num: int,
             reductions: Any = reductions,
             retire: Any = retire,
             opening: list[str] = opening,
             waits: dict[str, str] = waits,
         ) -> None:
-            if opening[-1]:
+            if opening[-1] and num:
                 waits[opening[-1]] = reductions._pending.oldest.name
-            retire()
+            retire(num)
 
         with (
             patch.object(reductions, "open_unit", opened),
