@@ -1,4 +1,4 @@
-"""The memory that one buffer's gradients pass through, and what is made over it.
+"""The memory of one buffer's gradients, and the tensors and submissions made over it.
 
     staging       full gradients as autograd produces them, where gradients are sharded
     accumulation  sums over microbatches, at the depth of GRAD
@@ -12,9 +12,10 @@ The accumulation buffer has memory from the unit's first reduction after gradien
 
 Tensors over that memory, the published gradients and the submissions that reduce them are made once
 (:class:`GradientTensors`), and serve each step in turn as long as the user holds none of them:
-making them costs 4 us a parameter and 20 us a unit (``docs/design.md``, section 9). If the user
-holds a published gradient, a slice or a view of one when gradients are cleared, that step keeps its
-tensors, Python's references keep the memory, and the next step gets new ones.
+making them in each step costs more host time than all the rest of a unit's gradients
+(``docs/design.md``, section 9). If the user holds a published gradient, a slice or a view of one
+when gradients are cleared, that step keeps its tensors, Python's references keep the memory, and
+the next step gets new ones.
 
 The memory stays allocated where nothing is sharded, since ``main_grad`` is a persistent buffer in
 Megatron-Core; where ``main_grad`` was given out; with ``fsdp_double_buffer``, since steady steps
@@ -407,7 +408,7 @@ class GradientMemory:
         depths, lane = (spec.grad_depth, spec.optim_depth), machinery.lanes.inner_reduce
         last = replace(how, over=self._last_axes, into=None)
         if comm is None or dtypes.reduce != dtypes.comm:
-            redistribute(chains.last, machinery, accum, *depths, replace(last, wire=comm))
+            redistribute(chains.last, machinery, accum, *depths, replace(last, comm_buffer=comm))
         else:
             copy(chains.last, lane, spec.label, accum.tensor, comm.tensor, scale.boost)
             redistribute(chains.last, machinery, comm, *depths, last)

@@ -20,6 +20,7 @@ their memory.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from operator import or_
 
 import torch
@@ -47,7 +48,7 @@ class GradientWriter:
     """Writes the gradients of one backward.
 
     Args:
-        target: what is written into.
+        target: the buffer that is written into.
         scale: of the gradients.
         adds: per parameter, 1: the next gradient is added, not written over. Not shared.
 
@@ -93,50 +94,35 @@ class GradientWriter:
         return not self.num_missing
 
 
+@dataclass(slots=True)
 class StepGradients:
     """One buffer's gradients from the first one until all of them are cleared.
 
-    Args:
-        num_params: of the buffer.
-
     Attributes:
-        tensors: over the accumulation buffer; None before it is needed.
         sums: per parameter, 1: its place in the accumulation buffer holds a sum that counts. 0: the
             next gradient overwrites it.
         used: per parameter, 1: this rank had a gradient of it.
-        is_published: ``.grad`` of the parameters is what is accumulated. False: sums are partial,
-            and the user has not seen them.
+        tensors: over the accumulation buffer; None before it is needed.
+        is_published: ``.grad`` of the parameters are the accumulated sums. False: sums are partial
+            and hidden.
         num_published: published gradients that the user has not made None.
         earlier: reduced gradients that are added when the next reduction is done, by parameter:
             [Note: Gradients between backwards] in ``published_gradients.py``.
-        penalties: likewise, gradients of this rank's slices.
+        penalties: the same for gradients of this rank's slices.
         versions: of the published gradients when partial sums were published; none: sums are
             reduced.
         full_values: gradients of all ranks, where every rank gathered them; None: not gathered.
     """
 
-    __slots__ = (
-        "earlier",
-        "full_values",
-        "is_published",
-        "num_published",
-        "penalties",
-        "sums",
-        "tensors",
-        "used",
-        "versions",
-    )
-
-    def __init__(self, num_params: int) -> None:
-        self.tensors: GradientTensors | None = None
-        self.sums = bytearray(num_params)
-        self.used = bytearray(num_params)
-        self.is_published = True
-        self.num_published = 0
-        self.earlier: dict[int, Tensor] = {}
-        self.penalties: dict[int, Tensor] = {}
-        self.versions: list[int] = []
-        self.full_values: Sequence[Tensor] | None = None
+    sums: bytearray
+    used: bytearray
+    tensors: GradientTensors | None = None
+    is_published: bool = True
+    num_published: int = 0
+    earlier: dict[int, Tensor] = field(default_factory=dict)
+    penalties: dict[int, Tensor] = field(default_factory=dict)
+    versions: list[int] = field(default_factory=list)
+    full_values: Sequence[Tensor] | None = None
 
     @property
     def holds_any(self) -> bool:
@@ -155,7 +141,7 @@ class Gradients:
         step: of the current step; None: gradients are cleared.
         writer: of the current backward; None: it has no gradients, or they are reduced.
         writes_to_staging: whether gradients are sharded, so that full ones are transient.
-        rounds_again: what is reduced cannot be reduced again without loss.
+        rounds_again: reduced gradients cannot be reduced again without loss.
     """
 
     def __init__(
@@ -227,7 +213,7 @@ class Gradients:
         """Divide sums over the ranks by ``divisor`` from the next gradient on.
 
         Raises:
-            RuntimeError: gradients are sent in fp16, and some were: [Note: fp16 on the wire].
+            RuntimeError: gradients are sent in fp16, and some were: [Note: Gradients in fp16].
         """
         spec = self._spec
         scale = gradient_scale(spec, self._config, divisor, self._machinery.memory.device)
@@ -241,7 +227,7 @@ class Gradients:
     def make_step(self) -> StepGradients:
         """Returns the step's gradients; makes them if gradients are cleared."""
         if self.step is None:
-            self.step = StepGradients(self._num_params)
+            self.step = StepGradients(bytearray(self._num_params), bytearray(self._num_params))
         return self.step
 
     def accumulation(self) -> GradientTensors:
@@ -407,8 +393,8 @@ class Gradients:
         self._machinery.lanes.compute.access(writes=(tensors.accum.tensor,))
         tensors.accum.tensor.zero_()
         tensors.forget_zeroed()
-        self.step = StepGradients(self._num_params)
-        self.step.tensors = tensors
+        self.step = None
+        self.make_step().tensors = tensors
         return True
 
     def abandon(self) -> None:

@@ -22,10 +22,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fsdp_engine.buffers.gathering import gathered
-from fsdp_engine.buffers.gradient_hooks import GradientHooks
 from fsdp_engine.buffers.gradients import Gradients
 from fsdp_engine.buffers.param_record import ParamRecord
-from fsdp_engine.buffers.published_gradients import PublishedGradients, local_part
+from fsdp_engine.buffers.published_gradients import (
+    GradientHooks,
+    PublishedGradients,
+    local_part,
+)
 from fsdp_engine.buffers.redistribute import Machinery
 from fsdp_engine.buffers.sharded_buffer import ShardedBuffer, flat_source
 from fsdp_engine.buffers.spec import BufferKind, BufferSpec
@@ -272,10 +275,10 @@ class ParamAndGradBuffer:
         if self._gradient_hooks is not None:
             self._gradient_hooks.renew(self.sharded_params)
 
-    def gradient_came(self, index: int) -> None:
-        """See :meth:`GradientHooks.came`."""
+    def gradient_arrived(self, index: int) -> None:
+        """See :meth:`GradientHooks.gradient_arrived`."""
         assert self._gradient_hooks is not None
-        self._gradient_hooks.came(index, self.full_params[index])
+        self._gradient_hooks.gradient_arrived(index, self.full_params[index])
 
     def follow_requires_grad(self) -> None:
         """Freeze and thaw full parameters as the user has the sharded ones since."""
@@ -298,8 +301,8 @@ class ParamAndGradBuffer:
         self.published.publish(used, reduced=reduced)
 
     def name_of_unreduced(self, params: Collection[int]) -> str | None:
-        """Name of a parameter whose ``.grad`` is accumulated and would be another one once it is
-        reduced; None if there is none.
+        """Returns the name of a parameter whose ``.grad`` is accumulated and not reduced; None:
+        there is none.
 
         Args:
             params: by ``id``, those that are asked about.
@@ -309,7 +312,7 @@ class ParamAndGradBuffer:
             return None
         found = gradients_of(self.sharded_params)
         for index, (param, grad) in enumerate(zip(self.sharded_params, found, strict=True)):
-            # What users put there is theirs, and zeros are what they are.
+            # Gradients that users assigned are final, and so are zeros.
             if id(param) not in params or grad is None or grad is not self.published.tensor(index):
                 continue
             if not self.is_plain or bool(grad.any()):
@@ -324,8 +327,8 @@ class ParamAndGradBuffer:
         self.hooks.run_on_params(self.sharded_params)
 
     def attach_main_grads(self) -> None:
-        """Give parameters ``main_grad``: full ones the full gradient that is accumulated, if there
-        is one; sharded ones this rank's slice (``FlatDTensor.main_grad``)."""
+        """Set ``main_grad``: of full parameters to the full accumulated gradient, if there is one;
+        of sharded ones to this rank's slice (``FlatDTensor.main_grad``)."""
         if self.grads is None:
             return
         self.reads.main_grad = self.published.main_grad
@@ -342,8 +345,8 @@ class ParamAndGradBuffer:
             param.main_grad = grad  # type: ignore[attr-defined]
 
     def gather_main_grads(self) -> None:
-        """Gradients are reduced: every rank has them whole until they are cleared. ``main_grad``
-        of full parameters is, where there is one, and so is ``main_grad.cpu()`` of sharded ones.
+        """Gather reduced gradients on every rank, until they are cleared: into ``main_grad`` of
+        full parameters, where there is one, and ``main_grad.cpu()`` of sharded ones.
 
         Collective: every rank of the mesh must call it.
         """
@@ -361,12 +364,12 @@ class ParamAndGradBuffer:
         return self._published is not None and self._published.has_full
 
     def free_gradients(self) -> None:
-        """The memory of cleared gradients goes, also where it stays otherwise."""
+        """Free the memory of cleared gradients, also where it is resident."""
         if self.grads is not None:
             self.grads.free()
 
     def restore_gradients(self) -> None:
-        """What :meth:`free_gradients` took and stays otherwise is there again: zeros."""
+        """Allocate resident memory that :meth:`free_gradients` freed, zeroed."""
         if self.grads is not None:
             self.grads.restore()
 
@@ -382,8 +385,8 @@ class ParamAndGradBuffer:
         return any(spread is not None for spread in self._spreads)
 
     def shard_of_gradient(self, index: int, grad: Tensor) -> Tensor:
-        """What lies here of a gradient that autograd left at full parameter ``index``: all of it,
-        unless the parameter is a DTensor. See :meth:`Spread.shard_of_gradient`."""
+        """Returns this rank's shard of the gradient of full parameter ``index``: all of it, unless
+        the parameter is a DTensor. See :meth:`Spread.shard_of_gradient`."""
         if self.weights.codec.wraps and type(grad) is not Tensor:
             return plain_values(grad)
         spread = self._spreads[index]

@@ -26,7 +26,9 @@ its reduction is done, and are added then:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import repeat
 from operator import is_, is_not, ne
 
@@ -35,10 +37,17 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_engine.buffers.gradient_memory import like
 from fsdp_engine.buffers.gradients import Gradients, StepGradients, zeros_in
-from fsdp_engine.flat_dtensor import FlatDTensor, clear_gradients, gradients_of, set_gradients
+from fsdp_engine.flat_dtensor import (
+    FlatDTensor,
+    accumulator_of,
+    clear_gradients,
+    gradients_of,
+    set_gradients,
+)
 from fsdp_engine.flat_dtensor.outside_reads import GradientReads
 
 
+@dataclass(slots=True)
 class FoundGradients:
     """What one backward found as ``.grad``, until gradients are published.
 
@@ -48,12 +57,9 @@ class FoundGradients:
         by_autograd: parameters that autograd accumulates into by itself in this backward.
     """
 
-    __slots__ = ("by_autograd", "detached", "unchanged")
-
-    def __init__(self) -> None:
-        self.detached: Sequence[int] = ()
-        self.unchanged = False
-        self.by_autograd: set[int] = set()
+    detached: Sequence[int] = ()
+    unchanged: bool = False
+    by_autograd: set[int] = field(default_factory=set)
 
 
 class PublishedGradients:
@@ -125,13 +131,11 @@ class PublishedGradients:
                 if found[index] is published[index] and index not in cleared:
                     self._clear_or_raise(step, index, published[index])
         step.versions = versions
-        at_start = self._found = FoundGradients()
-        at_start.unchanged = not others and not self._is_plain
         if self._is_plain:  # autograd would add to it in place, unscaled
-            detached = _places(map(is_not, found, repeat(None))) if others else range(len(found))
+            detached = _places(map(is_not, found, repeat(None)))
         else:
             detached = [index for index in others if found[index] is not None]
-        at_start.detached = detached
+        self._found = FoundGradients(detached, unchanged=not others and not self._is_plain)
         if detached:
             clear_gradients([self._params[index] for index in detached])
         if reduced and len(others) + len(cleared) < len(found):
@@ -175,7 +179,7 @@ class PublishedGradients:
         step.versions = self._gradients.accumulation().versions()
 
     def publish(self, used: Sequence[int], *, reduced: bool) -> None:
-        """Make ``.grad`` of the parameters that were used what is accumulated.
+        """Make ``.grad`` of the parameters that were used the accumulated sums.
 
         Args:
             used: of each parameter, whether any rank had a gradient.
@@ -252,8 +256,8 @@ class PublishedGradients:
         return self._published()[index]
 
     def main_grad(self, index: int) -> Tensor:
-        """Returns what is accumulated of a sharded parameter, as far as this rank has it: its
-        ``.grad``, if there is one; zeros, if nothing is accumulated."""
+        """Returns this rank's shard of the sum for a sharded parameter: its ``.grad``, if there is
+        one; zeros, if nothing is accumulated."""
         param, step = self._params[index], self._gradients.step
         if param.grad is not None:
             return param.grad
@@ -405,6 +409,78 @@ class PublishedGradients:
         """The tensors that ``.grad`` of the parameters are where there are gradients."""
         gradients = self._gradients
         return gradients.accumulation().publish(self._params, gradients.optim_depth)
+
+
+class GradientHooks:
+    """Autograd's hooks on one buffer's parameters.
+
+    The garbage collector does not see that autograd holds a hook: a hook that held the buffer, and
+    so the parameter, would keep all of them for ever. So hooks hold this object weakly.
+
+    Args:
+        published: ``.grad`` of the sharded parameters.
+        sharded_params: the parameters that users hold.
+        on_grad: called as ``on_grad(index, parameter)`` when autograd has accumulated a gradient
+            into a full parameter.
+        begin: called before autograd accumulates into a sharded parameter.
+    """
+
+    def __init__(
+        self,
+        published: PublishedGradients,
+        sharded_params: Sequence[Tensor],
+        on_grad: Callable[[int, Tensor], None],
+        begin: Callable[[], object],
+    ) -> None:
+        self._on_grad = on_grad
+        self._begin = begin
+        self.follow(published, sharded_params)
+
+    def follow(self, published: PublishedGradients, sharded_params: Sequence[Tensor]) -> None:
+        """Put hooks on the accumulators of sharded parameters: the first time, and after a dtype
+        conversion, which makes other accumulators."""
+        self._published = published
+        # Autograd would add to `.grad` in place, unscaled.
+        self._accumulators = [accumulator_of(param) for param in sharded_params]
+        for index, node in enumerate(self._accumulators):
+            node.register_prehook(self._precede(index))
+
+    def renew(self, sharded_params: Sequence[Tensor]) -> None:
+        """Another stream is current: the accumulators become new ones of that stream."""
+        self._accumulators = []
+        self.follow(self._published, sharded_params)
+
+    def listen(self, full_params: Sequence[Tensor], own: dict[int, int] | None) -> None:
+        """Put hooks on the full parameters; their ids go into ``own``, by index, if given."""
+        listener = weakref.ref(self._on_grad)
+
+        def listen(index: int) -> Callable[[Tensor], None]:
+            def hook(param: Tensor) -> None:
+                listening = listener()
+                if listening is not None:
+                    listening(index, param)
+
+            return hook
+
+        for index, param in enumerate(full_params):
+            handle = param.register_post_accumulate_grad_hook(listen(index))
+            if own is not None:
+                own[index] = handle.id
+
+    def gradient_arrived(self, index: int, full_param: Tensor) -> None:
+        """A full parameter has a ``.grad`` that autograd has not accumulated itself."""
+        self._on_grad(index, full_param)
+
+    def _precede(self, index: int) -> Callable[[tuple[Tensor | None, ...]], None]:
+        hooks = weakref.ref(self)
+
+        def hook(grads: tuple[Tensor | None, ...]) -> None:
+            preceding = hooks()
+            if preceding is not None and grads[0] is not None:
+                preceding._begin()
+                preceding._published.detach_for_autograd(index)
+
+        return hook
 
 
 def _places(flags: Iterable[bool]) -> list[int]:

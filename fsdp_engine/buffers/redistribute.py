@@ -1,7 +1,7 @@
 """From one depth of a layout to another: the only gathers and the only reductions of buffers.
 
 See [Note: Depth] in ``strategies/pair.py``. A gather goes from this rank's range to a larger one, a
-reduction to a smaller one, one axis at a time, in place, in the ranges where the bytes lie:
+reduction to a smaller one, one axis at a time, in place:
 
     reduce                                   gather
     depth 0  [........................]      [........................]
@@ -70,7 +70,7 @@ class Ladder:
 
 @dataclass(frozen=True)
 class Machinery:
-    """What buffers work with: the ranks of one mesh, the engine's queues and its memory."""
+    """The ranks of one mesh, the lanes and the memory of an engine, shared by its buffers."""
 
     ladder: Ladder
     lanes: Lanes
@@ -79,15 +79,15 @@ class Machinery:
 
 @dataclass(frozen=True)
 class Gather:
-    """How bytes go up.
+    """An all-gather.
 
     Attributes:
-        label: whose, for people.
-        tag: tells these messages from others in flight.
-        source: where this rank's first bytes come from: a tensor; an encoding, which writes them
-            into the part that it is given; None: they lie there already.
-        reads: what the encoding reads.
-        writes: what it writes beside that part.
+        label: of the buffer, for people.
+        tag: distinguishes its messages from others in flight.
+        source: this rank's shard: a tensor; an encoding, which writes it into the tensor that it
+            is given; None: it is in place.
+        reads: tensors that the encoding reads.
+        writes: tensors that it writes beside the shard.
     """
 
     label: str
@@ -99,25 +99,25 @@ class Gather:
 
 @dataclass(frozen=True)
 class Reduction:
-    """How sums go down.
+    """Reduce-scatters and all-reduces.
 
     Attributes:
         label, tag: as of a gather; the tag after it is used, too.
-        over: axes along which ranks have summands, innermost first. Along those that the smaller
-            range does not cut, all ranks get the sum.
-        into: where the last sum goes; None: in place.
-        wire: summands travel in a copy here, in its dtype; None: they travel from where they lie.
-        dtype: sums are made in it.
+        over: axes along which ranks have summands, innermost first. Along axes that do not shard
+            the smaller range, all ranks get the sum.
+        into: receives the last sum; None: in place.
+        comm_buffer: summands are copied here and sent in its dtype; None: they are sent in place.
+        dtype: of the sums.
         average: the collectives divide by the number of ranks.
-        boost: what lies in memory of the wire's is larger by this ([Note: fp16 on the wire]).
-        accumulate: the last sum is added to what lies in ``into``.
+        boost: factor of summands in the communication dtype ([Note: Gradients in fp16]).
+        accumulate: the last sum is added to ``into``.
     """
 
     label: str
     tag: int
     over: Sequence[Axis]
     into: ShardedBuffer | None = None
-    wire: ShardedBuffer | None = None
+    comm_buffer: ShardedBuffer | None = None
     dtype: torch.dtype | None = None
     average: bool = False
     boost: float = 1.0
@@ -132,14 +132,14 @@ def redistribute(
     to_depth: int,
     how: Gather | Reduction,
 ) -> None:
-    """Add to ``chain`` what brings ``buffer`` from its range at one depth to that at another.
+    """Add to ``chain`` the submissions that redistribute ``buffer`` between two depths.
 
     Args:
         chain: behind its links.
         machinery: of the buffer.
         buffer: holds both ranges.
-        from_depth: where the bytes are.
-        to_depth: where they shall be: below ``from_depth`` a gather, else a reduction.
+        from_depth: of the source.
+        to_depth: of the result: below ``from_depth`` a gather, else a reduction.
         how: a :class:`Gather` or a :class:`Reduction`.
     """
     if isinstance(how, Gather):
@@ -248,7 +248,7 @@ def _reduce(
         summand = buffer.narrow(depth)
         if below > to_depth:
             if comm is not None:
-                sent = how.wire.narrow(depth) if how.wire is not None else summand
+                sent = how.comm_buffer.narrow(depth) if how.comm_buffer is not None else summand
                 _all_reduce(chain, machinery, comm, axis, sent, summand, how)
             continue
         is_last = below == to_depth and how.into is not None
@@ -260,25 +260,25 @@ def _reduce(
                 _add_reduction(chain, lane, "reduce-scatter", axis, summand, out, operation, how)
             continue
         sent = summand
-        if how.wire is not None:
-            sent = how.wire.narrow(below - 1)
+        if how.comm_buffer is not None:
+            sent = how.comm_buffer.narrow(below - 1)
             copy(chain, machinery.lanes.inner_reduce, how.label, summand, sent, how.boost)
-        operation = _scatter(comm, sent, out, is_last or how.wire is not None, how)
+        operation = _scatter(comm, sent, out, is_last or how.comm_buffer is not None, how)
         _add_reduction(chain, lane, "reduce-scatter", axis, sent, out, operation, how)
 
 
 def _scatter(
-    comm: Communicator, sent: Tensor, out: Tensor, leaves_wire: bool, how: Reduction
+    comm: Communicator, sent: Tensor, out: Tensor, is_final_sum: bool, how: Reduction
 ) -> Operation:
-    """A reduce-scatter; ``leaves_wire``: sums go where they are as large as they are."""
+    """A reduce-scatter; ``is_final_sum``: its sums leave the communication dtype, unscaled."""
     return partial(
         comm.reduce_scatter,
         sent,
         out,
         reduce_dtype=how.dtype,
         average=how.average,
-        divisor=how.boost if leaves_wire else 1.0,
-        accumulate=leaves_wire and how.accumulate,
+        divisor=how.boost if is_final_sum else 1.0,
+        accumulate=is_final_sum and how.accumulate,
         tag=how.tag,
     )
 
@@ -305,7 +305,7 @@ def _all_reduce(
     own = comm.part(tensor)
     scatter = _scatter(comm, sent, own, sent is not tensor, how)
     _add_reduction(chain, lane, "all-reduce", axis, sent, own, scatter, how)
-    # A tag of its own: parts of both halves may be under way between two ranks.
+    # A tag of its own: parts of both halves may be in flight between two ranks.
     gather = partial(comm.all_gather, tensor, tag=how.tag + 1)
     _add_reduction(chain, lane, "all-reduce", axis, own, tensor, gather, how)
 

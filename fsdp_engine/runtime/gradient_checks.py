@@ -1,4 +1,4 @@
-"""Looks at gradients before they travel: NaN and Inf, and norms out of the ordinary.
+"""Checks of gradients before they are reduced: NaN and Inf, and unusually large norms.
 
 Whatever is found stays on the device until the step's reductions are done: one read per step, not
 one per buffer, so that nothing in backward waits for the device. On CPU reading costs nothing:
@@ -36,7 +36,7 @@ class GradientChecks:
         buffers: the trainable buffers, in one order on all ranks.
         config: says what to look for.
         group: all data-parallel ranks; None for one.
-        device: where gradients lie.
+        device: of the gradients.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class GradientChecks:
         self._history: list[deque[float]] = [deque(maxlen=LARGE_HISTORY) for _ in buffers]
 
     def look(self, buffer: ParamAndGradBuffer) -> None:
-        """Look at gradients of ``buffer`` that are about to travel for the first time."""
+        """Look at gradients of ``buffer`` that are about to be reduced for the first time."""
         assert buffer.grads is not None
         number, first, count = self._place[id(buffer)]
         written = buffer.grads.written()
@@ -75,11 +75,11 @@ class GradientChecks:
             norms = slice_norms([view for view in views if view.numel()], 2.0)
             if norms:
                 norm = torch.linalg.vector_norm(torch.stack(norms)).float()
-                # Of several microbatches that travel one by one, the largest counts.
+                # Of several microbatches that are reduced one by one, the largest counts.
                 self._norms[number] = torch.maximum(self._norms[number], norm)
 
     def conclude(self, found: Sequence[int]) -> str | None:
-        """Warn of large norms and start anew; what is wrong, the same on all ranks, if anything.
+        """Warn of large norms; returns what is wrong, the same on all ranks, None if nothing.
 
         Collective where ``found`` has any flag set.
 

@@ -1,4 +1,4 @@
-"""Weight gradients that modules compute after backward, when they are told to.
+"""Weight gradients that modules compute after backward, in ``backward_dw()``.
 
 A module may give backward the gradient of its input only, and compute its weights' gradients in
 ``backward_dw()``, whenever the schedule has time for it (Transformer Engine's modules with
@@ -9,8 +9,8 @@ A module may give backward the gradient of its input only, and compute its weigh
   without arguments, once ``.grad`` of its parameters is there.
 
 Until then the unit's reduction waits, the full parameters stay in their modules (without memory,
-where they are cut: the gradient has to have somewhere to go), and reductions behind it in the
-canonical order wait with it.
+where they are sharded: the gradient needs a ``.grad`` to be stored in), and reductions behind it in
+the canonical order wait with it.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def hook_delayed_gradients(scheduler: Scheduler, unit: Unit) -> None:
             awaited = _Awaited(scheduler, unit, buffer, index)
             for module in modules:
                 module.register_forward_hook(awaited.listen)
-                getattr(module, _REGISTER)(awaited.came)
+                getattr(module, _REGISTER)(awaited.arrived)
 
 
 class _Awaited:
-    """One parameter whose gradient comes late.
+    """One parameter whose gradient arrives late.
 
     Attributes:
-        is_due: autograd has passed its module since the gradient last came.
+        is_due: autograd has passed its module since the last gradient arrived.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class _Awaited:
             self._unit.num_late += 1
             self._scheduler.begin_gradient(self._unit)
 
-    def came(self) -> None:
+    def arrived(self) -> None:
         """The module has computed the gradient."""
         param = self._buffer.full_params[self._index]
         grad, param.grad = param.grad, None

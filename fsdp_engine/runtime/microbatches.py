@@ -145,7 +145,7 @@ class Microbatches:
         gradients.compute()
         with torch.no_grad():
             for unit, number, index in places:
-                unit.trainable[number].gradient_came(index)
+                unit.trainable[number].gradient_arrived(index)
 
     @contextmanager
     def _within(self, microbatch: Hashable, *, last: bool, inputs_only: bool) -> Iterator[None]:

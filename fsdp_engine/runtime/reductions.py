@@ -1,4 +1,4 @@
-"""When: which unit's gradients are reduced next, how many at once, and what users see after.
+"""When gradients are reduced: which unit is next, how many at once, when they are published.
 
 [Note: Order of reductions]
 Reductions must be issued in one order on all ranks, but ranks may finish units in different
@@ -17,23 +17,23 @@ From cleared gradients to the next clearing, a step goes through:
        |                       +-- backward -- final <-- end of backward, or finish -----+
        +------ zero_grad, zero_grad_buffer ------+
 
-A backward after the end adds to what is reduced: [Note: Reducing again] in ``gradient_scale.py``.
+A backward after the end adds to reduced gradients: [Note: Reducing again] in ``gradient_scale.py``.
 ``zero_grad`` is seen when the next backward begins.
 
 ``Timing`` says which of the two: ``shard``'s own engine goes all the way within the last backward;
 under ``DistributedDataParallel`` the last backward issues (``overlap_grad_reduce``) or only
-accumulates, and ``finish_grad_sync`` does what is left. Axes that cut gradients are reduced in
+accumulates, and ``finish_grad_sync`` does the rest. Axes that shard gradients are reduced in
 every backward, whatever the timing.
 
 [Note: Reductions left in flight]
 A backward that is not the step's last has said that gradients are not complete, so where lanes go
 on without the host (``Lane.runs_ahead``) it ends without waiting for its reductions. They are over
-before the next backward stages anything. Whoever gets, sets or clears ``.grad`` of a sharded
-parameter, clips, scales, zeroes buffers or steps waits for them first (``GradientReads`` in
-``flat_dtensor/outside_reads.py``). Who has looked may hold the tensor, which the next reduction
-writes: from then until gradients are cleared, each backward waits as it ends. On CPU it always
-does: the host drives the reductions, and a rank that looked and one that did not would drive them
-in different orders.
+before the next backward stages anything. Reading, setting or clearing ``.grad`` of a sharded
+parameter, clipping, scaling, zeroing buffers and stepping wait for them first (``GradientReads`` in
+``flat_dtensor/outside_reads.py``). A user who has read ``.grad`` may hold the tensor, which the
+next reduction writes: from then until gradients are cleared, each backward waits as it ends. On CPU
+it always does: the host drives the reductions, and a rank that read ``.grad`` and one that did not
+would drive them in different orders.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -76,21 +77,21 @@ TRANSITIONS = {
 }
 
 
+@dataclass
 class StepReductions:
     """The reductions of one step, from its first backward until gradients are cleared.
 
     Attributes:
         phase: where its gradients are; not CLEARED.
         partial: units of which the last backward left gradients accumulated.
-        arrived_units: units whose gradients have arrived since gradients were published.
+        reduced_units: units with gradients since gradients were published.
         hooks_are_due: users' hooks have to run on gradients that have become final.
     """
 
-    def __init__(self, phase: Phase) -> None:
-        self.phase = phase
-        self.partial: frozenset[int] = frozenset()
-        self.arrived_units: set[int] = set()
-        self.hooks_are_due = False
+    phase: Phase
+    partial: frozenset[int] = frozenset()
+    reduced_units: set[int] = field(default_factory=set)
+    hooks_are_due: bool = False
 
 
 class Reductions:
@@ -102,7 +103,7 @@ class Reductions:
         ranks: all ranks of the model.
         budget: staging that may be in flight.
         timing: how far a backward goes.
-        checks: what looks at gradients before they travel; None: nothing does.
+        checks: of gradients before they are sent; None: there are none.
 
     Attributes:
         stream: on which gradients are written and reductions waited for.
@@ -216,7 +217,7 @@ class Reductions:
                 for buffer in unit.trainable:
                     buffer.begin_backward(reduced=reduced)
         self._move_to(Phase.ACCUMULATING)
-        # Settled now: gradients may come late, when a no_sync() is over.
+        # Decided now: gradients may arrive late, after a no_sync() has ended.
         partial = frozenset(unit.index for unit in self._order if not unit.options.syncs)
         is_last = self.sync and self._timing.reduces_in_backward and not inputs_only
         is_last = is_last and len(partial) < max(len(self._order), 1)
@@ -245,7 +246,7 @@ class Reductions:
             buffer.grads.begin()
 
     def unit_is_ready(self, unit: Unit) -> None:
-        """All gradients of the unit that this backward brings have come, or will come later."""
+        """All gradients of the unit that this backward brings have arrived, or are put off."""
         if unit.trainable:
             assert self._queue is not None
             self._queue.set_ready(unit)
@@ -253,7 +254,7 @@ class Reductions:
                 self._advance(self._queue)
 
     def late_gradient_came(self, unit: Unit) -> None:
-        """The last weight gradient that ``unit``'s modules had put off has come."""
+        """The last weight gradient that ``unit``'s modules had put off has arrived."""
         queue = self._queue
         assert queue is not None
         with self.stream.entered():
@@ -308,7 +309,7 @@ class Reductions:
             buffer.reads.gradients.in_flight = None
 
     def finish(self) -> None:
-        """On return gradients are final, and shown.
+        """On return gradients are final and published.
 
         Raises:
             RuntimeError: a backward is not over, or its weight gradients have not all come; names
@@ -340,7 +341,7 @@ class Reductions:
                         buffer.run_hooks()
 
     def clear(self, *, zero: bool) -> None:
-        """A new step begins: what is accumulated counts no more.
+        """Begin a step: accumulated gradients are dropped.
 
         Args:
             zero: and becomes zero. False: it is overwritten by the next gradients.
@@ -415,7 +416,7 @@ class Reductions:
         step, self._queue = self._step, None
         assert step is not None
         step.partial = queue.partial
-        step.arrived_units.update(queue.reduced)
+        step.reduced_units.update(queue.reduced)
         for buffer in self._buffers:
             buffer.published.end_backward()
         if queue.is_last:
@@ -426,7 +427,7 @@ class Reductions:
         if self._timing.finishes_backward:
             for unit in self._order:
                 self._publish_partial(unit, step)
-            step.arrived_units.clear()
+            step.reduced_units.clear()
         self._leave_pending()
 
     def _leave_pending(self) -> None:
@@ -448,7 +449,7 @@ class Reductions:
         """Between microbatches: ``.grad`` is there wherever something is accumulated, on any rank,
         so that the user's clearing it can be seen."""
         for buffer in unit.trainable:
-            if unit.index in step.arrived_units:
+            if unit.index in step.reduced_units:
                 buffer.publish_gradients([True] * len(buffer.records), reduced=False)
             else:
                 buffer.published.put_back()
@@ -470,7 +471,7 @@ class Reductions:
             for buffer in unit.trainable:
                 used = verdict.used.get(id(buffer), buffer.published.used)
                 buffer.publish_gradients(used, reduced=True)
-        step.arrived_units.clear()
+        step.reduced_units.clear()
 
     def _move_to(self, phase: Phase) -> None:
         assert (self.phase, phase) in TRANSITIONS, (

@@ -1,11 +1,11 @@
-"""What ranks tell each other once per step, in one small all-reduce.
+"""One small all-reduce per step: parameters used, order of units, gradients not finite.
 
 [Note: Who got a gradient]
 A parameter that got no gradient on any rank must keep ``.grad`` None, or weight decay would move
 it; one that got a gradient elsewhere must get the sum. Each rank sends a byte for every parameter,
-and the elementwise maximum tells who was used. The message is started after the last reduction. Its
-result is read only by a rank that misses a gradient, has seen a new order, or checks gradients;
-others never wait for it.
+and the elementwise maximum says which parameters were used. The message is started after the last
+reduction. Its result is read only by a rank that misses a gradient, has seen a new order, or checks
+gradients; others never wait for it.
 
 The host needs the answer before the optimizer looks at ``.grad``, and another rank's host has it
 when that one's backward is issued. On an accelerator the message has a stream and a communicator
@@ -16,7 +16,7 @@ with them the message waits for backward.)
 The message of all ranks also carries a digest of the order of units that the rank has seen (and its
 complement: if maximum and complement still add up, all digests are equal) and, if gradients are
 checked, a byte for each parameter whose gradient is not finite. Ranks that share other parameters
-(experts) tell each other about those in a message of their own.
+(experts) have a message of their own.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class StepMessage:
     Args:
         buffers: the trainable buffers, in one order on all ranks.
         group: of messages between all ranks; None for one rank.
-        device: where messages travel from.
+        device: of the messages.
         checks: what looks at gradients, if anything does.
 
     Attributes:
@@ -152,7 +152,7 @@ class StepMessage:
         return Verdict(used, same_order, problem)
 
     def finish(self) -> None:
-        """Wait for messages that nobody has read."""
+        """Wait for messages that were not read."""
         for part in self._parts:
             if part.work is not None:
                 with naming(_WHAT, part.group), self._stream.entered():
@@ -160,7 +160,7 @@ class StepMessage:
                 part.work = None
 
     def forget(self) -> None:
-        """Drop whatever is under way; communication must be over."""
+        """Drop pending messages; communication must be over."""
         for part in self._parts:
             part.work = part.result = None
         if self._checks is not None:

@@ -100,7 +100,7 @@ def storages_of(thing: Any) -> Iterator[torch.UntypedStorage]:
     if isinstance(thing, TransientStorage):
         yield thing._storage
     elif isinstance(thing, Tensor):
-        yield thing.untyped_storage()
+        yield (thing.local if isinstance(thing, fe.FlatDTensor) else thing).untyped_storage()
     elif isinstance(thing, list):
         for each in thing:
             yield from storages_of(each)

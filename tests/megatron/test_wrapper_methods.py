@@ -202,12 +202,14 @@ def test_zero_grad_buffer_begins_an_iteration(level: str, overlap: bool, zero: b
         ddp.zero_grad_buffer(zero)
         assert all(param.grad is None for param in ddp.parameters())
         grads = [b.grads.optim_grads for b in ddp.engine.buffers if b.grads is not None]
-        if zero or level in WHOLE_GRADS:  # else their memory is gone
-            assert [flat is not None and bool(flat.any()) for flat in grads] == [not zero] * len(
-                grads
-            )
+        if zero:
+            assert [flat is not None and not flat.any() for flat in grads] == [True] * len(grads)
         else:
             assert grads == [None] * len(grads)
+        full = [param for buffer in ddp.engine.buffers for param in buffer.full_params]
+        mains = [param.main_grad for param in full if hasattr(param, "main_grad")]
+        assert bool(mains) == (level in WHOLE_GRADS)
+        assert zero != any(bool(main.any()) for main in mains) or not mains
     backward(ddp)
     ddp.finish_grad_sync()
     assert_gradients(ddp, expected)
