@@ -225,9 +225,7 @@ def _choose_buffers(classes: Sequence[_Class], num_shards: int, percent: float) 
     """Plans of a grouping of ``classes`` by padded elements and price: classes in buffers of their
     own are joined, the pair first that saves most, until joining saves nothing."""
     price = percent / 100 * sum(one.num_elements for one in classes)
-    groups: dict[tuple[_Class, ...], _Plan] = {
-        (one,): _pack([one], num_shards) for one in classes
-    }
+    groups: dict[tuple[_Class, ...], _Plan] = {(one,): _pack([one], num_shards) for one in classes}
     pairs: dict[tuple[_Class, ...], _Plan] = {}
 
     def cost(plans: Iterable[_Plan]) -> float:
