@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
-from fsdp_engine.checkpoint.unfinished_load import check_finished
 from fsdp_engine.config import Timing
 from fsdp_engine.devices.memory import Memory
 from fsdp_engine.optimizer.clip import clip_, total_norm
@@ -30,6 +29,7 @@ from fsdp_engine.runtime.hooks import hook_gradients, hook_recomputation
 from fsdp_engine.runtime.late_gradients import hook_delayed_gradients
 from fsdp_engine.runtime.measuring import Measurement
 from fsdp_engine.runtime.microbatches import Microbatches
+from fsdp_engine.runtime.missing_values import MissingValues
 from fsdp_engine.runtime.model_hooks import ModelHooks
 from fsdp_engine.runtime.parameter_guard import ParameterGuard, refuse_copies, refuse_replicas
 from fsdp_engine.runtime.reductions import Reductions
@@ -57,6 +57,8 @@ class Engine:
         units: its units, the root first.
         budget: elements that are gathered ahead.
         staging_budget: gradients that may be on their way at a time.
+        missing_values: the parameters and buffers that have no valid values, because nothing was
+            loaded into them yet or a load failed half way.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Engine:
         self.config = config
         self.policy = policy
         self._timing = timing
+        self.missing_values = MissingValues(model)
         self._memory, self._lanes = resources.memory, resources.lanes
         self.units = list(units)
         for index, unit in enumerate(self.units):
@@ -301,7 +304,7 @@ class Engine:
             RuntimeError: a load of a checkpoint failed half way.
             ValueError: a module has another parameter than at ``shard()``; names it.
         """
-        check_finished(self)
+        self.missing_values.check()
         self.check_modules()
         keeps = not rank0_only or self.mesh.rank == 0
         # By the parameter, too: a module around the model may have state without its own prefix.
@@ -409,7 +412,7 @@ class Engine:
             if buffer.grads is not None:  # frozen weights are changed by nobody but the user
                 buffer.weights.mark_stale()
         if not self._timing.gathers_in_forward and self._is_stepped_by(optimizer):
-            self._scheduler.gather_before_forward(wait=True, cut=False)
+            self._scheduler.gather_before_forward(wait=True, sharded=False)
 
     def _is_stepped_by(self, optimizer: torch.optim.Optimizer) -> bool:
         own = self._sharded_ids

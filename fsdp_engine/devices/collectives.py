@@ -30,7 +30,7 @@ from torch.distributed import distributed_c10d
 
 from fsdp_engine.devices import memory, stall_monitor
 from fsdp_engine.devices.accelerator import default_backend, is_accelerator
-from fsdp_engine.devices.groups import backend_of
+from fsdp_engine.devices.groups import name_of_backend
 from fsdp_engine.devices.simulated_device import simulates_host
 from fsdp_engine.devices.stall_monitor import naming
 
@@ -354,12 +354,8 @@ def _as_reals(tensor: Tensor) -> Tensor:
 
 
 def _is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
-    name = _name_of_backend(group, device)
+    name = name_of_backend(group, device)
     return name == "gloo" or (name == "fake" and simulates_host())
-
-
-def _name_of_backend(group: dist.ProcessGroup, device: torch.device) -> str:
-    return str(getattr(backend_of(group, device), "name", lambda: "")())
 
 
 def _at_one_place(first: Tensor, second: Tensor) -> bool:
@@ -371,7 +367,7 @@ def _at_one_place(first: Tensor, second: Tensor) -> bool:
 
 def _stays_on_stream(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether collectives are issued synchronously: see the module docstring."""
-    return is_accelerator(device) and _name_of_backend(group, device) == default_backend(device)
+    return is_accelerator(device) and name_of_backend(group, device) == default_backend(device)
 
 
 def _require(work: Work | None) -> Work:

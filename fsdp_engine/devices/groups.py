@@ -155,3 +155,8 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> object | None:
         return group._get_backend(torch.device(device.type))
     except RuntimeError:
         return None
+
+
+def name_of_backend(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The name of the backend that serves ``device`` in ``group``; "" if there is none."""
+    return str(getattr(backend_of(group, device), "name", lambda: "")())

@@ -5,7 +5,8 @@ There are five: compute (what the user's model does), a gather and a reduce lane
 axis, and a pair for the outer axis. Work on one lane runs in the order in which it was submitted;
 between lanes only tickets order it. On CUDA a lane is a stream and a ticket an event; the host
 never waits. On CPU compute is the host itself, a lane is a FIFO of asynchronous works, and waiting
-for a ticket drives its operation to the end.
+for a ticket drives its operation to the end. Of several tickets of one stream a lane waits for the
+newest only, and for none of its own.
 
 Accelerators have a sixth, which encodes main weights into the bytes that are gathered. There a cast
 does not wait for the all-gather of the unit before it, nor the link for the cast. On CPU the host
@@ -93,8 +94,9 @@ class Lane(Protocol):
         """A ticket for everything submitted so far."""
         ...
 
-    def wait(self, ticket: Ticket) -> None:
-        """Whatever this lane does later comes after ``ticket``."""
+    def wait(self, *tickets: Ticket) -> None:
+        """Whatever this lane does later comes after ``tickets``; those of one lane are in the order
+        in which it was given their work."""
         ...
 
     def access(self, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:

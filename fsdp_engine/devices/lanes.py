@@ -349,11 +349,12 @@ class HostLane:
         """See :class:`Lane`; what the host has submitted, the host waits for by itself."""
         return _DONE
 
-    def wait(self, ticket: Ticket) -> None:
+    def wait(self, *tickets: Ticket) -> None:
         """See :class:`Lane`; the host blocks."""
-        if not ticket.done:
-            assert isinstance(ticket, HostTicket)
-            ticket.finish()
+        for ticket in tickets:
+            if not ticket.done:
+                assert isinstance(ticket, HostTicket)
+                ticket.finish()
 
     def access(self, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
         """See :class:`Lane`."""
@@ -394,14 +395,16 @@ class DeviceTicket:
     """An event on a stream.
 
     Attributes:
+        stream: the stream.
         works: while meters are present, the operation that ends with it, and those before it.
     """
 
-    __slots__ = ("event", "works")
+    __slots__ = ("event", "stream", "works")
     done = False
 
-    def __init__(self, event: torch.Event) -> None:
+    def __init__(self, event: torch.Event, stream: torch.Stream) -> None:
         self.event = event
+        self.stream = stream
         self.works: tuple[TimedWork, ...] = ()
 
 
@@ -450,8 +453,7 @@ class DeviceLane:
         """See :class:`Lane`; the host does not wait."""
         del reads, writes
         stream = self._target()
-        for ticket in after:
-            self.wait(ticket)
+        self.wait(*after)
         begin = self._timed_event(stream) if self.meters else None
         with self._module.stream(stream), _labelled(label):
             for work in chain.from_iterable(operation()):
@@ -485,25 +487,31 @@ class DeviceLane:
 
     def record(self) -> DeviceTicket:
         """See :class:`Lane`."""
-        if self.meters:
-            return DeviceTicket(self._timed_event(self._target()))
-        event = self._module.Event()
-        event.record(self._target())
-        return DeviceTicket(event)
-
-    def wait(self, ticket: Ticket) -> None:
-        """See :class:`Lane`; the stream waits, not the host."""
-        if not isinstance(ticket, DeviceTicket):
-            return
         stream = self._target()
-        if self._stream is None and self.meters and ticket.works:
-            begin = self._timed_event(stream)
-            stream.wait_event(ticket.event)
-            end = self._timed_event(stream)
-            for meter in self.meters:
-                meter.waits(begin, end, ticket.works)
-        else:
-            stream.wait_event(ticket.event)
+        if self.meters:
+            return DeviceTicket(self._timed_event(stream), stream)
+        event = self._module.Event()
+        event.record(stream)
+        return DeviceTicket(event, stream)
+
+    def wait(self, *tickets: Ticket) -> None:
+        """See :class:`Lane`; the stream waits, not the host. Of several tickets of one stream it
+        waits for the newest, and for none of its own, unless waits are measured."""
+        stream = self._target()
+        each_is_timed = self._stream is None and bool(self.meters)
+        newest: dict[Any, DeviceTicket] = {}
+        for ticket in tickets:
+            if isinstance(ticket, DeviceTicket):
+                newest[ticket if each_is_timed else ticket.stream] = ticket
+        for awaited in newest.values():
+            if each_is_timed and awaited.works:
+                begin = self._timed_event(stream)
+                stream.wait_event(awaited.event)
+                end = self._timed_event(stream)
+                for meter in self.meters:
+                    meter.waits(begin, end, awaited.works)
+            elif awaited.stream != stream:
+                stream.wait_event(awaited.event)
 
     def _timed_event(self, stream: torch.Stream) -> torch.Event:
         event: torch.Event = self._module.Event(enable_timing=True)

@@ -32,6 +32,7 @@ from fsdp_engine.devices.groups import (
     default_group,
     group_like,
     group_of_ranks,
+    name_of_backend,
     timeout_of_group,
 )
 from fsdp_engine.devices.ranks import Ranks, members_of
@@ -87,9 +88,9 @@ class DataMesh(Ranks):
 
         Raises:
             TypeError: not a DeviceMesh; on this rank.
-            ValueError: it has more than two axes, does not cover this rank, or cannot be
-                ``num_instances`` equal rows; on this rank. Or, on all, the shapes of their meshes
-                or their notes differ.
+            ValueError: it has more than two axes, does not cover this rank, sends an accelerator's
+                tensors by MPI, or cannot be ``num_instances`` equal rows; on this rank. Or, on all,
+                the shapes of their meshes or their notes differ.
             RuntimeError: a rank did not come, or its error; see :func:`~.rendezvous.meet`.
         """
         with reporting(what, ranks_that_meet(device_mesh)):
@@ -242,6 +243,15 @@ def check_device_mesh(device_mesh: DeviceMesh) -> list[int]:
         raise ValueError(
             f"mesh: expected a mesh that covers this rank, {dist.get_rank()}; "
             f"found ranks {device_mesh.mesh.flatten().tolist()[:16]}"
+        )
+    device = torch.device(device_mesh.device_type)
+    sends = is_accelerator(device) and device_mesh.size() > 1
+    if sends and name_of_backend(device_mesh.get_group(0), device) == "mpi":
+        raise ValueError(
+            f"mesh: expected a backend for {device.type} tensors whose collectives wait for the "
+            "stream that computes their input, as NCCL, UCC and gloo do; found torch's MPI, which "
+            "does not. Use init_process_group(backend="
+            f"'cpu:mpi,{device.type}:{default_backend(device)}')"
         )
     return list(coordinate)
 

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
+from fsdp_engine.devices import cuda
 from fsdp_engine.devices.collectives import all_reduce_
 from fsdp_engine.devices.groups import backend_of
 from fsdp_engine.devices.mesh import DataMesh
@@ -47,12 +48,12 @@ class NcclPool:
         self._symmetric = symmetric
         self._groups = _sending_groups(mesh)
         backend: Any = backend_of(mesh.device_mesh.get_group(0), mesh.device)
-        self._pool = torch.cuda.MemPool(backend.mem_allocator)
+        self._pool = cuda.memory_pool(backend.mem_allocator)
 
     @contextmanager
     def allocating(self) -> Iterator[None]:
         """Within it, what this thread allocates on the device comes from the pool."""
-        with torch.cuda.use_mem_pool(self._pool, self._device):
+        with cuda.allocating_from(self._pool, self._device):
             yield
 
     def register(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +47,8 @@ def convert(module: nn.Module, fn: Callable[[Tensor], Tensor], apply: Callable[[
                 "way; found one"
             )
     moves = [(group, _moves(group, fn)) for group in groups]
-    changes, by_ranks = [], {}
+    changes: list[Any] = []
+    by_ranks: dict[tuple[int, ...], Any] = {}
     for group, moved in moves:
         if not moved:
             inside = [each for outer in group.modules for each in outer.modules()]

@@ -238,7 +238,7 @@ def kind_after(
             f"once; found a conversion to {dtype}. Convert the model before shard()"
         )
     try:
-        codec = buffer.weights.codec.converted(dtypes.main, dtypes.compute)
+        codec = buffer.weights.codec.converted(dtypes)
     except NotImplementedError as error:
         raise ValueError(
             f"{name}: {error}, and a conversion to {dtype}. Convert the model before shard()"

@@ -92,11 +92,12 @@ class TraceLane:
         clocks = (order.record(self._name) for order in self._tracer.orders)
         return TraceTicket(self._name, tuple(clocks))
 
-    def wait(self, ticket: Any) -> None:
+    def wait(self, *tickets: Any) -> None:
         self._tracer.sweep()
-        if not self._tracer.forgets(self._name, ticket.label):
-            for order, clock in zip(self._tracer.orders, ticket.clocks, strict=True):
-                order.wait(self._name, clock)
+        for ticket in tickets:
+            if not self._tracer.forgets(self._name, ticket.label):
+                for order, clock in zip(self._tracer.orders, ticket.clocks, strict=True):
+                    order.wait(self._name, clock)
 
     def access(self, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
         with self._tracer.doing(_Doing("what the engine announces", self._threads)):
