@@ -110,9 +110,18 @@ class DataMesh(Ranks):
         met = meet(what, members, timeout, note=note, has=key in known)
         if not met.all_have:
             known[key] = _make_axes(ranks, coordinate, device_mesh, device, met.name)
-            _connect(_groups_of(known[key]), device)
-        outer, inner, control, messages = known[key]
-        return cls(device_mesh, device, control, messages, outer, inner)
+        mesh = cls(device_mesh, device, *known[key])
+        if not met.all_have:
+            _connect(mesh.groups, device)
+        return mesh
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """All groups, those for gathers and reductions first; in one order on all ranks."""
+        axes = (self.inner, self.outer)
+        found = [group for each in axes for group in (each.gather_group, each.reduce_group)]
+        found += [self.control_group, self.message_group]
+        return [group for group in dict.fromkeys(found) if group is not None]
 
     @property
     def size(self) -> int:
@@ -166,8 +175,8 @@ class DataMesh(Ranks):
         return self.inner if axis is Axis.INNER else self.outer
 
 
-# Outer axis, inner axis, control group, message group.
-Axes = tuple[MeshAxis, MeshAxis, dist.ProcessGroup | None, dist.ProcessGroup | None]
+# Control group, message group, outer axis, inner axis.
+Axes = tuple[dist.ProcessGroup | None, dist.ProcessGroup | None, MeshAxis, MeshAxis]
 
 # Groups by their ranks, as long as the default group that they were made under lives.
 _KNOWN: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], Axes]] = (
@@ -351,7 +360,7 @@ def _make_axes(
     messages = control
     if control is not None and is_accelerator(device):
         messages = make(table.flatten().tolist(), "messages")
-    return outer, inner, control, messages
+    return control, messages, outer, inner
 
 
 def _make_axis(
@@ -375,10 +384,3 @@ def _connect(groups: Sequence[dist.ProcessGroup | None], device: torch.device) -
     if is_accelerator(device):
         for group in dict.fromkeys(each for each in groups if each is not None):
             all_reduce_(memory.zeros(1, torch.float32, device), group, what="connecting ranks")
-
-
-def _groups_of(axes: Axes) -> list[dist.ProcessGroup | None]:
-    """In one order on all ranks."""
-    outer, inner, control, messages = axes
-    ends = [group for each in (inner, outer) for group in (each.gather_group, each.reduce_group)]
-    return [*ends, control, messages]

@@ -31,7 +31,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -265,8 +265,11 @@ class StallMonitor:
                 self._over.set()
                 self._publish_end("has destroyed its process groups")
                 return
-            if self._is_still() and not self._try(self._answer):
-                return  # the store is gone: no rank can ask any more
+            if self._is_still():
+                try:
+                    self._answer()
+                except RuntimeError:
+                    return  # the store is gone: no rank can ask
             self._log_stalls()
 
     def _is_still(self) -> bool:
@@ -298,14 +301,8 @@ class StallMonitor:
         self._store.set(f"says/{self._rank}", json.dumps(state))
 
     def _publish_end(self, why: str) -> None:
-        self._try(lambda: self._publish({"gone": why, "last": ACTIVITY.last}))
-
-    def _try(self, action: Callable[[], None]) -> bool:
-        try:
-            action()
-        except RuntimeError:
-            return False
-        return True
+        with suppress(RuntimeError):
+            self._publish({"gone": why, "last": ACTIVITY.last})
 
     def _log_stalls(self) -> None:
         """Log operations that take too long, each once."""

@@ -70,13 +70,10 @@ class Ladders:
     @property
     def groups(self) -> Sequence[ProcessGroup]:
         """All groups over which the model's buffers communicate."""
-        found = [self.ranks.control_group]
-        for ladder in (self.data, self.expert):
-            if ladder is not None:
-                found.append(ladder.mesh.control_group)
-                axes = (ladder.mesh.inner, ladder.mesh.outer)
-                found += [each for axis in axes for each in (axis.gather_group, axis.reduce_group)]
-        return [group for group in dict.fromkeys(found) if group is not None]
+        meshes = [ladder.mesh for ladder in (self.data, self.expert) if ladder is not None]
+        control = self.ranks.control_group
+        found = [group for mesh in meshes for group in mesh.groups]
+        return found if control is None else list(dict.fromkeys((*found, control)))
 
 
 # Modules whose parameters units have.

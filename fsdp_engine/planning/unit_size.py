@@ -30,7 +30,7 @@ from itertools import groupby
 from torch import nn
 
 from fsdp_engine.buffers.param_record import ParamRecord
-from fsdp_engine.planning.assignment import ModuleSet, assign
+from fsdp_engine.planning.assignment import ModuleSet, assign, expect
 from fsdp_engine.planning.buckets import split_by_size
 
 # Elements below which a default unit is joined with a neighbour: see [Note: Size of a unit].
@@ -80,7 +80,10 @@ def join_small(
     owned = assign(model, sets, records)
     sizes = {each.name: sum(r.param.numel() for r in owned[each.name]) for each in sets}
     places = {id(module): place for place, module in enumerate(model.modules())}
-    alone = _nested(sets) | {name for name, size in sizes.items() if not size}
+    expected = expect(model, [each.modules for each in sets])
+    nested = [bool(inside) or n in expected.containing for n, inside in enumerate(expected.around)]
+    alone = {each.name for each, is_nested in zip(sets, nested, strict=True) if is_nested}
+    alone |= {name for name, size in sizes.items() if not size}
     result: list[ModuleSet] = []
     for is_alone, stretch in groupby(sets, lambda each: each.name in alone):
         members = list(stretch)
@@ -100,19 +103,6 @@ def split_by_least(sizes: Sequence[int], least: int) -> list[range]:
         last = runs.pop()
         runs[-1] = range(runs[-1].start, last.stop)
     return runs
-
-
-def _nested(sets: Sequence[ModuleSet]) -> set[str]:
-    """Names of those that lie within another, and of those that contain one."""
-    set_of = {id(module): each.name for each in sets for module in each.modules}
-    found: set[str] = set()
-    for each in sets:
-        for module in each.modules:
-            inside = (set_of.get(id(inner)) for inner in module.modules() if inner is not module)
-            names = {name for name in inside if name is not None}
-            if names:
-                found |= {each.name, *names}
-    return found
 
 
 def _joined(members: Sequence[ModuleSet], places: dict[int, int]) -> ModuleSet:

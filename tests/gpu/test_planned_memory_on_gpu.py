@@ -1,4 +1,4 @@
-"""Planned addresses and memory registered with NCCL on a CUDA device. Skipped where there is none.
+"""Arenas and memory registered with NCCL on a CUDA device. Skipped where there is none.
 
 One rank sends nothing, so its engine's pool is registered with nobody: memory comes from NCCL's
 allocator all the same, and registration is tried with the one rank's own group.
