@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from fsdp_engine.checkpoint.joint_optimizer import JointOptimizer, as_one_optimizer
+from fsdp_engine.checkpoint.joint_optimizer import JointOptimizer, join_optimizers
 
 _SCALER = "grad_scaler"
 
@@ -81,7 +81,7 @@ def torch_optimizer(optimizer: Any) -> Any:
     # Constant scalers have no state.
     if any(scaler is not None and scaler.state_dict() for _, scaler in wrapped):
         return _WrappedOptimizers(wrapped)
-    return as_one_optimizer([each for each, _ in wrapped])
+    return join_optimizers([each for each, _ in wrapped])
 
 
 def _is_megatron(optimizer: Any) -> bool:

@@ -21,8 +21,13 @@ from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.checkpoint.model_state import check_at_rest
 from fsdp_engine.devices.agreement import agree
 from fsdp_engine.engine import Engine
-from fsdp_engine.export.layout_in_files import Given, given_of
-from fsdp_engine.export.sent import Sent, SentBuffer, SentParam, sent_of
+from fsdp_engine.export.output_tensors import OutputTensor, output_tensors
+from fsdp_engine.export.streamed_tensors import (
+    StreamedBuffer,
+    StreamedParam,
+    StreamedTensor,
+    streamed_tensors,
+)
 from fsdp_engine.export.unit_memory import UnitMemory
 from fsdp_engine.export.version import Changes, WeightVersion
 from fsdp_engine.layout.layout import ALIGNMENT, round_up
@@ -144,7 +149,7 @@ class Group:
     """
 
     buffers: tuple[ParamAndGradBuffer, ...]
-    given: tuple[Given, ...]
+    given: tuple[OutputTensor, ...]
 
 
 class WeightStream:
@@ -194,12 +199,14 @@ class WeightStream:
         Raises:
             ValueError: see :func:`weight_stream`.
         """
-        params, buffers = sent_of(self._engine, self._dtype)
+        params, buffers = streamed_tensors(self._engine, self._dtype)
         if self.version is None and not self._pieces:
             _check_shared(params)
-        given = given_of([*params, *buffers], self._engine.model, as_in_files=self._as_in_files)
+        given = output_tensors(
+            [*params, *buffers], self._engine.model, as_in_files=self._as_in_files
+        )
         if self.version is not None:
-            sents: list[Sent] = [*params, *buffers]
+            sents: list[StreamedTensor] = [*params, *buffers]
             self.version.check({each.name: (each.dtype, each.own()[1].numel()) for each in sents})
         return groups_of(self._engine, given)
 
@@ -262,8 +269,8 @@ class WeightStream:
                 first += round_up(count, ALIGNMENT)
             lines[id(buffer)] = buffer.gather_main(into)
 
-        def whole_of(sent: Sent) -> Tensor:
-            if isinstance(sent, SentBuffer):
+        def whole_of(sent: StreamedTensor) -> Tensor:
+            if isinstance(sent, StreamedBuffer):
                 return sent.tensor.detach().to(sent.dtype)
             return sent.buffer.whole_main(lines[id(sent.buffer)], sent.index).detach()
 
@@ -343,7 +350,7 @@ class WeightStream:
 
 
 def _items(
-    given: Given, sent: Sent, start: int, changes: Changes, values: Tensor
+    given: OutputTensor, sent: StreamedTensor, start: int, changes: Changes, values: Tensor
 ) -> Iterator[Item]:
     """What has changed of ``given``, as far as it is ``sent``."""
     for low, high in changes.runs:
@@ -365,13 +372,13 @@ def _in_a_row(part: Tensor) -> Tensor:
     return flat.clone(memory_format=torch.contiguous_format)
 
 
-def sources_of(group: Group) -> list[Sent]:
+def sources_of(group: Group) -> list[StreamedTensor]:
     """What a group's tensors are made of, each once."""
     found = {sent.name: sent for given in group.given for sent in given.sources}
     return list(found.values())
 
 
-def groups_of(engine: Engine, given: list[Given]) -> list[Group]:
+def groups_of(engine: Engine, given: list[OutputTensor]) -> list[Group]:
     """What is streamed at a time, in the order of units; buffers of modules are the last group."""
     unit_of = {id(buffer): unit.index for unit in engine.units for buffer in unit.buffers}
     # By unit, the first of those it goes with.
@@ -382,14 +389,14 @@ def groups_of(engine: Engine, given: list[Given]) -> list[Group]:
             index = goes_with[index]
         return index
 
-    def unit(sent: Sent) -> int:
-        return unit_of[id(sent.buffer)] if isinstance(sent, SentParam) else len(engine.units)
+    def unit(sent: StreamedTensor) -> int:
+        return unit_of[id(sent.buffer)] if isinstance(sent, StreamedParam) else len(engine.units)
 
     for each in given:
         together = sorted({first(unit(sent)) for sent in each.sources})
         for other in together[1:]:
             goes_with[other] = together[0]
-    groups: dict[int, list[Given]] = {}
+    groups: dict[int, list[OutputTensor]] = {}
     for each in given:
         groups.setdefault(first(unit(each.sources[0])), []).append(each)
     buffers: dict[int, list[ParamAndGradBuffer]] = {}
@@ -401,12 +408,12 @@ def groups_of(engine: Engine, given: list[Given]) -> list[Group]:
     ]
 
 
-def _smallest_last(given: list[Given]) -> list[Given]:
+def _smallest_last(given: list[OutputTensor]) -> list[OutputTensor]:
     smallest = min(given, key=lambda each: torch.Size(each.shape).numel() * each.dtype.itemsize)
     return [*(each for each in given if each is not smallest), smallest]
 
 
-def _check_shared(params: list[SentParam]) -> None:
+def _check_shared(params: list[StreamedParam]) -> None:
     for each in params:
         if each.is_of_experts:
             raise ValueError(

@@ -31,13 +31,13 @@ from fsdp_engine.devices.agreement import agree
 from fsdp_engine.devices.meeting import telling
 from fsdp_engine.devices.mesh import ranks_that_meet
 from fsdp_engine.engine import Engine, engine_of
+from fsdp_engine.integrations.atomic_folder import atomic_folder
 from fsdp_engine.integrations.preparation import (
     check_not_stepped,
     checked_arguments,
     compile_units,
     held_by_name,
 )
-from fsdp_engine.integrations.whole_folder import whole_folder
 from fsdp_engine.optimizer.sharded_step import is_elementwise, shard_optimizer
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.pretrained.load import load_pretrained
@@ -216,7 +216,7 @@ class FSDPEngineAccelerator(Accelerator):
             The folder.
         """
         folder = Path(os.path.expanduser(self._folder_of_save(output_dir)))
-        with whole_folder(folder, self._first_engine().ranks) as staging:
+        with atomic_folder(folder, self._first_engine().ranks) as staging:
             error: Exception | None = None
             try:
                 for hook in self._save_model_state_pre_hook.values():

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from fsdp_engine.checkpoint.dcp_metadata import read_metadata
 from fsdp_engine.checkpoint.directory import sync_folder
-from fsdp_engine.checkpoint.engines import Engines, as_one
+from fsdp_engine.checkpoint.engines import Engines, join_engines
 from fsdp_engine.checkpoint.folder import (
     FolderMatch,
     collector_paused,
@@ -32,7 +32,7 @@ from fsdp_engine.checkpoint.folder import (
     training_entries,
     write_entries,
 )
-from fsdp_engine.checkpoint.joint_optimizer import as_one_optimizer
+from fsdp_engine.checkpoint.joint_optimizer import join_optimizers
 from fsdp_engine.checkpoint.manifest import FileRow
 from fsdp_engine.checkpoint.model_state import EXTRA, MODEL, OPTIMIZER, RANKS, Saved, nested
 from fsdp_engine.checkpoint.run_state import pack, random_state, set_random_state, unpack
@@ -67,13 +67,13 @@ def save_folder(
     Raises:
         Exception: see :func:`fsdp_engine.save_checkpoint`; on every rank if on one.
     """
-    model = as_one(engines)
+    model = join_engines(engines)
     group, rank = model.ranks.control_group, model.ranks.rank
     entries: dict[str, Any] = {}
     staging: Path | None = None
     error: Exception | None = None
     try:
-        entries = training_entries(model, as_one_optimizer(optimizers))
+        entries = training_entries(model, join_optimizers(optimizers))
         if keeps is not None:
             kept = {name: value for name, value in entries[MODEL].items() if keeps(name, value)}
             entries[MODEL] = kept
@@ -128,12 +128,12 @@ def load_folder(
     Raises:
         Exception: see :func:`fsdp_engine.load_checkpoint`; on every rank if on one.
     """
-    model = as_one(engines)
+    model = join_engines(engines)
     group = model.ranks.control_group
     own_key = f"{RANKS}.{model.ranks.rank}"
 
     def make() -> FolderMatch:
-        optimizer = as_one_optimizer(optimizers)
+        optimizer = join_optimizers(optimizers)
         return FolderMatch(path, model, optimizer, (EXTRA, own_key), trust)
 
     with collector_paused():

@@ -31,9 +31,9 @@ from fsdp_engine.integrations.accelerate import (
     FSDPEngineAccelerator,
     plain_optimizer,
 )
+from fsdp_engine.integrations.atomic_folder import atomic_folder
 from fsdp_engine.integrations.checkpoint_folder import load_whole_state
 from fsdp_engine.integrations.preparation import checked_arguments
-from fsdp_engine.integrations.whole_folder import whole_folder
 from fsdp_engine.pretrained.load import load_pretrained
 from fsdp_engine.pretrained.save import save_pretrained
 
@@ -214,7 +214,7 @@ class FSDPEngineMixin(_Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         run = self._get_output_dir(trial)
         folder = Path(run) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        with whole_folder(folder, self.engine.ranks) as staging:
+        with atomic_folder(folder, self.engine.ranks) as staging:
             self._staging = staging.parent
             try:
                 super()._save_checkpoint(model, trial)

@@ -19,8 +19,8 @@ from fsdp_engine.devices.agreement import agree
 from fsdp_engine.engine import Engine, engine_of
 from fsdp_engine.pretrained.adapter_folder import holds_adapter, match_adapter
 from fsdp_engine.pretrained.conversions import as_in_memory, ignored
-from fsdp_engine.pretrained.own_values import (
-    OwnValues,
+from fsdp_engine.pretrained.initialization import (
+    Initialization,
     check_values,
     derive_values,
     give_values,
@@ -93,7 +93,7 @@ def load_pretrained(
     """
     engine = engine_of_model(model_or_engine)
     group = engine.ranks.control_group
-    found, own = Match(), OwnValues()
+    found, own = Match(), Initialization()
     replaced: set[str] | None = None
     error: Exception | None = None
     try:

@@ -14,7 +14,7 @@ from fsdp_engine.checkpoint.export_source import Part
 from fsdp_engine.checkpoint.pieces import Box, Pieces
 from fsdp_engine.checkpoint.writing_pieces import parts_of_box
 from fsdp_engine.devices import memory
-from fsdp_engine.export.sent import Sent
+from fsdp_engine.export.streamed_tensors import StreamedTensor
 from fsdp_engine.pretrained.conversions import as_on_disk
 
 # Where elements are in a tensor, int64; and their values.
@@ -22,7 +22,7 @@ Places = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Given:
+class OutputTensor:
     """A tensor that the receiver is given.
 
     Attributes:
@@ -34,15 +34,15 @@ class Given:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    sources: tuple[Sent, ...]
+    sources: tuple[StreamedTensor, ...]
     pieces: Pieces | None = None
 
-    def boxes(self, source: Sent) -> list[Box]:
+    def boxes(self, source: StreamedTensor) -> list[Box]:
         """What of it ``source`` is; for one that has pieces."""
         assert self.pieces is not None
         return [box for box in self.pieces.boxes if box.stored == source.name]
 
-    def whole(self, whole_of: Callable[[Sent], Tensor]) -> Tensor:
+    def whole(self, whole_of: Callable[[StreamedTensor], Tensor]) -> Tensor:
         """It, contiguous, given the whole of each source."""
         if self.pieces is None:
             return whole_of(self.sources[0])
@@ -59,7 +59,7 @@ class Given:
             part.copy_(view)
         return made
 
-    def parts(self, source: Sent, first: int, flat: Tensor) -> Iterator[Part]:
+    def parts(self, source: StreamedTensor, first: int, flat: Tensor) -> Iterator[Part]:
         """Of elements of ``source`` (from ``first`` on of what this rank's buffer knows), those
         that are here, in parts that are contiguous here."""
         for there, part in source.parts(first, flat):
@@ -69,7 +69,7 @@ class Given:
             for box in self.boxes(source):
                 yield from parts_of_box(self.shape, box, there, part)
 
-    def places(self, source: Sent, elements: Tensor, values: Tensor) -> Iterator[Places]:
+    def places(self, source: StreamedTensor, elements: Tensor, values: Tensor) -> Iterator[Places]:
         """Of some elements of ``source``, where they are here, int64; and their values.
 
         Args:
@@ -85,7 +85,9 @@ class Given:
             yield from _in_box(self.shape, box, there, values)
 
 
-def given_of(sents: Sequence[Sent], model: nn.Module, *, as_in_files: bool) -> list[Given]:
+def output_tensors(
+    sents: Sequence[StreamedTensor], model: nn.Module, *, as_in_files: bool
+) -> list[OutputTensor]:
     """What a receiver is given of these.
 
     Args:
@@ -97,7 +99,7 @@ def given_of(sents: Sequence[Sent], model: nn.Module, *, as_in_files: bool) -> l
         ValueError: a rule of transformers does not fit, or is no reindexing.
     """
     if not as_in_files:
-        return [Given(each.name, each.shape, each.dtype, (each,)) for each in sents]
+        return [OutputTensor(each.name, each.shape, each.dtype, (each,)) for each in sents]
     by_name = {each.name: each for each in sents}
     whole = {each.name: Pieces.of(each.name, each.shape, each.dtype) for each in sents}
     source_of = {id(pieces): name for name, pieces in whole.items()}
@@ -107,7 +109,7 @@ def given_of(sents: Sequence[Sent], model: nn.Module, *, as_in_files: bool) -> l
         names = [same] if same is not None else list(dict.fromkeys(b.stored for b in pieces.boxes))
         sources = tuple(by_name[each] for each in names) or (sents[0],)  # an empty tensor has none
         kept = None if same is not None else pieces
-        found.append(Given(name, tuple(pieces.shape), pieces.dtype, sources, kept))
+        found.append(OutputTensor(name, tuple(pieces.shape), pieces.dtype, sources, kept))
     return found
 
 

@@ -32,7 +32,7 @@ from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis
 
 
 @dataclass(frozen=True, eq=False)
-class SentParam:
+class StreamedParam:
     """A parameter.
 
     Attributes:
@@ -97,9 +97,9 @@ class SentParam:
 
 
 @dataclass(frozen=True, eq=False)
-class SentBuffer:
-    """A persistent buffer of a module; attributes and methods as of :class:`SentParam`. Where each
-    rank sends its own, that of the first rank is sent.
+class StreamedBuffer:
+    """A persistent buffer of a module; attributes and methods as of :class:`StreamedParam`. Where
+    each rank sends its own, that of the first rank is sent.
 
     Attributes:
         tensor: it.
@@ -126,10 +126,12 @@ class SentBuffer:
         return elements
 
 
-Sent = SentParam | SentBuffer
+StreamedTensor = StreamedParam | StreamedBuffer
 
 
-def sent_of(engine: Engine, dtype: torch.dtype | None) -> tuple[list[SentParam], list[SentBuffer]]:
+def streamed_tensors(
+    engine: Engine, dtype: torch.dtype | None
+) -> tuple[list[StreamedParam], list[StreamedBuffer]]:
     """Parameters, unit by unit, and persistent buffers. A tied one is there once. What a user's
     hook takes out of the model's ``state_dict`` is not there.
 
@@ -145,7 +147,7 @@ def sent_of(engine: Engine, dtype: torch.dtype | None) -> tuple[list[SentParam],
         if isinstance(value, Tensor) and not is_extra_state(name):
             found.setdefault(id(value), (value, name))
     saved = saved_params(engine)
-    params: list[SentParam] = []
+    params: list[StreamedParam] = []
     for buffer in engine.buffers:
         for index, param in enumerate(buffer.sharded_params):
             if (entry := found.pop(id(param), None)) is not None:
@@ -158,7 +160,7 @@ def sent_of(engine: Engine, dtype: torch.dtype | None) -> tuple[list[SentParam],
         if isinstance(tensor, DTensor):
             raise ValueError(f"{name}: expected a plain persistent buffer; found a DTensor")
         sent = _sent_dtype(tensor.dtype, dtype)
-        buffers.append(SentBuffer(name, tuple(tensor.shape), sent, tensor, is_first))
+        buffers.append(StreamedBuffer(name, tuple(tensor.shape), sent, tensor, is_first))
     return params, buffers
 
 
@@ -168,7 +170,7 @@ def _param(
     name: str,
     as_saved: SavedParam,
     dtype: torch.dtype | None,
-) -> SentParam:
+) -> StreamedParam:
     shape, before = tuple(buffer.placement(index).shape), 0
     if isinstance(as_saved.saved, FlatDTensor) and as_saved.saved is not as_saved.held:
         if buffer.records[index].spread is not None:
@@ -181,7 +183,7 @@ def _param(
         shape, before = tuple(place.shape), place.start - low
     main = buffer.weights.main.tensor.dtype
     sent = _sent_dtype(main, dtype)
-    return SentParam(name, shape, sent, buffer, index, before, as_saved.is_of_experts)
+    return StreamedParam(name, shape, sent, buffer, index, before, as_saved.is_of_experts)
 
 
 def _share(buffer: ParamAndGradBuffer) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from fsdp_engine.engine import Engine
 
 
 @dataclass(frozen=True)
-class OwnValues:
+class Initialization:
     """What a model gives itself before a folder is read.
 
     Attributes:
@@ -32,7 +32,7 @@ class OwnValues:
     following: tuple[Place, ...] = ()
 
 
-def own_values(engine: Engine, missing: Collection[str], *, is_base: bool) -> OwnValues:
+def own_values(engine: Engine, missing: Collection[str], *, is_base: bool) -> Initialization:
     """What a model has to give itself.
 
     Args:
@@ -58,12 +58,12 @@ def own_values(engine: Engine, missing: Collection[str], *, is_base: bool) -> Ow
     following = [each for each in adapters if layers.follows_base(each)]
     if is_base:
         following += [each for each in layers.all_following() if each not in following]
-    return OwnValues(
+    return Initialization(
         tuple(found), frozenset(without), tuple(kept), tuple(adapters), tuple(following)
     )
 
 
-def give_values(model: nn.Module, own: OwnValues) -> None:
+def give_values(model: nn.Module, own: Initialization) -> None:
     """Let modules give themselves values: by ``reset_parameters``, and the model's
     ``_init_weights``; and adapters, as PEFT begins them.
 

@@ -17,7 +17,7 @@ SAVING = ".saving"
 
 
 @contextmanager
-def whole_folder(folder: Path, ranks: Ranks) -> Iterator[Path]:
+def atomic_folder(folder: Path, ranks: Ranks) -> Iterator[Path]:
     """Within it, all ranks write into an empty folder; at its end that becomes ``folder``.
 
     What was ``folder`` before goes, once the new one is complete. What a job that died has left is
