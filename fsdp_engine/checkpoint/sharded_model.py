@@ -97,9 +97,9 @@ class SavedParam:
         name: the first of its names there.
         aliases: all of them.
         of_others: names of what other ranks hold in its place, its own among them.
-        held: what users see of it.
-        saved: the same memory, as a part of what is saved.
-        is_frozen: it was when the model was sharded.
+        held: the parameter as the user's modules hold it.
+        saved: the same memory, with the placement in the checkpoint.
+        is_frozen: it was frozen at ``shard()``.
     """
 
     name: str

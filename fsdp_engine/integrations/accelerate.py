@@ -360,7 +360,7 @@ class FSDPEngineAccelerator(Accelerator):
         if os.path.exists(folder):
             raise ValueError(
                 f"save_iteration: expected one that was not saved yet; found {folder} (set "
-                "project_configuration.iteration to go on after it)"
+                "project_configuration.iteration to continue after it)"
             )
         return folder
 

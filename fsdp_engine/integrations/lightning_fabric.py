@@ -242,7 +242,7 @@ class FSDPEngineFabricStrategy(DDPStrategy):
         Raises:
             KeyError: ``state`` has a name that the checkpoint does not contain.
             ValueError: there is no module that was set up.
-            Exception: see :func:`fsdp_engine.load_checkpoint`; on every rank if on one.
+            Exception: see :func:`fsdp_engine.load_checkpoint`; on all ranks.
         """
         parts = _Parts({"": state} if isinstance(state, nn.Module | Optimizer) else state or {})
         trust = self._trust or weights_only is False
@@ -266,18 +266,18 @@ class FSDPEngineFabricStrategy(DDPStrategy):
         return found
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """The sharded weights."""
+        """State dict of a module, with sharded weights."""
         return super().get_module_state_dict(_unwrapped(module))
 
     def load_module_state_dict(
         self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True
     ) -> None:
-        """From sharded or whole weights."""
+        """Load sharded or unsharded weights."""
         super().load_module_state_dict(_unwrapped(module), state_dict, strict)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Make it known by its name."""
+        """Register the strategy by its name."""
         strategy_registry.register(
             "fsdp_engine", cls, description="Sharded by fsdp_engine", override=True
         )
@@ -289,7 +289,7 @@ class FSDPEngineFabricStrategy(DDPStrategy):
         return engine
 
     def _load_file(self, path: Path, parts: _Parts, strict: bool, trust: bool) -> dict[str, Any]:
-        """Weights and states of optimizers out of a plain file; returns the rest."""
+        """Load weights and states of optimizers from a plain file; returns other entries."""
         with self._agreed("load()", parts):
             found = torch.load(path, map_location="cpu", mmap=True, weights_only=not trust)
             if parts.is_bare:
