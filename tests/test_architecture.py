@@ -125,7 +125,7 @@ ORDERLESS |= {"intersection_update", "issubset", "issuperset", "len", "max", "mi
 ORDERLESS |= {"sorted", "sum", "symmetric_difference_update", "update"} | SET_METHODS
 # Functions that read a set in its order, and why no communication depends on that order.
 ORDER_IS_LOCAL = {
-    ("devices.watch", "_look_for_slow"): "a thread that writes to the log",
+    ("devices.stall_monitor", "_log_stalls"): "a thread that writes to the log",
     ("runtime.unit", "the module"): "tuples that are only asked whether they contain a state",
 }
 
@@ -317,8 +317,8 @@ def only_mesh_makes_groups(source: Source) -> Iterator[Finding]:
 
 
 def only_what_cuda_alone_has_names_it(source: Source) -> Iterator[Finding]:
-    """``torch.cuda`` is named in devices/nccl_pool.py and host_memory.py only."""
-    if source.path in ("devices.nccl_pool", "devices.host_memory"):
+    """``torch.cuda`` is named in devices/cuda.py only."""
+    if source.path == "devices.cuda":
         return
     for line, name in source.mentions():
         if f"{name}.".startswith("torch.cuda."):
@@ -706,6 +706,7 @@ PLANTED: list[tuple[Callable[[Source], Iterator[Finding]], str, str]] = [
     (only_memory_allocates, "runtime.unit", "x.untyped_storage().resize_(0)"),
     (only_what_cuda_alone_has_names_it, "devices.lanes", "torch.cuda.current_stream()"),
     (only_what_cuda_alone_has_names_it, "engine", "from torch.cuda import empty_cache"),
+    (only_what_cuda_alone_has_names_it, "devices.host_memory", "import torch\ntorch.cuda.cudart()"),
     (only_memory_allocates, "runtime.unit", "x.new_zeros(3)"),
     (only_lanes_knows_streams, "runtime.scheduler", "import torch\ns: torch.cuda.Stream = f()"),
     (only_lanes_knows_streams, "runtime.unit", "from torch.profiler import record_function as r"),

@@ -31,8 +31,13 @@ _QUANTIZED = (_SIGNED, "exp_avg_sq", "max_exp_avg_sq")
 
 
 def is_blockwise(optimizer: Optimizer) -> bool:
-    """Whether ``optimizer`` is one of torchao's that quantise their state."""
-    return type(optimizer).__module__.startswith(_MODULES)
+    """Whether ``optimizer`` is one of torchao's that quantise their state, or a subclass."""
+    return any(map(is_blockwise_class, type(optimizer).__mro__))
+
+
+def is_blockwise_class(kind: type) -> bool:
+    """Whether a class is that of such an optimizer in torchao, not a subclass."""
+    return kind.__module__.startswith(_MODULES)
 
 
 def is_quantized_state(value: object) -> bool:
