@@ -24,7 +24,7 @@ import torch
 VOCAB_SIZE = 256  # a token is a byte
 # Held out: about this part of the files.
 HELD_OUT_FRACTION = 0.1
-# Skipped: what is not text of the folder itself, and tests, which are half of the standard library.
+# Skipped folders: not text of the folder itself, or tests, which are half of the standard library.
 SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "__pycache__", ".git", "test", "tests", "idle_test"}
 )

@@ -1,4 +1,4 @@
-"""A small GPT, written as anybody would write one: it knows nothing of sharding.
+"""A small GPT in plain PyTorch, without any code for sharding.
 
 Pre-norm blocks [Radford et al., 2019], causal ``scaled_dot_product_attention``, a GELU MLP, learned
 positions. Every module that owns parameters has ``reset_parameters``, so the model can be built on

@@ -1,6 +1,6 @@
 """Signals that ask a job to save and end: a time limit that comes near, a node that is wanted back.
 
-    SIGUSR1    save and end in order, status 0: whoever sent it starts the job again (Slurm)
+    SIGUSR1    save and exit with status 0; the sender restarts the job (Slurm)
     SIGTERM    save and end as that signal ends a process: who launched the job sees that it was not
                done (torchrun, which sends it before it restarts workers; Kubernetes; preemption)
 

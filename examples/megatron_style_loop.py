@@ -6,7 +6,7 @@
 Every group of ``--tensor-parallel`` ranks holds one copy of a byte-level GPT, cut as
 ``tensor_parallel.py`` says; copies are trained data-parallel, at any sharding level. Any number of
 ranks sees the same global batches and begins with the same weights, so the losses in
-``OUT/losses.csv`` can be compared. Started again with the same ``--tensor-parallel``, a run goes on
+``OUT/losses.csv`` can be compared. Restarted with the same ``--tensor-parallel``, a run resumes
 from its latest checkpoint, along the same losses. Runs on CPU, or on CUDA if there is a device for
 each rank. Gradients are not clipped: their norm would be one over data *and* tensor ranks.
 """
@@ -76,7 +76,7 @@ def start_processes() -> torch.device:
 
 
 def only_whole_lines(batch: Batch) -> Batch:
-    """Sequences without what comes after their last newline, as if padded: lengths differ."""
+    """Truncate sequences after their last newline, so that lengths differ as with padding."""
     length = batch.targets.shape[1]
     ends = torch.where(batch.targets == NEWLINE, torch.arange(length), -1).amax(dim=1)
     ends[ends < 0] = length  # one long line

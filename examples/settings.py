@@ -69,10 +69,10 @@ class Settings:
     # What it leaves behind.
     out: Path = option(Path("runs/train_gpt"), "folder for metrics.json, curves.png, checkpoints")
     save: Path | None = option(
-        None, "directory of checkpoints (default: OUT/checkpoints); what is there is continued"
+        None, "directory of checkpoints (default: OUT/checkpoints); an existing run is resumed"
     )
     save_every: int = option(600, "steps between checkpoints; there is one at the end, too")
-    async_save: bool = option(False, "go on training while a checkpoint is written")
+    async_save: bool = option(False, "continue training while a checkpoint is written")
     resume: Path | None = option(
         None, "directory of checkpoints of another run to start from, on any ranks and strategy"
     )

@@ -29,7 +29,7 @@ from gpt import GPT, GPTConfig
 from settings import LEVELS
 
 DTYPE = torch.bfloat16
-KEY = b"weights"  # on one machine; what travels is pickled, so let nobody else connect
+KEY = b"weights"  # on one machine; messages are pickles, so other programs must not connect
 HELD_OUT_SEQUENCES = 4
 
 
@@ -118,7 +118,7 @@ def send(connection: Connection, stream: fe.WeightStream) -> int:
 
 
 def train(settings: argparse.Namespace, connection: Connection, config: GPTConfig) -> None:
-    """Train, and send what has changed after every few steps."""
+    """Train, and send changed weights after every few steps."""
     rank, size = dist.get_rank(), dist.get_world_size()
     text = read_corpus().train
     plan = BatchPlan(settings.batch_size, 1, size, config.sequence_length)

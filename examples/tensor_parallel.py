@@ -168,7 +168,7 @@ class TensorParallelGPT(GPT):
 
         Args:
             tokens: int64 ``[batch, seq]``, whole sequences of ``config.sequence_length``.
-            targets: likewise; ``IGNORED`` where nothing is to be predicted.
+            targets: of the same shape; ``IGNORED`` at positions without a loss.
         """
         place, size = self.group.rank(), self.group.size()
         positions = torch.arange(tokens.shape[1], device=tokens.device).chunk(size)[place]

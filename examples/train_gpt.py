@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/train_gpt.py --strategy optim_grads_params
 
 Runs on CPU or CUDA. It leaves ``metrics.json``, ``curves.png`` and checkpoints in ``--out``.
-Started again, after a kill or with more ``--steps``, it goes on from its latest checkpoint, on any
+Restarted, after a kill or with more ``--steps``, it resumes from its latest checkpoint, on any
 number of ranks and with any strategy, along the same loss curve; ``--resume`` starts from another
 run's. SIGUSR1 and SIGTERM make it save after the step that runs, and end. How clusters start it:
 ``docs/cluster.md``.
@@ -239,7 +239,7 @@ class StepReader:
         self.pending.append((step, loss, norm, memory_in_use(self.job.device)))
 
     def read(self) -> str:
-        """Move what was kept to the curve; returns a line for the progress bar."""
+        """Append the recorded values to the curve; returns a line for the progress bar."""
         settings, plan = self.job.settings, self.job.plan
         losses = mean_over_ranks(torch.stack([loss for _, loss, _, _ in self.pending])).tolist()
         norms = torch.stack([norm for _, _, norm, _ in self.pending]).tolist()

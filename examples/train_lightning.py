@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 examples/train_lightning.py
 
 Runs on CPU or CUDA. It leaves ``losses.json`` and a checkpoint in ``--out``. Started again, after a
-kill or with more ``--steps``, it goes on from there, on any number of ranks and with any strategy,
+kill or with more ``--steps``, it resumes from there, on any number of ranks and with any strategy,
 along the same curve.
 """
 
@@ -57,14 +57,14 @@ def make_parser() -> argparse.ArgumentParser:
     add("--eval-every", type=int, default=100, help="steps between evaluations on held-out text")
     add("--eval-sequences", type=int, default=128, help="of an evaluation, in whole batches")
     add("--save-every", type=int, default=100, help="steps between checkpoints")
-    add("--out", type=Path, default=Path("runs/lightning"), help="folder of what is left behind")
+    add("--out", type=Path, default=Path("runs/lightning"), help="output folder")
     return parser
 
 
 class TrainBatches:
     """All microbatches of a run, each rank's part. It knows where it is, and Lightning keeps that
-    in checkpoints: so a run that is resumed in the middle of an epoch goes on with the next batch,
-    on any number of ranks."""
+    in checkpoints: so a run that is resumed in the middle of an epoch continues with the next
+    batch, on any number of ranks."""
 
     def __init__(self, options: argparse.Namespace, plan: BatchPlan, text: Tensor, rank: int):
         self.options, self.plan, self.text, self.rank = options, plan, text, rank
@@ -226,7 +226,7 @@ def places(options: argparse.Namespace) -> dict[str, Any]:
 
 def run(options: argparse.Namespace) -> None:
     """The whole job, on one rank."""
-    # It is meant: a run that goes on.
+    # Intended: a resumed run.
     warnings.filterwarnings("ignore", message="Checkpoint directory .* exists")
     module = LitGPT(options, read_corpus(options.data))
     folder = options.out / "checkpoints"

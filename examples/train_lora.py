@@ -4,7 +4,7 @@
 
 The base is a small Llama that the script trains first and saves in ``OUT/base``, as transformers
 saves it, in bf16. Then it is streamed from there into shards under adapters of PEFT. Checkpoints
-hold the adapters alone. Started again, after a kill or with more ``--steps``, it goes on from the
+hold the adapters alone. Restarted, after a kill or with more ``--steps``, it resumes from the
 latest one, on any number of ranks. At the end ``OUT/adapter`` is what PEFT reads. Runs on CPU or
 CUDA.
 """

@@ -2,9 +2,9 @@
 
     python examples/train_ray.py --num-workers 2 --storage /shared/ray --name gpt --steps 600
 
-A worker that dies is replaced and all go on from the latest checkpoint in ``--storage``. So does
-the same command later (``--name`` says which run), with any number of workers. What follows these
-options is for ``train_gpt.py``. It leaves ``metrics.json`` in ``--out``.
+Ray replaces a worker that dies, and all workers resume from the latest checkpoint in ``--storage``.
+So does the same command later (``--name`` says which run), with any number of workers. What follows
+these options is for ``train_gpt.py``. It leaves ``metrics.json`` in ``--out``.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 Runs on CPU or CUDA, also by ``python`` alone; needs ``pip install "fsdp_engine[transformers]"``.
 It evaluates on held-out text, writes some text, and saves the model to ``OUT/model`` as
 ``from_pretrained`` reads it. Started again with the same ``--out``, after a kill at any moment, it
-goes on from its latest checkpoint, on any number of ranks that divides the batch.
+resumes from its latest checkpoint, on any number of ranks that divides the batch.
 """
 
 from __future__ import annotations

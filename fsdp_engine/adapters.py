@@ -1,21 +1,21 @@
-"""What PEFT has put into a model: what its tensors are called elsewhere, and their own values.
+"""PEFT's adapters in a model: names of their tensors in files, and their initialization.
 
-The only file that imports ``peft``, and it does so only where somebody else has: without it no
-model is one of PEFT. Names come from PEFT's own functions, which sort and rename the entries of a
-``state_dict``: they are given one that has names in place of tensors.
+This is the only file that imports ``peft``, and only if the program has imported it already:
+otherwise no model can have adapters of PEFT. PEFT's own functions map names: they select and rename
+the entries of a ``state_dict``, and are called with a dict of names instead of tensors.
 
-    in the model, after base_model.model.   base model elsewhere   adapter's file
+    in the model, after base_model.model.   base model's file      adapter's file
     -------------------------------------   --------------------   ----------------------------
     q.base_layer.weight                     q.weight
     q.lora_A.default.weight                                        base_model.model.q.lora_A.weight
     head.original_module.weight             head.weight
     head.modules_to_save.default.weight     head.weight            base_model.model.head.weight
 
-Layers with adapters know how adapters begin (LoRA: A random, B zero); the modules that hold the
-tensors, plain ``nn.Linear`` among them, do not. So where a model was built on the meta device, the
-layer gives them values, in two steps: what is drawn (:meth:`AdapterLayers.draw`), and what follows
-from the base weights (:meth:`AdapterLayers.derive`: DoRA's magnitudes, rows of embeddings, copies
-of whole modules).
+Layers with adapters initialize their adapters (LoRA: A random, B zero); the modules that hold the
+tensors, such as plain ``nn.Linear``, cannot. Therefore, if a model was built on the meta device,
+the layer initializes them, in two steps: tensors that are drawn (:meth:`AdapterLayers.draw`), and
+tensors that are computed from base weights (:meth:`AdapterLayers.derive`: DoRA's magnitudes, rows
+of embeddings, copies of modules).
 """
 
 from __future__ import annotations
@@ -27,12 +27,18 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-# Which layer, by its name in the model, and which adapter of it.
-Place = tuple[str, str]
+from fsdp_engine.planning.adapter_layers import AdapterKey
+
+# Name of a layer in the model, and name of one of its adapters.
+Place = AdapterKey
 
 
 def peft_model(model: nn.Module) -> tuple[Any, str]:
-    """The outermost model of PEFT within ``model``, and the prefix of its names; None: none."""
+    """Find the outermost model of PEFT in ``model``.
+
+    Returns:
+        The model of PEFT, None if there is none; the prefix of its names in ``model``.
+    """
     if "peft" not in sys.modules:
         return None, ""
     from peft import PeftModel
@@ -44,9 +50,13 @@ def peft_model(model: nn.Module) -> tuple[Any, str]:
 
 
 def base_names(model: nn.Module) -> tuple[nn.Module, dict[str, tuple[str, ...]]]:
-    """The model without adapters; and by its tensors' names, those that ``model`` has for them.
+    """Find the base model, and the names of its tensors in ``model``.
 
-    A module that an adapter trains as a whole is there twice, and both begin with its values.
+    A module that an adapter trains as a copy has two names, because both copies are initialized
+    from the base model's tensors.
+
+    Returns:
+        The base model; for each name in it, the names in ``model``.
     """
     found, _ = peft_model(model)
     if found is None:
@@ -54,17 +64,17 @@ def base_names(model: nn.Module) -> tuple[nn.Module, dict[str, tuple[str, ...]]]
     from peft import get_base_model_state_dict
     from peft.utils import ModulesToSaveWrapper
 
-    # What PEFT reads the state of.
+    # The module whose state dict PEFT filters.
     inner = (
         found.base_model if found.active_peft_config.is_prompt_learning else found.base_model.model
     )
     paths = {id(module): name for name, module in model.named_modules(remove_duplicate=False)}
     start = f"{paths[id(inner)]}."
 
-    def names_for_tensors(module: nn.Module, state: dict[str, Any], at: str, data: Any) -> None:
+    def replace_tensors(module: nn.Module, state: dict[str, Any], prefix: str, data: Any) -> None:
         state.update({name: start + name for name in state})
 
-    handle = inner.register_state_dict_post_hook(names_for_tensors)
+    handle = inner.register_state_dict_post_hook(replace_tensors)
     try:
         names: Any = get_base_model_state_dict(found)
     finally:
@@ -83,13 +93,13 @@ def base_names(model: nn.Module) -> tuple[nn.Module, dict[str, tuple[str, ...]]]
 def adapter_names(
     model: nn.Module, adapter: str, *, embeddings: bool | Literal["auto"] = False
 ) -> dict[str, str]:
-    """By the name in its file, the names in ``model`` of an adapter's tensors.
+    """Map the names of an adapter's tensors in its file to their names in ``model``.
 
     Args:
-        model: with a model of PEFT in it.
-        adapter: its name there.
-        embeddings: whether the base model's embeddings are with it; "auto": if PEFT says so (it
-            may look into the base model's folder).
+        model: contains a model of PEFT.
+        adapter: name of the adapter.
+        embeddings: include the base model's embeddings; "auto": if PEFT would save them (PEFT may
+            read the base model's folder to decide).
     """
     from peft import get_peft_model_state_dict
 
@@ -108,7 +118,8 @@ def adapter_names(
 
 
 def _prompt_names(found: Any, own: Mapping[str, str], adapter: str) -> dict[str, str]:
-    """Of a method that learns a prompt, which PEFT does not take from the state."""
+    """:func:`adapter_names` of prompt learning methods, whose state PEFT computes from the
+    model."""
     from peft.utils.other import AuxiliaryTrainingWrapper
 
     names = {"prompt_embeddings": own[f"prompt_encoder.{adapter}.embedding.weight"]}
@@ -122,10 +133,11 @@ def _prompt_names(found: Any, own: Mapping[str, str], adapter: str) -> dict[str,
 
 
 def check_is_stored(model: nn.Module, adapter: str) -> None:
-    """Whether an adapter can be read again from what PEFT stores of it.
+    """Check that an adapter can be restored from the tensors that PEFT stores.
 
     Raises:
-        ValueError: that is computed from its tensors (prompts that a network makes).
+        ValueError: the stored tensors are computed from the trained ones (prompts that are the
+            outputs of a network).
     """
     found, _ = peft_model(model)
     if found.peft_config[adapter].is_prompt_learning:
@@ -139,13 +151,15 @@ def check_is_stored(model: nn.Module, adapter: str) -> None:
 
 
 class AdapterLayers:
-    """Layers of a model that know how their adapters begin.
+    """PEFT's layers in a model, which initialize their adapters.
+
+    Implements :class:`fsdp_engine.planning.adapter_layers.AdapterLayers`.
 
     Args:
-        model: with PEFT's layers in it, or without.
+        model: with or without layers of PEFT.
 
     Attributes:
-        covered: modules that hold an adapter's tensors: their layer gives them values.
+        covered: modules that hold tensors of adapters. Their layer initializes these tensors.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -173,12 +187,12 @@ class AdapterLayers:
             self.covered.update(parts)
 
     def places(self, names: Iterable[str]) -> list[Place]:
-        """Which adapters' tensors these are, in the order of layers; others are left out."""
+        """Adapters that own any of these tensors, in the order of the layers."""
         found = {place for name in names if (place := self.place_of(name)) is not None}
         return [place for place in self._all_places() if place in found] if found else []
 
     def place_of(self, name: str) -> Place | None:
-        """Which adapter's tensor that is; None: none's."""
+        """Adapter that owns a tensor; None: no adapter owns it."""
         parts = name.split(".")
         for end in range(len(parts) - 1, 0, -1):
             path = ".".join(parts[:end])
@@ -188,10 +202,11 @@ class AdapterLayers:
         return None
 
     def draw(self, place: Place) -> None:
-        """Let an adapter begin as PEFT begins it, but for what follows from base weights.
+        """Initialize the tensors of an adapter as PEFT does, except those that :meth:`derive` sets.
 
         Raises:
-            ValueError: PEFT begins it from the base weights, or in a way that is not known here.
+            ValueError: PEFT initializes the adapter from base weights, or its initialization is not
+                supported here.
         """
         from peft.tuners.ia3 import IA3Layer
         from peft.tuners.lora import LoraLayer
@@ -204,12 +219,12 @@ class AdapterLayers:
         if isinstance(layer, LoraLayer) and type(layer).reset_lora_parameters is (
             LoraLayer.reset_lora_parameters
         ):
-            how = config.init_lora_weights
-            if how is not True and how is not False and how != "gaussian":
-                raise ValueError(_not_here(path, adapter, f"init_lora_weights={how!r}"))
+            method = config.init_lora_weights
+            if method is not True and method is not False and method != "gaussian":
+                raise ValueError(_unsupported(path, adapter, f"init_lora_weights={method!r}"))
             for attribute in ("lora_A", "lora_B"):
-                _as_torch_makes(getattr(layer, attribute), adapter)
-            layer.reset_lora_parameters(adapter, how)
+                _reset_parameters(getattr(layer, attribute), adapter)
+            layer.reset_lora_parameters(adapter, method)
         elif isinstance(layer, IA3Layer):
             layer.ia3_l[adapter].normal_()
             if config.init_ia3_weights:
@@ -217,10 +232,10 @@ class AdapterLayers:
         elif path.rpartition(".")[2] == "prompt_encoder":
             _draw_prompt(path, adapter, layer, config)
         else:
-            raise ValueError(_not_here(path, adapter, type(layer).__name__))
+            raise ValueError(_unsupported(path, adapter, type(layer).__name__))
 
     def follows_base(self, place: Place) -> bool:
-        """Whether something of an adapter follows from the base weights."""
+        """Whether any tensor of an adapter is computed from base weights."""
         from peft.utils import ModulesToSaveWrapper
 
         path, adapter = place
@@ -228,10 +243,9 @@ class AdapterLayers:
         return isinstance(layer, ModulesToSaveWrapper) or _has_formula(layer, adapter)
 
     def derive(self, place: Place) -> None:
-        """Give what follows from the base weights its values. All tensors of the layer are whole.
+        """Compute the tensors of an adapter that depend on base weights.
 
-        Args:
-            place: of an adapter whose other tensors have values.
+        The tensors of the layer must be unsharded, and the adapter's other tensors initialized.
         """
         from peft.utils import ModulesToSaveWrapper
 
@@ -247,17 +261,17 @@ class AdapterLayers:
             layer.trainable_tokens_original[adapter].copy_(rows)
         if adapter not in magnitudes:
             return
-        aside, config = _Aside(layer), self._peft.peft_config[adapter]
-        layer.lora_variant[adapter].init(aside, adapter_name=adapter, config=config)
-        magnitudes[adapter].weight.copy_(aside.lora_magnitude_vector[adapter].weight)
+        proxy, config = _DoraProxy(layer), self._peft.peft_config[adapter]
+        layer.lora_variant[adapter].init(proxy, adapter_name=adapter, config=config)
+        magnitudes[adapter].weight.copy_(proxy.lora_magnitude_vector[adapter].weight)
 
     def layer(self, place: Place) -> nn.Module:
-        """The layer itself."""
+        """The layer of an adapter."""
         found: nn.Module = self._layers[place[0]]
         return found
 
     def all_following(self) -> list[Place]:
-        """Every adapter of which something follows from the base weights by a formula."""
+        """Adapters with tensors that are computed from base weights, copies of modules excluded."""
         return [each for each in self._all_places() if _has_formula(self.layer(each), each[1])]
 
     def _all_places(self) -> list[Place]:
@@ -266,16 +280,16 @@ class AdapterLayers:
         return [(path, each) for path in self._layers for each in self._peft.peft_config]
 
     def _adapter_at(self, layer: Any, below: list[str]) -> str:
-        """Whose tensor it is that ``below`` leads to; "": of the base model."""
+        """Adapter that owns the tensor at the path ``below`` of a layer; "": the base model."""
         known = self._peft.peft_config
         at = 0 if layer is getattr(self._peft, "prompt_encoder", None) else 1
         is_own = below[0] not in ("base_layer", "original_module")
         return below[at] if is_own and len(below) > at and below[at] in known else ""
 
 
-class _Aside:
-    """A layer of DoRA as PEFT sees it; the module of magnitudes that it makes does not go into the
-    model, which may be sharded."""
+class _DoraProxy:
+    """Proxy of a DoRA layer. PEFT's initialization adds a module of magnitudes to the proxy instead
+    of the layer, because the model may be sharded."""
 
     def __init__(self, layer: Any) -> None:
         self._layer = layer
@@ -290,7 +304,7 @@ def _has_formula(layer: Any, adapter: str) -> bool:
 
 
 def _token_rows(layer: Any) -> Any:
-    """Rows of an embedding that are trained by themselves."""
+    """Rows of an embedding that are trained separately."""
     return getattr(layer, "trainable_tokens_delta", ())
 
 
@@ -299,26 +313,26 @@ def _magnitudes(layer: Any) -> Any:
     return {} if found is None else found
 
 
-def _as_torch_makes(holders: Mapping[str, nn.Module], adapter: str) -> None:
-    for module in holders[adapter].modules() if adapter in holders else ():
+def _reset_parameters(by_adapter: Mapping[str, nn.Module], adapter: str) -> None:
+    for module in by_adapter[adapter].modules() if adapter in by_adapter else ():
         if callable(reset := getattr(module, "reset_parameters", None)):
             reset()
 
 
 def _draw_prompt(path: str, adapter: str, encoders: Any, config: Any) -> None:
-    _as_torch_makes(encoders, adapter)
-    how = getattr(config, "prompt_tuning_init", None)
-    if how is not None and how != "RANDOM":
-        raise ValueError(_not_here(path, adapter, f"prompt_tuning_init={how}"))
-    if getattr(config, "init_weights", None) == "zero":  # of prefixes
+    _reset_parameters(encoders, adapter)
+    method = getattr(config, "prompt_tuning_init", None)
+    if method is not None and method != "RANDOM":
+        raise ValueError(_unsupported(path, adapter, f"prompt_tuning_init={method}"))
+    if getattr(config, "init_weights", None) == "zero":  # prefix tuning
         last: Tensor | nn.Module = list(encoders[adapter].modules())[-1]
         for tensor in last.parameters() if isinstance(last, nn.Module) else ():
             torch.nn.init.zeros_(tensor)
 
 
-def _not_here(path: str, adapter: str, found: str) -> str:
+def _unsupported(path: str, adapter: str, found: str) -> str:
     return (
-        f"{path}: expected an adapter that begins with random values, by LoRA (init_lora_weights "
+        f"{path}: expected an adapter with random initialization, of LoRA (init_lora_weights "
         f"True, False or 'gaussian'), IA3 or prompts, since it is on the meta device; found "
         f"{found} of {adapter!r}. Build the model with values"
     )

@@ -1,6 +1,6 @@
-"""Everything about the engine that is neither mesh, units nor granules, by Megatron-Core's names.
+"""Options of the engine other than mesh, units and granules, under Megatron-Core's names.
 
-``docs/megatron.md`` has a row for each field: what it does here, and the test that shows it.
+``docs/megatron.md`` describes the effect of each field and names the test of it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.strategies import LEVELS, Role, Strategy, level_from_name
 
-# Megatron-Core's defaults: below the first, collectives are too small for their latency.
+# Megatron-Core's defaults. Collectives of smaller buckets are dominated by latency.
 _LEAST_BUCKET_ELEMENTS = 40_000_000
 _BUCKET_ELEMENTS_PER_RANK = 1_000_000
 
-_COUNTS = {  # integers that may be None: the least legal value
+_COUNTS = {  # optional integer fields: the smallest legal value
     "bucket_size": 1,
     "num_buckets": 1,
     "suggested_communication_unit_size": 0,
@@ -29,89 +29,95 @@ _COUNTS = {  # integers that may be None: the least legal value
 
 
 class StagingBudget(NamedTuple):
-    """Gradients that may be on their way when a unit's first one comes.
+    """Limit on the gradients in flight when the first gradient of a unit arrives.
 
     Attributes:
-        elements: at most so many, those of the unit itself counted,
-        least: unless these are so many reductions, or less.
+        elements: maximum of staged elements, those of the arriving unit included.
+        least: number of reductions that may be in flight regardless of ``elements``.
     """
 
     elements: int
     least: int
 
     def is_exceeded(self, num_reductions: int, num_elements: int, opening: int) -> bool:
-        """Whether the oldest reduction has to be waited for.
+        """Whether the oldest reduction must finish before more gradients are staged.
 
         Args:
-            num_reductions: those on their way.
-            num_elements: of all of these.
-            opening: elements of the unit whose first gradient comes.
+            num_reductions: reductions in flight.
+            num_elements: their elements.
+            opening: elements of the unit whose first gradient arrives.
         """
         return num_reductions > self.least and num_elements + opening > max(self.elements, opening)
 
 
 @dataclass
 class DistributedDataParallelConfig:
-    """Options of the engine, by the names that Megatron-Core users know. Sizes are in elements.
+    """Options of the engine, under Megatron-Core's names. Sizes are in elements.
 
-    Fields may be assigned to until it is given to an engine, which takes a copy (:meth:`checked`).
+    Fields may be assigned until the config is passed to an engine, which copies it
+    (:meth:`checked`).
 
-    ``fe.shard`` takes it, too. Of the fields that say *when* (``overlap_grad_reduce``,
-    ``overlap_param_gather``, ``align_param_gather``) it takes none: it always overlaps, and its
-    backward ends with reduced gradients.
+    ``fe.shard`` accepts it, too, but ignores the fields of timing (``overlap_grad_reduce``,
+    ``overlap_param_gather``, ``align_param_gather``): it always overlaps, and gradients are reduced
+    when its backward ends.
 
     Attributes:
-        grad_reduce_in_fp32: gradients are accumulated and reduced in fp32; otherwise in the dtype
-            that the policy says, for ``DistributedDataParallel`` the parameter's.
-        overlap_grad_reduce: reductions start during backward, as buckets fill. False: all in
-            ``finish_grad_sync``. What is cut along an axis is always reduced in backward along it.
-        overlap_param_gather: after a step parameters are gathered during the next forward. False:
-            right after the step. Cut parameters are always gathered in forward.
-        align_param_gather: what changed is gathered ahead of use only by ``start_param_sync``,
-            else one by one on first use. Cut parameters are gathered in forward as always.
-        use_distributed_optimizer: level "optim" instead of "no_shard" where no strategy is named.
-        num_distributed_optimizer_instances: outer size of the mesh: optimizer state is cut over
-            the ranks of one instance and replicated over instances.
-        check_for_nan_in_grad: NaN and Inf are looked for before gradients travel, and raise on
-            every rank, naming parameters and ranks.
-        check_for_large_grads: a warning where the norm of a buffer's gradients exceeds ten times
-            the largest of the last 100.
-        bucket_size: parameters that belong to no unit are split into buckets, in reverse
-            registration order; the parameter that reaches the size closes a bucket. None:
-            40,000,000, or 1,000,000 for each data-parallel rank if that is more.
-        num_buckets: instead of ``bucket_size``: so many buckets, as even as parameters allow.
-        pad_buckets_for_high_nccl_busbw: every rank's part of a flat buffer is a multiple of 2^16.
-        reduce_scatter_with_fp32_accumulation: low-precision gradients travel as they are and are
-            summed in fp32 by the receiving rank.
-        average_in_collective: the collective averages. False: gradients are scaled as they are
+        grad_reduce_in_fp32: accumulate and reduce gradients in fp32; otherwise in the dtype of the
+            policy, for ``DistributedDataParallel`` the parameter's.
+        overlap_grad_reduce: start reductions during backward, as buckets fill. False: all in
+            ``finish_grad_sync``. Gradients that are sharded along an axis are always reduced along
+            it in backward.
+        overlap_param_gather: after a step, gather parameters during the next forward. False:
+            directly after the step. Sharded parameters are always gathered in forward.
+        align_param_gather: only ``start_param_sync`` prefetches updated parameters; without it they
+            are gathered one by one on first use. Sharded parameters are gathered in forward as
+            always.
+        use_distributed_optimizer: level "optim" instead of "no_shard" if no strategy is given.
+        num_distributed_optimizer_instances: outer size of the mesh. Optimizer state is sharded
+            over the ranks of one instance and replicated over instances.
+        check_for_nan_in_grad: check for NaN and Inf before gradients are sent, and raise on every
+            rank; the error names parameters and ranks.
+        check_for_large_grads: warn if the norm of a buffer's gradients exceeds ten times the
+            largest of the last 100.
+        bucket_size: parameters outside of units are grouped into buckets, in reverse registration
+            order; the parameter that reaches the size is the last of a bucket. None: 40,000,000, or
+            1,000,000 for each data-parallel rank if that is more.
+        num_buckets: alternative to ``bucket_size``: the number of buckets, as even as parameters
+            allow.
+        pad_buckets_for_high_nccl_busbw: pad each rank's shard of a flat buffer to a multiple of
+            2^16.
+        reduce_scatter_with_fp32_accumulation: send low-precision gradients unchanged; the
+            receiving rank sums them in fp32.
+        average_in_collective: the collective averages. False: gradients are scaled while they are
             copied into the buffer, then summed. The result is the same.
-        fp8_param_gather: parameters of two dims and more travel as fp8 bytes (``Float8``).
-        reuse_grad_buf_for_mxfp8_param_ag: MXFP8 gathers go through the gradients' memory.
-        use_megatron_fsdp: ``data_parallel_sharding_strategy`` says the level; otherwise
+        fp8_param_gather: gather parameters of two or more dims in fp8 (``Float8``).
+        reuse_grad_buf_for_mxfp8_param_ag: gather MXFP8 parameters through the gradients' memory.
+        use_megatron_fsdp: ``data_parallel_sharding_strategy`` determines the level; otherwise
             ``use_distributed_optimizer`` does.
         use_custom_fsdp: deprecated name of ``use_megatron_fsdp``.
         data_parallel_sharding_strategy: level of the inner axis.
-        outer_dp_sharding_strategy: level of the outer axis, at most the inner one's.
-        gradient_reduce_div_fusion: gradients are scaled while they are copied. False: by a pass of
-            its own before they travel.
-        suggested_communication_unit_size: elements that may be gathered ahead of use; at least
-            one unit is, unless it is 0. Gradient buffers in use (the one being filled and those
-            being reduced) obey the same number: past it, the oldest reduction is waited for.
-            None: the mean unit for what is gathered ahead, twice that for gradient buffers, and
-            the reduction issued last is not waited for.
+        outer_dp_sharding_strategy: level of the outer axis, at most that of the inner axis.
+        gradient_reduce_div_fusion: scale gradients while they are copied. False: in a separate
+            pass before they are sent.
+        suggested_communication_unit_size: prefetch window in elements; at least one unit is
+            prefetched, unless it is 0. The gradient buffers in use (the one being filled and those
+            being reduced) have the same limit: beyond it, the engine waits for the oldest
+            reduction. None: the mean unit for the prefetch window, twice that for gradient
+            buffers, and the latest reduction may be in flight in any case.
         preserve_fp32_weights: fp32 main weights beside low-precision compute weights. False: the
             compute weights are the main weights.
-        keep_fp8_transpose_cache: fp8 transposes are kept between forward and backward.
-        nccl_ub: communication buffers lie in memory registered with NCCL; implies
+        keep_fp8_transpose_cache: keep fp8 transposes between forward and backward.
+        nccl_ub: allocate communication buffers in memory registered with NCCL; implies
             ``fsdp_double_buffer``.
-        fsdp_double_buffer: transient buffers have fixed addresses, planned from what a step was
-            seen to do, and steady steps allocate nothing. (Before torch 2.13 they have not.)
+        fsdp_double_buffer: transient buffers have fixed addresses, planned from an observed step,
+            and steady steps allocate nothing. No effect before torch 2.13.
         disable_symmetric_registration: with ``nccl_ub``: plain instead of window registration.
         delay_wgrad_compute: modules may compute weight gradients after backward
-            (``backward_dw``); the reduction of such parameters waits for it.
+            (``backward_dw``); the reduction of these parameters waits for it.
 
     Raises:
-        ValueError: a value or a combination is not legal; names fields and legal values.
+        ValueError: a value or a combination is not legal; the message names fields and legal
+            values.
         TypeError: a field has another type.
     """
 
@@ -153,17 +159,17 @@ class DistributedDataParallelConfig:
         self.check()
 
     def checked(self) -> DistributedDataParallelConfig:
-        """A copy that later assignments do not change.
+        """Validate the fields and return a copy, which later assignments do not change.
 
         Raises:
-            ValueError, TypeError: what was assigned since is not legal: as at construction.
+            ValueError, TypeError: a field assigned since construction is not legal.
         """
         config = copy.copy(self)
         config.check()
         return config
 
     def check(self) -> None:
-        """Fields imply others, and must go together.
+        """Set the fields that others imply, and validate all of them.
 
         Raises:
             ValueError, TypeError: see the class.
@@ -196,30 +202,34 @@ class DistributedDataParallelConfig:
 
     @property
     def names_strategy(self) -> bool:
-        """Whether the fields say a level."""
+        """Whether the fields determine a level."""
         return self.use_megatron_fsdp or self.use_distributed_optimizer
 
     @property
     def level_names(self) -> tuple[str, str]:
-        """The (inner, outer) levels that the fields say."""
+        """The names of the (inner, outer) levels that the fields determine."""
         if self.use_megatron_fsdp:
             return self.data_parallel_sharding_strategy, self.outer_dp_sharding_strategy
         return ("optim" if self.use_distributed_optimizer else "no_shard"), "no_shard"
 
     def closing_size(self, num_ranks: int) -> int:
-        """The elements that close a bucket, where ``num_buckets`` does not say it."""
+        """Elements at which a bucket is complete, if ``num_buckets`` is not given."""
         if self.bucket_size is not None:
             return self.bucket_size
         return max(_LEAST_BUCKET_ELEMENTS, _BUCKET_ELEMENTS_PER_RANK * num_ranks)
 
     def budgets(self, blocks: Sequence[int], others: Sequence[int]) -> tuple[int, StagingBudget]:
-        """The elements that are gathered ahead, and what may be staged.
+        """The prefetch window in elements, and the limit on staged gradients.
 
-        Either is what ``suggested_communication_unit_size`` says. Else gathered ahead is the mean
-        of ``blocks`` (elements of each; where there are none, of ``others``; 0 where there are none
-        of these), so that of equal units one is gathered while another computes; staged is twice
-        that, and one reduction in any case, so that one unit is reduced while gradients of another
-        come, however large either is.
+        Both equal ``suggested_communication_unit_size`` if it is given. Otherwise the prefetch
+        window is the mean of ``blocks`` (of ``others`` if there are none; 0 if these are empty,
+        too), so that one of several equal units is gathered while another computes. The limit on
+        staged gradients is twice that, and one reduction in any case, so that one unit is reduced
+        while another computes gradients, regardless of their sizes.
+
+        Args:
+            blocks: elements of each unit that is a block.
+            others: elements of each unit with parameters.
         """
         if self.suggested_communication_unit_size is not None:
             given = self.suggested_communication_unit_size
@@ -228,10 +238,10 @@ class DistributedDataParallelConfig:
         return sum(sizes) // len(sizes), StagingBudget(2 * sum(sizes) // len(sizes), 1)
 
     def applied_to(self, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-        """``policy`` with what the fields say about dtypes.
+        """Returns ``policy`` with the dtypes that the fields determine.
 
         Raises:
-            ValueError: the policy says otherwise.
+            ValueError: the policy contradicts a field.
         """
         changes: dict[str, object] = {}
         if self.grad_reduce_in_fp32:
@@ -293,17 +303,17 @@ class DistributedDataParallelConfig:
 
 @dataclass(frozen=True)
 class Timing:
-    """When gradients are reduced and weights gathered, and on whose word.
+    """When gradients are reduced and weights gathered, and which calls trigger it.
 
     Attributes:
-        reduces_in_backward: the last backward of a step issues its reductions as gradients come.
-            False: they wait for ``finish_grad_sync``.
-        finishes_backward: the last backward ends with reduced gradients. False: only
-            ``finish_grad_sync`` shows them, and only ``zero_grad_buffer`` or cleared gradients
+        reduces_in_backward: the last backward of a step issues reductions as gradients arrive.
+            False: ``finish_grad_sync`` issues them.
+        finishes_backward: gradients are reduced when the last backward ends. False: only
+            ``finish_grad_sync`` publishes them, and only ``zero_grad_buffer`` or cleared gradients
             begin a new step.
-        gathers_in_forward: after a step weights are brought up to date in the next forward.
-            False: right after the step.
-        gathers_ahead: forward begins with bringing all of them up to date, ahead of use.
+        gathers_in_forward: updated weights are gathered in the forward after a step. False:
+            directly after the step.
+        gathers_ahead: forward begins by prefetching all updated weights.
     """
 
     reduces_in_backward: bool = True
@@ -313,7 +323,7 @@ class Timing:
 
     @classmethod
     def of(cls, config: DistributedDataParallelConfig) -> Timing:
-        """What the config's fields say."""
+        """The timing that the fields of ``config`` determine."""
         return cls(
             reduces_in_backward=config.overlap_grad_reduce,
             finishes_backward=False,

@@ -17,7 +17,7 @@ from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.config import Timing
 from fsdp_engine.devices.memory import Memory
 from fsdp_engine.optimizer.clip import clip_, total_norm
-from fsdp_engine.optimizer.stepped import tell_of_steps
+from fsdp_engine.optimizer.step_listeners import add_step_listener
 from fsdp_engine.planning.assignment import expect, has_parameters
 from fsdp_engine.planning.build import Ladders, Resources, same_on_replicas
 from fsdp_engine.planning.installing import holders, install_into
@@ -123,7 +123,7 @@ class Engine:
         self._sharded_ids = {id(param) for each in self.buffers for param in each.sharded_params}
         for module in model.modules():
             _ENGINES[module] = weakref.ref(self)
-        tell_of_steps(self)
+        add_step_listener(self)
 
     @property
     def buffers(self) -> list[ParamAndGradBuffer]:

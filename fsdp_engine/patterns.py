@@ -1,7 +1,7 @@
-"""Dotted names: patterns over them, and many as one.
+"""Patterns of dotted names, and abbreviation of lists of names.
 
-In a pattern ``*`` stands for one part of a name, ``**`` for any number, ``?`` for one character.
-``"blocks.*"`` is every child of ``blocks``, and not their insides.
+In a pattern ``*`` matches one component of a name, ``**`` any number of components, ``?`` one
+character. ``"blocks.*"`` matches every child of ``blocks``, but not the children of these.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-_STANDS_FOR = {"**": ".*", "*": r"[^.]*", "?": r"[^.]"}
+_WILDCARDS = {"**": ".*", "*": r"[^.]*", "?": r"[^.]"}
 
 
 def compile_pattern(pattern: str) -> re.Pattern[str]:
-    """The pattern as a regular expression for ``fullmatch``."""
+    """Compile a pattern to a regular expression for ``fullmatch``."""
     parts = re.split(r"(\*\*|\*|\?)", pattern)
-    return re.compile("".join(_STANDS_FOR.get(part) or re.escape(part) for part in parts))
+    return re.compile("".join(_WILDCARDS.get(part) or re.escape(part) for part in parts))
 
 
 def joined_names(names: Sequence[str]) -> str:
-    """Names as one, numbered neighbours as a run: ``embedding + blocks.0-3 + norm``."""
-    runs: list[tuple[str, str]] = []  # the first and the last of each
+    """Join names; consecutive numbers become a range: ``embedding + blocks.0-3 + norm``."""
+    runs: list[tuple[str, str]] = []  # first and last name of each range
     for name in names:
         if runs and name == _following(runs[-1][1]):
             runs[-1] = (runs[-1][0], name)
@@ -32,6 +32,6 @@ def joined_names(names: Sequence[str]) -> str:
 
 
 def _following(name: str) -> str | None:
-    """The name with the next number at its end."""
+    """Returns the name with its last number increased by one; None if it does not end in one."""
     holder, dot, number = name.rpartition(".")
     return f"{holder}{dot}{int(number) + 1}" if number.isdecimal() else None

@@ -1,14 +1,14 @@
-"""Which dtype each thing has: compute weights, main weights, gradients, bytes on the wire.
+"""Dtypes of compute weights, main weights, gradients, and communication.
 
     main weights --cast--> compute weights -> forward, backward -> gradients (compute dtype)
          ^                                                              | cast and scaled
      optimizer  <--  main gradients  <--sum in reduce_dtype--  wire (grad_comm_dtype)
 
-Worked example, ``MixedPrecisionPolicy(param_dtype=torch.bfloat16)`` on an fp32 model: weights are
-kept in fp32, travel and compute in bf16; gradients come out of autograd in bf16, are scaled and
-cast to fp32, travel, are summed and kept in fp32. With ``reduce_dtype=torch.bfloat16`` they travel
-and are summed in bf16 and kept in fp32. With ``grad_comm_dtype=torch.bfloat16`` alone they travel
-in bf16 and are summed in fp32: every rank receives the others' parts and adds them itself.
+Example: ``MixedPrecisionPolicy(param_dtype=torch.bfloat16)`` on an fp32 model. Main weights are
+stored in fp32, gathered and used in bf16. Autograd computes bf16 gradients, which are scaled and
+cast to fp32, reduced in fp32 and stored in fp32. With ``reduce_dtype=torch.bfloat16`` they are sent
+and summed in bf16, and stored in fp32. With ``grad_comm_dtype=torch.bfloat16`` alone they are sent
+in bf16 and summed in fp32: each rank receives the shards of the other ranks and sums them itself.
 """
 
 from __future__ import annotations
@@ -22,44 +22,54 @@ _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class ParamDtypes:
-    """The dtypes of one parameter, all decided."""
+    """The resolved dtypes of one parameter.
+
+    Attributes:
+        compute: of the weights in forward and backward, and of autograd's gradients.
+        main: of the weights that the optimizer updates.
+        main_grad: of the accumulation buffer.
+        reduce: in which gradients are summed over ranks.
+        comm: in which gradients are sent.
+        optim_grad: of the gradients that the optimizer reads.
+    """
 
     compute: torch.dtype
     main: torch.dtype
     main_grad: torch.dtype
     reduce: torch.dtype
     comm: torch.dtype
-    optim_grad: torch.dtype  # as the optimizer gets it
+    optim_grad: torch.dtype
 
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """Dtypes by role. None means the default, which suits plain fp32 and bf16 training.
+    """Dtypes by role. None selects the default, which suits plain fp32 and bf16 training.
 
     Attributes:
-        param_dtype: dtype of weights in forward and backward, and on the wire. None: each
-            parameter's own, so a module may mix dtypes. Batch norms that keep running statistics
-            compute with weights of their own dtype, that of the statistics.
-        reduce_dtype: dtype in which gradients of ranks are summed. None: ``main_grads_dtype``.
-        main_params_dtype: dtype of the weights that the optimizer changes. None: fp32 for
+        param_dtype: dtype in which weights are gathered and used in forward and backward. None:
+            each parameter's own, so a module may mix dtypes. Batch norms with running statistics
+            always use weights of their original dtype, that of the statistics.
+        reduce_dtype: dtype in which gradients are summed over ranks. None: ``main_grads_dtype``.
+        main_params_dtype: dtype of the weights that the optimizer updates. None: fp32 for
             bf16 and fp16 parameters, else the parameter's own. Frozen parameters keep their own.
-        main_grads_dtype: dtype in which gradients are kept over microbatches and handed to the
-            optimizer. None: that of the main weights.
-        grad_comm_dtype: dtype of gradients on the wire. None: ``reduce_dtype``. When it differs,
-            ranks exchange parts in this dtype and sum in ``reduce_dtype``.
-        output_dtype: floating-point outputs of the root module are cast to it. None: left alone.
+        main_grads_dtype: dtype in which gradients are accumulated over microbatches and passed to
+            the optimizer. None: that of the main weights.
+        grad_comm_dtype: dtype in which gradients are sent. None: ``reduce_dtype``. If it differs,
+            ranks exchange shards in this dtype and sum them in ``reduce_dtype``.
+        output_dtype: floating-point outputs of the root module are cast to it. None: no cast.
         cast_forward_inputs: cast floating-point inputs of every unit to ``param_dtype``.
         preserve_fp32_weights: False: where ``main_params_dtype`` is None, main weights are the
             compute weights, in their dtype.
-        own_dtypes: True: main weights and gradients are kept in the parameter's own dtype where
+        own_dtypes: True: main weights and gradients are stored in the parameter's own dtype where
             ``main_params_dtype`` and ``main_grads_dtype`` are None, and gradients are summed in
-            the compute dtype where ``reduce_dtype`` is.
-        narrow_grads: where ``main_grads_dtype`` is None, gradients are kept and summed in
-            the compute dtype, and handed to the optimizer in that of the main weights.
+            the compute dtype where ``reduce_dtype`` is None.
+        narrow_grads: True: where ``main_grads_dtype`` is None, gradients are accumulated and
+            summed in the compute dtype, and passed to the optimizer in the dtype of the main
+            weights.
 
     Raises:
         TypeError: a field is not a floating-point ``torch.dtype``.
-        ValueError: the wire would be wider than the sum.
+        ValueError: ``grad_comm_dtype`` is wider than ``reduce_dtype``.
     """
 
     param_dtype: torch.dtype | None = None
@@ -86,11 +96,11 @@ class MixedPrecisionPolicy:
             _check_wire(self.grad_comm_dtype, self.reduce_dtype)
 
     def resolve(self, param: torch.Tensor, wire_override: bool = False) -> ParamDtypes:
-        """The dtypes for ``param``.
+        """Resolve the dtypes of a parameter.
 
         Args:
-            param: a parameter, as the user's module holds it.
-            wire_override: send gradients in the compute dtype whatever ``grad_comm_dtype`` says
+            param: a parameter of the user's module.
+            wire_override: send gradients in the compute dtype regardless of ``grad_comm_dtype``,
                 and sum them in fp32 (``reduce_scatter_with_fp32_accumulation``).
         """
         own = param.dtype

@@ -1,5 +1,7 @@
-"""What command lines print: numbers for people, and tables that no narrow terminal cuts short. Only
-tables need rich: training imports nothing beside torch."""
+"""Formatting of numbers and tables for command lines.
+
+Only functions that print tables import rich, because training must not depend on it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def format_bytes(count: float) -> str:
-    """``count`` bytes, with a unit that suits it."""
+    """Format a number of bytes with a binary unit: 1.5 GiB."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if count < 1024 or unit == "TiB":
             break
@@ -19,7 +21,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """``count`` of anything, three digits of it: 8.03B, 517, 1.20M."""
+    """Format a count with three significant digits: 8.03B, 517, 1.20M."""
     for unit in ("", "k", "M", "B"):
         if abs(count) < 999.5 or unit == "B":
             break
@@ -28,12 +30,12 @@ def format_count(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """``seconds``, with a unit that suits it."""
+    """Format a duration in seconds or milliseconds."""
     return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1e3:,.1f} ms"
 
 
 def print_whole(table: Table) -> None:
-    """Print a table in full: where the terminal is too narrow, its lines go on in the next one."""
+    """Print a table without truncating cells. A narrow terminal wraps its lines."""
     from rich.console import Console
 
     console = Console()
@@ -42,7 +44,7 @@ def print_whole(table: Table) -> None:
 
 
 def table_text(table: Table) -> str:
-    """A table as text, in full."""
+    """Render a table as plain text, without truncating cells."""
     from rich.console import Console
 
     console = Console(width=1000, no_color=True)

@@ -742,7 +742,7 @@ PLANTED: list[tuple[Callable[[Source], Iterator[Finding]], str, str]] = [
     # The defect that the rule is for: ranks gathered in different orders.
     (
         nothing_follows_the_order_of_a_set,
-        "optimizer.stepped",
+        "optimizer.step_listeners",
         "import weakref\nLISTENERS = weakref.WeakSet()\ndef tell(optimizer):\n"
         "    for each in list(LISTENERS):\n        each.optimizer_stepped(optimizer)",
     ),

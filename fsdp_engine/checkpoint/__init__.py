@@ -1,4 +1,4 @@
-"""Saving and loading: one folder by hand, or a directory of checkpoints that outlives crashes.
+"""Saving and loading: single checkpoints, or a crash-safe directory of checkpoints of a run.
 
 python -m fsdp_engine.checkpoint inspect | verify | export | diff PATH...
 """

@@ -1,6 +1,6 @@
-"""``python -m fsdp_engine.checkpoint``: see ``command_line.py``."""
+"""``python -m fsdp_engine.checkpoint``: see ``cli.py``."""
 
-from fsdp_engine.checkpoint.command_line import main
+from fsdp_engine.checkpoint.cli import main
 
 if __name__ == "__main__":
     main()

@@ -1,23 +1,23 @@
-"""Checkpoints of a run in one directory: saved whole or not at all, in the foreground or beside it.
+"""Checkpoints of a run in one directory: atomic, synchronous or asynchronous.
 
-What happens in :meth:`Checkpointer.save`, on all ranks:
+Steps of :meth:`Checkpointer.save`, on all ranks:
 
-1. Everything is checked, and all ranks agree that nothing is wrong (one small message). Rank 0 has
-   made a folder that nobody takes for a checkpoint.
-2. Every rank writes its slices into files of its own, synced (``writer.py``, DCP).
-3. When all have, rank 0 writes the metadata and the manifest, and one rename makes the folder a
-   checkpoint. Then it removes the oldest ones.
+1. Each rank validates its arguments and state, and all ranks agree that there is no error (one
+   small collective). Rank 0 creates a folder whose name is not that of a checkpoint.
+2. Each rank writes its slices into its own files and syncs them (``writer.py``, DCP).
+3. When all ranks have finished, rank 0 writes the metadata and the manifest, and renames the folder
+   to the name of a checkpoint. Then it removes the oldest checkpoints.
 
-An error on any rank, up to the rename, is raised on all; the folder is removed and what was saved
-before stays. :meth:`Checkpointer.save_async` copies everything to host memory after 1, and does 2
-and 3 in a thread, over a process group of its own.
+An error on any rank before the rename is raised on all ranks; the folder is removed, and earlier
+checkpoints stay. :meth:`Checkpointer.save_async` copies everything to host memory after step 1, and
+executes steps 2 and 3 in a thread, over a separate process group.
 
 [Note: The script ends]
-A script may end right after its last ``save_async``. Python first calls the functions that were
-registered by ``threading._register_atexit``, last one first, then joins threads. Among them is that
-of ``concurrent.futures``, which stops all executors, those that write the files included. The
-engine's function is registered later, so it is called earlier, and waits for the save. If the save
-fails, its error is printed and the process ends with status 1.
+A script may end directly after its last ``save_async``. Python then calls the functions that were
+registered with ``threading._register_atexit``, in reverse order, and joins threads after that. One
+of them is that of ``concurrent.futures``, which shuts down all executors, including those that
+write the files. The engine's function is registered later, so it is called earlier, and waits for
+the save. If the save fails, it prints the error, and the process exits with status 1.
 """
 
 from __future__ import annotations
@@ -47,27 +47,27 @@ from fsdp_engine.devices.collectives import gather_objects
 
 
 class Checkpointer:
-    """Saves a run into a directory, and brings it back.
+    """Saves a run into a directory of checkpoints, and restores it.
 
-    All methods are collective: every rank of the engine's mesh calls them, in one order.
+    All methods are collective: every rank of the engine calls them, in the same order.
 
     Args:
-        directory: on storage that all ranks share; made when something is saved.
-        engine: what :func:`~fsdp_engine.sharding.shard` returned; or several of these by name, over
-            the same ranks, such as ``{"actor": actor, "critic": critic}``.
-        optimizer: one over the parameters of all of them, torch's or Megatron-Core's with its
-            scaler of losses; None: weights only.
+        directory: on storage that all ranks share; created by the first save.
+        engine: result of :func:`~fsdp_engine.sharding.shard`; or a dict of several, over the same
+            ranks, such as ``{"actor": actor, "critic": critic}``.
+        optimizer: one over the parameters of all engines, torch's, or Megatron-Core's with its loss
+            scaler; None: weights only.
         extra: objects with ``state_dict()`` and ``load_state_dict()`` by name: scheduler, data
-            position. Every rank saves its own.
-        keep: how many checkpoints stay, the latest ones; None: all.
-        timeout: how long a rank waits for another one within a save. None: 30 minutes.
+            position. Each rank saves its own.
+        keep: number of latest checkpoints to keep; None: all.
+        timeout: of collectives within a save. None: 30 minutes.
         trainable_only: parameters that were frozen at ``shard()`` (a base model under adapters) are
-            neither saved nor loaded: they are what the job gave them. Persistent buffers are. A
-            checkpoint that has them loads, too; one without is refused by a ``Checkpointer`` of
-            all parameters.
+            neither saved nor loaded, and keep the values that the job gave them. Persistent buffers
+            are saved. Checkpoints with frozen parameters can be loaded, too; a ``Checkpointer`` of
+            all parameters refuses checkpoints without.
 
     Raises:
-        TypeError, ValueError: ``engine``, ``extra`` or ``keep`` is none of these.
+        TypeError, ValueError: ``engine``, ``extra`` or ``keep`` has a wrong type or value.
     """
 
     def __init__(
@@ -94,23 +94,24 @@ class Checkpointer:
         self._save: _Save | None = None
 
     def save(self, step: int) -> None:
-        """Save the run as it is now; returns when the checkpoint is complete.
+        """Save the current state; returns when the checkpoint is complete.
 
         Args:
-            step: number of the training step, at least 0. A step that is saved once more takes the
-                place of the older one when it is complete.
+            step: number of the training step, at least 0. A second checkpoint of a step replaces
+                the first one when it is complete.
 
         Raises:
-            ValueError, TypeError, RuntimeError: nothing was written: ``step`` is no such number,
-                it or the optimizer's class differs between ranks, the engine is not at rest, the
-                optimizer is not the engine's, or another job saves into the directory.
-            RuntimeError: writing failed, now or in the background before; names the rank.
+            ValueError, TypeError, RuntimeError: nothing was written: ``step`` is not such a number,
+                ``step`` or the optimizer's class differs between ranks, the engine is not at rest,
+                the optimizer is not the engine's, or another job saves into the directory.
+            RuntimeError: writing failed, now or in an earlier asynchronous save; the message names
+                the rank.
 
-        Each is raised on every rank if on one; earlier checkpoints stay.
+        Each error is raised on all ranks; earlier checkpoints stay.
         """
         self._save = save = self._begin(step)
         save.start()
-        save.landed.wait()  # older checkpoints may still be on their way out
+        save.finished.wait()  # does not wait for the removal of older checkpoints
         try:
             save.raise_error()
         except RuntimeError:
@@ -118,11 +119,12 @@ class Checkpointer:
             raise
 
     def save_async(self, step: int) -> None:
-        """Save the run as it is now, to the bit, while training goes on.
+        """Save the current state in the background, while training continues.
 
-        Returns when everything is copied to host memory. One save is in flight at a time: a second
-        one waits for the first. Arguments and errors as for :meth:`save`; what fails in the
-        background is raised by the next call of any method, on every rank.
+        Returns when everything is copied to host memory; later updates do not change the
+        checkpoint. One save is in flight at a time: a second one waits for the first. Arguments and
+        errors are those of :meth:`save`; an error in the background is raised by the next call of
+        any method, on all ranks.
         """
         save = self._begin(step)
         error: Exception | None = None
@@ -139,10 +141,10 @@ class Checkpointer:
         save.start()
 
     def wait(self) -> None:
-        """Wait until what :meth:`save_async` started is complete.
+        """Wait until the checkpoint of :meth:`save_async` is complete.
 
         Raises:
-            RuntimeError: it failed, on whatever rank.
+            RuntimeError: the save failed on some rank.
         """
         save, self._save = self._save, None
         if save is not None:
@@ -157,35 +159,37 @@ class Checkpointer:
         *,
         trust: bool = False,
     ) -> LoadReport:
-        """Bring back a run: any ranks, strategy, mesh and granule load what any others saved.
+        """Restore a run, independent of the ranks, strategy, mesh and granule of the save.
 
-        Weights and optimizer state are bit by bit what was saved, and the next forward uses them.
-        Random states come back, and each rank's ``extra``, if as many ranks load as have saved;
-        otherwise every rank takes the ``extra`` of rank 0. An ``extra`` that was not saved stays as
-        it is, with a warning.
+        Weights and optimizer state equal the saved ones bit for bit, and the next forward uses
+        them. With the same number of ranks as at the save, random states and each rank's ``extra``
+        are restored; otherwise every rank loads the ``extra`` of rank 0. An ``extra`` that was not
+        saved is not changed, with a warning.
 
         Args:
-            step: which; "latest": the newest complete one.
-            strict: refuse a checkpoint with entries that are missing, unexpected or do not fit.
-                False: load what fits.
-            verify: read every file first, and compare checksums; ranks share the work. Bytes that
-                a rank reads are compared anyway; this finds damage before anything is changed.
-            trust: whoever wrote the checkpoint may run code here: what is in ``extra`` and in
-                modules' extra states may be of any class. Otherwise numbers, texts, tensors, arrays
-                and containers of them are read, and anything else is refused.
+            step: number of the step; "latest": the newest complete checkpoint.
+            strict: raise if entries are missing, unexpected or do not fit. False: load the entries
+                that fit.
+            verify: read every file first, and compare checksums; the ranks share the work. Every
+                read compares checksums anyway; this finds damage before anything is changed.
+            trust: allow objects of any class in ``extra`` and in modules' extra states, which may
+                run arbitrary code of the checkpoint's author. Otherwise numbers, texts, tensors,
+                arrays and containers of these are read, and anything else is refused.
 
         Returns:
-            What was loaded, and (``strict=False``) what did not fit.
+            The step and ``extra`` that were loaded, and with ``strict=False`` the entries that did
+            not fit.
 
         Raises:
-            FileNotFoundError: no checkpoint of that step is there, or one of its files is not.
+            FileNotFoundError: there is no checkpoint of that step, or one of its files is missing.
             ValueError: arguments or classes of optimizers differ between ranks, entries do not fit
                 (all of them are listed), files are damaged, an object is of a class that could run
-                code, or a format is newer than this code.
-            RuntimeError: reading failed half way (a damaged block; names file and tensor); weights
-                are then partly replaced, and forwards and saves raise until a checkpoint is loaded.
+                code, or the format is newer than this code.
+            RuntimeError: reading failed half way (a damaged block; the message names file and
+                tensor). Weights are partly replaced, and forwards and saves raise until a
+                checkpoint is loaded.
 
-        Each is raised on every rank if on one; all but the last before anything is changed.
+        Each error is raised on all ranks; all but the last before anything is changed.
         """
         self.wait()
         same = {"step": step, "strict": strict, "verify": verify, "trust": trust}
@@ -200,7 +204,7 @@ class Checkpointer:
             )
 
     def steps(self) -> list[int]:
-        """Steps whose checkpoints are complete, in rising order, as rank 0 sees them."""
+        """Steps of complete checkpoints, ascending, as rank 0 finds them."""
         found: list[int] = []
         error: Exception | None = None
         if self._ranks.rank == 0:
@@ -212,14 +216,14 @@ class Checkpointer:
         return list(agreed[0])
 
     def close(self) -> None:
-        """Wait for a save that is under way, and let go of everything: threads, connections, host
-        memory, and the directory, into which another job may save. A further save takes it again.
+        """Wait for a pending save, and release all resources: threads, connections, host memory,
+        and the lock of the directory. A later save acquires them again.
 
         Raises:
-            RuntimeError: the save failed, on whatever rank; everything is let go of all the same.
+            RuntimeError: the save failed on some rank; resources are released in this case, too.
         """
         try:
-            self.wait()  # on every rank: nobody needs the group any more
+            self.wait()  # on all ranks, which no longer use the group after this
         finally:
             self._directory.release()
             group, self._group = self._group, None
@@ -227,7 +231,7 @@ class Checkpointer:
             self._host_memory = HostMemory(self._ranks.device)
 
     def _begin(self, step: int) -> _Save:
-        """Check everything, and make place for a save."""
+        """Validate all ranks' state, and create the folder of a save."""
         self.wait()
         if self._group is None:
             self._group = self._ranks.make_host_group(self._timeout)
@@ -252,7 +256,7 @@ class Checkpointer:
         return _Save(self, entries, agreed[0], step)
 
     def _find(self, step: int | Literal["latest"]) -> Path:
-        """The folder of a step, as rank 0 sees it."""
+        """The folder of a step, as rank 0 finds it."""
         folder: Path | None = None
         error: Exception | None = None
         if self._ranks.rank == 0:
@@ -278,7 +282,7 @@ class Checkpointer:
         return agreed[0]
 
     def _write(self, save: _Save) -> None:
-        """Write what a save holds and publish it. Collective over the group of saves."""
+        """Write and publish a save. Collective over the group of saves."""
         self._run.write(
             save.entries,
             save.staging,
@@ -288,19 +292,19 @@ class Checkpointer:
         )
 
     def _retire(self) -> None:
-        """Remove old checkpoints: takes as long as the file system likes."""
+        """Remove old checkpoints, which may be slow on some file systems."""
         if self._ranks.rank == 0:
             self._directory.retire(self._keep)
 
 
 class _Save(threading.Thread):
-    """A save under way.
+    """A pending save.
 
     Attributes:
-        entries: what this rank contributes.
-        staging: the folder that it is written into.
-        step: whose checkpoint it becomes.
-        landed: set when it is complete, or has failed.
+        entries: that this rank writes.
+        staging: the folder into which it is written.
+        step: of the checkpoint.
+        finished: set when it is complete, or has failed.
     """
 
     def __init__(
@@ -311,16 +315,16 @@ class _Save(threading.Thread):
         self.entries = entries
         self.staging = staging
         self.step = step
-        self.landed = threading.Event()
+        self.finished = threading.Event()
         self._error: BaseException | None = None
 
     def start(self) -> None:
-        """Begin to write. See [Note: The script ends]."""
-        _UNSEEN.append(self)
+        """Start writing. See [Note: The script ends]."""
+        _UNOBSERVED.append(self)
         super().start()
 
     def run(self) -> None:
-        """Write; keeps what goes wrong."""
+        """Write, and store an error."""
         try:
             self._checkpointer._write(self)
         except BaseException as caught:
@@ -328,23 +332,23 @@ class _Save(threading.Thread):
             self.discard()
         finally:
             self.entries = {}
-            self.landed.set()
+            self.finished.set()
         if self._error is None:
             self._checkpointer._retire()
 
     def discard(self) -> None:
-        """Remove what was written."""
+        """Remove the folder of the save."""
         if self._checkpointer._ranks.rank == 0:
             self._checkpointer._directory.discard(self.staging)
 
     def raise_error(self) -> None:
-        """Raise what went wrong, on every rank.
+        """Raise the error of the save, on all ranks.
 
         Raises:
-            RuntimeError: it did.
+            RuntimeError: the save failed on some rank.
         """
-        if self in _UNSEEN:
-            _UNSEEN.remove(self)
+        if self in _UNOBSERVED:
+            _UNOBSERVED.remove(self)
         reason = "" if self._error is None else _reason(self._error)
         reasons: list[Any] = gather_objects(reason, self._checkpointer._control)
         reason = reason or next(filter(None, reasons), "")
@@ -352,22 +356,22 @@ class _Save(threading.Thread):
             raise RuntimeError(f"saving step {self.step} failed: {reason}") from self._error
 
 
-class _Ending:
+class _ExitHandler:
     """See [Note: The script ends].
 
     Attributes:
-        has_failed: a save that was under way as the script ended has failed.
+        has_failed: a save that was pending when the script ended has failed.
     """
 
     def __init__(self) -> None:
         self.has_failed = False
-        # Before the threads of executors are told to end, which the writing of files needs.
+        # Called before the executors that write files are shut down.
         threading._register_atexit(self.finish_saves)  # type: ignore[attr-defined]
         atexit.register(self.set_exit_status)
 
     def finish_saves(self) -> None:
-        """Wait for saves whose outcome no method has returned or raised."""
-        for save in list(_UNSEEN):
+        """Wait for saves whose result no method has returned or raised."""
+        for save in list(_UNOBSERVED):
             save.join()
             if save._error is not None:
                 self.has_failed = True
@@ -380,18 +384,18 @@ class _Ending:
                 )
 
     def set_exit_status(self) -> None:
-        """End with status 1 if a save has failed."""
+        """Exit with status 1 if a save has failed."""
         if self.has_failed:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
 
 
-# Saves whose outcome no method has returned or raised.
-_UNSEEN: list[_Save] = []
-_ENDING = _Ending()
+# Saves whose result no method has returned or raised.
+_UNOBSERVED: list[_Save] = []
+_EXIT_HANDLER = _ExitHandler()
 
 
 def _reason(error: BaseException) -> str:
-    """What went wrong, and on which ranks, in a line or two."""
+    """Describe an error, which may name the ranks."""
     return f"{type(error).__name__}: {error}"

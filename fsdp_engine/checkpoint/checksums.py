@@ -1,9 +1,9 @@
-"""Checksums of blocks: bytes that are read are compared with what was written, whoever reads them.
+"""Checksums of blocks of files, which are verified by every read.
 
-A file's sums are those of its blocks of 256 KiB, so that a rank that reads a range checks the
-blocks that it touches, and reads at most a part of two blocks more. They are CRC-32C, for which
-processors have an instruction. They stand in DCP's metadata (``dcp_metadata.py``), 16 bytes for a
-MiB of checkpoint.
+A file has a checksum for each block of 256 KiB, so that a rank that reads a range verifies only the
+blocks of that range, and reads at most two partial blocks more. The checksums are CRC-32C, which
+processors compute in hardware. They are stored in DCP's metadata (``dcp_metadata.py``), 16 bytes
+per MiB of checkpoint.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any, BinaryIO
 
 BLOCK_BYTES = 1 << 18
 _SUM_BYTES = 4
-# Blocks of which a part was read are kept for the next read: an archive's directory, its end.
-_KEPT_BLOCKS = 4
+# Number of partially read blocks in the cache, such as those of an archive's directory and end.
+_CACHED_BLOCKS = 4
 
 
 class DamagedError(ValueError):
-    """Bytes of a checkpoint are not those that were written."""
+    """A checkpoint's content differs from the one that was written."""
 
 
 def crc32c(data: Any, crc: int = 0) -> int:
-    """CRC-32C of what ``crc`` is of and of ``data`` after it."""
-    # Only here: training without checkpoints needs no library that has to be compiled.
+    """CRC-32C of ``data``, continued from ``crc``."""
+    # Imported here, because training without checkpoints does not need this compiled library.
     from crc32c import crc32c as library
 
     return int(library(data, crc))
@@ -33,7 +33,7 @@ def crc32c(data: Any, crc: int = 0) -> int:
 
 @dataclass(frozen=True)
 class FileSums:
-    """Size of a file, and a CRC-32C of 4 bytes, the lowest first, for each of its blocks."""
+    """Size of a file in bytes, and a little-endian CRC-32C of 4 bytes for each block."""
 
     num_bytes: int
     sums: bytes
@@ -48,25 +48,25 @@ class FileSums:
             )
 
     def of(self, number: int) -> int:
-        """The sum of a block."""
+        """The checksum of a block."""
         start = number * _SUM_BYTES
         return int.from_bytes(self.sums[start : start + _SUM_BYTES], "little")
 
     def length(self, number: int) -> int:
-        """Bytes of a block: the last one may be shorter."""
+        """Number of bytes of a block. The last block may be shorter."""
         return min(self.block_bytes, self.num_bytes - number * self.block_bytes)
 
 
 class BlockSummer:
-    """Sums blocks as bytes pass by, in pieces of any size."""
+    """Computes the checksums of blocks from consecutive pieces of any size."""
 
     def __init__(self) -> None:
         self._num_bytes = 0
         self._sums = bytearray()
-        self._crc = 0  # of the block that is not full
+        self._crc = 0  # of the incomplete block
 
     def add(self, data: memoryview) -> None:
-        """The next bytes of the file."""
+        """Append the next bytes of the file."""
         start = 0
         while start < len(data):
             left = BLOCK_BYTES - self._num_bytes % BLOCK_BYTES
@@ -79,34 +79,34 @@ class BlockSummer:
                 self._crc = 0
 
     def whole(self) -> int:
-        """CRC-32C of the sums so far, and of how many bytes they are of."""
+        """CRC-32C of all checksums so far and the number of bytes."""
         found = self.result()
         return crc32c(found.sums + found.num_bytes.to_bytes(8, "little"))
 
     def result(self) -> FileSums:
-        """Sums of all bytes so far."""
+        """Checksums of all bytes so far."""
         last = self._crc.to_bytes(_SUM_BYTES, "little") if self._num_bytes % BLOCK_BYTES else b""
         return FileSums(self._num_bytes, bytes(self._sums) + last)
 
 
 class CheckedFile(io.RawIOBase):
-    """A file of a checkpoint whose bytes are compared with their sums as they are read.
+    """A file of a checkpoint, whose checksums are verified by every read.
 
-    Whole blocks are read into place; of others, a few are kept.
+    Full blocks are read directly into the destination; a few partially read blocks are cached.
 
     Args:
-        file: opened for reading bytes; closing this leaves it open.
+        file: opened for reading bytes; it stays open when this object is closed.
         name: of the file, for errors.
-        sums: of the file.
+        sums: checksums of the file.
 
     Raises:
-        DamagedError: in any read: bytes are missing, or not those that were written.
+        DamagedError: by any read, if bytes are missing or differ from those that were written.
     """
 
     def __init__(self, file: BinaryIO, name: str, sums: FileSums) -> None:
         self._file, self._sums, self._place = file, sums, 0
         self.name = name
-        self._kept: OrderedDict[int, bytearray] = OrderedDict()
+        self._cached: OrderedDict[int, bytearray] = OrderedDict()
 
     def readable(self) -> bool:
         """True."""
@@ -117,17 +117,17 @@ class CheckedFile(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go to a place, as in any file."""
+        """Set the position."""
         ends = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._sums.num_bytes}
         self._place = ends[whence] + offset
         return self._place
 
     def tell(self) -> int:
-        """The place."""
+        """The position."""
         return self._place
 
     def readinto(self, buffer: Any) -> int:
-        """Fill ``buffer``, or as much of it as the file has bytes left."""
+        """Fill ``buffer`` up to the end of the file; returns the number of bytes."""
         view = memoryview(buffer).cast("B")
         start, block_bytes = self._place, self._sums.block_bytes
         view = view[: max(self._sums.num_bytes - start, 0)]
@@ -135,7 +135,7 @@ class CheckedFile(io.RawIOBase):
         while done < len(view):
             number, within = divmod(start + done, block_bytes)
             length = self._sums.length(number)
-            if within == 0 and len(view) - done >= length and number not in self._kept:
+            if within == 0 and len(view) - done >= length and number not in self._cached:
                 self._fill(number, view[done : done + length])
                 done += length
             else:
@@ -146,14 +146,14 @@ class CheckedFile(io.RawIOBase):
         return done
 
     def _block(self, number: int) -> bytearray:
-        """A block that was checked, kept for the next time."""
-        found = self._kept.pop(number, None)
+        """A verified block, from the cache if possible."""
+        found = self._cached.pop(number, None)
         if found is None:
             found = bytearray(self._sums.length(number))
             self._fill(number, memoryview(found))
-        self._kept[number] = found
-        if len(self._kept) > _KEPT_BLOCKS:
-            self._kept.popitem(last=False)
+        self._cached[number] = found
+        if len(self._cached) > _CACHED_BLOCKS:
+            self._cached.popitem(last=False)
         return found
 
     def _fill(self, number: int, out: memoryview) -> None:

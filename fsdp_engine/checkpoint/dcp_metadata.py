@@ -1,15 +1,15 @@
-"""DCP's metadata of a checkpoint, ``.metadata``: written with sums, read without running code.
+"""DCP's metadata of a checkpoint, ``.metadata``: written with checksums, read without running code.
 
-It is a pickle, and a pickle can call any function that it names. So it is read as data
-(``inert_pickle.py``), names outside a short list are refused, and every value is checked
+The metadata is a pickle, which can call any function. Therefore it is read as data
+(``inert_pickle.py``), names outside a short list are refused, and every value is validated
 (``metadata_records.py``).
 
-Two things are added to what DCP writes, and other readers notice neither:
+Two additions to DCP's content are ignored by other readers:
 
 - an attribute with the checksums of all files (``checksums.py``)
-- behind the end of the pickle, where no reader looks, a seal: the checksum of all before it
+- after the end of the pickle, a seal: the checksum of all preceding bytes
 
-A checkpoint that plain DCP has written has neither, and is read without checks.
+A checkpoint of plain DCP contains neither, and is read without verification.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _SEAL_BYTES = len(b"\nfsdp_engine: CRC-32C 00000000\n")
 
 
 def read_metadata(folder: Path, trust: bool = False) -> Metadata:
-    """DCP's metadata of the checkpoint in ``folder``.
+    """Read DCP's metadata of the checkpoint in ``folder``.
 
     Args:
-        folder: that of the checkpoint.
-        trust: whoever wrote it may run code here: the pickle may name anything.
+        folder: of the checkpoint.
+        trust: allow any class and function in the pickle, which may run arbitrary code.
 
     Raises:
-        FileNotFoundError, NotADirectoryError: there is none.
-        ValueError: it is damaged, or names what DCP's metadata does not contain.
+        FileNotFoundError, NotADirectoryError: there is no checkpoint.
+        ValueError: the metadata is damaged, or names a class that DCP's metadata does not contain.
     """
     path = folder / METADATA
     if folder.exists() and not folder.is_dir():
@@ -68,18 +68,18 @@ def read_metadata(folder: Path, trust: bool = False) -> Metadata:
 
 
 def add_sums(metadata: Metadata, sums: Mapping[str, FileSums]) -> None:
-    """Put checksums of files, by name, into metadata that is to be written."""
+    """Add checksums of files, by name, to metadata before it is written."""
     files = {name: (each.num_bytes, each.sums) for name, each in sums.items()}
     setattr(metadata, SUMS, {"block_bytes": BLOCK_BYTES, "files": files})
 
 
 def seal_of(crc: int) -> bytes:
-    """What goes behind the pickle, of whose sums ``crc`` is the sum."""
+    """Returns the seal for a pickle with checksum ``crc``."""
     return b"\nfsdp_engine: CRC-32C %08x\n" % crc
 
 
 def file_sums(metadata: Metadata) -> dict[str, FileSums]:
-    """Checksums of a checkpoint's files, by name; of none where it has no sums."""
+    """Returns checksums of a checkpoint's files, by name; empty if it has no checksums."""
     found = getattr(metadata, SUMS, None)
     if found is None:
         return {}
@@ -90,7 +90,7 @@ def file_sums(metadata: Metadata) -> dict[str, FileSums]:
 
 
 def check_files(folder: Path, metadata: Metadata, rank: int, num_ranks: int) -> None:
-    """Whether files are there, and long enough for what shall be in them. Ranks share the work.
+    """Check that files exist, and contain all their entries. The ranks share the work.
 
     Raises:
         FileNotFoundError: one is missing.

@@ -1,8 +1,8 @@
-"""Do two checkpoints hold the same? Whatever ranks and levels saved them, in bounded memory.
+"""Compares two checkpoints of any ranks and levels, in bounded memory.
 
-Tensors are read side by side in flat ranges, each through whatever boxes it was saved in. A range
-is as long as the buffer allows, with what comparing it needs; no tensor is held whole. Other
-entries (hyperparameters, ``extra``) are held one at a time.
+Both tensors are read in the same flat ranges, independent of their chunks. The length of a range is
+limited by the buffer, which includes the memory of the comparison; no tensor is read as a whole.
+Other entries (hyperparameters, ``extra``) are read one at a time.
 """
 
 from __future__ import annotations
@@ -18,13 +18,11 @@ from torch import Tensor
 
 from fsdp_engine.checkpoint.export_source import saved_parts
 from fsdp_engine.checkpoint.inspection import matches, shorten, tensor_bytes
-from fsdp_engine.checkpoint.model_state import (
-    RANKS,
-)
+from fsdp_engine.checkpoint.model_state import RANKS
 from fsdp_engine.checkpoint.offline import StoredCheckpoint
 from fsdp_engine.checkpoint.reader import READ_BUFFER_BYTES, ReadBuffer, Reader
 
-# What comparing two elements needs besides, at most (complex ones): both, their sizes, and flags.
+# Additional bytes to compare two elements (complex128 at most): both, their magnitudes, and flags.
 _WORK_BYTES = 2 * 16 + 2 * 8 + 8
 
 
@@ -34,13 +32,13 @@ class TensorDifference:
 
     Attributes:
         name: its key.
-        section: the part of the checkpoint that it is in: model, optimizer, ...
+        section: its section of the checkpoint: model, optimizer, ...
         shape: in both.
         num_elements: of the tensor.
         num_different: elements that differ by more than the tolerance.
-        num_nan: of these, elements that are NaN on one side only.
-        max_abs: largest absolute difference, without those.
-        square_sum: of all differences, without those.
+        num_nan: of these, elements that are NaN in one checkpoint only.
+        max_abs: largest absolute difference, these elements excluded.
+        square_sum: of all differences, these elements excluded.
     """
 
     name: str
@@ -64,9 +62,9 @@ class Difference:
 
     Attributes:
         only_in_a, only_in_b: keys.
-        other: a line for each entry of another shape, dtype or kind.
+        other: a line for each entry of another shape, dtype or type.
         values: a line for each object or number that differs.
-        tensors: those with elements that are not the same, also within the tolerance.
+        tensors: tensors with elements that differ, including those within the tolerance.
         num_compared: tensors of one shape.
         left_out: keys that were not compared.
     """
@@ -86,7 +84,7 @@ class Difference:
 
     @property
     def norms(self) -> dict[str, float]:
-        """The same for each part of the checkpoint that differs."""
+        """Euclidean norm of the difference of each section that differs."""
         sums: dict[str, float] = {}
         for each in self.tensors:
             sums[each.section] = sums.get(each.section, 0.0) + each.square_sum
@@ -94,13 +92,13 @@ class Difference:
 
     @property
     def is_empty(self) -> bool:
-        """Whether everything is the same, within the tolerance."""
+        """Whether everything is equal, within the tolerance."""
         lines = self.only_in_a or self.only_in_b or self.other or self.values
         return not lines and not any(each.num_different for each in self.tensors)
 
 
 def shared_bytes(a: StoredCheckpoint, b: StoredCheckpoint, match: str | None = None) -> int:
-    """How many bytes :func:`compare` will read of both, for its ``progress``."""
+    """Total bytes of both checkpoints that :func:`compare` reads, for a progress bar."""
     return sum(
         tensor_bytes(a.tensors[key]) + tensor_bytes(b.tensors[key])
         for key in a.tensors.keys() & b.tensors.keys()
@@ -121,16 +119,16 @@ def compare(
 ) -> Difference:
     """Compare steps, tensors, hyperparameters and ``extra`` of two checkpoints.
 
-    World sizes, meshes, levels and files are no difference. NaNs are equal where both are NaN.
+    World sizes, meshes, levels and files are not compared. Two NaNs are equal.
 
     Args:
-        a, b: which.
-        match: pattern of keys, as for a shell, with or without ``model.`` in front; only those are
-            compared then, and no steps.
+        a, b: the checkpoints.
+        match: shell pattern of keys, with or without the section; only matching entries are
+            compared, and not the steps.
         rtol, atol: elements are equal if ``|a - b| <= atol + rtol * |b|``.
-        ranks: compare also what every rank saved for itself (random states).
-        buffer_bytes: what is held at once.
-        progress: is told the number of bytes as they are compared, of both together.
+        ranks: also compare entries of single ranks (random states).
+        buffer_bytes: limit on memory.
+        progress: called with the number of compared bytes of both checkpoints.
 
     Raises:
         ValueError: ``match`` matches nothing, or an entry cannot be read.
@@ -180,18 +178,18 @@ def compare(
 
 
 class _Pairs:
-    """Reads a tensor of two checkpoints side by side."""
+    """Reads the same ranges of a tensor of two checkpoints."""
 
     def __init__(self, a: StoredCheckpoint, b: StoredCheckpoint, buffer_bytes: int) -> None:
         self._sides = (a, b)
         self._work_bytes = buffer_bytes * 3 // 4
         self._readers = []
         for side in self._sides:
-            # What cannot be read straight into place goes through a buffer of the reader.
+            # The reader has a buffer for elements that cannot be read in place.
             self._readers.append(Reader(side.folder, side.metadata, buffer_bytes // 8))
 
     def parts(self, key: str) -> Iterator[tuple[Tensor, Tensor]]:
-        """The same flat range of both, one after the other; each overwrites the one before."""
+        """Yield consecutive flat ranges of both. Each overwrites the previous one."""
         entries: list[Any] = [side.saved.entries[key] for side in self._sides]
         sizes = [entry.properties.dtype.itemsize for entry in entries]
         length = max(self._work_bytes // (sum(sizes) + _WORK_BYTES), 1)
@@ -204,7 +202,7 @@ class _Pairs:
 
 
 def _add(found: TensorDifference, a: Tensor, b: Tensor, rtol: float, atol: float) -> None:
-    """Add how two flat parts of a tensor differ."""
+    """Add the difference of two flat ranges to that of the tensor."""
     if a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
         return
     gap, size, same = _gaps(a, b)
@@ -221,9 +219,9 @@ def _add(found: TensorDifference, a: Tensor, b: Tensor, rtol: float, atol: float
 
 
 def _gaps(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of two parts: ``|a - b|`` and ``|b|`` in float64, and where they are the same."""
+    """Returns ``|a - b|`` and ``|b|`` in float64, and a mask of equal elements."""
     if _is_integer(a.dtype) and _is_integer(b.dtype):
-        # float64 would not tell neighbours from 2**53 on. What wraps around wraps back.
+        # float64 cannot represent all integers above 2**53. Overflows of int64 cancel out.
         x, y = a.to(torch.int64), b.to(torch.int64)
         return (x - y).to(torch.float64).abs_(), y.to(torch.float64).abs_(), x == y
     is_complex = a.dtype.is_complex or b.dtype.is_complex
@@ -245,7 +243,7 @@ def _different_objects(key: str, a: StoredCheckpoint, b: StoredCheckpoint) -> It
 
 
 def _different(name: str, a: Any, b: Any) -> Iterator[str]:
-    """A line for each value that differs, with the place where it is."""
+    """Yield a line for each value that differs, with its path."""
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         for key in [*a, *(key for key in b if key not in a)]:
             if key not in a or key not in b:
@@ -269,5 +267,5 @@ def _equal(a: Any, b: Any) -> bool:
     try:
         same = a == b or (a != a and b != b)
         return bool(same)
-    except Exception:  # arrays of numpy, which have no one truth
+    except Exception:  # NumPy arrays have no single truth value
         return pickle.dumps(a) == pickle.dumps(b)

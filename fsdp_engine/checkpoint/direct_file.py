@@ -1,9 +1,9 @@
-"""A file that is written once, from start to end: past the page cache, with checksums.
+"""Sequential writes of a file with direct I/O, and checksums.
 
-A checkpoint is written, synced, and not read again for hours. Through the page cache that costs
-memory that somebody else could use, and time: pages have to be found, cleared and copied to before
-the disk sees anything. So blocks go straight to the disk (``O_DIRECT``): while one is on its way,
-the next is filled. Where a file system cannot do that, the same blocks are written as usual.
+A checkpoint is written, synced, and not read again for hours. The page cache would cost memory, and
+time to allocate, clear and copy pages before the disk starts to write. Therefore blocks are written
+directly (``O_DIRECT``), and the next block is filled while one is being written. On file systems
+without direct I/O the same blocks are written through the page cache.
 
     measured: 2 processes, 512 MiB each into new files    1.7 s buffered and synced, 0.4 s directly
 """
@@ -23,7 +23,7 @@ from typing import Any
 from fsdp_engine.checkpoint.checksums import BlockSummer
 
 BLOCK_BYTES = 8 << 20
-# What direct writes have to be multiples of: no disk asks for more.
+# Alignment of direct writes, which satisfies the requirements of all disks.
 _ALIGNMENT = 4096
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
@@ -32,12 +32,12 @@ class DirectFile(io.RawIOBase):
     """See the module docstring.
 
     Args:
-        path: made anew, or emptied.
+        path: created, or truncated.
 
     Attributes:
-        num_bytes: written so far.
-        crc: CRC-32 of them.
-        sums: CRC-32C of their blocks, so far.
+        num_bytes: bytes written so far.
+        crc: CRC-32 of these bytes.
+        sums: CRC-32C of their blocks.
 
     Raises:
         OSError: opening failed; or, in any later call, writing did.
@@ -50,12 +50,12 @@ class DirectFile(io.RawIOBase):
         self.sums = BlockSummer()
         self._path = path
         self._descriptor = _open(path)
-        # Memory maps begin at a page, as direct writes want it.
+        # Memory maps are page-aligned, as direct writes require.
         self._blocks = [mmap.mmap(-1, BLOCK_BYTES), mmap.mmap(-1, BLOCK_BYTES)]
         self._filled = 0  # bytes in the first block
-        self._num_handed_over = 0  # bytes of full blocks before it
+        self._num_submitted = 0  # bytes of the full blocks before it
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint file")
-        self._under_way: Future[None] | None = None
+        self._pending: Future[None] | None = None
         self._error: OSError | None = None
 
     def writable(self) -> bool:
@@ -63,7 +63,7 @@ class DirectFile(io.RawIOBase):
         return True
 
     def write(self, data: Any) -> int:
-        """Take all of ``data``; what is full goes to the disk."""
+        """Append ``data``, and submit full blocks to the writing thread."""
         view = memoryview(data).cast("B")
         self.crc = zlib.crc32(view, self.crc)
         self.sums.add(view)
@@ -75,8 +75,8 @@ class DirectFile(io.RawIOBase):
             self._filled += count
             start += count
             if self._filled == BLOCK_BYTES:
-                self._hand_over(BLOCK_BYTES)
-                self._num_handed_over += BLOCK_BYTES
+                self._submit(BLOCK_BYTES)
+                self._num_submitted += BLOCK_BYTES
                 self._filled = 0
         return len(view)
 
@@ -85,19 +85,19 @@ class DirectFile(io.RawIOBase):
         return self.num_bytes
 
     def fileno(self) -> int:
-        """The descriptor, to be synced: with everything written to it."""
+        """Write all data, and return the descriptor, to sync it."""
         if self._filled:
-            # The last block is filled up, and the file cut to its length. More may follow.
+            # The last block is padded, and the file truncated to its length. More data may follow.
             padded = -(-self._filled // _ALIGNMENT) * _ALIGNMENT
             kept = self._blocks[0][: self._filled]
-            self._hand_over(padded)
+            self._submit(padded)
             self._blocks[0][: self._filled] = kept
         self._wait()
         os.ftruncate(self._descriptor, self.num_bytes)
         return self._descriptor
 
     def close(self) -> None:
-        """Write what is left, and close the file."""
+        """Write the remaining data, and close the file."""
         if self.closed:
             return
         try:
@@ -107,22 +107,22 @@ class DirectFile(io.RawIOBase):
             self._thread.shutdown()
             os.close(self._descriptor)
 
-    def _hand_over(self, num_bytes: int) -> None:
-        """Let the thread write the first block; the other one becomes the first."""
+    def _submit(self, num_bytes: int) -> None:
+        """Submit the first block to the writing thread, and swap the blocks."""
         self._wait()
-        block, place = self._blocks[0], self._num_handed_over
+        block, place = self._blocks[0], self._num_submitted
         self._blocks.reverse()
-        self._under_way = self._thread.submit(self._write_block, block, num_bytes, place)
+        self._pending = self._thread.submit(self._write_block, block, num_bytes, place)
 
     def _wait(self) -> None:
-        under_way, self._under_way = self._under_way, None
+        pending, self._pending = self._pending, None
         try:
-            if under_way is not None:
-                under_way.result()
+            if pending is not None:
+                pending.result()
         except OSError as error:
             self._error = error
         if self._error is not None:
-            raise self._error  # again and again: the file has a hole
+            raise self._error  # by every later call, because the file has a hole
 
     def _write_block(self, block: mmap.mmap, num_bytes: int, place: int) -> None:
         written = 0
@@ -132,13 +132,13 @@ class DirectFile(io.RawIOBase):
                     written += os.pwrite(self._descriptor, view[written:num_bytes], place + written)
                 except OSError as error:
                     if error.errno != errno.EINVAL or not self._stop_direct_writes():
-                        # Of a descriptor the system does not say which file it is.
+                        # Errors of a descriptor do not contain the path.
                         raise OSError(error.errno, error.strerror, str(self._path)) from error
                 if written % _ALIGNMENT:
-                    self._stop_direct_writes()  # the rest begins anywhere
+                    self._stop_direct_writes()  # the rest is not aligned
 
     def _stop_direct_writes(self) -> bool:
-        """Write through the page cache from here on; whether that is something new."""
+        """Switch to writes through the page cache; returns whether direct I/O was enabled."""
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
         if not _DIRECT or not flags & _DIRECT:
             return False

@@ -1,17 +1,17 @@
-"""A directory of checkpoints: which are complete, which is the latest, what a dead job left.
+"""A directory of checkpoints: complete ones, the latest one, and folders of killed jobs.
 
-    step-00000100/        complete: it appeared by one rename, with everything in it on the disk
-    step-00000200.1/      step 200, saved once more; takes the place of step-00000200
-    .saving-7c9e6679/     being written, or left by a job that died
-    .removing-step-.../   being removed, or left
-    .lock                 held by the job that saves here
+    step-00000100/        complete: renamed after all of its content was synced
+    step-00000200.1/      second checkpoint of step 200; replaces step-00000200
+    .saving-7c9e6679/     being written, or left by a killed job
+    .removing-step-.../   being removed, or left by a killed job
+    .lock                 locked by the job that saves here
 
-Nothing is ever replaced: a step that is saved once more gets a folder of the next number, and the
-older folder goes once the new one is there. So there is no moment at which a step that was
-complete is gone.
+No folder is overwritten: a second checkpoint of a step is a folder with the next number, and the
+older folder is removed when the new one is complete. So a complete checkpoint of the step exists at
+all times.
 
-Only one rank of a job touches a directory (rank 0), and for saving it holds the lock: an advisory
-``flock``, which the system drops when the process ends, however it ends.
+Only rank 0 of a job uses a directory. To save, it holds the lock, an advisory ``flock``, which the
+operating system releases when the process ends for any reason.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class CheckpointDirectory:
     """See the module docstring.
 
     Args:
-        path: the directory; made when something is saved.
+        path: the directory; created by the first save.
     """
 
     def __init__(self, path: Path) -> None:
@@ -42,7 +42,7 @@ class CheckpointDirectory:
         self._lock: int | None = None
 
     def complete(self) -> dict[int, Path]:
-        """Folders of complete checkpoints by step, in rising order.
+        """Folders of complete checkpoints by step, ascending.
 
         Raises:
             NotADirectoryError: the path is a file.
@@ -54,8 +54,8 @@ class CheckpointDirectory:
         return {step: newest[step][1] for step in sorted(newest)}
 
     def incomplete(self, after: int = -1) -> list[Path]:
-        """Folders with the name of a checkpoint of a later step than ``after``, but without a
-        manifest: no save here leaves one."""
+        """Folders with the name of a checkpoint of a step after ``after``, but without a manifest.
+        A save never leaves such a folder."""
         if not self.path.is_dir():
             return []
         return sorted(
@@ -67,7 +67,7 @@ class CheckpointDirectory:
         )
 
     def unfinished(self) -> list[Path]:
-        """Folders that a job writes or removes at this moment, or that a job that died has left."""
+        """Folders that a job is writing or removing, or that a killed job has left."""
         if not self.path.is_dir():
             return []
         return sorted(
@@ -77,10 +77,10 @@ class CheckpointDirectory:
         )
 
     def begin(self) -> Path:
-        """An empty folder to write into, which nobody takes for a checkpoint.
+        """Create an empty folder for a save, whose name is not that of a checkpoint.
 
         Raises:
-            OSError: the directory cannot be made, or is read-only.
+            OSError: the directory cannot be created, or is read-only.
             RuntimeError: another job saves here.
         """
         self.path.mkdir(parents=True, exist_ok=True)
@@ -91,9 +91,9 @@ class CheckpointDirectory:
         return staging
 
     def publish(self, staging: Path, step: int) -> Path:
-        """Make what is in ``staging`` the checkpoint of ``step``; returns its folder.
+        """Rename ``staging`` to the checkpoint of ``step``; returns its folder.
 
-        The rename is on the disk when this returns.
+        The rename is synced when this returns.
         """
         taken = [generation for generation, other, _ in self._folders() if other == step]
         name = f"step-{step:08d}" + (f".{max(taken) + 1}" if taken else "")
@@ -103,25 +103,25 @@ class CheckpointDirectory:
         return folder
 
     def discard(self, staging: Path) -> None:
-        """Remove what a save that failed has written."""
+        """Remove the folder of a failed save."""
         shutil.rmtree(staging, ignore_errors=True)
 
     def retire(self, keep: int | None) -> None:
-        """Remove all but the ``keep`` latest steps (None: keep all), and folders saved over."""
+        """Remove all but the ``keep`` latest steps (None: keep all), and superseded folders."""
         current = self.complete()
         kept = list(current)[-keep:] if keep is not None else list(current)
         for _, step, folder in list(self._folders()):
             if step not in kept or folder != current[step]:
-                # First out of sight, so that nobody ever sees a part of it.
+                # Renamed first, so that readers never find a partially removed checkpoint.
                 self._remove(folder.rename(self.path / f"{_REMOVING}{folder.name}"))
 
     def clean(self) -> None:
-        """Remove what died jobs have left; the lock must be held."""
+        """Remove folders of killed jobs. The lock must be held."""
         for folder in self.unfinished():
             self._remove(folder)
 
     def release(self) -> None:
-        """Let other jobs save here."""
+        """Release the lock."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -141,10 +141,10 @@ class CheckpointDirectory:
 
     def _take_lock(self) -> None:
         if self._lock is not None:
-            if self._is_here(self._lock):
+            if self._is_current(self._lock):
                 return
-            self.release()  # the directory was removed, or made anew
-        # A link is an error (ELOOP): the file that it leads to would be overwritten.
+            self.release()  # the directory was removed or recreated
+        # A symbolic link is an error (ELOOP), because its target would be overwritten.
         lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -159,8 +159,8 @@ class CheckpointDirectory:
         os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         self._lock = lock
 
-    def _is_here(self, lock: int) -> bool:
-        """Whether the file that is locked is the directory's."""
+    def _is_current(self, lock: int) -> bool:
+        """Whether the locked file is the one in the directory."""
         try:
             found = os.stat(self.path / _LOCK, follow_symlinks=False)
         except FileNotFoundError:
@@ -168,15 +168,15 @@ class CheckpointDirectory:
         return os.path.samestat(found, os.fstat(lock))
 
     def _remove(self, folder: Path) -> None:
-        # A step may be a link to a folder elsewhere, which stays.
+        # A step may be a symbolic link. Its target is not removed.
         if folder.is_symlink():
             folder.unlink()
-        else:  # what cannot be removed now is tried again by the next save
+        else:  # the next save tries again to remove what cannot be removed now
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the entries of a folder to the disk: files that were made or renamed in it."""
+    """Sync the entries of a folder: files that were created or renamed in it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,8 +1,7 @@
-"""Several engines in one checkpoint: an actor and a critic, say, under one optimizer.
+"""Several engines in one checkpoint, such as an actor and a critic under one optimizer.
 
-What reads and writes checkpoints asks a model for its ``state_dict`` and for its buffers. Engines
-by name answer together: entries and parameters are called ``actor.head.weight``, as those of one
-module that holds both would be.
+A dict of engines is saved and loaded like one engine of a module that contains all models: entries
+and parameters have names such as ``actor.head.weight``.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ Engines = EngineLike | Mapping[str, EngineLike]
 
 @dataclass
 class _Record:
-    """A parameter under the name that it has in the checkpoint."""
+    """A parameter under its name in the checkpoint."""
 
     name: str
     owners: list[tuple[nn.Module, str]]
@@ -50,7 +49,7 @@ class _Record:
 
 @dataclass
 class _Buffer:
-    """One engine's buffer, with such records."""
+    """A buffer of one engine, whose parameters have their names in the checkpoint."""
 
     records: Sequence[NamedRecord]
     sharded_params: Sequence[Tensor]
@@ -89,12 +88,13 @@ def _without_engine(key: Hashable, prefix: str) -> Hashable | None:
     return key.removeprefix(prefix) if key.startswith(prefix) else None
 
 
-class _Together:
-    """Engines by name, as one sharded model.
+class _JointModel:
+    """Several engines with the interface of one.
 
     Attributes:
-        model: has each engine's model under the engine's name.
-        mesh, ranks: the first engine's.
+        model: contains the model of each engine under the engine's name.
+        mesh, ranks: of the first engine.
+        missing_values: of all engines.
     """
 
     def __init__(self, engines: Mapping[str, EngineLike]) -> None:
@@ -119,12 +119,12 @@ class _Together:
         ]
 
     def weights_changed(self) -> None:
-        """Main weights were changed from outside."""
+        """Notify the engines that main weights were changed."""
         for engine in self._engines.values():
             engine.weights_changed()
 
     def check_modules(self) -> None:
-        """Raise where modules have other parameters than at ``shard()``."""
+        """Raise if modules have other parameters than at ``shard()``."""
         for engine in self._engines.values():
             engine.check_modules()
 
@@ -140,20 +140,20 @@ def _named(record: NamedRecord, engine: str) -> _Record:
     return _Record(f"{engine}.{record.name}", record.owners, aliases, record.is_written, expert)
 
 
-def as_one(engine: Engines) -> ShardedModel:
-    """One engine as it is; several, by name, as one.
+def join_engines(engine: Engines) -> ShardedModel:
+    """Returns one engine unchanged, and a dict of engines as one.
 
     Raises:
-        TypeError: a mapping of something else.
-        ValueError: no engine, a name with a dot, one engine under two names, or engines of other
-            ranks.
+        TypeError: a value of the mapping is not an engine.
+        ValueError: the mapping is empty, a name contains a dot, an engine has two names, or engines
+            are over different ranks.
     """
     if not isinstance(engine, Mapping):
         return engine
     for name, each in engine.items():
         if not isinstance(name, str) or not hasattr(each, "check_modules"):
             raise TypeError(
-                f"engine[{name!r}]: expected a str and what shard() returned; found a "
+                f"engine[{name!r}]: expected a str and an engine that shard() returned; found a "
                 f"{type(each).__name__}"
             )
         if "." in name or not name:
@@ -169,11 +169,11 @@ def as_one(engine: Engines) -> ShardedModel:
             "engine: expected engines of the same ranks; found "
             + ", ".join(f"{name} of {each}" for name, each in zip(engine, ranks, strict=True))
         )
-    return _Together(engine)
+    return _JointModel(engine)
 
 
 def level_names(engine: Engines) -> dict[str, str]:
-    """Levels by axis; where engines differ, all of them."""
+    """Names of the levels by axis; if engines differ, all of them."""
     engines = list(engine.values()) if isinstance(engine, Mapping) else [engine]
     found = [
         {axis.value: each.strategy.level(axis).name for axis in (Axis.INNER, Axis.OUTER)}
@@ -183,8 +183,8 @@ def level_names(engine: Engines) -> dict[str, str]:
 
 
 def axis_sizes(engine: ShardedModel) -> dict[str, int]:
-    """Ranks along each axis of the mesh; those of others' dimensions, that DTensor parameters are
-    over, beside them."""
+    """Number of ranks along each axis of the mesh, and as "others" along all other mesh dimensions
+    of parameters that are DTensors."""
     mesh = engine.mesh
     sizes = {axis.value: mesh.axis(axis).size for axis in (Axis.OUTER, Axis.INNER)}
     if engine.ranks.size > mesh.size:

@@ -1,7 +1,7 @@
-"""Where the tensors of an export come from: an engine's slices, or a checkpoint on disk.
+"""Sources of exported tensors: an engine's slices, or a checkpoint on disk.
 
-Either way a :class:`Source` is known by name, shape and dtype, which are the same on all ranks, and
-gives the parts that this rank has to write, one after the other.
+A :class:`Source` has a name, shape and dtype, which are the same on all ranks, and yields the parts
+that this rank writes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fsdp_engine.flat_dtensor.placement import Box, flat_range_boxes
 from fsdp_engine.flat_dtensor.spread import Spread
 from fsdp_engine.strategies import Axis, Role
 
-# First row-major element, and a tensor with it and the following ones.
+# Row-major index of the first element, and a tensor with this and the following elements.
 Part = tuple[int, Tensor]
 
 
@@ -45,11 +45,11 @@ class Source:
 
     Attributes:
         name: its first name in the order of modules.
-        shape: of the whole tensor.
-        dtype: of the elements that are written.
+        shape: of the unsharded tensor.
+        dtype: of the written elements.
         aliases: its other names, under which it is not written.
-        parts: what this rank has to write. A part may be overwritten when the next one is asked
-            for.
+        parts: yields the parts that this rank writes. The next part may overwrite the previous
+            one.
     """
 
     name: str
@@ -62,12 +62,12 @@ class Source:
 def engine_sources(engine: EngineLike, dtype: torch.dtype | None) -> list[Source]:
     """Parameters and persistent buffers of a sharded model, in the order of its modules.
 
-    Parameters that several ranks hold are shared out among them by bytes, in that order. Buffers
-    may differ between ranks; those of rank 0 count.
+    Parameters that several ranks hold are distributed among these ranks by bytes, in this order.
+    Buffers may differ between ranks; those of rank 0 are written.
 
     Args:
         engine: at rest.
-        dtype: for floating-point tensors; None: each its own.
+        dtype: for floating-point tensors; None: that of each tensor.
 
     Raises:
         RuntimeError: within a forward, a backward or ``engine.unsharded()``, or after a load that
@@ -88,7 +88,7 @@ def engine_sources(engine: EngineLike, dtype: torch.dtype | None) -> list[Source
     replica, num_replicas = _replica(engine)
     total = sum(tensor.numel() for key, (tensor, _) in found.items() if key in is_written)
     sources: list[Source] = []
-    before = 0  # elements of the parameters so far
+    before = 0  # elements of the preceding parameters
     for key, (tensor, names) in found.items():
         is_mine = engine.ranks.rank == 0
         if key in is_written:
@@ -110,23 +110,23 @@ def engine_sources(engine: EngineLike, dtype: torch.dtype | None) -> list[Source
 def checkpoint_sources(
     folder: Path, dtype: torch.dtype | None, buffer_bytes: int, trust: bool = False
 ) -> list[Source]:
-    """The model's tensors in a checkpoint, by name. A tied weight is there under each of its names.
+    """The model's tensors in a checkpoint. It contains a tied weight under each of its names.
 
     Args:
         folder: a checkpoint in DCP format with keys ``model.<name>``.
-        dtype: for floating-point tensors; None: each its own.
-        buffer_bytes: what is read at once.
-        trust: whoever wrote it may run code here.
+        dtype: for floating-point tensors; None: that of each tensor.
+        buffer_bytes: maximum size of a part.
+        trust: allow objects of any class, which may run arbitrary code.
 
     Raises:
         FileNotFoundError, NotADirectoryError: there is no checkpoint.
-        ValueError: it has no tensors of a model, or is damaged.
+        ValueError: it contains no tensors of a model, or is damaged.
     """
     metadata = read_metadata(folder, trust)
     saved = Saved(metadata)
     if saved.is_trainable_only:
         raise ValueError(
-            f"checkpoint {folder}: expected all parameters of a model; found those alone that were "
+            f"checkpoint {folder}: expected all parameters of a model; found only those that were "
             "trainable, since it was saved with trainable_only=True. Load it into the model, and "
             "save that (adapters: fe.save_pretrained)"
         )
@@ -135,7 +135,9 @@ def checkpoint_sources(
     sources = []
     for key in saved.below(MODEL):
         entry, path = saved.entries[key], saved.paths[key]
-        name = str(path[1]) if len(path) == 2 else EXTRA_STATE  # an extra state has insides
+        name = (
+            str(path[1]) if len(path) == 2 else EXTRA_STATE
+        )  # longer paths are within extra states
         if isinstance(entry, TensorStorageMetadata) and not is_extra_state(name):
             written = _written(entry.properties.dtype, dtype)
 
@@ -154,10 +156,10 @@ def checkpoint_sources(
 def saved_parts(
     reader: Reader, key: str, entry: TensorStorageMetadata, buffer: ReadBuffer
 ) -> Iterator[Part]:
-    """A saved tensor, whatever boxes it was saved in, as flat ranges in order.
+    """Yield a saved tensor as consecutive flat ranges, for any chunks in which it was saved.
 
     Args:
-        reader: set up for the checkpoint; what cannot be read into place goes through its buffer.
+        reader: of the checkpoint.
         key: of the tensor.
         entry: its metadata.
         buffer: holds one range at a time; the next one overwrites it.
@@ -184,7 +186,7 @@ def saved_parts(
 
 
 class _IntoBoxes(dcp.DefaultLoadPlanner):
-    """Puts what is read into boxes, which lie one after the other in a flat tensor."""
+    """Reads into boxes, which are stored consecutively in a flat tensor."""
 
     def __init__(self, flat: Tensor, boxes: tuple[Box, ...]) -> None:
         super().__init__()
@@ -192,7 +194,7 @@ class _IntoBoxes(dcp.DefaultLoadPlanner):
         self._boxes = boxes
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """Where an item goes."""
+        """Returns the destination of an item."""
         assert read_item.dest_index.index is not None
         box = self._boxes[read_item.dest_index.index]
         first = self._boxes[0].start
@@ -203,11 +205,12 @@ class _IntoBoxes(dcp.DefaultLoadPlanner):
         return target
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Nothing is left to do."""
+        """No-op: the item was read in place."""
 
 
 def _replica(engine: EngineLike) -> tuple[int, int]:
-    """This rank's number among those that hold the same slices, and how many those are."""
+    """This rank's index among the ranks that hold the same slices, and the number of these
+    ranks."""
     number, count = 0, 1
     for axis in (Axis.OUTER, Axis.INNER):
         if not engine.strategy.cuts(Role.OPTIM, axis):
@@ -217,8 +220,8 @@ def _replica(engine: EngineLike) -> tuple[int, int]:
 
 
 def parts_of(tensor: Tensor) -> list[Part]:
-    """What this rank holds of a tensor, in parts that are contiguous in the whole: the memory
-    itself."""
+    """Views of this rank's elements of a tensor, in parts that are contiguous in the unsharded
+    tensor."""
     if isinstance(tensor, FlatDTensor):
         first, local, spread = (
             tensor.flat_placement.start,
@@ -235,8 +238,8 @@ def parts_of(tensor: Tensor) -> list[Part]:
         return [(first, local)]
     flat = local.reshape(-1)
     return [
-        (there, flat[here - first : here - first + count])
-        for there, here, count in spread.runs(first, first + flat.numel())
+        (global_start, flat[start - first : start - first + count])
+        for global_start, start, count in spread.runs(first, first + flat.numel())
     ]
 
 

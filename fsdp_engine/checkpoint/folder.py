@@ -1,11 +1,10 @@
-"""One checkpoint, one folder: any ranks, strategy and mesh load what any others saved.
+"""Saving and loading of single checkpoints, independent of ranks, strategy and mesh.
 
-A checkpoint is a folder in the format of ``torch.distributed.checkpoint`` (DCP). Every rank writes
-its slices and reads what it holds; nothing is gathered. Entries have the names that unsharded code
-uses for them:
+A checkpoint is a folder in the format of ``torch.distributed.checkpoint`` (DCP). Each rank writes
+and reads its own slices; nothing is gathered. Entries have the same names as in unsharded code:
 
     ========================================  ====================================================
-    key                                       what
+    key                                       value
     ========================================  ====================================================
     ``model.<name>``                          ``model.state_dict()``: main weights, buffers (those
                                               of data-parallel rank 0), extra states; a tied weight
@@ -14,21 +13,21 @@ uses for them:
                                               others (step counters) as they are
     ``optimizer.param_groups.<n>.<key>``      hyperparameters, and ``params``: names
     ``optimizer.kind``                        the optimizer's class
-    ``extra``                                 what the user adds, through ``torch.save``
+    ``extra``                                 the user's ``extra``, in the format of ``torch.save``
     ``ranks.<rank>``                          random states and extra of one rank (``Checkpointer``)
-    ``trainable_only``                        only where frozen parameters were left out
+    ``trainable_only``                        marks checkpoints without frozen parameters
     ========================================  ====================================================
 
-So unsharded code reads the weights with ``dcp.load({"model": model.state_dict()},
-checkpoint_id=path)``, and what it wrote with ``dcp.save({"model": model.state_dict()}, ...)`` loads
-here. With ``"optimizer": get_optimizer_state_dict(model, optimizer)`` of
-``torch.distributed.checkpoint.state_dict`` beside it, as FSDP2 users write it, the optimizer loads
-too.
+Unsharded code loads the weights with ``dcp.load({"model": model.state_dict()},
+checkpoint_id=path)``, and checkpoints that it saves with ``dcp.save({"model": model.state_dict()},
+...)`` can be loaded here. If they also contain ``"optimizer": get_optimizer_state_dict(model,
+optimizer)`` of ``torch.distributed.checkpoint.state_dict``, as those of FSDP2 programs do, the
+optimizer can be loaded, too.
 
-A checkpoint that :func:`save_checkpoint` writes over an older one replaces it at the very end, when
-its metadata is renamed into place: a job that is killed while it saves leaves the older one whole.
+If :func:`save_checkpoint` overwrites an older checkpoint, it renames the new metadata into place as
+the last step, so that the older checkpoint stays intact if the job is killed during the save.
 
-Checkpoints hold pickles, which are read so that they cannot run code: see ``objects.py``.
+Checkpoints contain pickles. They are read without running code: see ``objects.py``.
 """
 
 from __future__ import annotations
@@ -50,8 +49,9 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
+from fsdp_engine.checkpoint.dcp_errors import convert_dcp_errors
 from fsdp_engine.checkpoint.dcp_metadata import METADATA, check_files, read_metadata
-from fsdp_engine.checkpoint.engines import Engines, as_one
+from fsdp_engine.checkpoint.engines import Engines, join_engines
 from fsdp_engine.checkpoint.manifest import FileRow
 from fsdp_engine.checkpoint.model_state import (
     EXTRA,
@@ -72,7 +72,6 @@ from fsdp_engine.checkpoint.optimizer_state import (
     optimizer_entries,
     optimizer_kind,
 )
-from fsdp_engine.checkpoint.plain_errors import plain_errors
 from fsdp_engine.checkpoint.reader import Reader
 from fsdp_engine.checkpoint.run_state import pack, unpack
 from fsdp_engine.checkpoint.sharded_model import ShardedModel
@@ -83,10 +82,10 @@ from fsdp_engine.devices.agreement import agree, agree_on_same
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What a checkpoint did not fit, and what was in it.
+    """Result of a load.
 
     Attributes:
-        step: the training step that was saved; None where the checkpoint does not say.
+        step: the training step that was saved; None if the checkpoint does not contain it.
         problems: a line for each entry that is missing, unexpected or does not fit.
         extra: the ``extra`` of data-parallel rank 0, tensors on the CPU.
     """
@@ -107,28 +106,28 @@ def save_checkpoint(
     """Write weights, optimizer state and ``extra`` to a folder. Collective.
 
     Args:
-        path: the folder, on storage that all ranks share; made if need be. An older checkpoint in
-            it is replaced, other files are left alone.
-        engine: what :func:`~fsdp_engine.sharding.shard` returned; or several of these by name, over
-            the same ranks. Entries then begin with the name: ``model.actor.head.weight``.
-        optimizer: one over the parameters of all of them, torch's or Megatron-Core's. State tensors
-            that have not the parameter's shape must be the same on all ranks.
-        extra: anything else, as ``torch.save`` takes it: step, LR scheduler, data position. That of
-            data-parallel rank 0 is kept.
-        trainable_only: leave out parameters that were frozen at ``shard()``: a base model under
-            adapters, say. Persistent buffers are saved.
+        path: the folder, on storage that all ranks share; created if it does not exist. An older
+            checkpoint in it is replaced, other files are not changed.
+        engine: result of :func:`~fsdp_engine.sharding.shard`; or a dict of several, over the same
+            ranks. Entries then begin with the name: ``model.actor.head.weight``.
+        optimizer: one over the parameters of all engines, torch's or Megatron-Core's. State tensors
+            without the parameter's shape must be the same on all ranks.
+        extra: additional values that ``torch.save`` accepts: step, LR scheduler, data position.
+            That of data-parallel rank 0 is saved.
+        trainable_only: omit parameters that were frozen at ``shard()``, such as a base model under
+            adapters. Persistent buffers are saved.
 
     Raises:
         NotADirectoryError: ``path`` is a file.
         RuntimeError: within a forward, a backward or ``engine.unsharded()``.
         ValueError, TypeError: the optimizer does not belong to the engine, or has state that is
-            neither tensor nor number; ``extra`` is no dict.
-        RuntimeError, OSError: writing failed on some rank; an older checkpoint is as it was, and
-            what was written is removed.
+            neither tensor nor number; ``extra`` is not a dict.
+        RuntimeError, OSError: writing failed on some rank. An older checkpoint is unchanged, and
+            the new files are removed.
 
-    Each is raised on every rank if on one; all but the last before anything is written.
+    Each error is raised on all ranks; all but the last before anything is written.
     """
-    folder, model = Path(path), as_one(engine)
+    folder, model = Path(path), join_engines(engine)
     group = model.ranks.control_group
     entries: dict[str, Any] = {}
     error: Exception | None = None
@@ -169,36 +168,38 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Read what :func:`save_checkpoint` or ``torch.distributed.checkpoint`` wrote. Collective.
 
-    Weights are bit by bit what was saved, whatever strategy, mesh and number of ranks saved them,
-    and the next forward uses them; so are the optimizer's state and hyperparameters, which are
-    matched by parameters' names, not by their order. An optimizer's state is made anew, so that
-    the optimizer need not have stepped.
+    Weights equal the saved ones bit for bit, for any strategy, mesh and number of ranks of the
+    save, and the next forward uses them. So do the optimizer's state and hyperparameters, which are
+    matched by the names of parameters, not by their order. The optimizer does not have to have
+    stepped: its state is created.
 
     Args:
         path: the folder.
-        engine: whose weights and buffers are replaced; or several by name, as they were saved.
-        optimizer: whose state and hyperparameters are replaced; None: only weights are loaded.
-        trust: whoever wrote the checkpoint may run code here: objects in it may be of any class.
-        trainable_only: leave parameters that were frozen at ``shard()`` as they are, whether the
-            checkpoint has them or not. One that was saved so is refused otherwise.
+        engine: the engine, or a dict of engines as at the save, whose weights and buffers are
+            replaced.
+        optimizer: the optimizer whose state and hyperparameters are replaced; None: load weights
+            only.
+        trust: allow objects of any class, which may run arbitrary code of the checkpoint's author.
+        trainable_only: do not change parameters that were frozen at ``shard()``, whether the
+            checkpoint contains them or not. Required for a checkpoint that was saved with it.
 
     Returns:
-        ``extra`` as it was saved, tensors on the CPU; empty if there was none.
+        ``extra`` of the save, tensors on the CPU; empty if there was none.
 
     Raises:
         FileNotFoundError: there is no checkpoint at ``path``.
         NotADirectoryError: ``path`` is a file.
-        ValueError: entries are missing, unexpected, or of another shape or of a dtype that would
-            be rounded (all of them are listed), or the optimizer is of another kind, has other
-            parameters, or groups them so that one group would have two values of one
-            hyperparameter. Or files are damaged, or an object is of a class that could run code.
+        ValueError: entries are missing, unexpected, of another shape, or of a dtype that would
+            be rounded (all of them are listed); or the optimizer is of another class, has other
+            parameters, or groups them so that a group would have two values of one
+            hyperparameter; or files are damaged, or an object is of a class that could run code.
         RuntimeError, TypeError: as for :func:`save_checkpoint`.
-        RuntimeError: reading failed half way; weights are then partly replaced, and forwards and
-            saves raise until a checkpoint is loaded.
+        RuntimeError: reading failed half way. Weights are partly replaced, and forwards and saves
+            raise until a checkpoint is loaded.
 
-    Each is raised on every rank if on one; all but the last before anything is changed.
+    Each error is raised on all ranks; all but the last before anything is changed.
     """
-    model = as_one(engine)
+    model = join_engines(engine)
 
     def make() -> FolderMatch:
         return FolderMatch(Path(path), model, optimizer, trust=trust, trainable_only=trainable_only)
@@ -212,16 +213,16 @@ def load_checkpoint(
 def load_matching(
     what: str, group: ProcessGroup | None, make: Callable[[], FolderMatch], *, strict: bool = True
 ) -> FolderMatch:
-    """Match a folder on all ranks, then load what fits. Collective.
+    """Match a folder on all ranks, then load the entries that fit. Collective.
 
     Args:
-        what: is being done, for messages.
+        what: name of the operation, for messages.
         group: the ranks.
-        make: matches it on this rank.
-        strict: entries that are missing, unexpected or do not fit are an error.
+        make: creates the match on this rank.
+        strict: raise if entries are missing, unexpected or do not fit.
 
     Raises:
-        Exception: of ``make``; or see :func:`load_checkpoint`. On every rank if on one.
+        Exception: raised by ``make``; or see :func:`load_checkpoint`. On all ranks.
     """
     match: FolderMatch | None = None
     error: Exception | None = None
@@ -245,7 +246,7 @@ def training_entries(
     *,
     trainable_only: bool = False,
 ) -> dict[str, Any]:
-    """What this rank contributes of weights and optimizer state.
+    """Entries of weights and optimizer state that this rank saves.
 
     Raises:
         RuntimeError, ValueError, TypeError: see :func:`save_checkpoint`.
@@ -261,8 +262,8 @@ def training_entries(
 
 
 def write_entries(entries: dict[str, Any], writer: Writer, group: ProcessGroup | None) -> None:
-    """Write what all ranks contribute. Collective; an error on one rank is raised on all."""
-    with _without_the_warning_of_one_rank(), plain_errors("writing"):
+    """Write the entries of all ranks. Collective; an error on one rank is raised on all."""
+    with _ignore_single_rank_warning(), convert_dcp_errors("writing"):
         dcp.save(
             entries,
             storage_writer=writer,
@@ -273,19 +274,19 @@ def write_entries(entries: dict[str, Any], writer: Writer, group: ProcessGroup |
 
 
 class FolderMatch:
-    """How a checkpoint fits an engine and an optimizer. Sends nothing until :meth:`load`.
+    """Match of a checkpoint with an engine and an optimizer. Not collective before :meth:`load`.
 
     Args:
         folder: the checkpoint.
-        engine: whose weights it may replace.
-        optimizer: likewise; None: only weights are loaded.
-        others: keys to read besides, packed objects.
-        trust: whoever wrote it may run code here.
-        trainable_only: leave frozen parameters as they are.
+        engine: the engine whose weights are replaced.
+        optimizer: the optimizer whose state is replaced; None: load weights only.
+        others: keys of packed objects to read in addition.
+        trust: allow objects of any class, which may run arbitrary code.
+        trainable_only: do not change frozen parameters.
 
     Attributes:
-        problems: a line for each entry that does not fit; those are left out of ``targets``.
-        targets: what to read; after :meth:`load`, what was read.
+        problems: a line for each entry that does not fit. These are not in ``targets``.
+        targets: entries to read; after :meth:`load`, the values that were read.
 
     Raises:
         FileNotFoundError, NotADirectoryError, RuntimeError, TypeError, ValueError: see
@@ -313,9 +314,9 @@ class FolderMatch:
         check_at_rest(engine)
         if self._saved.is_trainable_only and not trainable_only:
             raise ValueError(
-                f"checkpoint {folder}: expected all parameters; found those alone that were "
-                "trainable, since it was saved with trainable_only=True. Load the frozen ones from "
-                "where they come from, and this with trainable_only=True"
+                f"checkpoint {folder}: expected all parameters; found only those that were "
+                "trainable, since it was saved with trainable_only=True. Load frozen parameters "
+                "from their source, and this checkpoint with trainable_only=True"
             )
         self.targets, self.problems, self._extra_states = match_model(
             engine, self._saved, trainable_only=trainable_only
@@ -331,14 +332,14 @@ class FolderMatch:
             if self._optimizer.is_same_kind:
                 self.targets |= self._optimizer.targets
             else:
-                self._optimizer = None  # nothing of another kind's state is of use
+                self._optimizer = None  # state of another class of optimizer cannot be loaded
         self._others = [key for key in others if key in self._saved.entries]
         self.targets |= dict.fromkeys(self._others)
 
     @property
     def identity(self) -> dict[str, object]:
-        """What must be equal on all ranks that load together; the folder by its content, since
-        ranks may see it at different paths."""
+        """Values that must be equal on all ranks of the load. The folder is identified by its
+        content, because its path may differ between ranks."""
         return {
             "checkpoint": f"checksum {zlib.crc32((self._folder / METADATA).read_bytes()):08x}",
             "optimizer": optimizer_kind(self._given_optimizer),
@@ -347,10 +348,10 @@ class FolderMatch:
         }
 
     def raise_problems(self) -> None:
-        """Refuse what does not fit as a whole.
+        """Raise if there are problems.
 
         Raises:
-            ValueError: something does not; all of it is listed.
+            ValueError: entries do not fit; all of them are listed.
         """
         if self.problems:
             lines = "\n  ".join(self.problems)
@@ -360,17 +361,18 @@ class FolderMatch:
             )
 
     def load(self, what: str, group: ProcessGroup | None) -> None:
-        """Read, and give engine and optimizer what was read. Collective.
+        """Read the targets, and load them into engine and optimizer. Collective.
 
-        First objects, which may be refused and change nothing; then tensors, into their places.
+        Objects are read first, because they may be refused and change nothing; then tensors, in
+        place.
 
         Args:
-            what: is being done, for messages.
-            group: of all ranks; None: there is one.
+            what: name of the operation, for messages.
+            group: of all ranks; None: there is one rank.
 
         Raises:
-            RuntimeError: reading tensors failed on some rank; the engine then refuses to go on.
-            Exception: what else went wrong; nothing was changed.
+            RuntimeError: reading tensors failed on some rank. The engine's values are then missing.
+            Exception: any other error; nothing was changed.
         """
         objects = {key: value for key, value in self.targets.items() if value is None}
         tensors = {key: value for key, value in self.targets.items() if value is not None}
@@ -408,7 +410,7 @@ def _missing_key(key: str) -> Hashable:
 
 
 class _LoadPlanner(dcp.DefaultLoadPlanner):
-    """Reads objects without running code."""
+    """Reads objects without running code, unless ``trust`` is set."""
 
     def __init__(self, folder: Path, trust: bool) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -416,7 +418,7 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
         self._trust = trust
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Keep an object."""
+        """Store an object that was read."""
         key = read_item.dest_index.fqn
         self.state_dict[key] = read_object(value, f"{self._folder}: {key}", self._trust)
 
@@ -430,12 +432,20 @@ def read_entries(
     alone: bool = True,
     trust: bool = False,
 ) -> None:
-    """Fill ``targets``; ``alone``: without the other ranks.
+    """Read ``targets``.
+
+    Args:
+        folder: of the checkpoint.
+        metadata: of the checkpoint.
+        targets: tensors are filled in place, objects are set.
+        group: the ranks that read together.
+        alone: not collective.
+        trust: allow objects of any class, which may run arbitrary code.
 
     Raises:
-        Exception: what went wrong on this rank; of the same kind on others.
+        Exception: of this rank's error; on the other ranks of the same class.
     """
-    with _without_the_warning_of_one_rank(), plain_errors("reading"):
+    with _ignore_single_rank_warning(), convert_dcp_errors("reading"):
         dcp.load(
             targets,
             storage_reader=Reader(folder, metadata),
@@ -447,8 +457,8 @@ def read_entries(
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """No collection of garbage meanwhile: plans are so many objects that it would start one of the
-    whole heap, on some rank, for which all others wait."""
+    """Context without garbage collection. DCP's plans consist of so many objects that they would
+    trigger a full collection on some rank, and all other ranks would wait for it."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -459,7 +469,7 @@ def collector_paused() -> Iterator[None]:
 
 
 @contextmanager
-def _without_the_warning_of_one_rank() -> Iterator[None]:
+def _ignore_single_rank_warning() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

@@ -1,13 +1,15 @@
-"""Weights to and from folders of safetensors, as Hugging Face libraries read and write them.
+"""Reads and writes folders of safetensors in the layout of Hugging Face libraries.
 
-Nothing is gathered and no tensor travels between ranks: from names, shapes and dtypes alone every
-rank knows which bytes of which file its slices are (``safetensors_file.py``), and writes or reads
-those through one buffer. In an export
+Nothing is gathered, and no tensor is sent between ranks. Each rank computes from names, shapes and
+dtypes which bytes of which file its slices are (``safetensors_file.py``), and writes or reads them
+through one buffer. Steps of an export:
 
-1. all ranks make the same plan, and agree that they have; rank 0 makes the files, with headers and
-   final sizes, in a folder that nobody takes for a model;
-2. every rank writes its slices. Where ranks hold the same elements, one of them writes;
-3. when all have, rank 0 renames the files into place, an index last (``hugging_face_folder.py``).
+1. All ranks compute the same plan, and agree on it. Rank 0 creates the files, with headers and
+    final
+   sizes, in a folder whose name is not that of a model.
+2. Each rank writes its slices. If several ranks hold the same elements, one of them writes.
+3. When all ranks have finished, rank 0 renames the files into place, the index last
+   (``hugging_face_folder.py``).
 """
 
 from __future__ import annotations
@@ -52,11 +54,11 @@ from fsdp_engine.checkpoint.sharded_model import ShardedModel
 from fsdp_engine.devices.agreement import agree
 from fsdp_engine.devices.ranks import Ranks
 
-# What a rank holds at once, beyond its own slices, while it reads or writes.
+# Memory that a rank uses in addition to its slices while it reads or writes.
 BUFFER_BYTES = 16 << 20
 
 
-# Name in a file to name in the model; None: left out.
+# Maps a name in a file to a name in the model; None: the tensor is not read.
 Rename = Callable[[str], str | None] | Mapping[str, str | None]
 
 
@@ -69,40 +71,39 @@ def export_safetensors(
     progress: Callable[[int], None] = lambda num_bytes: None,
     trust: bool = False,
 ) -> None:
-    """Write weights as ``save_pretrained`` would, for anything that reads safetensors.
+    """Write weights as safetensors, in the layout of ``save_pretrained``.
 
-    Main weights and persistent buffers (those of rank 0) are written under the model's own names. A
+    Main weights and persistent buffers (those of rank 0) are written under the model's names. A
     tied weight is written once, under its first name in the order of modules; the file's header
-    tells its other names. (A checkpoint does not say what is tied: from there it is written under
-    each name.) Modules' extra states are left out.
+    contains its other names. (Checkpoints do not contain ties: an export from a checkpoint writes a
+    tied weight under each name.) Extra states of modules are omitted.
 
     Args:
-        engine_or_path: what :func:`~fsdp_engine.sharding.shard` returned; all its ranks call.
+        engine_or_path: result of :func:`~fsdp_engine.sharding.shard`; collective over its ranks.
             Or the folder of a checkpoint in the format of ``torch.distributed.checkpoint``, with
-            keys ``model.<name>``; one process calls, and needs no process group.
-        directory: on storage that all ranks share; made if need be. Model files of an earlier
-            export are replaced, other files (``config.json``) are left alone.
+            keys ``model.<name>``; called by one process, without a process group.
+        directory: on storage that all ranks share; created if it does not exist. Model files of an
+            earlier export are replaced, other files (``config.json``) are not changed.
         dtype: for floating-point tensors; None: that of the main weights.
-        max_shard_size: bytes of tensors in one file, or a text such as "5GB" (10**9 bytes each). A
-            tensor that is larger has a file of its own.
-        progress: is told the number of bytes that this rank has written, as they are held (before
-            a cast).
-        trust: whoever wrote the checkpoint may run code here.
+        max_shard_size: maximum bytes of tensors in one file, or a text such as "5GB" (10**9 bytes
+            each). A larger tensor is written into a separate file.
+        progress: called with the number of bytes that this rank has written, before a cast.
+        trust: allow objects of any class in the checkpoint, which may run arbitrary code.
 
     Raises:
-        ValueError, TypeError: an argument, one that differs between ranks, or a tensor whose dtype
-            the format does not know; or the checkpoint is damaged.
+        ValueError, TypeError: an argument is not legal or differs between ranks, the format does
+            not support the dtype of a tensor, or the checkpoint is damaged.
         RuntimeError: within a forward, a backward or ``engine.unsharded()``, or after a load that
             failed half way.
         OSError: ``directory`` cannot be written, or there is no checkpoint.
 
-    Each is raised on every rank if on one. Files of the new export are removed, unless renaming
-    them failed half way.
+    Each error is raised on all ranks. Files of the new export are removed, unless renaming them
+    failed half way.
     """
     buffer_bytes = BUFFER_BYTES
     engine: EngineLike | None = None
     if isinstance(engine_or_path, str | os.PathLike):
-        buffer_bytes //= 4  # one to read through, one to read into, one to convert in
+        buffer_bytes //= 4  # three buffers: to read through, to read into, and to convert in
         path = Path(engine_or_path)
 
         def sources() -> list[Source]:
@@ -143,12 +144,12 @@ def export_sources(
     """Write tensors into a folder; see :func:`export_safetensors`.
 
     Args:
-        what: who asks, in messages.
-        make_sources: makes what is written; the same names, shapes and dtypes on all ranks.
+        what: name of the operation, for messages.
+        make_sources: returns the tensors to write; the same names, shapes and dtypes on all ranks.
         ranks: that write together; None: this process alone.
-        buffer_bytes: to convert in.
-        directory, dtype, max_shard_size, progress: as there.
-        stem: of the names of the files.
+        buffer_bytes: size of the buffer for conversions.
+        directory, dtype, max_shard_size, progress: see :func:`export_safetensors`.
+        stem: of the file names.
     """
     group, rank = (None, 0) if ranks is None else (ranks.control_group, ranks.rank)
     folder: ExportFolder | None = None
@@ -186,7 +187,7 @@ def export_sources(
     finally:
         if folder is not None:
             folder.discard()
-    # Nobody returns or raises before the folder is as it shall stay.
+    # All ranks return or raise after the folder has its final content.
     agree(what, error, group)
 
 
@@ -195,30 +196,29 @@ def load_safetensors(
 ) -> None:
     """Read weights that ``save_pretrained`` or :func:`export_safetensors` wrote. Collective.
 
-    Every rank reads the bytes of its own slices, so that ranks that hold different slices read
-    every file about once together. Values are converted to the main weights' dtypes, and the next
-    forward uses them. A model that was built on the meta device takes them as any other does.
+    Each rank reads the bytes of its own slices, so that ranks with different slices together read
+    every file about once. Values are converted to the main weights' dtypes, and the next forward
+    uses them. The model may have been built on the meta device.
 
     Args:
-        engine: whose weights and persistent buffers are replaced.
-        directory: has ``model.safetensors``, or else the files that
-            ``model.safetensors.index.json`` names; or the same of ``diffusion_pytorch_model``, or
-            else any files ``*.safetensors``.
-        rename: from a name in the files to the model's name, or to None for a tensor to leave out:
-            a function, or a mapping, in which names that stay as they are need not stand. None:
-            names are the model's.
+        engine: the engine whose weights and persistent buffers are replaced.
+        directory: contains ``model.safetensors``, or the files that
+            ``model.safetensors.index.json`` names; or the same of ``diffusion_pytorch_model``; or
+            any other files ``*.safetensors``.
+        rename: maps a name in the files to the model's name, or to None to ignore the tensor: a
+            function, or a mapping of the names that change. None: names are the model's.
 
     Raises:
-        ValueError: tensors are missing, unexpected, of another shape, or of a dtype that does not
-            convert (all of them are listed; a tied weight may stand under any of its names), or a
-            file is damaged.
-        TypeError: ``rename`` is or returns something else.
+        ValueError: tensors are missing, unexpected, of another shape, or of a dtype that cannot be
+            converted (all of them are listed; a tied weight may be stored under any of its names),
+            or a file is damaged.
+        TypeError: ``rename`` or its result has a wrong type.
         OSError: the folder or a file is missing.
         RuntimeError: within a forward, a backward or ``engine.unsharded()``; or reading failed
-            half way, and weights are partly replaced: forwards and saves raise until weights are
-            loaded.
+            half way. Weights are then partly replaced, and forwards and saves raise until weights
+            are loaded.
 
-    Each is raised on every rank if on one; all but the last before anything is changed.
+    Each error is raised on all ranks; all but the last before anything is changed.
     """
     what = "load_safetensors"
     group = engine.ranks.control_group
@@ -237,7 +237,7 @@ def load_safetensors(
     replace_weights(what, engine, lambda: read(targets))
 
 
-# --- writing ---
+# --- Writing ---
 
 
 def _check_dtype(dtype: torch.dtype) -> None:
@@ -247,11 +247,11 @@ def _check_dtype(dtype: torch.dtype) -> None:
 
 
 def _plan(sources: Sequence[Source], max_bytes: int, stem: str) -> list[NamedFile]:
-    """Which file each tensor is in, and where."""
+    """Assign tensors to files, and to positions in them."""
     groups = split(sources, max_bytes)
     files = []
     for number, members in enumerate(groups):
-        # As huggingface_hub notes weights that share memory: dropped name, and the one that stays.
+        # As huggingface_hub records weights that share memory: omitted name, and name in the file.
         aliases = {alias: source.name for source in members for alias in source.aliases}
         plan = plan_file(
             [(source.name, source.dtype, source.shape) for source in members],
@@ -269,10 +269,10 @@ def _write(
     buffer: ReadBuffer,
     progress: Callable[[int], None],
 ) -> None:
-    """Write what this rank has to; on the disk when this returns."""
+    """Write this rank's parts, and sync the files."""
     by_name = {source.name: source for source in sources}
     for file in files:
-        descriptor: int | None = None  # a rank opens what it has a part of
+        descriptor: int | None = None  # opened only if this rank has a part of the file
         try:
             for name in file.tensors:
                 source = by_name[name]
@@ -289,11 +289,11 @@ def _write(
                 os.close(descriptor)
 
 
-# --- names ---
+# --- Names ---
 
 
 def _stored(directory: Path, rename: Rename | None) -> dict[str, list[TensorInFile]]:
-    """By the model's name, the tensors of the files that become it."""
+    """Stored tensors by their names in the model."""
     found: dict[str, list[TensorInFile]] = {}
     for each in read_folder(directory):
         name = _renamed(each.name, rename)

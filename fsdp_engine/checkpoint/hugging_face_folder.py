@@ -1,14 +1,14 @@
-"""A model's folder as Hugging Face libraries write and read it: which tensor is in which file.
+"""Layout of a model's folder of Hugging Face libraries: assignment of tensors to files.
 
     model.safetensors                       all tensors, if they fit into one file; otherwise
-    model-00001-of-00003.safetensors        files of at most so many bytes of tensors, and
+    model-00001-of-00003.safetensors        files with a maximum number of bytes, and
     model.safetensors.index.json            {"metadata": {"total_size": bytes of all tensors},
                                              "weight_map": {name: file, ...}}
 
-A model of ``diffusers`` has the same files under another stem, ``diffusion_pytorch_model``.
+Files of a model of ``diffusers`` have the stem ``diffusion_pytorch_model``.
 
-An export is written into a folder of its own inside, which nobody takes for a model, and its files
-are renamed into place when all of them are whole.
+An export is written into a temporary folder inside, and its files are renamed into place when all
+of them are complete.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DIFFUSERS_STEM = "diffusion_pytorch_model"
 
 
 def _names_of(stem: str) -> tuple[str, str]:
-    """The names of a file that stands alone, and of the index of several."""
+    """Names of a single file, and of the index of several files."""
     return f"{stem}.safetensors", f"{stem}.safetensors.index.json"
 
 
@@ -47,16 +47,16 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 class Sized(Protocol):
-    """What is known of a tensor before it is written."""
+    """A tensor to write."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the elements that are written."""
+        """Dtype of the written elements."""
         ...
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the tensor."""
+        """Shape of the tensor."""
         ...
 
 
@@ -65,7 +65,7 @@ SizedT = TypeVar("SizedT", bound=Sized)
 
 @dataclass(frozen=True)
 class NamedFile:
-    """A file of an export: its name in the folder, what it is to hold, and whose tensors."""
+    """A file of an export: its name in the folder, its plan, and the names of its tensors."""
 
     name: str
     plan: PlannedFile
@@ -73,10 +73,10 @@ class NamedFile:
 
 
 def parse_size(size: int | str) -> int:
-    """Bytes from a number, or from a text such as "5GB" (10**9 bytes each, as on the Hub).
+    """Parse a number of bytes, or a text such as "5GB" (10**9 bytes each, as on the Hub).
 
     Raises:
-        ValueError: it is neither, or less than a byte.
+        ValueError: ``size`` is neither, or less than a byte.
     """
     found = 0
     if isinstance(size, int) and not isinstance(size, bool):
@@ -92,11 +92,11 @@ def parse_size(size: int | str) -> int:
 
 
 def split(tensors: Sequence[SizedT], max_bytes: int) -> list[list[SizedT]]:
-    """Tensors by file, as ``huggingface_hub`` splits them: in order, each file as full as can be.
+    """Assign tensors to files as ``huggingface_hub`` does: in order, greedily.
 
     Args:
         tensors: in the order of the model.
-        max_bytes: of tensors in one file; a larger tensor has a file of its own.
+        max_bytes: of tensors in one file; a larger tensor is in a separate file.
     """
     files: list[list[SizedT]] = []
     current: list[SizedT] = []
@@ -117,7 +117,7 @@ def split(tensors: Sequence[SizedT], max_bytes: int) -> list[list[SizedT]]:
 
 
 def tensor_bytes(tensor: Sized) -> int:
-    """Bytes of a tensor's elements as they are written."""
+    """Written size of a tensor in bytes."""
     return math.prod(tensor.shape) * tensor.dtype.itemsize
 
 
@@ -128,11 +128,11 @@ def file_name(number: int, count: int, stem: str) -> str:
 
 
 class ExportFolder:
-    """The folder as one export sees it. One process makes one.
+    """Files of one export in a folder. Used by one process.
 
     Args:
-        directory: where the model shall stand.
-        stem: of the names of its files.
+        directory: of the model.
+        stem: of the file names.
     """
 
     def __init__(self, directory: Path, stem: str = STEM) -> None:
@@ -143,10 +143,10 @@ class ExportFolder:
         self._made: list[Path] = []
 
     def begin(self, files: Sequence[NamedFile]) -> Path:
-        """Make a folder to write into; its files have their headers and their sizes.
+        """Create a temporary folder, and its files with their headers and final sizes.
 
         Raises:
-            OSError: they cannot be made.
+            OSError: they cannot be created.
         """
         if self._directory.exists() and not self._directory.is_dir():
             raise NotADirectoryError(
@@ -155,7 +155,7 @@ class ExportFolder:
         parents = (self._directory, *self._directory.parents)
         self._made = [folder for folder in parents if not folder.exists()]
         self._directory.mkdir(parents=True, exist_ok=True)
-        for left in self._directory.glob(f"{_STAGING}*"):  # by a job that died
+        for left in self._directory.glob(f"{_STAGING}*"):  # of jobs that were killed
             shutil.rmtree(left, ignore_errors=True)
         self._staging = self._directory / f"{_STAGING}{uuid.uuid4().hex[:8]}"
         self._staging.mkdir()
@@ -168,10 +168,10 @@ class ExportFolder:
         return self._staging
 
     def publish(self, files: Sequence[NamedFile], total_bytes: int) -> None:
-        """Put the files in place of those of an earlier export; the index comes last.
+        """Replace the files of an earlier export; the index is renamed last.
 
         Args:
-            files: that are whole, and on the disk.
+            files: complete and synced.
             total_bytes: of all tensors.
 
         Raises:
@@ -187,8 +187,8 @@ class ExportFolder:
                 made.write(json.dumps(content, indent=2, sort_keys=True) + "\n")
                 made.flush()
                 os.fsync(made.fileno())
-        # Never may older and newer files stand for one model: where names are taken, the older
-        # model goes first. (A single file is replaced at once.)
+        # The folder must never contain a model of older and newer files: if names exist already,
+        # the older model is removed first. (The rename replaces a single file atomically.)
         taken = [self._directory / name for name in sorted(new - {self._single})]
         if any(path.exists() for path in taken):
             for path in (self._directory / self._index, *taken):
@@ -199,7 +199,7 @@ class ExportFolder:
             os.replace(index, self._directory / self._index)
         else:
             (self._directory / self._index).unlink(missing_ok=True)
-        # Until here readers saw an older single file, which they look for first.
+        # Until here readers used an older single file, which takes precedence over an index.
         for path in list(self._directory.iterdir()):
             if self._own.fullmatch(path.name) and path.name not in new:
                 path.unlink()
@@ -207,22 +207,23 @@ class ExportFolder:
         sync_folder(self._directory)
 
     def discard(self) -> None:
-        """Remove what was not published, and the folders that were made for it."""
+        """Remove unpublished files, and folders that were created for them."""
         if self._staging is not None:
             shutil.rmtree(self._staging, ignore_errors=True)
         for folder in self._made:
-            # Somebody else may have put something there in the meantime.
+            # Another program may have created files there in the meantime.
             if folder.is_dir() and not any(folder.iterdir()):
                 folder.rmdir()
 
 
 def read_folder(directory: Path) -> list[TensorInFile]:
-    """All tensors of a model's folder: of the single file, of the index's, or of every file.
+    """Find all tensors of a model's folder: of the single file, of the files in the index, or of
+    all files.
 
     Raises:
         OSError: the folder or a file is missing, or cannot be read.
-        ValueError: a file is not in the format, or does not hold what the index says; or several
-            hold a tensor of one name.
+        ValueError: a file is not in the format, or does not contain a tensor that the index
+            assigns to it; or several contain a tensor of one name.
     """
     if not directory.is_dir():
         kind = NotADirectoryError if directory.exists() else FileNotFoundError
@@ -253,7 +254,7 @@ def read_folder(directory: Path) -> list[TensorInFile]:
     for name in names:
         for tensor in read_header(directory / name):
             if weight_map.get(tensor.name, name) != name:
-                continue  # the index says that another file's counts
+                continue  # the index assigns the tensor to another file
             if tensor.name in tensors:
                 raise ValueError(
                     f"{directory}: expected one tensor {tensor.name}; found it in "

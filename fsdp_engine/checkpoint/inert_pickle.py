@@ -1,14 +1,14 @@
-"""Pickles from strangers, read as data: nothing that exists before the call can change.
+"""Reads untrusted pickles as data, so that they cannot change any existing object.
 
 A pickle calls the callables that it names, and sets attributes on them. Here each class that it may
-name is replaced by a stand-in that is made for one call, so a pickle can change nothing else. The
-caller builds the objects that it expects from the stand-ins, and checks their values on the way.
+name is replaced by a stand-in class that is created for one call, so that a pickle can only change
+stand-ins. The caller converts instances of stand-ins to objects, and validates their values.
 
 [Note: Indices and lengths]
-CPython's unpickler allocates memory for the largest index of its memo, and for a string's length,
-before it reads on. Both are numbers of four or eight bytes, so a pickle of a few bytes can demand
-GiBs. Therefore a first pass goes over the opcodes: an index must be below the number of bytes of
-the pickle, and a string must end within it.
+CPython's unpickler allocates memory for the largest index of its memo, and for the length of a
+string, before it reads the data. Both are numbers of four or eight bytes, so that a pickle of a few
+bytes can allocate GiBs. Therefore a first pass checks the opcodes: an index must be below the
+number of bytes of the pickle, and a string must end within it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class RefusedError(ValueError):
 
 
 class Record:
-    """An object of a class that the pickle named.
+    """Instance of a stand-in class.
 
     Attributes:
-        kind: the name that the caller gave to the class.
+        kind: the caller's name of the class.
         args: arguments of the constructor.
-        state: the state that the pickle set, None without one.
+        state: set by the pickle; None if it sets none.
     """
 
     kind: str
@@ -48,14 +48,14 @@ def load(
     """Unpickle ``content``.
 
     Args:
-        content: the pickle; bytes behind its end are ignored.
-        kinds: classes and functions that it may name, by module and name; each becomes a
-            :class:`Record` of this kind. Several may have the same kind.
-        constants: immutable objects that it may name.
-        trust: whether it may name anything else, which is then imported and called.
+        content: the pickle; bytes after its end are ignored.
+        kinds: allowed classes and functions, by module and name; instances and results are
+            :class:`Record` objects of this kind. Several may have the same kind.
+        constants: allowed immutable objects.
+        trust: allow all other names, which are imported and called.
 
     Raises:
-        RefusedError: it names something else; the message is its name.
+        RefusedError: a name is not allowed; the message is the name.
         Exception: of any type, if the pickle is damaged.
     """
     _check_numbers(content)
@@ -75,7 +75,7 @@ def load(
 
 
 def _stand_in(kind_: str) -> type[Record]:
-    """A class of its own, with functions of its own: the pickle may change them."""
+    """Create a class with its own functions, because the pickle may change both."""
 
     class StandIn(Record):
         kind = kind_
@@ -107,7 +107,7 @@ _PUT, _LONG_BINPUT, _STOP = ord(pickle.PUT), ord(pickle.LONG_BINPUT), ord(pickle
 
 
 def _run_of_fixed() -> re.Pattern[bytes]:
-    """As many opcodes in a row as have arguments of a fixed size: nearly all of a pickle."""
+    """Pattern of consecutive opcodes with arguments of fixed size: nearly all of a pickle."""
     codes: dict[int, bytes] = {}
     for code, size in _SIZES.items():
         if size >= 0 and code not in (_LONG_BINPUT, _STOP):

@@ -1,4 +1,4 @@
-"""What is in a checkpoint, for people and programs. Nothing is printed here."""
+"""Describes the contents of a checkpoint. Prints nothing."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from fsdp_engine.checkpoint.model_state import (
 from fsdp_engine.checkpoint.offline import StoredCheckpoint, count_files, stray_files
 from fsdp_engine.checkpoint.optimizer_state import GROUPS, KIND
 
-# So many of an optimizer's groups are described.
+# Maximum number of an optimizer's groups that are described.
 MAX_GROUPS = 16
-# An object that is larger is only counted.
+# Larger objects are not read.
 MAX_OBJECT_BYTES = 16 << 20
 
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole part of a dotted name
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a component of a dotted name
 
 
 @dataclasses.dataclass
 class SectionRow:
-    """What a part of a checkpoint holds: tensors, their elements and bytes, and other objects."""
+    """Numbers of tensors, their elements and bytes, and of other objects in a section."""
 
     tensors: int = 0
     elements: int = 0
@@ -41,7 +41,7 @@ class SectionRow:
 
 @dataclasses.dataclass(frozen=True)
 class GroupRow:
-    """A param group of an optimizer: how many parameters, and its hyperparameters."""
+    """A param group of an optimizer: number of parameters, and hyperparameters."""
 
     number: str
     parameters: int
@@ -50,22 +50,22 @@ class GroupRow:
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """What is in a checkpoint. None where it does not say.
+    """Contents of a checkpoint. Values that it does not contain are None.
 
     Attributes:
         path: its folder.
         step, world_size, mesh, strategy, libraries: from the manifest.
-        saved_at: when it was complete, as ISO 8601.
-        trainable_only: frozen parameters were left out.
-        num_files, num_bytes: that are there.
-        missing_files, stray_files: that are not, and that are besides.
-        sections: tensors and objects by part: model (with buffers, and a tied weight under each of
-            its names), optimizer, extra, ranks, and "other".
-        optimizer: its class.
-        groups: of the optimizer, the first ``MAX_GROUPS``; ``num_groups`` in all.
+        saved_at: time of completion, in ISO 8601.
+        trainable_only: it was saved without frozen parameters.
+        num_files, num_bytes: of existing files.
+        missing_files, stray_files: files that do not exist, and files that do not belong to it.
+        sections: tensors and objects by section: model (with buffers, and a tied weight under each
+            of its names), optimizer, extra, ranks, and "other".
+        optimizer: name of its class.
+        groups: the first ``MAX_GROUPS`` groups of the optimizer, of ``num_groups``.
         extra: the ``extra`` of rank 0 by name, shortened.
-        num_ranks: how many ranks have saved random states and ``extra`` of their own.
-        tensors: a row for each, by key.
+        num_ranks: number of ranks that have saved random states and ``extra``.
+        tensors: a row for each tensor.
     """
 
     path: str
@@ -90,7 +90,7 @@ class Description:
 
 
 def describe(checkpoint: StoredCheckpoint) -> Description:
-    """What is in a checkpoint. Reads no tensors but 0-d ones of the optimizer's groups."""
+    """Describe a checkpoint. Reads no tensors except 0-d ones of the optimizer's groups."""
     manifest, saved = checkpoint.manifest, checkpoint.saved
     files = checkpoint.files()
     num_files, num_bytes = count_files(checkpoint.folder, files)
@@ -132,13 +132,13 @@ def describe(checkpoint: StoredCheckpoint) -> Description:
 
 
 def tensor_bytes(row: TensorRow) -> int:
-    """Bytes of a tensor's elements."""
+    """Size of a tensor in bytes."""
     dtype: torch.dtype = getattr(torch, row.dtype)
     return math.prod(row.shape) * dtype.itemsize
 
 
 def shorten(value: Any, length: int = 100) -> str:
-    """A value for people, on one line."""
+    """Format a value in one line of at most ``length`` characters."""
     if isinstance(value, torch.Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         value = f"{value.item()!r} ({dtype})" if value.numel() == 1 else f"{dtype} {[*value.shape]}"
@@ -148,7 +148,7 @@ def shorten(value: Any, length: int = 100) -> str:
 
 
 def _groups(checkpoint: StoredCheckpoint) -> tuple[list[GroupRow], int]:
-    """The optimizer's first groups, and how many there are."""
+    """The first groups of the optimizer, and the number of groups."""
     saved = checkpoint.saved
     keys: dict[Any, list[str]] = {}
     for key in saved.below(OPTIMIZER, GROUPS):
@@ -162,7 +162,7 @@ def _groups(checkpoint: StoredCheckpoint) -> tuple[list[GroupRow], int]:
             name = str(saved.paths[key][3])
             if name != "params":
                 hyperparameters[name] = _shown(checkpoint, key)
-            elif len(saved.paths[key]) > 4:  # a name by itself
+            elif len(saved.paths[key]) > 4:  # an entry for each name
                 parameters += 1
             else:
                 parameters += len(_names(checkpoint, key))
@@ -179,7 +179,7 @@ def _names(checkpoint: StoredCheckpoint, key: str) -> list[Any]:
 
 
 def _extra(checkpoint: StoredCheckpoint) -> dict[str, str]:
-    """What the user added, by name."""
+    """The user's ``extra``, by name."""
     shown: dict[str, str] = {}
     for key in checkpoint.saved.below(EXTRA):
         name = ".".join(map(str, checkpoint.saved.paths[key][1:]))
@@ -200,7 +200,7 @@ def _extra(checkpoint: StoredCheckpoint) -> dict[str, str]:
 
 
 def _shown(checkpoint: StoredCheckpoint, key: str) -> str:
-    """A value for people, also where it cannot be read."""
+    """Format a value, or the reason why it cannot be read."""
     row = checkpoint.tensors.get(key)
     if row is not None and math.prod(row.shape) != 1:
         return f"{row.dtype} {[*row.shape]}"
@@ -214,13 +214,13 @@ def _shown(checkpoint: StoredCheckpoint, key: str) -> str:
 
 @dataclasses.dataclass
 class TensorGroup:
-    """Tensors of one shape and dtype whose names differ in numbers only.
+    """Tensors of one shape and dtype whose names differ only in numbers.
 
     Attributes:
-        name: with a star for each number that differs.
-        count: how many tensors.
-        shape: of each.
-        dtype: likewise.
+        name: with a star for each number.
+        count: number of tensors.
+        shape: of each tensor.
+        dtype: of each tensor.
     """
 
     name: str
@@ -230,7 +230,7 @@ class TensorGroup:
 
 
 def group_tensors(rows: Iterable[TensorRow]) -> list[TensorGroup]:
-    """The rows of ``blocks.0.weight``, ``blocks.1.weight``, ... as one, in order of the first."""
+    """Group rows such as ``blocks.0.weight`` and ``blocks.1.weight``, in order of the first."""
     groups: dict[Any, TensorGroup] = {}
     for row in rows:
         pattern = _NUMBER.sub("*", row.name)
@@ -244,7 +244,7 @@ def group_tensors(rows: Iterable[TensorRow]) -> list[TensorGroup]:
 
 
 def matches(key: str, pattern: str | None) -> bool:
-    """Whether a key, with or without its first part, matches a pattern such as ``*.weight``."""
+    """Whether a key, with or without its section, matches a pattern such as ``*.weight``."""
     if pattern is None:
         return True
     return fnmatchcase(key, pattern) or fnmatchcase(key.partition(".")[2], pattern)

@@ -1,4 +1,4 @@
-"""Several optimizers of one model, or of several, as one: checkpoints know one optimizer."""
+"""Joins several optimizers, since a checkpoint contains the state of one optimizer."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch.optim import Optimizer
 
 
 class _States(Mapping[Tensor, Any]):
-    """State by parameter, from the optimizer whose parameter it is."""
+    """State by parameter, over all optimizers."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
 
     @property
     def _states(self) -> list[Any]:
-        return [optimizer.state for optimizer in self._optimizers]  # loading makes new ones
+        return [optimizer.state for optimizer in self._optimizers]  # loading replaces them
 
     def __getitem__(self, param: Tensor) -> Any:
         for states in self._states:
@@ -34,9 +34,9 @@ class _States(Mapping[Tensor, Any]):
 
 
 class JointOptimizer(Optimizer):
-    """Optimizers over different parameters, to be saved and loaded as one.
+    """Optimizers over different parameters, saved and loaded as one. It cannot step.
 
-    Only that: it does not step. Parameters are numbered on from optimizer to optimizer.
+    Parameters are numbered consecutively over all optimizers.
 
     Args:
         optimizers: at least one.
@@ -45,7 +45,7 @@ class JointOptimizer(Optimizer):
         ValueError: two of them have the same parameter.
     """
 
-    # Optimizer.__init__ would copy the groups, which are the optimizers' own here.
+    # Optimizer.__init__ would copy the groups. They are shared with the optimizers here.
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.optimizers = list(optimizers)
         params = [id(param) for group in self._groups() for param in group["params"]]
@@ -56,7 +56,7 @@ class JointOptimizer(Optimizer):
             )
         self.param_groups = self._groups()
         self.state = _States(self.optimizers)  # type: ignore[assignment]
-        # What a checkpoint says of its kind.
+        # Checkpoints contain the name of the optimizer's class.
         self.__class__ = type(
             "And".join(type(each).__name__ for each in self.optimizers), (type(self),), {}
         )
@@ -65,7 +65,7 @@ class JointOptimizer(Optimizer):
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """As one optimizer over all groups would give it."""
+        """Returns the state dict of one optimizer over all groups."""
         states: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
         for optimizer, first in self._numbered():
@@ -78,7 +78,7 @@ class JointOptimizer(Optimizer):
         return {"state": states, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Give each optimizer its part."""
+        """Load the part of each optimizer into it."""
         groups = iter(state_dict["param_groups"])
         for optimizer, first in self._numbered():
             mine = [next(groups) for _ in optimizer.param_groups]
@@ -98,19 +98,19 @@ class JointOptimizer(Optimizer):
             )
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Not here."""
+        """Raise TypeError."""
         raise TypeError("JointOptimizer: expected its optimizers to step; found a step of its own")
 
     def _numbered(self) -> Iterator[tuple[Optimizer, int]]:
-        """Each optimizer, with the number of its first parameter."""
+        """Yield each optimizer, and the number of its first parameter."""
         first = 0
         for optimizer in self.optimizers:
             yield optimizer, first
             first += sum(len(group["params"]) for group in optimizer.param_groups)
 
 
-def as_one_optimizer(optimizers: Sequence[Optimizer]) -> Optimizer | None:
-    """None of none, the only one as it is, several as a :class:`JointOptimizer`."""
+def join_optimizers(optimizers: Sequence[Optimizer]) -> Optimizer | None:
+    """Returns None for no optimizer, a single one unchanged, several as :class:`JointOptimizer`."""
     if len(optimizers) < 2:
         return optimizers[0] if optimizers else None
     return JointOptimizer(optimizers)

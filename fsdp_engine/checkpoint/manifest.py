@@ -1,4 +1,4 @@
-"""What a checkpoint says about itself, in JSON: who saved it, which tensors, which files.
+"""The manifest of a checkpoint, in JSON: properties of the save, tensors, and files.
 
     {
       "crc32": "8f0c2ad1", "format_version": 1,
@@ -9,12 +9,12 @@
       "files": {"__shards_0_0.distcp": {"bytes": 1048576, "crc32": "1c291ca3"}, ...}
     }
 
-A checkpoint without frozen parameters says ``"trainable_only": true``, in format version 2.
+A checkpoint without frozen parameters contains ``"trainable_only": true``, in format version 2.
 
-It is written last. A checksum covers a whole file as it was handed to the system, so that a byte
-that changes later is found; CRC-32 finds every burst of up to 32 bits and misses one in four
-billion of other damages. It is no protection against somebody who means to deceive. The manifest's
-own is that of its text with zeros in the checksum's place.
+The manifest is written last. A checksum covers the content of a file as it was written, so that
+later changes are detected: CRC-32 detects all bursts of up to 32 bits, and misses one in four
+billion of other damages. It does not protect against intentional changes. The manifest's own
+checksum is computed with zeros instead of the checksum.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 MANIFEST = "manifest.json"
-# The newest that this code knows. Older code refuses what it does not know by this number.
+# Newest format that this code reads. Older code refuses newer formats by this number.
 FORMAT_VERSION = 2
 _OF_WHOLE_MODELS = 1
 
 _BLOCK_BYTES = 1 << 20
 _NO_CRC = "0" * 8
-# The first version of the engine listed the metadata twice where one process saved, once by the
-# name that it is written under before it is renamed.
+# In checkpoints of a single process, the first version of the engine listed the metadata a second
+# time, under its name before the rename.
 _RENAMED = ".metadata.tmp"
 
 
@@ -79,7 +79,7 @@ class Manifest:
     trainable_only: bool = False
 
     def write(self, folder: Path) -> None:
-        """Write it into ``folder``, onto the disk."""
+        """Write and sync the manifest in ``folder``."""
         values = asdict(self)
         if not self.trainable_only:
             del values["trainable_only"]
@@ -92,12 +92,12 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """The manifest in ``folder``.
+        """Read the manifest in ``folder``.
 
         Raises:
-            FileNotFoundError: there is none.
+            FileNotFoundError: there is no manifest.
             ValueError: it is damaged.
-            NewerFormatError: it is of a newer version than this code knows.
+            NewerFormatError: its format is newer than this code.
         """
         path = folder / MANIFEST
         if not path.is_file():
@@ -128,10 +128,10 @@ class Manifest:
             raise ValueError(f"{path}: {reason}") from error
 
     def _check_values(self) -> None:
-        """Whether values are of the types that the class declares.
+        """Check that values have the declared types.
 
         Raises:
-            ValueError: one is not, or a file lies outside the checkpoint's folder.
+            ValueError: a value has another type, or a file is outside the checkpoint's folder.
         """
         are_right = {
             "step": type(self.step) is int,
@@ -158,10 +158,10 @@ class Manifest:
 
 
 def check_file_name(name: str, where: str) -> str:
-    """``name`` if it is that of a file within the checkpoint's folder.
+    """Returns ``name`` if it is that of a file in the checkpoint's folder.
 
     Raises:
-        ValueError: it is absolute, leads out of the folder, or names no file.
+        ValueError: it is absolute, outside of the folder, or empty.
     """
     path = PurePosixPath(name)
     if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name:
@@ -174,7 +174,7 @@ def _is_dict_of(value: Any, kind: type) -> bool:
 
 
 def tensor_rows(saved: Metadata) -> tuple[TensorRow, ...]:
-    """A row for each tensor of a checkpoint's metadata."""
+    """Returns a row for each tensor of a checkpoint's metadata."""
     return tuple(
         TensorRow(name, tuple(entry.size), str(entry.properties.dtype).removeprefix("torch."))
         for name, entry in saved.state_dict_metadata.items()
@@ -183,7 +183,7 @@ def tensor_rows(saved: Metadata) -> tuple[TensorRow, ...]:
 
 
 def library_versions() -> dict[str, str]:
-    """Versions of what writes a checkpoint."""
+    """Versions of the libraries that write a checkpoint."""
     try:
         own = metadata.version("fsdp_engine")
     except metadata.PackageNotFoundError:
@@ -200,7 +200,7 @@ def _crc_of(text: str) -> str:
 
 
 def file_row(path: Path, progress: Callable[[int], None] = lambda num_bytes: None) -> FileRow:
-    """Size and checksum of a file as it is now. ``progress`` is told bytes as they are read."""
+    """Compute size and checksum of a file. ``progress`` is called with the bytes of each read."""
     size = crc = 0
     for block in _blocks(path):
         size += len(block)

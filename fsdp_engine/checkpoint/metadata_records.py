@@ -1,8 +1,9 @@
-"""DCP's metadata from a pickle's records, every value of it checked.
+"""Validates a pickle's records and converts them to DCP's metadata.
 
-The classes of ``torch.distributed.checkpoint`` do not check their values, and code that reads a
-checkpoint relies on them. Here wrong types, negative sizes, files outside the checkpoint's folder,
-chunks without a place, and chunks that do not make up their tensor are errors.
+The classes of ``torch.distributed.checkpoint`` do not validate their values, and code that reads a
+checkpoint relies on them. Wrong types, negative sizes, files outside the checkpoint's folder,
+chunks without a location in a file, and chunks that do not cover their tensor exactly raise errors
+here.
 """
 
 from __future__ import annotations
@@ -50,14 +51,14 @@ _KINDS = {
     (f"{_DCP}.filesystem", "_StorageInfo"): "_StorageInfo",
     ("torch", "Size"): "Size",
     ("torch.serialization", "_get_layout"): "layout",
-    # Where the checkpoint was saved, as a path of any system and any version of Python.
+    # The path of the checkpoint, of any operating system and any version of Python.
     **{
         (module, name): "path"
         for module in ("pathlib", "pathlib._local")
         for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
     },
 }
-# A pickle cannot set attributes on these.
+# A pickle cannot modify these objects.
 _CONSTANTS: dict[tuple[str, str], Any] = {
     ("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)
 }
@@ -68,18 +69,18 @@ _MAX_SHARDED_DIMS = 8
 
 
 def unpickle_metadata(content: bytes, trust: bool) -> Metadata:
-    """The metadata that ``content`` is the pickle of.
+    """Unpickle DCP's metadata.
 
-    Of ``Metadata``'s attributes ``state_dict_metadata``, ``planner_data``, ``storage_data`` and the
-    checksums are kept: no code reads others.
+    The attributes ``state_dict_metadata``, ``planner_data``, ``storage_data`` and the checksums of
+    ``Metadata`` are kept. No code here reads other attributes.
 
     Args:
-        content: the pickle; bytes behind its end are ignored.
-        trust: whether it may name other classes and functions, which are then called.
+        content: the pickle; bytes after its end are ignored.
+        trust: allow other classes and functions, which are then called.
 
     Raises:
         RefusedError: it names a class or function that DCP's metadata does not contain.
-        ValueError: it is damaged; the message says what was expected and found.
+        ValueError: it is damaged; the message contains the expected and the found value.
     """
     try:
         found = inert_pickle.load(content, _KINDS, _CONSTANTS, trust)
@@ -122,7 +123,7 @@ def _entry(key: str, entry: Any) -> TensorStorageMetadata | BytesStorageMetadata
 
 
 def _properties(key: str, record: Any) -> TensorProperties:
-    """Of a tensor; others than its dtype are deprecated and not read."""
+    """Properties of a tensor. All but the dtype are deprecated and not read."""
     where = f"properties of {key}"
     if not _is(record, "TensorProperties"):
         raise _unexpected(where, "TensorProperties", record)
@@ -133,11 +134,11 @@ def _properties(key: str, record: Any) -> TensorProperties:
 
 
 def _check_cover(key: str, size: torch.Size, chunks: Sequence[ChunkStorageMetadata]) -> None:
-    """Whether every element of a tensor is in exactly one chunk.
+    """Check that every element of a tensor is in exactly one chunk.
 
-    A box of ``d`` dims is given by its ``2**d`` corners, of alternating sign: the mixed difference
-    of its indicator function. The chunks make up the tensor if and only if the sum of their corners
-    is that of the tensor's.
+    A box of ``d`` dims is determined by its ``2**d`` corners with alternating signs, the mixed
+    difference of its indicator function. The chunks partition the tensor if and only if the sum of
+    their signed corners equals that of the tensor's.
     """
     boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]
     for offsets, sizes in boxes:
@@ -177,7 +178,7 @@ def _check_cover(key: str, size: torch.Size, chunks: Sequence[ChunkStorageMetada
 
 
 def _paths(planner_data: Any) -> dict[str, tuple[str | int, ...]] | None:
-    """Path of each key in the nested state dict; None for a flat one."""
+    """Path of each key in the nested state dict; None for a flat state dict."""
     if planner_data is None:
         return None
     found = {}
@@ -194,7 +195,7 @@ def _paths(planner_data: Any) -> dict[str, tuple[str | int, ...]] | None:
 def _places(
     storage_data: Any, entries: Mapping[str, TensorStorageMetadata | BytesStorageMetadata]
 ) -> dict[MetadataIndex, _StorageInfo]:
-    """Where each chunk and each object is stored."""
+    """Location of each chunk and each object."""
     found: dict[MetadataIndex, _StorageInfo] = {}
     for index, place in _mapping(storage_data, "storage_data").items():
         at = _state(index, "MetadataIndex", "a key of storage_data")
@@ -239,7 +240,7 @@ def _place(key: str, record: Any) -> _StorageInfo:
 
 
 def _check_sums(found: Any) -> None:
-    """Whether the checksums of the files are what ``dcp_metadata.file_sums`` takes."""
+    """Check that the checksums have the format that ``dcp_metadata.file_sums`` reads."""
     content = _mapping(found, SUMS)
     block_bytes = _number(content.get("block_bytes"), f"block_bytes of {SUMS}")
     if block_bytes == 0:
@@ -261,7 +262,7 @@ def _is(value: Any, kind: str) -> bool:
 
 
 def _state(value: Any, kind: str, where: str) -> Mapping[str, Any]:
-    """Attributes of an object of this kind."""
+    """Returns the attributes of an object of this kind."""
     if not _is(value, kind):
         raise _unexpected(where, kind, value)
     return {} if value.state is None else _typed(value.state, f"attributes of {where}", dict)
@@ -284,7 +285,7 @@ def _number(value: Any, where: str) -> int:
 
 
 def _typed(value: Any, where: str, *kinds: type) -> Any:
-    """``value`` if it is of one of these types, not of a subclass."""
+    """Returns ``value`` if it is of one of these types. Subclasses are not allowed."""
     if type(value) not in kinds:
         raise _unexpected(where, " or ".join(kind.__name__ for kind in kinds), value)
     return value

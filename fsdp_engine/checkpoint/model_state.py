@@ -1,7 +1,7 @@
-"""Entries of a checkpoint: what a model gives, and whether it takes what is there.
+"""Entries of a model in a checkpoint: those that are saved, and which saved ones fit.
 
-Nothing here reads or writes tensors' bytes. A checkpoint is known by its *metadata*, a shape and a
-dtype for each key, and everything that does not fit is found in it before anything is changed.
+No function here reads or writes tensors. A checkpoint is matched by its *metadata*, a shape and a
+dtype for each key, so that all mismatches are found before anything is changed.
 ``optimizer_state.py`` does the same for optimizers.
 """
 
@@ -19,13 +19,13 @@ from fsdp_engine.codecs.transformer_engine import extra_tensors
 from fsdp_engine.devices import memory
 
 MODEL, OPTIMIZER, EXTRA, RANKS = "model", "optimizer", "extra", "ranks"
-# An entry of checkpoints without frozen parameters.
+# An entry that marks checkpoints without frozen parameters.
 TRAINABLE_ONLY = "trainable_only"
 
-EXTRA_STATE = "_extra_state"  # torch's name for what nn.Module.get_extra_state returns
+EXTRA_STATE = "_extra_state"  # torch's key of the result of nn.Module.get_extra_state
 
 Path = tuple[str | int, ...]
-# What is read, by flat key: a tensor to fill, or None for an object.
+# Entries to read, by flat key: the tensor to read into, or None for an object.
 Targets = dict[str, Any]
 
 
@@ -34,18 +34,18 @@ class Saved:
 
     Attributes:
         entries: metadata by flat key, such as ``model.head.weight``.
-        paths: where each key came from, such as ``("model", "head.weight")``.
+        paths: path of each key in the nested state dict, such as ``("model", "head.weight")``.
     """
 
     def __init__(self, metadata: Metadata) -> None:
         self.entries = metadata.state_dict_metadata
         found: Mapping[str, Path] = metadata.planner_data or {}
-        # Keys that were saved flat have no path; the part before the first dot tells enough.
+        # Keys of a flat state dict have no path. Their first component is the section.
         self.paths = {key: found.get(key, tuple(key.split(".", 1))) for key in self.entries}
 
     @property
     def is_trainable_only(self) -> bool:
-        """Whether frozen parameters were left out."""
+        """Whether the checkpoint was saved without frozen parameters."""
         return TRAINABLE_ONLY in self.entries
 
     def below(self, *path: str) -> list[str]:
@@ -53,19 +53,19 @@ class Saved:
         return [key for key, found in self.paths.items() if found[: len(path)] == path]
 
     def empty(self, key: str) -> Tensor | None:
-        """Memory on the CPU for what ``key`` holds; None for an object."""
+        """Allocate a CPU tensor for the tensor at ``key``; None for an object."""
         entry = self.entries[key]
         if isinstance(entry, TensorStorageMetadata):
             return memory.zeros(tuple(entry.size), entry.properties.dtype, "cpu")
         return None
 
     def shape(self, key: str) -> tuple[int, ...] | None:
-        """Shape of the tensor at ``key``; None where there is none."""
+        """Shape of the tensor at ``key``; None: no such key, or an object."""
         entry = self.entries.get(key)
         return tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
 
     def describe(self, key: str) -> str:
-        """What ``key`` holds, for people."""
+        """Describe the entry at ``key`` in messages."""
         entry = self.entries[key]
         if isinstance(entry, TensorStorageMetadata):
             return describe_tensor(tuple(entry.size), entry.properties.dtype)
@@ -73,31 +73,32 @@ class Saved:
 
 
 def nested(values: Mapping[Path, Any]) -> Any:
-    """Dicts, and lists for integers, from values by path: the reverse of DCP's flattening."""
+    """Convert values by path to nested dicts, and lists for integer keys; inverse of DCP's
+    flattening."""
     if () in values:
         return values[()]
     children: dict[str | int, dict[Path, Any]] = {}
     for (first, *rest), value in values.items():
         children.setdefault(first, {})[tuple(rest)] = value
-    made = {key: nested(child) for key, child in children.items()}
-    if made and all(isinstance(key, int) for key in made):
-        return [made[key] for key in sorted(made)]
-    return made
+    result = {key: nested(child) for key, child in children.items()}
+    if result and all(isinstance(key, int) for key in result):
+        return [result[key] for key in sorted(result)]
+    return result
 
 
 def is_extra_state(name: str) -> bool:
-    """Whether a name in a ``state_dict`` is that of a module's extra state."""
+    """Whether a key of a ``state_dict`` is that of a module's extra state."""
     return name.rpartition(".")[2] == EXTRA_STATE
 
 
 def check_at_rest(engine: ShardedModel) -> None:
-    """Whether the modules hold the sharded parameters.
+    """Check that the modules hold the sharded parameters.
 
     Raises:
-        RuntimeError: they hold full ones: a forward or backward is under way, or
+        RuntimeError: they hold unsharded ones, within a forward, a backward or
             ``engine.unsharded()``.
         ValueError: a module has another parameter than at ``shard()``, or a layer of experts has
-            buffers that would be saved.
+            persistent buffers.
     """
     engine.check_modules()
     _check_expert_buffers(engine)
@@ -125,23 +126,23 @@ def _check_expert_buffers(engine: ShardedModel) -> None:
 
 
 def check_shared(what: str, engine: ShardedModel) -> None:
-    """Whether all ranks share all parameters.
+    """Check that all ranks share all parameters.
 
     Raises:
-        ValueError: ranks hold different experts; names one.
+        ValueError: ranks hold different experts; the message names one.
     """
     for param in saved_params(engine).values():
         if param.is_of_experts:
             raise ValueError(
                 f"{what}: expected parameters that all ranks share; found the expert {param.name}, "
-                "of which other ranks hold others. Save a checkpoint, which knows all of them, and "
-                "export that"
+                "where other ranks hold other experts. Save a checkpoint, which contains all of "
+                "them, and export that"
             )
 
 
 def _model_state(model: nn.Module) -> dict[str, Any]:
-    """The ``state_dict``, with the extra states of modules whose weights Transformer Engine has
-    quantised as plain tensors: it saves them as pickles, and refuses to load those."""
+    """The ``state_dict``. Extra states of modules with weights quantised by Transformer Engine are
+    plain tensors in it, because Transformer Engine saves pickles, and refuses to load these."""
     state = dict(model.state_dict(keep_vars=True))
     for name, module in model.named_modules():
         key = f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE
@@ -152,8 +153,15 @@ def _model_state(model: nn.Module) -> dict[str, Any]:
 
 
 def model_entries(engine: ShardedModel, *, trainable_only: bool = False) -> dict[str, Any]:
-    """What this rank contributes under ``model``: its slices, and from rank 0 all that is not a
-    parameter, because ranks may differ in it. ``trainable_only``: without frozen parameters."""
+    """Entries below ``model`` that this rank saves.
+
+    Each rank saves its slices of parameters. Rank 0 saves everything else, because it may differ
+    between ranks.
+
+    Args:
+        engine: of the model.
+        trainable_only: omit frozen parameters.
+    """
     params, is_first = saved_params(engine), engine.ranks.rank == 0
     entries: dict[str, Any] = {}
     for key, value in _model_state(engine.model).items():
@@ -170,16 +178,16 @@ def model_entries(engine: ShardedModel, *, trainable_only: bool = False) -> dict
 def match_model(
     engine: ShardedModel, saved: Saved, *, trainable_only: bool = False
 ) -> tuple[Targets, list[str], list[str]]:
-    """What to read into the model.
+    """Match the entries of a checkpoint with a model.
 
     Args:
         engine: of the model.
-        saved: what there is.
-        trainable_only: leave frozen parameters as they are, whether they are there or not.
+        saved: keys of the checkpoint.
+        trainable_only: do not read frozen parameters, whether the checkpoint contains them or not.
 
     Returns:
-        Targets; keys of modules' extra states; and a line for each entry that does not fit, which
-        is then no target.
+        Targets; a line for each entry that does not fit, which is not a target; and keys of
+        modules' extra states.
     """
     targets: Targets = {}
     problems: list[str] = []
@@ -201,7 +209,7 @@ def match_model(
                 problems.append(f"missing {MODEL}.{key}: expected an object; found nothing")
         elif isinstance(value, Tensor):
             tensors.setdefault(id(value), (value, []))[1].append(f"{MODEL}.{key}")
-        else:  # what a user's hook adds; there is nobody to hand it to
+        else:  # added by a hook of the user; no module would receive it
             known.update(saved.below(MODEL, key))
     for number, (tensor, keys) in tensors.items():
         known.update(keys)
@@ -215,7 +223,7 @@ def match_model(
         misfits = [_misfit(tensor, key, saved) for key in present]
         problems += [line for line in misfits if line]
         if not any(misfits):
-            # A tied weight is there under each of its names; one is enough.
+            # A tied weight is saved under each of its names. One of them is read.
             targets[present[0]] = tensor.detach()
     for key in saved.below(MODEL):
         if key not in known:
@@ -226,7 +234,7 @@ def match_model(
 def set_extra_states(
     engine: ShardedModel, saved: Saved, keys: Sequence[str], read: Targets
 ) -> None:
-    """Give modules the extra states that were read."""
+    """Set the extra states of modules from the values that were read."""
     for key in keys:
         values = {saved.paths[each][2:]: read[each] for each in saved.below(MODEL, key)}
         module = engine.model.get_submodule(key.removesuffix(EXTRA_STATE).rstrip("."))
@@ -248,5 +256,5 @@ def _misfit(tensor: Tensor, key: str, saved: Saved) -> str:
 
 
 def describe_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> str:
-    """A tensor, for people."""
+    """Describe a tensor in messages."""
     return f"shape {shape}, {str(dtype).removeprefix('torch.')}"

@@ -1,8 +1,9 @@
-"""Objects of a checkpoint: what ``torch.save`` wrote, read without running code.
+"""Reads objects that ``torch.save`` wrote into a checkpoint, without running code.
 
-They are pickles, which can call whatever they name. So they are read by torch's own restricted
-unpickler, which knows tensors, numbers, texts, containers and dtypes; here arrays and numbers of
-NumPy, dates, paths and bytes in memory besides. Anything else is refused by its name.
+Objects are pickles, which can call any function. Therefore torch's restricted unpickler reads them,
+which allows tensors, numbers, texts, containers and dtypes. Arrays and numbers of NumPy, dates,
+paths and ``io.BytesIO`` are allowed in addition. Anything else is refused; the error contains its
+name.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ _ALLOWED: list[Any] = [
 
 
 def read_object(file: Any, where: str, trust: bool = False) -> Any:
-    """An object as ``torch.save`` wrote it, tensors on the CPU.
+    """Read an object, tensors on the CPU.
 
     Args:
         file: opened for reading bytes, at its start.
         where: file and entry, for errors.
-        trust: whoever wrote it may run code here: it may be of any class.
+        trust: allow objects of any class, which may run arbitrary code.
 
     Raises:
-        ValueError: it names something that is not known to be harmless, or cannot be read.
+        ValueError: the object needs a class or function that is not allowed, or cannot be read.
     """
     content = file if isinstance(file, io.BytesIO) else io.BytesIO(file.read())
     start = content.tell()
@@ -50,7 +51,7 @@ def read_object(file: Any, where: str, trust: bool = False) -> Any:
             return torch.load(content, map_location="cpu", weights_only=False)
         with torch.serialization.safe_globals([*_ALLOWED, *_numpy()]):
             return torch.load(content, map_location="cpu", weights_only=True)
-    except Exception as error:  # unpickling raises whatever the bytes make it do
+    except Exception as error:  # unpickling damaged bytes raises errors of any type
         content.seek(start)
         if not trust and (names := _unknown(content, str(error))):
             raise RefusedError(
@@ -62,31 +63,31 @@ def read_object(file: Any, where: str, trust: bool = False) -> Any:
 
 
 def _unknown(content: io.BytesIO, message: str) -> list[str]:
-    """What a pickle names that is not allowed."""
+    """Names in a pickle that are not allowed."""
     try:
         with torch.serialization.safe_globals([*_ALLOWED, *_numpy()]):
             names = torch.serialization.get_unsafe_globals_in_checkpoint(content)
-    except Exception:  # it is damaged, or of a form of its own
+    except Exception:  # damaged, or not in the format of torch.save
         names = []
     return sorted(names) or re.findall(r"(?:GLOBAL|global:?) `?([\w.]+\.\w+)", message)[:1]
 
 
 def _numpy() -> list[Any]:
-    """What arrays and numbers of NumPy are made of, if anybody has imported it."""
+    """Functions and classes in pickles of NumPy's arrays and numbers, if NumPy was imported."""
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return []
     core = getattr(numpy, "_core", None) or numpy.core
-    made = [core.multiarray._reconstruct, core.multiarray.scalar]
-    # NumPy 1 and 2 write them by different names.
+    functions = [core.multiarray._reconstruct, core.multiarray.scalar]
+    # NumPy 1 and 2 use different names in pickles.
     aliases = [
         (each, f"numpy.{name}.multiarray.{each.__name__}")
-        for each in made
+        for each in functions
         for name in ("core", "_core")
     ]
     kinds = "?bBhHiIlLqQefdgFDGSUMm"
     dtypes = dict.fromkeys(type(numpy.dtype(kind)) for kind in kinds)
-    return [numpy.ndarray, numpy.dtype, *dtypes, *made, *aliases]
+    return [numpy.ndarray, numpy.dtype, *dtypes, *functions, *aliases]
 
 
 def _short(error: Exception) -> str:

@@ -1,10 +1,10 @@
-"""Checkpoints without an engine: what is in one, and is it whole? One process, no process group.
+"""Reads and verifies checkpoints without an engine, in one process without a process group.
 
-A path may be the folder of a checkpoint, with a manifest or a plain one of
-``torch.distributed.checkpoint``; or a directory of a ``Checkpointer``, which stands for its latest
-checkpoint. Nothing is printed here, and nothing is changed.
+A path is the folder of a checkpoint, with a manifest or a plain one of
+``torch.distributed.checkpoint``; or the directory of a ``Checkpointer``, of which the latest
+checkpoint is used. No function prints or changes anything.
 
-Metadata and objects are pickles, which are read so that they cannot run code.
+Metadata and objects are pickles, which are read without running code.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ _SECTIONS = (MODEL, OPTIMIZER, EXTRA, RANKS)
 def find_folders(
     path: Path, step: int | None = None, *, every: bool = False, broken: bool = False
 ) -> list[Path]:
-    """Folders of the checkpoints that a path stands for.
+    """Find the folders of checkpoints at a path.
 
     Args:
         path: of a checkpoint, or of a directory of checkpoints.
-        step: which of a directory's; None: the latest.
-        every: all of them, unless ``step`` is given.
-        broken: besides, those that have lost their manifest.
+        step: of a checkpoint in a directory; None: the latest.
+        every: all checkpoints, unless ``step`` is given.
+        broken: also those whose manifest is missing.
 
     Raises:
-        FileNotFoundError: there is none, or not that step.
+        FileNotFoundError: there is no checkpoint, or not that step.
         NotADirectoryError: the path is a file.
     """
     if path.exists() and not path.is_dir():
@@ -89,7 +89,7 @@ def find_folders(
 
 
 def _check_step(folder: Path, step: int | None) -> None:
-    """Whether a single checkpoint is that of a step."""
+    """Check that a single checkpoint is that of a step."""
     if step is None:
         return
     found = Manifest.read(folder).step if (folder / MANIFEST).is_file() else "an unknown one"
@@ -98,22 +98,22 @@ def _check_step(folder: Path, step: int | None) -> None:
 
 
 class StoredCheckpoint:
-    """A checkpoint on disk, whatever wrote it.
+    """A checkpoint on disk, of this engine or of DCP.
 
     Args:
-        folder: that of the checkpoint itself.
-        trust: whoever wrote it may run code here: its objects may be of any class.
+        folder: of the checkpoint.
+        trust: allow objects of any class, which may run arbitrary code.
 
     Attributes:
-        folder: as given.
-        manifest: what it says about itself; None for a plain one.
+        folder: of the checkpoint.
+        manifest: None for a plain checkpoint of DCP.
         saved: its keys.
-        metadata: DCP's.
+        metadata: of DCP.
 
     Raises:
-        FileNotFoundError, NotADirectoryError: there is none.
+        FileNotFoundError, NotADirectoryError: there is no checkpoint.
         ValueError: manifest or metadata are damaged.
-        NewerFormatError: this code is too old for it.
+        NewerFormatError: its format is newer than this code.
     """
 
     def __init__(self, folder: Path, trust: bool = False) -> None:
@@ -135,20 +135,20 @@ class StoredCheckpoint:
 
     @cached_property
     def objects(self) -> list[str]:
-        """Keys of everything else."""
+        """Keys of all entries that are not tensors."""
         return [key for key in self.saved.entries if key not in self.tensors]
 
     def section(self, key: str) -> str:
-        """Which part of a checkpoint an entry belongs to."""
+        """Section of an entry."""
         first = str(self.saved.paths[key][0])
         return first if first in _SECTIONS else OTHER
 
     def object_bytes(self, key: str) -> int:
-        """Size of an object as it is stored."""
+        """Stored size of an object."""
         return int(self._place(key).length)
 
     def read_object(self, key: str) -> bytes:
-        """An object as it is stored, which ``torch.load`` reads.
+        """Returns the stored bytes of an object, in the format of ``torch.load``.
 
         Raises:
             FileNotFoundError: its file is missing.
@@ -157,11 +157,11 @@ class StoredCheckpoint:
         return self._reader.read_object(key)
 
     def read_value(self, key: str) -> Any:
-        """An object, or a tensor on the CPU; what is packed in bytes is unpacked.
+        """Read an object, or a tensor on the CPU. Packed objects are unpacked.
 
         Raises:
             FileNotFoundError: see :meth:`read_object`.
-            ValueError: it cannot be read, or is of a class that could run code.
+            ValueError: the object cannot be read, or is of a class that could run code.
         """
         if key in self.tensors:
             targets = {key: self.saved.empty(key)}
@@ -177,7 +177,7 @@ class StoredCheckpoint:
         return _files(self.manifest, self.metadata)
 
     def saved_at(self) -> datetime:
-        """When it was complete, in local time."""
+        """Time of completion, in local time."""
         name = METADATA if self.manifest is None else MANIFEST
         return datetime.fromtimestamp((self.folder / name).stat().st_mtime).astimezone()
 
@@ -187,15 +187,15 @@ class StoredCheckpoint:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a checkpoint is as it was written.
+    """Result of the verification of a checkpoint.
 
     Attributes:
-        folder: the checkpoint.
-        step: None where it does not say.
-        has_checksums: whether every byte was compared; False: only what is within entries.
-        num_files, num_bytes: that are there.
-        damages: a line for each file that is missing or damaged, with the entries concerned.
-        strays: names of what else is in its folder.
+        folder: of the checkpoint.
+        step: None if the checkpoint does not contain it.
+        has_checksums: every byte was verified; False: only bytes within entries.
+        num_files, num_bytes: of existing files.
+        damages: a line for each file that is missing or damaged, with the damaged entries.
+        strays: names of other files in its folder.
     """
 
     folder: Path
@@ -212,15 +212,15 @@ def verify(
     progress: Callable[[int], None] = lambda num_bytes: None,
     trust: bool = False,
 ) -> Verdict:
-    """Read every byte of a checkpoint, and compare it with the checksums that there are.
+    """Read every byte of a checkpoint, and verify all checksums that it has.
 
     Args:
         folder: of a checkpoint, see :func:`find_folders`.
-        progress: is told the number of bytes as they are read.
-        trust: whoever wrote it may run code here.
+        progress: called with the number of bytes of each read.
+        trust: allow objects of any class, which may run arbitrary code.
 
     Raises:
-        NewerFormatError: this code is too old for it.
+        NewerFormatError: its format is newer than this code.
         OSError: it cannot be read.
     """
     damages: list[str] = []
@@ -257,7 +257,12 @@ def verify(
 
 
 def count_files(folder: Path, names: set[str] | None = None) -> tuple[int, int]:
-    """How many of these files are in a folder, and their bytes. None: all files."""
+    """Number and total bytes of files in a folder.
+
+    Args:
+        folder: of a checkpoint.
+        names: of the files to count; None: all files.
+    """
     sizes = [
         path.stat().st_size
         for path in folder.iterdir()
@@ -267,16 +272,16 @@ def count_files(folder: Path, names: set[str] | None = None) -> tuple[int, int]:
 
 
 def stray_files(folder: Path, names: set[str]) -> list[str]:
-    """What is in a folder besides these files."""
+    """Names in a folder that are not in ``names``."""
     return sorted(path.name for path in folder.iterdir() if path.name not in names)
 
 
 def _has_lost_manifest(folder: Path) -> bool:
-    """Whether a folder without a manifest looks like one that a ``Checkpointer`` has written."""
+    """Whether a folder without a manifest was probably written by a ``Checkpointer``."""
     folder = folder.resolve()
     if folder not in CheckpointDirectory(folder.parent).incomplete():
         return False
-    try:  # others may name their folders so, but have no entries of ranks
+    try:  # folders of other programs may have such names, but contain no entries of ranks
         return bool(Saved(read_metadata(folder)).below(RANKS))
     except (OSError, ValueError):
         return True

@@ -1,7 +1,7 @@
-"""State of an optimizer in a checkpoint: by parameters' names, whatever the order and the slices.
+"""State of an optimizer in a checkpoint, by names of parameters, independent of order and sharding.
 
-The format is that of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``, with the
-optimizer's class beside it:
+The format is that of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``, and an
+entry with the optimizer's class:
 
     optimizer.state.<parameter>.<state>             a tensor, or an object
     optimizer.param_groups.<number>.params          names of its parameters
@@ -9,10 +9,11 @@ optimizer's class beside it:
     optimizer.kind                                  name of the optimizer's class
 
 [Note: State without a step]
-An optimizer that has not stepped has no state to load into. The state is made from the metadata:
-a tensor of the saved weight's shape becomes a slice like the parameter's own (or a plain tensor
-where the parameter is one), every other tensor is replicated. A 0-d parameter does not show which
-of its 0-d states are of its shape; there the other parameters decide, by the state's key.
+An optimizer that has not stepped has no state to load into. Its state is created from the metadata:
+a tensor of the saved weight's shape becomes a slice with the parameter's placement (or a plain
+tensor if the parameter is one), every other tensor is replicated. For a 0-d parameter the shape of
+a state does not show whether it is sharded like the parameter; the state of the same key of another
+parameter determines this.
 """
 
 from __future__ import annotations
@@ -45,31 +46,31 @@ _NOT_HYPERPARAMETERS = ("params", "param_names")
 def name_params(
     named: Mapping[int, SavedParam], optimizer: torch.optim.Optimizer
 ) -> list[list[SavedParam]]:
-    """The parameters of each of the optimizer's groups, with their names.
+    """Returns the named parameters of each of the optimizer's groups.
 
     Raises:
-        TypeError: ``optimizer`` is no ``torch.optim.Optimizer``.
-        ValueError: it holds a tensor that is no parameter of the sharded model.
+        TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``.
+        ValueError: it holds a tensor that is not a parameter of the sharded model.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer: expected a torch.optim.Optimizer or None; found {optimizer!r}")
     groups = []
     for number, group in enumerate(optimizer.param_groups):
-        strangers = [tuple(p.shape) for p in group["params"] if id(p) not in named]
-        if strangers:
+        unknown = [tuple(p.shape) for p in group["params"] if id(p) not in named]
+        if unknown:
             raise ValueError(
                 "optimizer: expected parameters of the sharded model (built after shard()); found "
-                f"others in group {number}, of shapes {strangers[:4]}"
+                f"others in group {number}, of shapes {unknown[:4]}"
             )
         groups.append([named[id(param)] for param in group["params"]])
     return groups
 
 
 def optimizer_entries(engine: ShardedModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What this rank contributes under ``optimizer``: state tensors, and from rank 0 the rest.
+    """Entries below ``optimizer`` that this rank saves: state tensors, and on rank 0 all else.
 
     Raises:
-        ValueError: a state holds a container, or belongs to no parameter.
+        ValueError: a state contains a container, or belongs to no parameter.
         TypeError, ValueError: see :func:`name_params`.
     """
     groups = name_params(saved_params(engine), optimizer)
@@ -95,7 +96,7 @@ def optimizer_entries(engine: ShardedModel, optimizer: torch.optim.Optimizer) ->
                 raise ValueError(
                     f"optimizer: expected plain tensors in the state of {member.name}; found a "
                     f"{kind.__name__} in {key!r}. Call fe.shard_optimizer(optimizer): its state "
-                    "dicts have the values"
+                    "dicts contain plain tensors"
                 )
             if isinstance(value, Tensor) and value.shape == member.held.shape:
                 value = member.as_saved(value)
@@ -114,10 +115,10 @@ def optimizer_entries(engine: ShardedModel, optimizer: torch.optim.Optimizer) ->
 
 
 def group_targets(saved: Saved) -> Targets:
-    """What to read first of an optimizer: its groups and kind.
+    """Targets of the optimizer's groups and class, which are read first.
 
     Raises:
-        ValueError: the checkpoint has no optimizer state by names.
+        ValueError: the checkpoint contains no optimizer state by names.
     """
     keys = [*saved.below(OPTIMIZER, GROUPS), *saved.below(OPTIMIZER, KIND)]
     if not keys:
@@ -129,18 +130,18 @@ def group_targets(saved: Saved) -> Targets:
 
 
 class OptimizerMatch:
-    """What to read into an optimizer.
+    """Match of a checkpoint's entries with an optimizer.
 
     Args:
-        engine: whose parameters it has.
-        optimizer: which; unchanged until :meth:`apply`.
-        saved: the checkpoint's keys.
-        groups: what was read for :func:`group_targets`.
+        engine: of the optimizer's parameters.
+        optimizer: not changed before :meth:`apply`.
+        saved: keys of the checkpoint.
+        groups: values that were read for :func:`group_targets`.
 
     Attributes:
-        targets: what to read.
-        problems: a line for each entry that does not fit, which is then no target.
-        is_same_kind: whether the state is of such an optimizer at all.
+        targets: entries to read.
+        problems: a line for each entry that does not fit, which is not a target.
+        is_same_kind: whether the saved state is of a compatible class of optimizer.
     """
 
     def __init__(
@@ -177,7 +178,7 @@ class OptimizerMatch:
                 self._match_state(member)
 
     def apply(self, read: Targets) -> None:
-        """Give the optimizer what was read for ``targets``."""
+        """Load the values that were read for ``targets`` into the optimizer."""
         packed = self._optimizer.state_dict()
         states: dict[int, dict[str, Any]] = {}
         for group, members in zip(packed[GROUPS], self._members, strict=True):
@@ -199,14 +200,14 @@ class OptimizerMatch:
             for index, member in zip(group["params"], members, strict=True):
                 loaded = self._optimizer.state[member.held] if index in states else {}
                 for name, value in states.get(index, {}).items():
-                    # load_state_dict casts to the parameter's dtype; what was saved is the truth.
+                    # load_state_dict casts to the parameter's dtype. Restore the saved dtype.
                     casts = isinstance(value, Tensor) and loaded[name].dtype != value.dtype
                     if casts and _class_within(loaded[name]) is None:
                         loaded[name] = value.to(loaded[name].device)
 
     def _check_kind(self, kind: str | None, saved_groups: Sequence[Mapping[str, Any]]) -> None:
-        """An optimizer takes what its own class, a base of it, or one with the same
-        hyperparameters has saved."""
+        """Check that the state was saved by the optimizer's class, a base class of it, or a class
+        with the same hyperparameters."""
         classes = [each.__name__ for each in type(self._optimizer).__mro__]
         mine = set().union(*(_hyperparameters(g) for g in self._optimizer.param_groups))
         missing = mine - set().union(*(_hyperparameters(group) for group in saved_groups))
@@ -231,7 +232,7 @@ class OptimizerMatch:
             )
 
     def _check_group_state(self, saved_groups: Sequence[Mapping[str, Any]]) -> None:
-        """What the optimizer saves in its groups beside hyperparameters: the state of a scaler."""
+        """Check state in groups that is not a hyperparameter: that of a loss scaler."""
         own = set().union(*(_hyperparameters(g) for g in self._optimizer.param_groups))
         packed = set().union(*map(_hyperparameters, self._optimizer.state_dict()[GROUPS]))
         saved = set().union(*map(_hyperparameters, saved_groups))
@@ -241,17 +242,17 @@ class OptimizerMatch:
             )
 
     def _merge(self, number: int, members: Sequence[SavedParam]) -> dict[str, Any]:
-        """The hyperparameters that all of a group's parameters had when they were saved."""
+        """Hyperparameters that all parameters of a group had at the save."""
         names = [m.name for m in members if m.name in self._group_of]
         merged: dict[str, Any] = {}
         origin: dict[str, str] = {}
-        disputed: set[str] = set()
+        conflicting: set[str] = set()
         for name in names:
             for key, value in _hyperparameters(self._group_of[name]).items():
                 if key not in merged:
                     merged[key], origin[key] = value, name
-                elif key not in disputed and not _equal(merged[key], value):
-                    disputed.add(key)
+                elif key not in conflicting and not _equal(merged[key], value):
+                    conflicting.add(key)
                     self.problems.append(
                         f"{OPTIMIZER}.{GROUPS}: expected one {key} for all of group {number}; "
                         f"found {merged[key]} of {origin[key]} and {value} of {name}"
@@ -288,13 +289,13 @@ class OptimizerMatch:
             self.targets[key] = target
 
     def _target_like(self, member: SavedParam, state: str, dtype: torch.dtype) -> Tensor:
-        """The state that is there already, if it lies as the parameter does; else new memory."""
-        there = self._optimizer.state.get(member.held, {}).get(state)
-        if isinstance(there, Tensor) and there.dtype == dtype and _class_within(there) is None:
+        """The existing state if it has the parameter's placement; otherwise a new tensor."""
+        found = self._optimizer.state.get(member.held, {}).get(state)
+        if isinstance(found, Tensor) and found.dtype == dtype and _class_within(found) is None:
             placement = _placement_of(member.held)
-            fits = there.shape == member.held.shape and _placement_of(there) == placement
+            fits = found.shape == member.held.shape and _placement_of(found) == placement
             if fits:
-                return member.as_saved(there.detach())
+                return member.as_saved(found.detach())
         return _like(member, dtype)
 
     def _is_like_parameter(self, member: SavedParam, state: str, key: str) -> bool:
@@ -318,10 +319,10 @@ class OptimizerMatch:
 
 
 def _checked_groups(read: Any) -> list[dict[str, Any]]:
-    """The param groups of a saved optimizer, with names of parameters.
+    """Returns the param groups of a saved optimizer, with names of parameters.
 
     Raises:
-        ValueError: they are not a list of dicts that have a list of names in ``params``.
+        ValueError: they are not a list of dicts with a list of names in ``params``.
     """
     groups = read.get(GROUPS) if isinstance(read, dict) else None
     are_right = isinstance(groups, list) and all(
@@ -339,7 +340,7 @@ def _checked_groups(read: Any) -> list[dict[str, Any]]:
 
 
 def _like(member: SavedParam, dtype: torch.dtype) -> Tensor:
-    """Zeros that lie as the parameter does in a checkpoint."""
+    """Allocate zeros with the placement of the parameter in a checkpoint."""
     placement, device = _placement_of(member.saved), member.held.device
     if placement is None:
         return memory.zeros(tuple(member.saved.shape), dtype, device)
@@ -352,7 +353,7 @@ def _placement_of(tensor: Tensor) -> FlatPlacement | None:
 
 
 def _class_within(value: object) -> type | None:
-    """The class of a tensor, or of the slice of a FlatDTensor, that is not plain."""
+    """Class of a tensor, or of the slice of a FlatDTensor, if it is a subclass of Tensor."""
     local = value._local_tensor if isinstance(value, FlatDTensor) else value
     if not isinstance(local, Tensor) or type(local) in (Tensor, nn.Parameter, FakeTensor):
         return None
@@ -360,7 +361,7 @@ def _class_within(value: object) -> type | None:
 
 
 def _names(member: SavedParam) -> tuple[str, ...]:
-    """Its name; of an expert, those of all experts in its place."""
+    """Name of a parameter; for an expert, the names of all ranks' experts at its position."""
     return member.of_others if member.is_of_experts else (member.name,)
 
 
@@ -376,7 +377,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def optimizer_kind(optimizer: torch.optim.Optimizer | None) -> str | None:
-    """The optimizer's class, to compare between ranks; None: there is no optimizer."""
+    """Name of the optimizer's class, to compare between ranks; None without an optimizer."""
     if optimizer is None:
         return None
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"

@@ -1,17 +1,18 @@
-"""A tensor that is put together of stored ones, as a list of boxes: nothing is read or moved.
+"""A tensor assembled from boxes of stored tensors, without reading or moving elements.
 
 [Note: Pieces]
-Libraries keep in files other tensors than in memory: transformers 5 fuses the experts of a layer
-into one tensor, joins q, k and v, transposes, interleaves. All of that is reindexing: each element
-in memory is one element of a file. So a tensor is a set of *boxes*, each a box of a stored tensor
-at some place, its dims in some order. Joining, cutting, transposing and reshaping of tensors are
-small computations with the integers of their boxes. :class:`Pieces` can be given to code that was
-written for tensors (``torch.stack``, ``torch.cat``, ``x.reshape(...)``): what comes out says which
-bytes of which file each part of the result is, and each rank reads those of its slices.
+Libraries use other tensors in files than in memory: transformers 5 fuses the experts of a layer
+into one tensor, concatenates q, k and v, transposes, interleaves. All of this is reindexing: each
+element in memory is one element of a file. Therefore a tensor is represented by a set of *boxes*,
+each a box of a stored tensor at some offset, with permuted dims. Concatenating, splitting,
+transposing and reshaping tensors are small computations with the integers of their boxes. Code that
+was written for tensors (``torch.stack``, ``torch.cat``, ``x.reshape(...)``) can be called with
+:class:`Pieces`: the boxes of the result determine the bytes of each part of it in files, and each
+rank reads those of its slices.
 
-A box has the stored tensor's shape *refined*: a reshape that cuts a dim in two cuts that dim, which
-changes nothing for row-major elements. A reshape that joins two dims whose elements do not follow
-each other makes a box for each index of the first.
+A box has the *refined* shape of the stored tensor: a reshape that splits a dim also splits this dim
+of the stored tensor, which does not change row-major elements. A reshape that joins two dims whose
+elements are not consecutive creates a box for each index of the first dim.
 """
 
 from __future__ import annotations
@@ -23,24 +24,24 @@ from typing import Any
 
 import torch
 
-# A result of more boxes is no reindexing that pays to be read box by box.
+# Maximum number of boxes. Reading more boxes one by one would be too slow.
 MOST_BOXES = 1 << 16
 
-# In a box: a dim of one element that the stored tensor has not.
+# In a box: a dim of size 1 that does not exist in the stored tensor.
 _NEW = -1
 
 
 @dataclass(frozen=True)
 class Box:
-    """Elements of a stored tensor, at a place of the whole.
+    """A box of a stored tensor, and its position in the assembled tensor.
 
     Attributes:
-        stored: whatever says which stored tensor it is.
-        shape: of the stored tensor, refined.
-        starts, lengths: of the box in it, for each of its dims.
-        at: where the box begins in the whole, for each dim of the whole.
-        dims: of ``shape``, for each dim of the whole; -1: none. Those that are not named have
-            length 1.
+        stored: identifies the stored tensor.
+        shape: refined shape of the stored tensor.
+        starts, lengths: of the box, for each dim of ``shape``.
+        at: offset of the box in the assembled tensor, for each dim of the assembled tensor.
+        dims: dim of ``shape`` for each dim of the assembled tensor; -1: none. The box has length 1
+            along all other dims of ``shape``.
     """
 
     stored: Any
@@ -51,16 +52,17 @@ class Box:
     dims: tuple[int, ...]
 
     def length(self, dim: int) -> int:
-        """Of the box along a dim of the whole."""
+        """Length of the box along a dim of the assembled tensor."""
         own = self.dims[dim]
         return 1 if own == _NEW else self.lengths[own]
 
     def moved(self, dim: int, at: int) -> Box:
-        """The same elements, beginning at ``at`` along a dim of the whole."""
+        """Returns the box at offset ``at`` along a dim of the assembled tensor."""
         return replace(self, at=_put(self.at, dim, at))
 
     def narrowed(self, dim: int, start: int, stop: int) -> Box | None:
-        """What of it lies within [start, stop) of a dim of the whole; None: nothing."""
+        """Returns the part of the box within [start, stop) of a dim of the assembled tensor; None
+        if it is empty."""
         first = max(start, self.at[dim])
         last = min(stop, self.at[dim] + self.length(dim))
         if first >= last:
@@ -76,12 +78,12 @@ class Box:
 
 
 class Pieces:
-    """A tensor of boxes, which do not overlap and make it up. See [Note: Pieces].
+    """A tensor assembled from boxes, which partition it. See [Note: Pieces].
 
     Attributes:
-        shape: of the whole.
+        shape: of the assembled tensor.
         dtype: of its elements.
-        boxes: it.
+        boxes: of its elements.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class Pieces:
 
     @classmethod
     def of(cls, stored: Any, shape: Sequence[int], dtype: torch.dtype) -> Pieces:
-        """A whole stored tensor of this shape."""
+        """Returns the pieces of one stored tensor of this shape."""
         sizes = tuple(shape)
         zeros = (0,) * len(sizes)
         box = Box(stored, sizes, zeros, sizes, zeros, tuple(range(len(sizes))))
@@ -115,24 +117,24 @@ class Pieces:
         return math.prod(self.shape)
 
     def size(self, dim: int | None = None) -> Any:
-        """All sizes, or one."""
+        """Size of all dims, or of one."""
         return self.shape if dim is None else self.shape[dim]
 
     def contiguous(self) -> Pieces:
-        """Itself."""
+        """Returns itself."""
         return self
 
     clone = contiguous
 
     def narrow(self, dim: int, start: int, length: int) -> Pieces:
-        """A part of it along one dim."""
+        """As ``torch.narrow``."""
         dim %= self.ndim
         parts = (box.narrowed(dim, start, start + length) for box in self.boxes)
         moved = (box.moved(dim, box.at[dim] - start) for box in parts if box is not None)
         return Pieces(_put(self.shape, dim, length), self.dtype, moved)
 
     def split(self, sizes: int | Sequence[int], dim: int = 0) -> tuple[Pieces, ...]:
-        """Parts of these sizes, or of this size, along one dim."""
+        """As ``torch.split``."""
         whole = self.shape[dim]
         if isinstance(sizes, int):
             sizes = [min(sizes, whole - low) for low in range(0, whole, sizes)]
@@ -144,15 +146,15 @@ class Pieces:
         )
 
     def chunk(self, count: int, dim: int = 0) -> tuple[Pieces, ...]:
-        """At most ``count`` parts of one size along one dim."""
+        """As ``torch.chunk``."""
         return self.split(max(math.ceil(self.shape[dim] / count), 1), dim)
 
     def unbind(self, dim: int = 0) -> tuple[Pieces, ...]:
-        """The slices along one dim, without it."""
+        """As ``torch.unbind``."""
         return tuple(part.squeeze(dim) for part in self.split(1, dim))
 
     def permute(self, *dims: Any) -> Pieces:
-        """With its dims in this order."""
+        """As ``torch.permute``."""
         order = [dim % self.ndim for dim in _sizes(dims)]
         return Pieces(
             [self.shape[dim] for dim in order],
@@ -168,17 +170,17 @@ class Pieces:
         )
 
     def transpose(self, dim0: int, dim1: int) -> Pieces:
-        """With two dims swapped."""
+        """As ``torch.transpose``."""
         order = list(range(self.ndim))
         order[dim0], order[dim1] = order[dim1], order[dim0]
         return self.permute(*order)
 
     def t(self) -> Pieces:
-        """A matrix transposed."""
+        """As ``torch.t``."""
         return self.transpose(0, 1) if self.ndim > 1 else self
 
     def unsqueeze(self, dim: int) -> Pieces:
-        """With a new dim of one element."""
+        """As ``torch.unsqueeze``."""
         dim %= self.ndim + 1
         return Pieces(
             _insert(self.shape, dim, 1),
@@ -190,7 +192,7 @@ class Pieces:
         )
 
     def squeeze(self, dim: int) -> Pieces:
-        """Without a dim of one element."""
+        """As ``torch.squeeze`` of one dim."""
         dim %= self.ndim
         if self.shape[dim] != 1:
             return self
@@ -201,10 +203,10 @@ class Pieces:
         )
 
     def reshape(self, *sizes: Any) -> Pieces:
-        """With its row-major elements in another shape.
+        """As ``torch.reshape``.
 
         Raises:
-            ValueError: sizes that do not make up as many elements, or more than 65,536 boxes.
+            ValueError: the number of elements differs, or the result has more than 65,536 boxes.
         """
         wanted = list(_sizes(sizes))
         if wanted.count(-1) == 1:
@@ -215,7 +217,7 @@ class Pieces:
         if not self.numel():
             return Pieces(wanted, self.dtype, ())
         found: Pieces = self
-        done = 0  # dims that are as wanted
+        done = 0  # leading dims that match
         while done < len(wanted) or done < found.ndim:
             here = found.shape[done] if done < found.ndim else None
             size = wanted[done] if done < len(wanted) else None
@@ -234,12 +236,12 @@ class Pieces:
     view = reshape
 
     def flatten(self, start: int = 0, end: int = -1) -> Pieces:
-        """With the dims from ``start`` to ``end`` joined."""
+        """As ``torch.flatten``."""
         start, end = start % self.ndim, end % self.ndim
         return self.reshape(*self.shape[:start], -1, *self.shape[end + 1 :])
 
     def _cut(self, dim: int, rows: int) -> Pieces:
-        """``dim`` becomes two, of ``rows`` and of what each of these has."""
+        """Split ``dim`` into two dims, of which the first has size ``rows``."""
         columns = self.shape[dim] // rows
         shape = (*self.shape[:dim], rows, columns, *self.shape[dim + 1 :])
         return Pieces(
@@ -247,7 +249,7 @@ class Pieces:
         )
 
     def _joined(self, dim: int) -> Pieces:
-        """``dim`` and the next one become one."""
+        """Join ``dim`` and the next dim."""
         rows, columns = self.shape[dim : dim + 2]
         shape = (*self.shape[:dim], rows * columns, *self.shape[dim + 2 :])
         return Pieces(
@@ -258,7 +260,7 @@ class Pieces:
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """``torch.stack`` and the like, of pieces."""
+        """Implements functions such as ``torch.stack``."""
         name = getattr(func, "__name__", str(func))
         known = _FUNCTIONS.get(name)
         if known is None:
@@ -269,7 +271,7 @@ class Pieces:
 
 
 def cat(pieces: Sequence[Pieces], dim: int = 0) -> Pieces:
-    """One after the other along a dim."""
+    """As ``torch.cat``."""
     first = pieces[0]
     dim %= first.ndim
     at, boxes = 0, []
@@ -285,7 +287,7 @@ def cat(pieces: Sequence[Pieces], dim: int = 0) -> Pieces:
 
 
 def stack(pieces: Sequence[Pieces], dim: int = 0) -> Pieces:
-    """One after the other along a new dim."""
+    """As ``torch.stack``."""
     return cat([each.unsqueeze(dim) for each in pieces], dim)
 
 
@@ -303,10 +305,10 @@ _FUNCTIONS |= {"cat": cat, "concat": cat, "stack": stack}
 
 
 def flat_parts(pieces: Pieces, first: int, last: int) -> Iterator[tuple[Box, list[int]]]:
-    """What of it are the row-major elements from ``first`` to before ``last``.
+    """Split a flat range [first, last) of an assembled tensor into boxes.
 
     Yields:
-        A box, and for each dim of the whole the step of its elements among the row-major ones.
+        A box, and the row-major strides of the assembled tensor.
     """
     steps = [math.prod(pieces.shape[dim + 1 :]) for dim in range(pieces.ndim)]
     for starts, stops in rectangles(tuple(pieces.shape), first, last):
@@ -321,14 +323,14 @@ def flat_parts(pieces: Pieces, first: int, last: int) -> Iterator[tuple[Box, lis
 def rectangles(
     shape: tuple[int, ...], first: int, last: int
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Boxes, starts and stops, that row-major elements from ``first`` to before ``last`` are."""
+    """Split a flat range [first, last) of a tensor into boxes; yields starts and stops of each."""
     if first >= last:
         return
     if not shape:
         yield [], []
         return
     row = math.prod(shape[1:])
-    low, high = -(-first // row), last // row  # whole rows
+    low, high = -(-first // row), last // row  # full rows
     if low > high:  # within one row
         yield from _within(shape, high, first - high * row, last - high * row)
         return
@@ -348,7 +350,7 @@ def _within(
 
 
 def _cut(box: Box, dim: int, columns: int) -> Iterator[Box]:
-    """``box`` where a dim becomes rows of so many columns: whole rows, and what is beside them."""
+    """Split a dim of ``box`` into rows of ``columns``: a box of full rows, and partial rows."""
     first, last = box.at[dim], box.at[dim] + box.length(dim)
     low, high = -(-first // columns), last // columns
     if low < high:
@@ -363,7 +365,7 @@ def _cut(box: Box, dim: int, columns: int) -> Iterator[Box]:
 
 
 def _cut_rows(box: Box, dim: int, columns: int) -> Iterator[Box]:
-    """Whole rows: one box, where rows of the stored tensor are such, too."""
+    """Full rows: one box if they are aligned with rows of the stored tensor, else one for each."""
     own = box.dims[dim]
     if own == _NEW or box.shape[own] % columns or box.starts[own] % columns:
         for start in range(box.at[dim], box.at[dim] + box.length(dim), columns):
@@ -371,7 +373,7 @@ def _cut_rows(box: Box, dim: int, columns: int) -> Iterator[Box]:
             assert row is not None
             yield _in_row(row, dim, columns)
         return
-    rows = [dims + (dims > own) for dims in box.dims]  # behind `own` there is one more
+    rows = [dims + (dims > own) for dims in box.dims]  # dims after `own` shift by one
     yield Box(
         box.stored,
         (*box.shape[:own], box.shape[own] // columns, columns, *box.shape[own + 1 :]),
@@ -383,7 +385,7 @@ def _cut_rows(box: Box, dim: int, columns: int) -> Iterator[Box]:
 
 
 def _in_row(box: Box, dim: int, columns: int) -> Box:
-    """A box within one row."""
+    """Returns a box that is within one row, with the split dim."""
     row, column = divmod(box.at[dim], columns)
     return replace(
         box,
@@ -393,7 +395,7 @@ def _in_row(box: Box, dim: int, columns: int) -> Box:
 
 
 def _joined(box: Box, dim: int, columns: int) -> Iterator[Box]:
-    """``box`` where rows of so many columns become one dim."""
+    """Join two dims of ``box``, of which the second has size ``columns``."""
     outer, inner = box.dims[dim], box.dims[dim + 1]
     at = box.at[dim] * columns + box.at[dim + 1]
     kept = (*box.at[:dim], at, *box.at[dim + 2 :])
@@ -402,7 +404,7 @@ def _joined(box: Box, dim: int, columns: int) -> Iterator[Box]:
     elif columns == 1:
         yield replace(box, at=kept, dims=(*box.dims[:dim], outer, *box.dims[dim + 2 :]))
     elif inner == outer + 1 and box.length(dim + 1) == columns == box.shape[inner]:
-        # Rows follow each other in the stored tensor, too.
+        # The rows are consecutive in the stored tensor, too.
         fewer = [dims - (dims > outer) for dims in box.dims]
         yield Box(
             box.stored,
@@ -420,7 +422,7 @@ def _joined(box: Box, dim: int, columns: int) -> Iterator[Box]:
 
 
 def _sizes(given: Sequence[Any]) -> Sequence[int]:
-    """Of ``f(2, 3)`` and ``f((2, 3))``."""
+    """Sizes of a call ``f(2, 3)`` or ``f((2, 3))``."""
     return given[0] if len(given) == 1 and not isinstance(given[0], int) else given
 
 

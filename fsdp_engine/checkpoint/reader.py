@@ -1,12 +1,13 @@
-"""Reads a checkpoint's bytes: the ranges that a rank holds, through a small buffer.
+"""Reads the ranges of a checkpoint that a rank holds, through a small buffer.
 
-The reader goes around ``torch.load``, which would bring in every saved chunk whole.
+The reader does not use ``torch.load`` for large chunks, because it would load each chunk as a
+whole.
 
 [Note: Tensors within files]
 DCP stores a chunk as ``torch.save`` writes a tensor: an uncompressed zip archive whose entry
 ``data/0`` is the storage. A chunk that is contiguous from the start of its storage (all that DCP
-writes are, because it clones views) is a row-major box of the tensor, at a known place in the file.
-Anything else, and what is small, is left to ``torch.load``.
+writes are, because it clones views) is a row-major box of the tensor, at a known offset of the
+file. ``torch.load`` reads all other chunks, and small ones.
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ from fsdp_engine.checkpoint.dcp_metadata import file_sums
 from fsdp_engine.checkpoint.inert_pickle import RefusedError
 from fsdp_engine.devices import memory
 
-# What a rank holds at once, beyond its own shards, while it reads.
+# Memory that a rank uses in addition to its shards while it reads.
 READ_BUFFER_BYTES = 16 << 20
 
-# Chunks up to this size are read whole: finding out where their elements lie would take longer.
+# Chunks up to this size are read as a whole, because locating their elements would take longer.
 _SMALL_BYTES = 1 << 18
 _ZIP_HEADER_BYTES = 30  # of an entry; its name and an extra field follow
 
 
 class Reader(dcp.FileSystemReader):
-    """Reads what a rank needs, through a buffer, and compares it with the checksums that there are.
+    """Reads a rank's ranges through a buffer, and verifies checksums if the checkpoint has them.
 
     Args:
         folder: of a checkpoint.
-        metadata: of it, which has the checksums.
+        metadata: of the checkpoint, with the checksums.
         buffer_bytes: size of the buffer.
     """
 
@@ -59,11 +60,11 @@ class Reader(dcp.FileSystemReader):
         self.set_up_storage_reader(metadata, True)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """That which was given: DCP's own way would run what is in it."""
+        """Returns the metadata of the constructor. DCP's method would unpickle it unrestricted."""
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read this rank's part."""
+        """Read the items of this rank's plan."""
         per_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             place = self.storage_data[item.storage_index]
@@ -71,13 +72,13 @@ class Reader(dcp.FileSystemReader):
         for relative_path, items in per_file.items():
             with self.fs.create_stream(self.fs.concat_path(self.path, relative_path), "rb") as file:
                 source = self._checked(file, relative_path)
-                chunk: tuple[int, StoredChunk] | None = None  # the last one: several items share it
+                chunk: tuple[int, StoredChunk] | None = None  # the previous one: items may share it
                 for item in sorted(items, key=self._offset):
                     try:
                         chunk = self._read_item(source, item, planner, chunk)
                     except RefusedError:
                         raise
-                    except Exception as error:  # whatever damaged bytes make of an archive
+                    except Exception as error:  # damaged archives raise errors of any type
                         kind = OSError if isinstance(error, OSError) else DamagedError
                         raise kind(
                             f"{self.path}/{relative_path}: expected {item.storage_index.fqn} as "
@@ -88,7 +89,7 @@ class Reader(dcp.FileSystemReader):
         return done
 
     def read_object(self, key: str) -> bytes:
-        """An object as it is stored, which ``torch.load`` reads.
+        """Returns the stored bytes of an object, in the format of ``torch.load``.
 
         Raises:
             FileNotFoundError: its file is missing.
@@ -143,7 +144,7 @@ class Reader(dcp.FileSystemReader):
 
 
 class FileView(io.RawIOBase):
-    """Some bytes of a file, as a file of their own. Closing it leaves the file open."""
+    """A range of a file with the interface of a file. Closing it does not close the file."""
 
     def __init__(self, file: BinaryIO, start: int, num_bytes: int) -> None:
         self._file, self._start, self._num_bytes = file, start, num_bytes
@@ -158,7 +159,7 @@ class FileView(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go to a place, as in any file."""
+        """Set the position."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._num_bytes}[whence]
         if base + offset < 0:
             raise ValueError(f"seek: expected a place in the file; found {base + offset}")
@@ -166,11 +167,11 @@ class FileView(io.RawIOBase):
         return self._place
 
     def tell(self) -> int:
-        """The place."""
+        """The position."""
         return self._place
 
     def readinto(self, buffer: Any) -> int:
-        """Read what is left, or as much as the buffer takes."""
+        """Fill ``buffer`` up to the end of the range; returns the number of bytes."""
         view = memoryview(buffer).cast("B")
         self._file.seek(self._start + self._place)
         count: int = self._file.readinto(view[: max(self._num_bytes - self._place, 0)])  # type: ignore[attr-defined]
@@ -179,14 +180,14 @@ class FileView(io.RawIOBase):
 
 
 class ReadBuffer:
-    """Memory that bytes pass through on their way into tensors that they cannot be read into."""
+    """Memory for reads into tensors of other dtypes, devices or strides."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self._memory: Tensor | None = None
 
     def tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A tensor over the buffer's first bytes, which the next call takes again."""
+        """Returns a tensor over the buffer's first bytes. The next call reuses the memory."""
         needed = numel * dtype.itemsize
         if self._memory is None or self._memory.numel() < needed:
             self._memory = memory.empty(max(self.num_bytes, needed), torch.uint8, "cpu")
@@ -195,13 +196,13 @@ class ReadBuffer:
 
 @dataclasses.dataclass(frozen=True)
 class StoredChunk:
-    """Where a saved chunk's elements are. See [Note: Tensors within files].
+    """Location of a saved chunk's elements. See [Note: Tensors within files].
 
     Attributes:
         shape: of the chunk.
         dtype: of its elements.
-        start: byte of the file at which its row-major elements begin; None where they were read.
-        values: the chunk itself, if it is small, or only ``torch.load`` understands it.
+        start: offset of its row-major elements in the file, in bytes; None: they are in ``values``.
+        values: the chunk, if it is small, or can only be read by ``torch.load``.
     """
 
     shape: tuple[int, ...]
@@ -211,11 +212,11 @@ class StoredChunk:
 
     @classmethod
     def find(cls, file: BinaryIO, offset: int, num_bytes: int) -> StoredChunk:
-        """The chunk in ``num_bytes`` of a file from ``offset``."""
+        """Locate the chunk in the ``num_bytes`` of a file from ``offset``."""
         view = FileView(file, offset, num_bytes)
         if num_bytes <= _SMALL_BYTES:
             return cls._read(io.BytesIO(view.read(-1)))
-        # Buffered: an archive's directory is read in small pieces.
+        # Buffered, because zipfile reads an archive's directory in small pieces.
         archive: Any = io.BufferedReader(view, 1 << 14)
         outline = torch.load(archive, map_location="meta", weights_only=True)
         shape, dtype = tuple(outline.shape), outline.dtype
@@ -261,17 +262,17 @@ def read_box(
     target: Tensor,
     buffer: ReadBuffer,
 ) -> None:
-    """Read a box of a row-major tensor that lies in a file.
+    """Read a box of a row-major tensor in a file.
 
     Args:
         file: opened for reading bytes.
-        start: byte at which the tensor begins.
+        start: offset of the tensor in the file, in bytes.
         shape: of the tensor in the file.
         dtype: of its elements.
-        offsets: where the box begins, in each dim.
-        lengths: its size in each dim.
-        target: of that size; of any dtype and device, and of any strides.
-        buffer: memory to read through, where ``target`` cannot be read into.
+        offsets: of the box, in each dim.
+        lengths: of the box, in each dim.
+        target: of shape ``lengths``; of any dtype, device and strides.
+        buffer: memory to read through, if ``target`` cannot be read into directly.
 
     Raises:
         EOFError: the file is too short.
@@ -291,7 +292,7 @@ def read_box(
             place = first + row * row_bytes
             read_box(file, place, row_shape, dtype, offsets[1:], lengths[1:], target[row], buffer)
     else:
-        # Narrow columns: reading whole rows and keeping a part beats a read for each row.
+        # Narrow columns: reading full rows is faster than one small read for each row.
         step = max(buffer.num_bytes // row_bytes, 1)
         for low in range(0, lengths[0], step):
             count = min(step, lengths[0] - low)
@@ -306,9 +307,9 @@ def read_box(
 def _read_rows(
     file: BinaryIO, start: int, dtype: torch.dtype, target: Tensor, buffer: ReadBuffer
 ) -> None:
-    """Fill ``target`` from as many elements, which lie one after the other."""
+    """Fill ``target`` with consecutive elements of a file."""
     if target.is_contiguous():
-        # Of one element, whose stride may be anything, `view` would keep that stride.
+        # The stride of a tensor of one element is arbitrary, and `view` would keep it.
         flat = target.as_strided((target.numel(),), (1,))
         if target.device.type == "cpu" and target.dtype == dtype:
             _read_exactly(file, start, flat)
@@ -319,7 +320,7 @@ def _read_rows(
             _read_exactly(file, start + low * dtype.itemsize, part)
             flat[low : low + part.numel()].copy_(part)
         return
-    # Of strides of its own: as many rows at a time as the buffer takes.
+    # Not contiguous: read as many rows at a time as fit into the buffer.
     row_numel = math.prod(target.shape[1:])
     step = buffer.num_bytes // (row_numel * dtype.itemsize)
     for low in range(0, target.shape[0], max(step, 1)):
@@ -346,7 +347,8 @@ def _read_exactly(file: BinaryIO, start: int, out: Tensor) -> None:
 
 
 def data_offset(whole: BinaryIO, num_bytes: int) -> int | None:
-    """Where in an archive of ``torch.save`` its only storage lies; None if it is not so simple."""
+    """Offset of the only storage in an archive of ``torch.save``; None if there is no such offset
+    (several storages, or compression)."""
     with zipfile.ZipFile(whole) as archive:
         found = [entry for entry in archive.infolist() if "/data/" in entry.filename]
     if len(found) != 1 or found[0].compress_type != zipfile.ZIP_STORED:

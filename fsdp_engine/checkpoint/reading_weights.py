@@ -1,7 +1,7 @@
-"""What a rank reads of stored tensors: its own slices of those that the model has.
+"""Reads a rank's slices of stored tensors into a sharded model.
 
-All ranks see all names, shapes and dtypes, so that they find the same mistakes, and raise before
-anything is read.
+Each rank matches all names, shapes and dtypes, so that all ranks find the same errors, and raise
+before anything is read.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from fsdp_engine.checkpoint.safetensors_file import TensorInFile
 from fsdp_engine.checkpoint.sharded_model import ShardedModel
 from fsdp_engine.devices.agreement import agree
 
-# Reads in flight, and what each holds beyond the rank's own slices.
+# Reads in flight, and the buffer of each.
 READERS = 4
 BUFFER_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
 class Target:
-    """What to read: as many elements as ``local`` has, from element ``first`` of ``pieces`` on."""
+    """A range to read: into ``local``, from element ``first`` of ``pieces`` on."""
 
     pieces: Pieces
     first: int
@@ -40,12 +40,12 @@ class Target:
 
 @dataclass
 class Match:
-    """How what is stored and what the model has fit.
+    """Match of stored tensors with a model's.
 
     Attributes:
-        targets: what this rank has to read.
-        missing: names of the model that are not stored, each with what was expected.
-        unexpected: names that are stored and no part of the model, each with what was found.
+        targets: ranges that this rank reads.
+        missing: names of the model that are not stored, each with the expected tensor.
+        unexpected: stored names that are not in the model, each with the stored tensor.
         problems: a line for each tensor of another shape or dtype, or that is stored twice.
     """
 
@@ -55,11 +55,14 @@ class Match:
     problems: list[str] = field(default_factory=list)
 
     def raise_for(self, where: str, *, strict: bool) -> None:
-        """Raise a ValueError that lists what does not fit.
+        """Raise if there are problems.
 
         Args:
-            where: what is read, for the message.
-            strict: missing and unexpected tensors do not fit.
+            where: path that is read, for the message.
+            strict: missing and unexpected tensors are problems, too.
+
+        Raises:
+            ValueError: lists all problems.
         """
         problems = list(self.problems)
         if strict:
@@ -80,7 +83,7 @@ class Match:
 
 
 def whole(stored: TensorInFile) -> Pieces:
-    """A tensor that is stored as it is."""
+    """The pieces of a tensor that equals one stored tensor."""
     return Pieces.of(stored, stored.shape, stored.dtype)
 
 
@@ -89,13 +92,13 @@ def match(
     stored: Mapping[str, Sequence[Pieces]],
     wanted: Collection[str] | None = None,
 ) -> Match:
-    """Which of the stored tensors this rank reads where.
+    """Match stored tensors with a model.
 
     Args:
-        engine: whose weights and persistent buffers they become.
-        stored: by the model's name, what becomes it; several are a problem. A tied weight may
-            stand under any of its names.
-        wanted: names of those that are to be read; None: all.
+        engine: the engine whose weights and persistent buffers are replaced.
+        stored: stored tensors by the model's name; several for one name are a problem. A tied
+            weight may be stored under any of its names.
+        wanted: names of the tensors to read; None: all.
     """
     found = Match()
     for name, all_of_it in stored.items():
@@ -117,7 +120,7 @@ def match(
         if not present:
             found.missing[names[0]] = expected
         for each in present:
-            # Rounding is meant; a number without its fraction, or a count from one, is not.
+            # Rounding is allowed; dropping fractions (float to integer) is not.
             if each.shape != tensor.shape or not torch.can_cast(each.dtype, tensor.dtype):
                 found.problems.append(f"{names[0]}: expected {expected}; found {_described(each)}")
         if present:
@@ -130,11 +133,11 @@ def match(
 def read(
     targets: Sequence[Target], progress: Callable[[int], None] = lambda num_bytes: None
 ) -> None:
-    """Fill what this rank holds, in the files' order, with a few reads in flight.
+    """Read this rank's slices, in the order of the files, with several reads in flight.
 
     Args:
-        targets: what :func:`match` found.
-        progress: is told the bytes of each part, as they are stored, when it is there.
+        targets: from :func:`match`.
+        progress: called with the number of stored bytes of each part that was read.
 
     Raises:
         OSError, EOFError: a file cannot be read.
@@ -156,17 +159,18 @@ def replace_weights(
     *,
     names: Collection[str] | None = None,
 ) -> None:
-    """Let ``fill`` replace weights and saved buffers. Collective.
+    """Replace weights and persistent buffers by calling ``fill``. Collective.
 
     Args:
-        what: is being done, for messages.
-        engine: whose.
-        fill: sends nothing that others wait for.
-        finish: is called when all ranks have filled, and may send.
-        names: of those that it replaces; None: all.
+        what: name of the operation, for messages.
+        engine: of the model.
+        fill: replaces values; must not communicate.
+        finish: called when all ranks have called ``fill``; may communicate.
+        names: of the entries that ``fill`` replaces; None: all.
 
     Raises:
-        RuntimeError: it failed on some rank; forwards and saves raise until weights are loaded.
+        RuntimeError: ``fill`` failed on some rank. Forwards and saves raise until weights are
+            loaded.
     """
     error: Exception | None = None
     names = engine.model.state_dict() if names is None else names
@@ -188,7 +192,7 @@ def replace_weights(
 
 @dataclass(frozen=True)
 class _Read:
-    """A box of a stored tensor, and where it goes: of the box's size, in the stored dims' order."""
+    """A box of a stored tensor, and a tensor of its shape to read it into."""
 
     stored: TensorInFile
     box: Box
@@ -197,21 +201,27 @@ class _Read:
 
 def _reads(target: Target) -> Iterator[_Read]:
     pieces, local, first = target.pieces, target.local, target.first
-    if not local.is_contiguous():  # a whole tensor, with strides of its own
+    if not local.is_contiguous():  # an unsharded tensor with other strides
         assert local.shape == pieces.shape, f"{local.shape} of {pieces.shape}"
         for box in pieces.boxes:
             yield _read(box, local, local.stride(), int(local.storage_offset()))
         return
     if len(pieces.boxes) == 1:
-        pieces = pieces.reshape(-1)  # one tensor as it is: a range of bytes
+        pieces = pieces.reshape(-1)  # one stored tensor: a range of bytes
     begin = int(local.storage_offset()) - first
     for box, steps in flat_parts(pieces, first, first + local.numel()):
         yield _read(box, local, steps, begin)
 
 
 def _read(box: Box, local: Tensor, steps: Sequence[int], begin: int) -> _Read:
-    """``box`` into the memory of ``local``, where the whole begins at ``begin`` and has these
-    steps."""
+    """Read ``box`` into the memory of ``local``.
+
+    Args:
+        box: to read.
+        local: this rank's elements.
+        steps: strides of the unsharded tensor.
+        begin: offset in the storage of ``local`` at which the unsharded tensor would begin.
+    """
     offset = begin + sum(at * step for at, step in zip(box.at, steps, strict=True))
     own_steps = dict(zip(box.dims, steps, strict=True))
     strides = [own_steps.get(dim, 1) for dim in range(len(box.shape))]
@@ -219,7 +229,7 @@ def _read(box: Box, local: Tensor, steps: Sequence[int], begin: int) -> _Read:
 
 
 class _Files:
-    """Open files and buffers, of each thread its own."""
+    """Open files and buffers of each thread."""
 
     def __init__(self) -> None:
         self._own = threading.local()
@@ -233,13 +243,13 @@ class _Files:
             file.close()
 
     def read(self, each: _Read) -> int:
-        """Read it; returns its bytes, as they are stored."""
+        """Read a box; returns the number of stored bytes."""
         stored, box = each.stored, each.box
         own = self._own.__dict__
         buffer = own.setdefault("buffer", ReadBuffer(BUFFER_BYTES))
         files: dict[Path, BinaryIO] = own.setdefault("files", {})
         if stored.path not in files:
-            # Unbuffered: what is read ahead belongs to others.
+            # Unbuffered, because the following bytes are read by other ranks.
             files[stored.path] = open(stored.path, "rb", buffering=0)  # noqa: SIM115
             self._open.append(files[stored.path])
         with torch.no_grad():

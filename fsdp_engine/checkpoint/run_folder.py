@@ -1,7 +1,7 @@
-"""A run in one folder: weights, optimizer state, and all else that it needs to go on.
+"""Saves and loads the state of a run in one folder: weights, optimizer, random states, extra.
 
-What :class:`~fsdp_engine.checkpoint.checkpointer.Checkpointer` keeps in a directory of its own, and
-what others (Ray Train) keep where they like: they write a folder, and load one.
+:class:`~fsdp_engine.checkpoint.checkpointer.Checkpointer` manages a directory of such folders; the
+integration of Ray Train writes them into Ray's storage.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.metadata import Metadata
 
 from fsdp_engine.checkpoint.dcp_metadata import METADATA
-from fsdp_engine.checkpoint.engines import Engines, as_one, axis_sizes, level_names
+from fsdp_engine.checkpoint.engines import Engines, axis_sizes, join_engines, level_names
 from fsdp_engine.checkpoint.folder import (
     FolderMatch,
     LoadReport,
@@ -45,19 +45,19 @@ from fsdp_engine.devices.agreement import agree
 
 
 class Run:
-    """What is saved of a run, and takes up what was saved.
+    """The state of a run that is saved and loaded.
 
     Args:
-        engine: an engine, or several by name.
-        optimizer: over the parameters of all of them; None: weights only.
-        extra: objects with a state, by name. Every rank saves its own.
+        engine: an engine, or a dict of several.
+        optimizer: over the parameters of all engines; None: weights only.
+        extra: objects with a state, by name. Each rank saves its own.
         trainable_only: see :class:`~fsdp_engine.checkpoint.checkpointer.Checkpointer`.
 
     Attributes:
         ranks: those of the engine.
 
     Raises:
-        TypeError, ValueError: ``engine`` or ``extra`` is none of these.
+        TypeError, ValueError: ``engine`` or ``extra`` has a wrong type or value.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Run:
         trainable_only: bool = False,
     ) -> None:
         self._extra = check_extra(extra)
-        self._engine = as_one(engine)
+        self._engine = join_engines(engine)
         self._levels = level_names(engine)
         self._optimizer = optimizer
         self._trainable_only = trainable_only
@@ -81,7 +81,7 @@ class Run:
         return optimizer_kind(self._optimizer)
 
     def entries(self) -> dict[str, Any]:
-        """What this rank contributes: views of what lives, not copies.
+        """Entries that this rank saves: views of the current tensors, not copies.
 
         Raises:
             RuntimeError, ValueError, TypeError: see :meth:`Checkpointer.save`.
@@ -104,14 +104,14 @@ class Run:
         group: ProcessGroup | None,
         publish: Callable[[], object] = lambda: None,
     ) -> None:
-        """Write what all ranks contribute. Collective; an error on one rank is raised on all.
+        """Write the entries of all ranks. Collective; an error on one rank is raised on all.
 
         Args:
             entries: of this rank, or copies of them.
-            folder: where this rank's files go; rank 0's gets the metadata and the manifest, too.
+            folder: of this rank's files; that of rank 0 also contains metadata and manifest.
             step: of training.
-            group: to do it over.
-            publish: called on rank 0 when everything is there.
+            group: process group of the collectives.
+            publish: called on rank 0 when all files are complete.
         """
 
         def finish(saved: Metadata, files: dict[str, FileRow]) -> None:
@@ -133,13 +133,14 @@ class Run:
     def load(
         self, folder: Path, *, strict: bool, verify: bool, trust: bool, what: str
     ) -> LoadReport:
-        """Take up what is in ``folder``, the files of all ranks. Collective. For methods that users
-        call: a warning names the line that called the caller.
+        """Load a folder with the files of all ranks. Collective.
+
+        Warnings have the location of the call of the caller.
 
         Args:
-            folder: one that all ranks see; or copies of it with one content.
+            folder: on storage that all ranks share; or a copy on each rank.
             strict, verify, trust: see :meth:`Checkpointer.load`.
-            what: is being done, for messages.
+            what: name of the operation, for messages.
 
         Raises:
             FileNotFoundError, ValueError, RuntimeError: see :meth:`Checkpointer.load`.
@@ -168,20 +169,20 @@ class Run:
             if name in extra:
                 value.load_state_dict(extra[name])
                 continue
-            # Known only now that the entry has been read: too late to refuse, too bad to hide.
+            # The entry is read after weights were replaced, so this can only be a warning.
             problems.append(f"missing {EXTRA}.{name}: expected its state; found nothing")
             warnings.warn(f"load of {folder}: {problems[-1]}; it stays as it is", stacklevel=3)
         return LoadReport(manifest.step, problems, extra)
 
     def _check_files(self, folder: Path, verify: bool) -> Manifest:
-        """The manifest of a checkpoint whose files are there. Ranks share the work."""
+        """Check the files of a checkpoint, and return its manifest. The ranks share the work."""
         manifest: Manifest | None = None
         error: Exception | None = None
         try:
             manifest = Manifest.read(folder)
             names = sorted(manifest.files)[self.ranks.rank :: self.ranks.size]
             check_sizes(folder, manifest, names)
-            # Small, and read anyhow: is it this save's?
+            # The metadata is small; its checksum is verified in any case.
             verify_files(folder, manifest, names if verify else {METADATA} & {*names})
         except Exception as caught:
             error = caught

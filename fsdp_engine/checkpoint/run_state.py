@@ -1,8 +1,7 @@
-"""What a run is besides weights and optimizer: random states, schedulers, the place in the data.
+"""State of a run besides weights and optimizer: random states, schedulers, data position.
 
-Every rank has its own and saves its own. They are meant for as many ranks as saved them: loaded by
-another number, each rank takes the extra states of rank 0 and keeps the random state that it has,
-because nobody could say whose it should take.
+Each rank saves its own. If another number of ranks loads them, each rank loads the extra state of
+rank 0 and keeps its random state, because no saved random state corresponds to it.
 """
 
 from __future__ import annotations
@@ -21,22 +20,22 @@ from fsdp_engine.devices.accelerator import is_accelerator, module_of
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What can be put into a checkpoint beside model and optimizer."""
+    """An object that can be saved beside model and optimizer."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that it needs to go on."""
+        """Returns the state to save."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Go on from there."""
+        """Restore the saved state."""
         ...
 
 
 def check_extra(extra: Mapping[str, Stateful] | None) -> dict[str, Stateful]:
-    """``extra`` as a dict.
+    """Returns ``extra`` as a dict.
 
     Raises:
-        TypeError: it is no mapping from names, or a value has no state to save or to load.
+        TypeError: it is not a mapping from names, or a value is not :class:`Stateful`.
     """
     if extra is None:
         return {}
@@ -52,7 +51,7 @@ def check_extra(extra: Mapping[str, Stateful] | None) -> dict[str, Stateful]:
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """States of the generators that a training loop draws from."""
+    """States of the random number generators of torch, Python, NumPy and the device."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if "numpy" in sys.modules:
         state["numpy"] = sys.modules["numpy"].random.get_state()
@@ -62,7 +61,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Draw on from ``state``. Generators that were not saved are left alone."""
+    """Restore the states of generators. Generators that were not saved are not changed."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     if "numpy" in state and "numpy" in sys.modules:
@@ -72,14 +71,15 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
 
 
 def pack(value: Any) -> bytes:
-    """One opaque entry: DCP would take a dict apart and lose its empty parts and its key types."""
+    """Serialize to one opaque entry. DCP would flatten a dict, and lose empty parts and key
+    types."""
     packed = io.BytesIO()
     torch.save(value, packed)
     return packed.getvalue()
 
 
 def unpack(packed: Any, where: str, trust: bool = False) -> Any:
-    """What :func:`pack` was given, tensors on the CPU; an empty dict where there is nothing.
+    """Inverse of :func:`pack`, tensors on the CPU; an empty dict if ``packed`` is not bytes.
 
     Raises:
         ValueError: see :func:`~fsdp_engine.checkpoint.objects.read_object`.

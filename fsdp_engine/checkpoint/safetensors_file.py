@@ -1,6 +1,6 @@
-"""One file of tensors in the safetensors format: its header, and bytes to and from their places.
+"""One file in the safetensors format: its header, and reads and writes of elements.
 
-    bytes             what
+    bytes             content
     ----------------  ------------------------------------------------------------------------------
     0 to 7            n, the length of the header, little-endian
     8 to 7 + n        JSON, padded with spaces:
@@ -9,9 +9,10 @@
                        "b": {"dtype": "BF16", "shape": [4], "data_offsets": [24, 32]}}
     from 8 + n        the tensors' row-major elements, one tensor after the other without gaps
 
-Since a tensor's place follows from names, shapes and dtypes, every rank works out by itself where
-its elements go, and a flat range of a tensor is one range of bytes. Here a header is padded to a
-multiple of 8 bytes and larger elements come first, so that every tensor is aligned.
+The offset of a tensor depends only on names, shapes and dtypes. Therefore each rank computes the
+offsets of its elements without communication, and a flat range of a tensor is one range of bytes.
+Headers written here are padded to a multiple of 8 bytes, and tensors are sorted by descending
+element size, so that every tensor is aligned.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torch import Tensor
 
 from fsdp_engine.checkpoint.reader import ReadBuffer, read_box
 
-# Not all of these are in every torch that the engine runs on.
+# Some of these dtypes do not exist in all supported versions of torch.
 _NAMES = {
     "F64": "float64",
     "F32": "float32",
@@ -66,14 +67,14 @@ _MAX_HEADER_BYTES = 100_000_000
 
 @dataclass(frozen=True)
 class TensorInFile:
-    """A tensor and its place.
+    """A tensor and its location.
 
     Attributes:
         name: within the file.
         dtype: of its elements.
         shape: of the tensor.
         path: the file.
-        start: byte of the file at which its row-major elements begin.
+        start: offset of its row-major elements in the file, in bytes.
     """
 
     name: str
@@ -85,11 +86,11 @@ class TensorInFile:
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """A file before it is written.
+    """Plan of a file to write.
 
     Attributes:
-        head: its first bytes: the header with its length.
-        starts: byte at which each tensor begins, by name.
+        head: its first bytes: the length of the header, and the header.
+        starts: offset of each tensor in bytes, by name.
         num_bytes: of the whole file.
     """
 
@@ -99,10 +100,10 @@ class PlannedFile:
 
 
 def dtype_name(name: str, dtype: torch.dtype) -> str:
-    """What the format calls a dtype.
+    """Name of a dtype in the format.
 
     Raises:
-        ValueError: it has no name for that of tensor ``name``.
+        ValueError: the format does not support the dtype of tensor ``name``.
     """
     if dtype not in _NAME_OF:
         raise ValueError(
@@ -115,14 +116,14 @@ def dtype_name(name: str, dtype: torch.dtype) -> str:
 def plan_file(
     tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str]
 ) -> PlannedFile:
-    """Places for tensors in one file.
+    """Plan one file.
 
     Args:
         tensors: name, dtype and shape of each.
-        metadata: what the header says besides.
+        metadata: additional texts in the header.
 
     Raises:
-        ValueError: a dtype that the format does not know.
+        ValueError: the format does not support a dtype.
     """
     header: dict[str, Any] = {_METADATA: dict(metadata)}
     offsets: dict[str, int] = {}
@@ -144,11 +145,11 @@ def plan_file(
 
 
 def read_header(path: Path) -> list[TensorInFile]:
-    """The tensors of a file, in the order of their places. Reads the header only.
+    """Returns the tensors of a file, in the order of their offsets. Reads only the header.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is not in the format, or shorter or longer than its header says.
+        ValueError: it is not in the format, or its size differs from that in its header.
     """
     with open(path, "rb") as file:
         num_bytes = os.fstat(file.fileno()).st_size
@@ -190,7 +191,7 @@ def read_header(path: Path) -> list[TensorInFile]:
 
 
 def _span(path: Path, name: str, entry: Any) -> tuple[int, int]:
-    """Where an entry of a header lies within the data."""
+    """Start and end of a tensor in the data section, in bytes."""
     try:
         kind, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
         numbers = [*shape, start, stop]
@@ -215,14 +216,14 @@ def _span(path: Path, name: str, entry: Any) -> tuple[int, int]:
 def write_elements(
     descriptor: int, start: int, tensor: Tensor, dtype: torch.dtype, buffer: ReadBuffer
 ) -> None:
-    """Write a tensor's row-major elements to a place in a file.
+    """Write a tensor's row-major elements at an offset of a file.
 
     Args:
         descriptor: of a file open for writing.
-        start: byte at which the first element goes.
+        start: offset of the first element in bytes.
         tensor: of any device, dtype and strides.
-        dtype: what to write.
-        buffer: memory to convert in.
+        dtype: of the written elements.
+        buffer: memory for conversions.
 
     Raises:
         OSError: writing failed.
@@ -241,14 +242,14 @@ def write_elements(
 def read_elements(
     file: BinaryIO, start: int, dtype: torch.dtype, target: Tensor, buffer: ReadBuffer
 ) -> None:
-    """Fill a tensor with row-major elements that lie one after the other in a file.
+    """Fill a tensor with consecutive row-major elements of a file.
 
     Args:
         file: opened for reading bytes.
-        start: byte at which the first element begins.
+        start: offset of the first element in bytes.
         dtype: of the elements in the file.
         target: of any device, dtype and strides.
-        buffer: memory to read through, where ``target`` cannot be read into.
+        buffer: memory to read through, if ``target`` cannot be read into directly.
 
     Raises:
         EOFError: the file is too short.
@@ -258,7 +259,7 @@ def read_elements(
 
 
 def _parts(tensor: Tensor, limit: int) -> Iterator[Tensor]:
-    """Pieces of at most ``limit`` elements that make up the tensor in row-major order."""
+    """Split a tensor into consecutive row-major parts of at most ``limit`` elements."""
     if tensor.is_contiguous():
         tensor = tensor.view(-1)
     if tensor.numel() <= limit:
@@ -273,6 +274,6 @@ def _parts(tensor: Tensor, limit: int) -> Iterator[Tensor]:
 def _write_all(descriptor: int, start: int, flat: Tensor) -> None:
     """Write a contiguous CPU tensor."""
     view = memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
-    while len(view):  # the system may take a part
+    while len(view):  # pwrite may write only a part
         written = os.pwrite(descriptor, view, start)
         view, start = view[written:], start + written

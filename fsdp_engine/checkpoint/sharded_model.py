@@ -1,4 +1,4 @@
-"""What checkpoints need to know of an engine, and its parameters as checkpoints have them."""
+"""The interface of an engine that checkpoints use, and its parameters as they are saved."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fsdp_engine.layout.expert_place import ExpertPlace
 
 
 class NamedRecord(Protocol):
-    """What a checkpoint needs to know of a parameter; attributes as in ``ParamRecord``."""
+    """The attributes of ``ParamRecord`` that checkpoints use."""
 
     name: str
     owners: list[tuple[nn.Module, str]]
@@ -27,26 +27,26 @@ class NamedRecord(Protocol):
 
 
 class ShardedBuffer(Protocol):
-    """What a checkpoint needs to know of a buffer; attributes as in ``ParamAndGradBuffer``."""
+    """The attributes of ``ParamAndGradBuffer`` that checkpoints use."""
 
     @property
     def records(self) -> Sequence[NamedRecord]:
-        """Its parameters."""
+        """Records of its parameters."""
         ...
 
     @property
     def sharded_params(self) -> Sequence[Tensor]:
-        """What users see of them."""
+        """Its parameters as the user's modules hold them."""
         ...
 
     @property
     def mesh(self) -> DataMesh:
-        """Whose ranks share them."""
+        """The ranks over which it is sharded."""
         ...
 
     @property
     def grads(self) -> object | None:
-        """Their gradients; None: they were frozen when the model was sharded."""
+        """Gradients of its parameters; None: they were frozen at ``shard()``."""
         ...
 
 
@@ -63,7 +63,7 @@ class MissingValues(Protocol):
 
 
 class ShardedModel(Protocol):
-    """What a checkpoint needs to know of an engine."""
+    """The attributes of ``Engine`` that checkpoints use."""
 
     model: nn.Module
     mesh: DataMesh
@@ -80,11 +80,11 @@ class ShardedModel(Protocol):
         ...
 
     def weights_changed(self) -> None:
-        """Main weights were changed from outside."""
+        """Notify the engine that main weights were changed."""
         ...
 
     def check_modules(self) -> None:
-        """Raise where modules have other parameters than at ``shard()``."""
+        """Raise if modules have other parameters than at ``shard()``."""
         ...
 
 
@@ -97,9 +97,9 @@ class SavedParam:
         name: the first of its names there.
         aliases: all of them.
         of_others: names of what other ranks hold in its place, its own among them.
-        held: what users see of it.
-        saved: the same memory, as a part of what is saved.
-        is_frozen: it was when the model was sharded.
+        held: the parameter as the user's modules hold it.
+        saved: the same memory, with the placement in the checkpoint.
+        is_frozen: it was frozen at ``shard()``.
     """
 
     name: str
@@ -111,18 +111,18 @@ class SavedParam:
 
     @property
     def is_of_experts(self) -> bool:
-        """Whether its name or its shape there is another."""
+        """Whether the checkpoint has it under another name or shape, as a part of all experts."""
         return self.saved is not self.held or self.of_others != self.aliases
 
     def as_saved(self, state: Tensor) -> Tensor:
-        """A state that lies as ``held`` does, as ``saved`` does."""
+        """Convert state with the placement of ``held`` to the placement of ``saved``."""
         if self.saved is self.held or not isinstance(self.saved, FlatDTensor):
             return state
         local = state.local if isinstance(state, FlatDTensor) else state.detach().reshape(-1)
         return FlatDTensor.from_flat_local(local, self.saved.flat_placement)
 
     def as_held(self, state: Tensor) -> Tensor:
-        """A state that lies as ``saved`` does, as ``held`` does."""
+        """Convert state with the placement of ``saved`` to the placement of ``held``."""
         if self.saved is self.held or not isinstance(state, FlatDTensor):
             return state
         if isinstance(self.held, FlatDTensor):
@@ -131,10 +131,10 @@ class SavedParam:
 
 
 def saved_params(engine: ShardedModel) -> dict[int, SavedParam]:
-    """Every parameter of the model, by ``id`` of what users see of it.
+    """Returns every parameter of the model, by ``id`` of the sharded parameter.
 
     Raises:
-        ValueError: ranks hold parts of a tensor of all experts that has no first dim.
+        ValueError: a tensor that contains all experts is 0-d, and cannot be sharded.
     """
     return {
         id(param): _saved_param(record, param, buffer)
@@ -156,7 +156,7 @@ def _saved_param(record: NamedRecord, param: Tensor, buffer: ShardedBuffer) -> S
 
 
 def _part_of_all(name: str, param: Tensor, expert: ExpertPlace, mesh: DataMesh) -> Tensor:
-    """This rank's part of the tensor of all experts."""
+    """This rank's part of the tensor that contains all experts."""
     if not param.ndim:
         raise ValueError(
             f"checkpoint: expected {name}, of several experts, to have them as its first dim; "

@@ -1,7 +1,7 @@
-"""A copy in host memory of everything that a checkpoint is to hold, made at one moment.
+"""Copies all entries of a checkpoint to host memory.
 
-All tensors go into one block of memory, which the next snapshot takes again: pages that are there
-already cost nothing, and pinning is slow.
+All tensors are copied into one block of memory, which the next snapshot reuses, because allocating
+pages and pinning them is slow.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _ALIGNMENT = 64  # bytes
 
 
 class HostMemory:
-    """The block. One snapshot at a time lives in it.
+    """A block of host memory for one snapshot at a time.
 
     Args:
-        device: where the tensors come from; for an accelerator the block is pinned.
+        device: of the tensors; for an accelerator the block is pinned.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -34,19 +34,19 @@ class HostMemory:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes held, whether or not a snapshot uses them."""
+        """Allocated bytes, whether or not a snapshot uses them."""
         return self._block.bytes.numel()
 
     def snapshot(self, entries: dict[str, Any]) -> dict[str, Any]:
-        """``entries`` with copies in place of its tensors, sharded ones keeping their slices.
+        """Returns a copy of ``entries``; of sharded tensors the slices are copied.
 
-        Returns when the copies are whole. A tensor that stands in several places is copied once;
-        what is no tensor is copied deeply.
+        Returns when the copies are complete. A tensor that occurs several times is copied once;
+        all other values are copied deeply.
         """
         tensors = {id(leaf): leaf for leaf in tree_leaves(entries) if isinstance(leaf, Tensor)}
         needed = sum(_padded_bytes(tensor) for tensor in tensors.values())
         if needed > self.num_bytes:
-            self._block = HostBlock(0, pinned=False)  # first let go of the old one
+            self._block = HostBlock(0, pinned=False)  # free the old block first
             self._block = HostBlock(needed, pinned=is_accelerator(self._device))
         copies: dict[int, Tensor] = {}
         start = 0

@@ -1,4 +1,4 @@
-"""What the command line shows of checkpoints."""
+"""Tables of the command line."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from fsdp_engine.checkpoint.model_state import (
 from fsdp_engine.checkpoint.offline import StoredCheckpoint
 from fsdp_engine.terminal import format_bytes
 
-# More tensors than these are shown in groups.
+# Above this number, tensors are shown in groups.
 MAX_TENSORS = 100
-# More lines than these are shown if asked for.
+# Above this number, lines are shown only with --all.
 MAX_LINES = 40
 
 _NO_MANIFEST = (
@@ -35,7 +35,7 @@ _NO_MANIFEST = (
 
 
 def title(checkpoint: StoredCheckpoint) -> str:
-    """A checkpoint on one line."""
+    """Describe a checkpoint in one line."""
     manifest = checkpoint.manifest
     if manifest is None:
         return f"{checkpoint.folder}: without a manifest"
@@ -47,11 +47,11 @@ def title(checkpoint: StoredCheckpoint) -> str:
 
 
 def summary(found: Description, steps: Sequence[int], left: Sequence[str]) -> Table:
-    """Everything but tensors.
+    """Table of all properties of a checkpoint except its tensors.
 
     Args:
         found: the checkpoint.
-        steps: of its directory; empty if it was given by itself.
+        steps: of its directory; empty if the path is that of a single checkpoint.
         left: folders of its directory that are not complete.
     """
     table = Table.grid(padding=(0, 2))
@@ -84,7 +84,7 @@ def summary(found: Description, steps: Sequence[int], left: Sequence[str]) -> Ta
         line("stray", listed(found.stray_files))
     for name, section in found.sections.items():
         if name in (EXTRA, RANKS) and not section.tensors:
-            continue  # they have lines of their own
+            continue  # shown in separate lines
         parts = []
         if section.tensors:
             parts.append(
@@ -108,11 +108,11 @@ def summary(found: Description, steps: Sequence[int], left: Sequence[str]) -> Ta
 
 
 def tensors(rows: Sequence[TensorRow], every: bool) -> Table:
-    """Tensors, one by one or (if there are many) those of one kind together.
+    """Table of tensors. Many tensors are grouped by name, shape and dtype.
 
     Args:
         rows: at least one.
-        every: one by one, however many.
+        every: do not group, for any number of tensors.
     """
     is_grouped = len(rows) > MAX_TENSORS and not every
     elements = sum(math.prod(row.shape) for row in rows)
@@ -146,11 +146,11 @@ def tensors(rows: Sequence[TensorRow], every: bool) -> Table:
 
 
 def differences(found: Sequence[TensorDifference], limit: int | None) -> Table:
-    """Tensors that differ: the model's first, and of those the largest differences.
+    """Table of tensors that differ: the model's first, then by the largest difference.
 
     Args:
-        found: which.
-        limit: how many are shown; None: all.
+        found: the tensors.
+        limit: maximum number of rows; None: all.
     """
     has_nan = any(each.num_nan for each in found)
     table = Table(title=f"{len(found):,} tensors with other values", title_justify="left")
@@ -171,7 +171,7 @@ def differences(found: Sequence[TensorDifference], limit: int | None) -> Table:
 
 
 def listed(names: Sequence[str], limit: int = 8) -> str:
-    """Names, of which the first are shown."""
+    """Join the first ``limit`` names."""
     more = f" and {len(names) - limit:,} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
 

@@ -1,7 +1,7 @@
-"""Is every byte of a checkpoint as it was written? And if not, whose byte is it?
+"""Verifies the checksums of a checkpoint's files, and locates damage.
 
-The manifest has a checksum for each file. Where one differs, the damage is narrowed down by the
-checksums that ``torch.save`` puts beside each tensor (its archives are zip files).
+The manifest contains a checksum of each file. If one differs, the damaged entries are found by the
+checksums that ``torch.save`` stores with each tensor (its archives are zip files).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fsdp_engine.checkpoint.reader import FileView
 
 
 def check_sizes(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Whether these files are there, and as long as they were written.
+    """Check that files exist, and have the sizes in the manifest.
 
     Raises:
         FileNotFoundError: one is missing.
@@ -37,17 +37,16 @@ def verify_files(
     names: Iterable[str] | None = None,
     progress: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
-    """Read files and compare them with the manifest.
+    """Read files and compare their checksums with the manifest.
 
     Args:
         folder: the checkpoint.
         manifest: its manifest.
         names: files; None: all of them.
-        progress: is told the number of bytes as they are read.
+        progress: called with the number of bytes of each read.
 
     Raises:
-        ValueError: files that are missing or are not as they were written; all of them are listed,
-            with the tensors concerned.
+        ValueError: files are missing or damaged; all of them are listed, with the damaged tensors.
     """
     damages = find_damages(folder, manifest, names, progress)
     if damages:
@@ -63,7 +62,7 @@ def find_damages(
     names: Iterable[str] | None = None,
     progress: Callable[[int], None] = lambda num_bytes: None,
 ) -> list[str]:
-    """A line for each file that is missing or not as it was written. See :func:`verify_files`."""
+    """Returns a line for each file that is missing or damaged. See :func:`verify_files`."""
     damages: list[str] = []
     names = manifest.files if names is None else names
     for name in names:
@@ -85,15 +84,15 @@ def find_damaged_archives(
     progress: Callable[[int], None] = lambda num_bytes: None,
     trust: bool = False,
 ) -> list[str]:
-    """A line for each file with entries that differ from the checksums beside them.
+    """Returns a line for each file with entries that differ from the checksums stored with them.
 
-    This is all that can be said without a manifest: bytes between entries, and what replaced an
-    entry as a whole, go unnoticed.
+    For checkpoints without a manifest. Damaged bytes between entries, and entries that were
+    replaced as a whole, are not detected.
 
     Args:
         folder: a checkpoint in DCP format.
-        progress: is told the number of bytes as they are read.
-        trust: whoever wrote it may run code here.
+        progress: called with the number of bytes of each read.
+        trust: allow objects of any class in its metadata, which may run arbitrary code.
 
     Raises:
         FileNotFoundError, NotADirectoryError, ValueError: its metadata cannot be read.
@@ -108,12 +107,12 @@ def find_damaged_archives(
     return damages
 
 
-# The key and the place of an entry.
+# Key of an entry, and its location in a file.
 _Entry = tuple[str, Any]
 
 
 def _places(folder: Path, trust: bool = False) -> dict[str, list[_Entry]]:
-    """What is in each file of a checkpoint."""
+    """Entries by file."""
     found: dict[str, list[_Entry]] = {}
     for index, place in read_metadata(folder, trust).storage_data.items():
         found.setdefault(place.relative_path, []).append((index.fqn, place))
@@ -121,7 +120,7 @@ def _places(folder: Path, trust: bool = False) -> dict[str, list[_Entry]]:
 
 
 def _damaged_entries(folder: Path, name: str) -> str:
-    """Which entries of a damaged file are concerned, in words."""
+    """Describe the damaged entries of a file."""
     if name == METADATA:
         return "the list of all entries"
     try:
@@ -129,20 +128,20 @@ def _damaged_entries(folder: Path, name: str) -> str:
     except (OSError, ValueError) as error:
         return f"entries unknown, because {METADATA} cannot be read ({type(error).__name__})"
     damaged = _find_damaged(folder / name, entries)
-    return _listed(damaged) if damaged else "no tensor is concerned (padding between them)"
+    return _listed(damaged) if damaged else "no tensor is damaged (padding between them)"
 
 
 def _find_damaged(
     path: Path, entries: Iterable[_Entry], progress: Callable[[int], None] = lambda num_bytes: None
 ) -> list[str]:
-    """Keys of the entries of a file whose checksums are not those of their bytes."""
+    """Keys of the entries of a file whose checksums differ."""
     damaged: dict[str, None] = {}
     with open(path, "rb") as file:
         for key, place in entries:
             try:
                 with zipfile.ZipFile(FileView(file, place.offset, place.length)) as archive:
                     is_whole = archive.testzip() is None
-            except Exception:  # whatever damaged headers make of it; one bit reads "encrypted"
+            except Exception:  # damaged headers raise errors of any type
                 is_whole = False
             if not is_whole:
                 damaged[key] = None

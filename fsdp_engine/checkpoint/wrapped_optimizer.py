@@ -1,7 +1,7 @@
-"""Megatron-Core's optimizers as checkpoints take them: as the torch optimizers that they wrap.
+"""Unwraps Megatron-Core's optimizers: checkpoints contain the state of the torch optimizers.
 
 ``FP32Optimizer`` and ``Float16OptimizerWithFloat16Params`` have a torch optimizer in ``optimizer``,
-and a scaler of losses in ``grad_scaler`` or None; ``ChainedOptimizer`` has several of them in
+and a loss scaler or None in ``grad_scaler``; ``ChainedOptimizer`` has several of them in
 ``chained_optimizers``. The state of a scaler is saved as a hyperparameter of the optimizer's param
 groups. Megatron-Core is not imported.
 """
@@ -13,16 +13,16 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from fsdp_engine.checkpoint.joint_optimizer import JointOptimizer, as_one_optimizer
+from fsdp_engine.checkpoint.joint_optimizer import JointOptimizer, join_optimizers
 
 _SCALER = "grad_scaler"
 
 
 class _WrappedOptimizers(JointOptimizer):
-    """Torch optimizers with the scalers that Megatron-Core's optimizers have beside them.
+    """Torch optimizers with the loss scalers of Megatron-Core's optimizers.
 
     Args:
-        wrapped: each torch optimizer with its scaler, at least one of which is not None.
+        wrapped: each torch optimizer with its scaler; at least one scaler is not None.
     """
 
     def __init__(self, wrapped: list[tuple[Optimizer, Any]]) -> None:
@@ -30,7 +30,7 @@ class _WrappedOptimizers(JointOptimizer):
         self.scalers = [scaler for _, scaler in wrapped]
 
     def state_dict(self) -> dict[str, Any]:
-        """With a scaler's state in each group of its optimizer."""
+        """Returns the joint state dict; each group contains the state of its scaler."""
         packed = super().state_dict()
         for group, scaler in zip(packed["param_groups"], self._scaler_of_groups(), strict=True):
             if scaler is not None:
@@ -38,7 +38,7 @@ class _WrappedOptimizers(JointOptimizer):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Give each optimizer its part, and its scaler what is in its groups."""
+        """Load each optimizer's part into it, and the state in its groups into its scaler."""
         groups = [dict(group) for group in state_dict["param_groups"]]
         states: dict[int, tuple[Any, Any]] = {}
         for group, scaler in zip(groups, self._scaler_of_groups(), strict=True):
@@ -56,10 +56,11 @@ class _WrappedOptimizers(JointOptimizer):
 
 
 def torch_optimizer(optimizer: Any) -> Any:
-    """What is saved of an optimizer: itself; of Megatron-Core's, the torch optimizers in it.
+    """Returns a torch optimizer unchanged; for one of Megatron-Core, its torch optimizers as one.
 
     Raises:
-        ValueError: Megatron-Core's keeps fp32 copies of parameters, or has no torch optimizer.
+        ValueError: an optimizer of Megatron-Core has fp32 copies of parameters, or no torch
+            optimizer.
     """
     if isinstance(optimizer, Optimizer) or not _is_megatron(optimizer):
         return optimizer
@@ -81,11 +82,11 @@ def torch_optimizer(optimizer: Any) -> Any:
     # Constant scalers have no state.
     if any(scaler is not None and scaler.state_dict() for _, scaler in wrapped):
         return _WrappedOptimizers(wrapped)
-    return as_one_optimizer([each for each, _ in wrapped])
+    return join_optimizers([each for each, _ in wrapped])
 
 
 def _is_megatron(optimizer: Any) -> bool:
-    """Whether it looks like one of Megatron-Core's."""
+    """Whether an object has the attributes of Megatron-Core's optimizers."""
     return hasattr(optimizer, "chained_optimizers") or (
         hasattr(optimizer, "get_loss_scale") and hasattr(optimizer, "optimizer")
     )

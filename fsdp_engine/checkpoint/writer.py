@@ -1,7 +1,7 @@
-"""Writes a checkpoint: DCP's files, with checksums, on the disk when they are done.
+"""Writes a checkpoint: DCP's files, with checksums, synced to disk.
 
-Files are those of ``torch.distributed.checkpoint``: anything that reads its format reads them. This
-only looks at what passes by.
+The files have the format of ``torch.distributed.checkpoint``. The writer only computes checksums of
+the written bytes, and chooses file names.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from fsdp_engine.checkpoint.direct_file import DirectFile
 from fsdp_engine.checkpoint.manifest import FileRow
 from fsdp_engine.devices import memory
 
-# Before the first underscore after it stand eight digits of the save, then the rank.
+# File names: the prefix, eight digits that identify the save, an underscore, and the rank.
 PREFIX, SUFFIX = "__shards_", ".distcp"
 
 
 class _ChecksummingFiles(FileSystem):
-    """The file system as DCP's writer sees it; keeps a row and the sums of each file written."""
+    """File system for DCP's writer that records size and checksums of each written file."""
 
     def __init__(self) -> None:
         self.rows: dict[str, FileRow] = {}
@@ -59,21 +59,21 @@ class _ChecksummingFiles(FileSystem):
 
 @dataclasses.dataclass(frozen=True)
 class _Written(WriteResult):
-    """A rank's first result carries the rows and sums of its files."""
+    """First result of a rank, with sizes and checksums of its files."""
 
     rows: dict[str, FileRow] = dataclasses.field(default_factory=dict)
     sums: dict[str, FileSums] = dataclasses.field(default_factory=dict)
 
 
 class SavePlanner(dcp.DefaultSavePlanner):
-    """Hands tensors to the writer in such a form that it does not copy them.
+    """Passes tensors to the writer without copies.
 
-    DCP writes whole storages: a slice of a flat buffer, whose storage is the buffer, it would
-    clone. Here the slice gets a storage of its own over the same memory.
+    DCP writes full storages, so it would clone a slice of a flat buffer. Here the slice gets a
+    separate storage over the same memory.
     """
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        """What to write for an item of the plan."""
+        """Returns the value to write for an item of the plan."""
         value = super().resolve_data(write_item)
         if isinstance(value, Tensor) and value.device.type == "cpu" and value.is_contiguous():
             return memory.with_own_storage(value)
@@ -81,12 +81,12 @@ class SavePlanner(dcp.DefaultSavePlanner):
 
 
 class Writer(dcp.FileSystemWriter):
-    """Writes a checkpoint's files, each on the disk when it is done.
+    """Writes and syncs a checkpoint's files.
 
     Args:
-        folder: where to.
-        finished: called on the coordinator when everything is written, with the metadata and a row
-            for each file. What it raises is raised on every rank.
+        folder: of the checkpoint.
+        finished: called on the coordinator when all files are written, with the metadata and a row
+            for each file. Its exceptions are raised on every rank.
     """
 
     def __init__(
@@ -95,25 +95,25 @@ class Writer(dcp.FileSystemWriter):
         super().__init__(folder)
         self.fs = self._files = _ChecksummingFiles()
         self._finished = finished
-        self._save = ""  # on the coordinator, until its metadata are there
+        self._save = ""  # on the coordinator, until the metadata is written
 
     def discard(self) -> None:
-        """Remove what a save that failed has written, on the coordinator; others do nothing. What
-        metadata point to stays."""
+        """Remove the files of a failed save, on the coordinator; a no-op on other ranks. Files of
+        a complete checkpoint are not removed."""
         if self._save:
             for file in Path(self.path).glob(f"{PREFIX}{self._save}_*"):
                 file.unlink(missing_ok=True)
             (Path(self.path) / f"{METADATA}.tmp").unlink(missing_ok=True)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Without the warning that a checkpoint is there."""
+        """Create the folder, without DCP's warning about an existing checkpoint."""
         self.fs.mkdir(self.path)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the coordinator: names for all ranks' files, which no other save has.
+        """On the coordinator: choose file names for all ranks that are unique to this save.
 
-        Torch's own would write over the files that an older metadata still points to.
+        DCP's names would overwrite files of an older checkpoint in the folder.
         """
         self._save = save = uuid.uuid4().hex[:8]
         return [
@@ -127,11 +127,11 @@ class Writer(dcp.FileSystemWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's part."""
+        """Write this rank's items."""
         results = super().write_data(plan, planner).wait()
         if results:
             first = results[0]
-            # A copy: one process hands its results on as they are, and more files are to come.
+            # Copies, because a single process does not serialize results, and writes more files.
             results[0] = _Written(
                 first.index,
                 first.size_in_bytes,
@@ -144,7 +144,7 @@ class Writer(dcp.FileSystemWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the coordinator, when all ranks have written."""
+        """On the coordinator, after all ranks have written: write the metadata."""
         rows: dict[str, FileRow] = {}
         sums: dict[str, FileSums] = {}
         for result in chain.from_iterable(results):

@@ -1,4 +1,4 @@
-"""What a rank writes of tensors that lie otherwise in files than in memory: parts of its slices."""
+"""Parts of a rank's slices for tensors that have another layout in files than in memory."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fsdp_engine.checkpoint.pieces import Box, Pieces, rectangles
 
 
 def source_of(name: str, pieces: Pieces, sources: Mapping[str, Source]) -> Source:
-    """A tensor of the files that is put together of those in memory.
+    """Create the source of a tensor in a file that is assembled from tensors in memory.
 
     Args:
-        name: in the files.
-        pieces: it, of boxes that say of which name in memory they are.
-        sources: those, by that name.
+        name: in the file.
+        pieces: layout of the tensor; ``stored`` of its boxes are names of tensors in memory.
+        sources: tensors in memory, by name.
     """
     dtype = sources[pieces.boxes[0].stored].dtype if pieces.boxes else pieces.dtype
 
@@ -31,8 +31,15 @@ def source_of(name: str, pieces: Pieces, sources: Mapping[str, Source]) -> Sourc
 
 
 def parts_of_box(shape: Sequence[int], box: Box, first: int, flat: Tensor) -> Iterator[Part]:
-    """Of ``box``, what row-major elements from ``first`` on of its tensor are, which ``flat`` has;
-    each contiguous in the whole of this ``shape``."""
+    """Yield the intersection of a box with a flat range, in parts that are contiguous in the
+    result.
+
+    Args:
+        shape: of the assembled tensor.
+        box: part of the assembled tensor.
+        first: index of the first element of ``flat`` in the box's tensor.
+        flat: consecutive row-major elements of the box's tensor.
+    """
     steps = [math.prod(box.shape[dim + 1 :]) for dim in range(len(box.shape))]
     for starts, stops in rectangles(box.shape, first, first + flat.numel()):
         lows = [max(a, b) for a, b in zip(starts, box.starts, strict=True)]
@@ -55,12 +62,12 @@ def parts_of_box(shape: Sequence[int], box: Box, first: int, flat: Tensor) -> It
 
 
 def _runs(shape: Sequence[int], places: Sequence[int], view: Tensor) -> Iterator[Part]:
-    """``view``, a box that begins at ``places`` of a whole of this ``shape``, in parts that are
-    contiguous there."""
-    whole = len(shape)  # dims from here on are full
-    while whole > 0 and view.shape[whole - 1] == shape[whole - 1]:
-        whole -= 1
-    outer = max(whole - 1, 0)  # of the dim before them a range is still contiguous
+    """Split ``view``, a box at offset ``places`` of a tensor of this ``shape``, into parts that are
+    contiguous in that tensor."""
+    full = len(shape)  # the box spans the dims from this one on
+    while full > 0 and view.shape[full - 1] == shape[full - 1]:
+        full -= 1
+    outer = max(full - 1, 0)  # a range of the preceding dim is contiguous, too
     steps = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     begin = sum(place * step for place, step in zip(places, steps, strict=True))
     for index in itertools.product(*(range(size) for size in view.shape[:outer])):

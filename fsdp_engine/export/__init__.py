@@ -1,1 +1,1 @@
-"""Weights to whoever uses them elsewhere while training goes on: an inference engine, say."""
+"""Streams weights to receivers, such as an inference engine, during training."""

@@ -1,10 +1,10 @@
-"""``weight_stream``: a model's weights, unit by unit, to whoever sends them on.
+"""``weight_stream``: iterates over a model's weights, unit by unit, to send them to a receiver.
 
-Three forms, one order of units:
+Three modes, in the same order of units:
 
-    whole    gather a unit in the dtype that is sent, one message a buffer; (name, tensor)
-    pieces   each rank its own, nothing is gathered; (name, offset, piece)
-    changes  likewise, compared with what the receiver has; (name, indices, values)
+    full     each unit is gathered in the streamed dtype; yields (name, tensor)
+    pieces   each rank yields its own elements, nothing is gathered; (name, offset, piece)
+    changes  as pieces, but only elements that the receiver does not have; (name, indices, values)
 """
 
 from __future__ import annotations
@@ -21,8 +21,13 @@ from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.checkpoint.model_state import check_at_rest
 from fsdp_engine.devices.agreement import agree
 from fsdp_engine.engine import Engine
-from fsdp_engine.export.layout_in_files import Given, given_of
-from fsdp_engine.export.sent import Sent, SentBuffer, SentParam, sent_of
+from fsdp_engine.export.output_tensors import OutputTensor, output_tensors
+from fsdp_engine.export.streamed_tensors import (
+    StreamedBuffer,
+    StreamedParam,
+    StreamedTensor,
+    streamed_tensors,
+)
 from fsdp_engine.export.unit_memory import UnitMemory
 from fsdp_engine.export.version import Changes, WeightVersion
 from fsdp_engine.layout.layout import ALIGNMENT, round_up
@@ -43,54 +48,54 @@ def weight_stream(
     pieces: bool = False,
     as_in_files: bool = False,
 ) -> WeightStream:
-    """A model's main weights and persistent buffers, unit by unit, to be sent elsewhere: to an
-    inference engine, say. Collective, and so is each iteration over what it returns::
+    """Stream a model's main weights and persistent buffers, unit by unit, for example to an
+    inference engine. Collective, and so is each iteration over the result::
 
         for name, tensor in fe.weight_stream(engine, torch.bfloat16):
             if rank == 0:
                 send(name, tensor)
 
-    What comes is one of three:
+    Items have one of three forms:
 
-    - by default ``(name, tensor)``, whole, on every rank. A unit is gathered in the dtype that is
-      sent, one message for each of its buffers; the memory of the largest unit is held meanwhile.
-    - with ``pieces`` ``(name, offset, piece)``: each rank has what it holds, and nothing is
-      gathered. Pieces are 1-D, ``offset`` is the row-major element of the whole tensor at which
-      they begin. All ranks together have every element once.
-    - with ``changed_since`` ``(name, indices, values)``: of what a rank holds, what has changed in
-      the dtype that is sent; nothing is gathered. ``whole.view(-1)[indices] = values`` is what a
-      receiver does: ``indices`` is an int32 tensor (int64 for a tensor of more than 2**31 - 1
-      elements), or a slice, where that takes fewer bytes.
+    - by default ``(name, tensor)``, unsharded, on every rank. Each unit is gathered in the streamed
+      dtype, with one all-gather for each of its buffers, into memory for the largest unit.
+    - with ``pieces`` ``(name, offset, piece)``: each rank yields the elements that it holds, and
+      nothing is gathered. Pieces are 1-D, ``offset`` is the row-major index of their first element
+      in the unsharded tensor. Over all ranks each element is yielded once.
+    - with ``changed_since`` ``(name, indices, values)``: the elements of a rank that have changed
+      in the streamed dtype; nothing is gathered. A receiver executes
+      ``full.view(-1)[indices] = values``: ``indices`` is an int32 tensor (int64 for a tensor of
+      more than 2**31 - 1 elements), or a slice, if that needs fewer bytes.
 
-    Tensors are to be read: they may be the engine's own memory, or the version's. They stay as they
-    are until weights change, or until the next iteration with the same version.
+    Do not modify the tensors: they may share memory with the engine or the version. They are valid
+    until weights change, or until the next iteration with the same version.
 
-    A tied weight comes once, under its first name. Persistent buffers come last; where each rank
-    has its own, those of rank 0. Modules' extra states are left out.
+    A tied weight is yielded once, under its first name. Persistent buffers are yielded last; with
+    ``pieces`` or ``changed_since`` those of rank 0. Extra states of modules are omitted.
 
     Args:
-        model_or_engine: the sharded model, or its engine; at rest, and it stays so.
+        model_or_engine: the sharded model, or its engine; at rest during the iteration.
         dtype: of floating-point tensors; None: that of the main weights.
-        changed_since: what the receiver has; a new one: nothing yet. It is brought up to date
-            tensor by tensor: one counts as received when the next item is asked for. If the loop is
-            left before, the tensor comes whole next time.
-        pieces: each rank its own.
-        as_in_files: names and layout as checkpoint files of ``transformers`` have them
-            (:func:`~fsdp_engine.pretrained.save.save_pretrained`), in place of the model's own.
+        changed_since: the version that the receiver has; a new object: nothing yet. It is updated
+            tensor by tensor: a tensor counts as received when the next item is requested. If the
+            loop ends earlier, the next stream yields the full tensor.
+        pieces: yield each rank's own elements.
+        as_in_files: use the names and layout of checkpoint files of ``transformers``
+            (:func:`~fsdp_engine.pretrained.save.save_pretrained`) instead of the model's.
 
     Returns:
-        What can be iterated over, as often as wanted: each time it streams the weights of then.
+        An iterable for any number of iterations. Each streams the weights at its time.
 
     Raises:
-        ValueError, TypeError: an argument, or one that differs between ranks; the model is not
-            sharded; ranks hold different experts (without ``pieces`` and ``changed_since``); or
-            what transformers does to tensors is no reindexing.
+        ValueError, TypeError: an argument is not legal or differs between ranks; the model is not
+            sharded; ranks hold different experts (without ``pieces`` and ``changed_since``); or a
+            conversion of transformers is not a reindexing.
         RuntimeError: within a forward, a backward or ``engine.unsharded()``, before weights are
-            loaded, or after a load that failed half way. When it is iterated over: weights change
-            before the end.
+            loaded, or after a load that failed half way. During an iteration: weights change
+            before its end.
 
-    Each is raised on every rank if on one, before anything is sent. (An iteration that gathers
-    nothing raises on the ranks whose weights changed.)
+    Each error is raised on all ranks, before anything is sent. (An iteration that gathers nothing
+    raises on the ranks whose weights changed.)
     """
     engine = engine_of_model(model_or_engine)
     stream = WeightStream(engine, dtype, changed_since, pieces=pieces, as_in_files=as_in_files)
@@ -104,7 +109,7 @@ def weight_stream(
             )
         check_ready(engine)
         stream.plan()
-    except Exception as caught:  # rules of transformers raise anything
+    except Exception as caught:  # conversions of transformers raise errors of any type
         error = caught
     mine = (str(dtype), changed_since is not None, pieces, as_in_files)
     all_ranks = agree(WHAT, error, engine.ranks.control_group, mine)
@@ -117,17 +122,17 @@ def weight_stream(
 
 
 def check_ready(engine: Engine) -> None:
-    """Whether weights can be read.
+    """Check that weights can be read.
 
     Raises:
-        RuntimeError, ValueError: they cannot.
+        RuntimeError, ValueError: the engine is not at rest, or values are missing.
     """
     check_at_rest(engine)
     engine.missing_values.check()
 
 
 class TensorMetadata(NamedTuple):
-    """A tensor that a receiver has."""
+    """Name, dtype and shape of a tensor of the receiver."""
 
     name: str
     dtype: torch.dtype
@@ -136,22 +141,23 @@ class TensorMetadata(NamedTuple):
 
 @dataclass(frozen=True)
 class Group:
-    """What is streamed at a time: a unit, or several of which the receiver has a tensor together.
+    """Tensors that are streamed together: of one unit, or of several units that contribute to one
+    tensor of the receiver.
 
     Attributes:
         buffers: of these units.
-        given: what the receiver is given; the smallest comes last.
+        given: tensors of the receiver, the smallest one last.
     """
 
     buffers: tuple[ParamAndGradBuffer, ...]
-    given: tuple[Given, ...]
+    given: tuple[OutputTensor, ...]
 
 
 class WeightStream:
     """See :func:`weight_stream`, which makes it.
 
     Attributes:
-        version: what the receiver has, brought up to date by each iteration; None: nobody asked.
+        version: of the receiver, updated by each iteration; None: not used.
     """
 
     def __init__(
@@ -170,14 +176,14 @@ class WeightStream:
         self._as_in_files = as_in_files
 
     def __iter__(self) -> Iterator[Item]:
-        """One pass. Collective."""
+        """Start an iteration. Collective."""
         if self.version is not None:
             return self._changes(self.version)
-        return self._own_pieces() if self._pieces else self._whole()
+        return self._own_pieces() if self._pieces else self._full()
 
     def metadata(self) -> list[TensorMetadata]:
-        """Name, dtype and shape of what a receiver has in the end, in the order in which whole
-        tensors come. Nothing is sent or gathered.
+        """Name, dtype and shape of all tensors of the receiver, in the order of full tensors.
+        Communicates nothing.
 
         Raises:
             ValueError: see :func:`weight_stream`.
@@ -189,22 +195,24 @@ class WeightStream:
         ]
 
     def plan(self) -> list[Group]:
-        """What is streamed, in order.
+        """Tensors of the stream, in order.
 
         Raises:
             ValueError: see :func:`weight_stream`.
         """
-        params, buffers = sent_of(self._engine, self._dtype)
+        params, buffers = streamed_tensors(self._engine, self._dtype)
         if self.version is None and not self._pieces:
             _check_shared(params)
-        given = given_of([*params, *buffers], self._engine.model, as_in_files=self._as_in_files)
+        given = output_tensors(
+            [*params, *buffers], self._engine.model, as_in_files=self._as_in_files
+        )
         if self.version is not None:
-            sents: list[Sent] = [*params, *buffers]
+            sents: list[StreamedTensor] = [*params, *buffers]
             self.version.check({each.name: (each.dtype, each.own()[1].numel()) for each in sents})
         return groups_of(self._engine, given)
 
     def _begin(self) -> tuple[list[Group], Any]:
-        """The plan, once all ranks have one; and what tells that weights have changed since."""
+        """Agree that all ranks have a plan; returns it, and the state of the weights."""
         error: Exception | None = None
         groups: list[Group] = []
         try:
@@ -219,14 +227,14 @@ class WeightStream:
         return [(id(buffer.weights), buffer.weights.changes) for buffer in self._engine.buffers]
 
     def _check(self, state: Any) -> None:
-        """Whether weights are what they were."""
+        """Check that weights have not changed since ``state`` was taken."""
         if self._state() != state:
             raise RuntimeError(
                 "weight_stream: expected weights to stay as they are until the iteration is at its "
                 "end; found them changed, by a step of an optimizer, a load or an edit"
             )
 
-    def _whole(self) -> Iterator[Item]:
+    def _full(self) -> Iterator[Item]:
         groups, state = self._begin()
         sends = any(each.split_groups or each.has_dtensors for each in self._engine.buffers)
         group = self._engine.ranks.control_group if sends else None
@@ -236,10 +244,10 @@ class WeightStream:
         try:
             for each in groups:
                 check()
-                yield from memory.last_apart(self._whole_of(each, memory))
+                yield from memory.last_separate(self._full_of(each, memory))
             check()
         finally:
-            memory.leave()
+            memory.release()
 
     def _check_together(self, state: Any, group: Any) -> None:
         error: Exception | None = None
@@ -250,22 +258,22 @@ class WeightStream:
             error = caught
         agree(WHAT, error, group)
 
-    def _whole_of(self, group: Group, memory: UnitMemory) -> Iterator[Item]:
+    def _full_of(self, group: Group, memory: UnitMemory) -> Iterator[Item]:
         bytes_ = memory.take() if self._num_bytes(group) else None
-        lines = {}
+        flats = {}
         first = 0
         for buffer in group.buffers:
             into = None
-            if count := self._line_bytes(buffer):
+            if count := self._full_bytes(buffer):
                 assert bytes_ is not None
                 into = bytes_[first : first + count].view(self._sent_dtype(buffer))
                 first += round_up(count, ALIGNMENT)
-            lines[id(buffer)] = buffer.gather_main(into)
+            flats[id(buffer)] = buffer.gather_main(into)
 
-        def whole_of(sent: Sent) -> Tensor:
-            if isinstance(sent, SentBuffer):
+        def whole_of(sent: StreamedTensor) -> Tensor:
+            if isinstance(sent, StreamedBuffer):
                 return sent.tensor.detach().to(sent.dtype)
-            return sent.buffer.whole_main(lines[id(sent.buffer)], sent.index).detach()
+            return sent.buffer.whole_main(flats[id(sent.buffer)], sent.index).detach()
 
         for given in group.given:
             yield given.name, given.whole(whole_of)
@@ -274,14 +282,14 @@ class WeightStream:
         main = buffer.weights.main.tensor.dtype
         return self._dtype if self._dtype is not None and main.is_floating_point else main
 
-    def _line_bytes(self, buffer: ParamAndGradBuffer) -> int:
-        """Of the whole of a buffer; none where its main weights are that already."""
+    def _full_bytes(self, buffer: ParamAndGradBuffer) -> int:
+        """Bytes of an unsharded buffer; 0 if its main weights are unsharded already."""
         main, dtype = buffer.weights.main, self._sent_dtype(buffer)
         is_there = main.depth == 0 and main.tensor.dtype == dtype
         return 0 if is_there else buffer.layout.numel * dtype.itemsize
 
     def _num_bytes(self, group: Group) -> int:
-        return sum(round_up(self._line_bytes(buffer), ALIGNMENT) for buffer in group.buffers)
+        return sum(round_up(self._full_bytes(buffer), ALIGNMENT) for buffer in group.buffers)
 
     def _own_pieces(self) -> Iterator[Item]:
         groups, state = self._begin()
@@ -290,12 +298,12 @@ class WeightStream:
         try:
             for each in groups:
                 check_at_rest(self._engine)
-                for item in memory.last_apart(self._pieces_of(each, memory)):
+                for item in memory.last_separate(self._pieces_of(each, memory)):
                     yield item
                     del item
                     self._check(state)
         finally:
-            memory.leave()
+            memory.release()
 
     def _pieces_of(self, group: Group, memory: UnitMemory) -> Iterator[Item]:
         bytes_ = memory.take() if self._own_bytes(group) else None
@@ -314,7 +322,7 @@ class WeightStream:
                 start, flat = own[sent.name]
                 if flat.numel():
                     for offset, part in given.parts(sent, start, flat):
-                        yield given.name, offset, _in_a_row(part)
+                        yield given.name, offset, _flat_contiguous(part)
 
     def _own_bytes(self, group: Group) -> int:
         return sum(
@@ -343,12 +351,12 @@ class WeightStream:
 
 
 def _items(
-    given: Given, sent: Sent, start: int, changes: Changes, values: Tensor
+    given: OutputTensor, sent: StreamedTensor, start: int, changes: Changes, values: Tensor
 ) -> Iterator[Item]:
-    """What has changed of ``given``, as far as it is ``sent``."""
+    """Yield the changes of one source of a receiver's tensor."""
     for low, high in changes.runs:
         for offset, part in given.parts(sent, start + low, values[low:high]):
-            yield given.name, slice(offset, offset + part.numel()), _in_a_row(part)
+            yield given.name, slice(offset, offset + part.numel()), _flat_contiguous(part)
     if changes.elements is not None and changes.values is not None:
         numel = torch.Size(given.shape).numel()
         kind = torch.int32 if numel <= _INT32_MAX else torch.int64
@@ -356,40 +364,40 @@ def _items(
             yield given.name, where.to(kind), found
 
 
-def _in_a_row(part: Tensor) -> Tensor:
-    """1-D, each element behind the other. (One element counts as contiguous whatever its stride,
-    but cannot be viewed as bytes.)"""
+def _flat_contiguous(part: Tensor) -> Tensor:
+    """Returns a 1-D tensor of stride 1. (A tensor of one element is contiguous for any stride, but
+    can be viewed as bytes only with stride 1.)"""
     flat = part.reshape(-1)
     if flat.stride(0) == 1:
         return flat
     return flat.clone(memory_format=torch.contiguous_format)
 
 
-def sources_of(group: Group) -> list[Sent]:
-    """What a group's tensors are made of, each once."""
+def sources_of(group: Group) -> list[StreamedTensor]:
+    """Sources of a group's tensors, without duplicates."""
     found = {sent.name: sent for given in group.given for sent in given.sources}
     return list(found.values())
 
 
-def groups_of(engine: Engine, given: list[Given]) -> list[Group]:
-    """What is streamed at a time, in the order of units; buffers of modules are the last group."""
+def groups_of(engine: Engine, given: list[OutputTensor]) -> list[Group]:
+    """Group tensors by units, in the order of units; buffers of modules are the last group."""
     unit_of = {id(buffer): unit.index for unit in engine.units for buffer in unit.buffers}
-    # By unit, the first of those it goes with.
-    goes_with = list(range(len(engine.units) + 1))
+    # Disjoint sets of units that are streamed together; each refers to an earlier one.
+    parent = list(range(len(engine.units) + 1))
 
     def first(index: int) -> int:
-        while goes_with[index] != index:
-            index = goes_with[index]
+        while parent[index] != index:
+            index = parent[index]
         return index
 
-    def unit(sent: Sent) -> int:
-        return unit_of[id(sent.buffer)] if isinstance(sent, SentParam) else len(engine.units)
+    def unit(sent: StreamedTensor) -> int:
+        return unit_of[id(sent.buffer)] if isinstance(sent, StreamedParam) else len(engine.units)
 
     for each in given:
         together = sorted({first(unit(sent)) for sent in each.sources})
         for other in together[1:]:
-            goes_with[other] = together[0]
-    groups: dict[int, list[Given]] = {}
+            parent[other] = together[0]
+    groups: dict[int, list[OutputTensor]] = {}
     for each in given:
         groups.setdefault(first(unit(each.sources[0])), []).append(each)
     buffers: dict[int, list[ParamAndGradBuffer]] = {}
@@ -401,16 +409,16 @@ def groups_of(engine: Engine, given: list[Given]) -> list[Group]:
     ]
 
 
-def _smallest_last(given: list[Given]) -> list[Given]:
+def _smallest_last(given: list[OutputTensor]) -> list[OutputTensor]:
     smallest = min(given, key=lambda each: torch.Size(each.shape).numel() * each.dtype.itemsize)
     return [*(each for each in given if each is not smallest), smallest]
 
 
-def _check_shared(params: list[SentParam]) -> None:
+def _check_shared(params: list[StreamedParam]) -> None:
     for each in params:
         if each.is_of_experts:
             raise ValueError(
-                "weight_stream: expected parameters that all ranks share, to gather them whole; "
-                f"found the expert {each.name}, of which other ranks hold others. Let each rank "
-                "send its own: pieces=True, or changed_since"
+                "weight_stream: expected parameters that all ranks share, to gather them; "
+                f"found the expert {each.name}, where other ranks hold other experts. Let each "
+                "rank send its own: pieces=True, or changed_since"
             )

@@ -1,4 +1,4 @@
-"""Memory for one unit's tensors at a time, which go to somebody who may keep them."""
+"""Memory for the tensors of one unit at a time, which the caller may keep."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from fsdp_engine.devices.memory import Memory, TransientStorage
 
 
 class UnitMemory:
-    """Bytes for one unit, used again for the next, unless somebody still has tensors over them:
-    then they are left to whoever has, and there are others.
+    """Bytes for one unit. They are reused for the next unit, unless tensors over them are still
+    referenced: then the references keep them, and new bytes are allocated.
 
     Args:
-        memory: which allocates and books them.
+        memory: allocator.
         num_bytes: of the largest unit.
     """
 
@@ -26,9 +26,9 @@ class UnitMemory:
         self._held: tuple[TransientStorage, Tensor, int] | None = None
 
     def take(self) -> Tensor:
-        """All of it, for the next unit: uint8, 1-D."""
+        """Returns all bytes, for the next unit: uint8, 1-D."""
         if self._held is not None and self._held[0].num_uses > self._held[2]:
-            self.leave()
+            self.release()
         if self._held is None:
             storage = self._memory.lasting(self._num_bytes, torch.uint8, "stream")
             storage.fill()
@@ -37,21 +37,21 @@ class UnitMemory:
         return self._held[1]
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies here."""
+        """Whether a tensor uses these bytes."""
         if self._held is None:
             return False
         mine: int = self._held[1].untyped_storage()._cdata
         return tensor.untyped_storage()._cdata == mine
 
-    def leave(self) -> None:
-        """It goes, when nobody has tensors over it."""
+    def release(self) -> None:
+        """Release the bytes. They are freed with the last tensor over them."""
         if self._held is not None:
             self._held[0].leave()
             self._held = None
 
-    def last_apart(self, items: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
-        """A unit's items, each with a tensor at its end; the last one's gets memory of its own: a
-        loop's variable still has it when memory is taken for the next unit."""
+    def last_separate(self, items: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+        """Yield a unit's items, whose last elements are tensors. The tensor of the last item is
+        copied, because the caller's loop variable refers to it when the next unit takes memory."""
         held: tuple[Any, ...] | None = None
         for item in items:
             if held is not None:

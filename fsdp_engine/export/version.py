@@ -1,4 +1,4 @@
-"""What a receiver has of a rank's weights, and what has changed since."""
+"""The version of a rank's weights that a receiver has, and changes since then."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 from fsdp_engine.devices import memory
 
-# Elements that are compared at a time: on a CPU they stay in its cache meanwhile.
+# Elements of a comparison: on a CPU they fit into its cache.
 CHUNK = 1 << 18
 DEVICE_CHUNK = 1 << 24
-# Of an index: int32, unless a tensor has more elements than that can count.
+# Bytes of an index: int32, unless a tensor has more elements than int32 can represent.
 INDEX_BYTES = 4
 
-# With this share of groups of elements that differ, a range is sent without looking further: there
-# are then about as many that differ as make it worth it (one in three, in bf16).
+# If at least this fraction of groups of elements differs, the range is sent as a whole. About one
+# in three elements (in bf16) differs then, at which a range needs no more bytes than indices.
 MOST_GROUPS = 0.8
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -25,12 +25,12 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass
 class Changes:
-    """What has changed of a flat tensor.
+    """Changes of a flat tensor.
 
     Attributes:
-        runs: ranges of which so much has changed that they are sent whole, in order.
-        elements: numbers of the others that have changed, int64, ascending; None: none.
-        values: theirs.
+        runs: ranges that are sent as a whole, because most elements have changed, in order.
+        elements: indices of other changed elements, int64, ascending; None: no elements.
+        values: of these elements.
     """
 
     runs: list[tuple[int, int]] = field(default_factory=list)
@@ -39,16 +39,17 @@ class Changes:
 
 
 class WeightVersion:
-    """What a receiver has of the weights that this rank sends: nothing, at first.
+    """The version of this rank's weights that a receiver has; initially nothing.
 
-    Given to :func:`weight_stream`, which sends what has changed since and brings the version up to
-    date. It holds this rank's part of the model, in the dtype that is sent: (elements of the model)
-    x (bytes of the dtype) / (number of ranks) bytes, whatever the level. One version stands for one
-    receiver, or for several that get the same.
+    :func:`weight_stream` yields the changes since a version, and updates it. It stores this rank's
+    part of the model in the streamed dtype: (elements of the model) x (bytes of the dtype) /
+    (number of ranks) bytes, at every level. One version represents one receiver, or several that
+    receive the same items.
 
     Args:
-        device: where it lies. None: where the weights are. "cpu" keeps it off a GPU; it is then
-            copied there for the comparison, some 16 million elements at a time.
+        device: of the stored weights. None: that of the model. "cpu" saves memory of a GPU; the
+            version is then copied to the GPU for the comparison, some 16 million elements at a
+            time.
     """
 
     def __init__(self, device: torch.device | str | None = None) -> None:
@@ -59,23 +60,24 @@ class WeightVersion:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it holds."""
+        """Stored bytes."""
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
     def clear(self) -> None:
-        """The receiver has nothing (it was started again): the next stream sends everything."""
+        """Reset, for example because the receiver was restarted: the next stream yields
+        everything."""
         self._tensors.clear()
         self._known.clear()
 
     def check(self, sent: Mapping[str, tuple[torch.dtype, int]]) -> None:
-        """Whether this is a version of these tensors, or of none yet.
+        """Check that this is a version of these tensors, or empty.
 
         Args:
-            sent: dtype and number of elements that this rank sends, by name.
+            sent: dtype and number of elements that this rank streams, by name.
 
         Raises:
-            ValueError: it is not.
-            RuntimeError: another stream is bringing it up to date.
+            ValueError: it is a version of other tensors.
+            RuntimeError: another iteration is updating it.
         """
         if self._is_used:
             raise RuntimeError(
@@ -92,21 +94,22 @@ class WeightVersion:
                 )
 
     def begin(self) -> None:
-        """A stream uses it."""
+        """Mark the start of an iteration."""
         self._is_used = True
 
     def end(self) -> None:
-        """That stream is at its end, or was left."""
+        """Mark the end of an iteration."""
         self._is_used = False
 
     def update(self, name: str, new: Tensor, dtype: torch.dtype) -> tuple[Changes, Tensor]:
-        """Take new values; what has changed, and all of them as the version has them now. Until
-        :meth:`confirm` the receiver counts as having none of this tensor.
+        """Store new values; returns the changes, and all values in the streamed dtype.
+
+        Before :meth:`confirm` the receiver counts as having none of this tensor.
 
         Args:
             name: of the tensor.
-            new: the values, 1-D.
-            dtype: in which they are sent.
+            new: values, 1-D.
+            dtype: streamed dtype.
         """
         old = self._tensors.get(name)
         is_known = name in self._known
@@ -120,16 +123,16 @@ class WeightVersion:
         return Changes(runs=[(0, new.numel())]), old
 
     def confirm(self, name: str) -> None:
-        """The receiver has been given the changes."""
+        """Mark the changes of a tensor as received."""
         self._known.add(name)
 
 
 def take_changes(new: Tensor, old: Tensor) -> Changes:
-    """Make ``old``, in its dtype, what ``new`` is; what that has changed, bit by bit.
+    """Copy ``new`` to ``old``; returns the elements whose bits have changed.
 
     Args:
         new: 1-D.
-        old: as long, on any device.
+        old: of the same length, on any device, in the streamed dtype.
     """
     found = Changes()
     elements: list[Tensor] = []
@@ -150,7 +153,7 @@ def take_changes(new: Tensor, old: Tensor) -> Changes:
             else:
                 found.runs.append((start, stop))
         elif where.numel():
-            # As integers: torch does not index every dtype.
+            # As integers, because torch cannot index all dtypes.
             changed = _bits(part).index_select(0, where).to(old.device)
             where = where.to(old.device)
             _bits(known).index_copy_(0, where, changed)
@@ -163,11 +166,11 @@ def take_changes(new: Tensor, old: Tensor) -> Changes:
 
 
 def _differing(new: Tensor, old: Tensor) -> Tensor | None:
-    """Numbers of elements that differ, int64, ascending; None: so many that a range takes no more
+    """Indices of elements that differ, int64, ascending; None: so many that a range needs no more
     bytes.
 
-    Several elements are compared as one integer of eight bytes first: what is not to be looked at
-    one by one takes a third of the time.
+    Groups of elements are compared as integers of eight bytes first, which takes a third of the
+    time for equal groups.
     """
     count, width = new.numel(), 1
     lanes = max(8 // new.itemsize, 1)
@@ -198,5 +201,6 @@ def _bits_differ(new: Tensor, old: Tensor) -> Tensor:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """As integers, where there are such: NaN equals itself there, and 0.0 is not -0.0."""
+    """View as integers of the same size, if they exist: equal NaNs are equal, 0.0 and -0.0
+    differ."""
     return tensor.view(_BITS[tensor.itemsize]) if tensor.itemsize <= 8 else tensor

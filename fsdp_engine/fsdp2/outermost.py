@@ -12,7 +12,7 @@ from torch import nn
 from fsdp_engine.config import Timing
 from fsdp_engine.engine import Engine
 from fsdp_engine.fsdp2.group import Group, group_of, groups_within
-from fsdp_engine.optimizer.alive import optimizers_that_hold
+from fsdp_engine.optimizer.live_optimizers import find_optimizers
 from fsdp_engine.patterns import joined_names
 from fsdp_engine.planning.assignment import collect_records
 from fsdp_engine.runtime.hooks import hooks_of, not_compiled
@@ -168,7 +168,7 @@ def _check_no_optimizer(groups: Sequence[Group]) -> None:
     alive = {id(param): name for name, param in replaced}
     if not alive:
         return
-    for optimizer, held in optimizers_that_hold(alive):
+    for optimizer, held in find_optimizers(alive):
         raise RuntimeError(
             "optimizer: expected it to be built after fully_shard(), from model.parameters(); "
             f"found a {type(optimizer).__name__} that holds {alive[held]} as it was before, or a "

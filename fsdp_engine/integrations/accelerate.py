@@ -1,7 +1,7 @@
 """accelerate's ``Accelerator`` over this engine.
 
-It shards models where its parent would wrap them, and says to the engine what its parent says to
-DDP. Tried with accelerate 1.15; of its private attributes it uses the lists of what was prepared.
+It shards models instead of wrapping them in DDP. Tested with accelerate 1.15; of its private
+attributes it uses the lists of prepared objects.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from fsdp_engine.devices.agreement import agree
 from fsdp_engine.devices.mesh import ranks_that_meet
 from fsdp_engine.devices.rendezvous import reporting
 from fsdp_engine.engine import Engine, engine_of
+from fsdp_engine.integrations.atomic_folder import atomic_folder
 from fsdp_engine.integrations.preparation import (
     check_not_stepped,
     checked_arguments,
     compile_units,
     held_by_name,
 )
-from fsdp_engine.integrations.whole_folder import whole_folder
 from fsdp_engine.optimizer.sharded_step import is_elementwise, shard_optimizer
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.pretrained.load import load_pretrained
@@ -54,23 +54,24 @@ class FSDPEngineAccelerator(Accelerator):
 
     Loops stay as they are: ``prepare``, ``backward``, ``accumulate``, ``no_sync``,
     ``clip_grad_norm_``, ``gather_for_metrics``, ``save_state``, ``load_state``, ``get_state_dict``,
-    ``unwrap_model``. An optimizer that was built before its model was sharded steps on the sharded
-    parameters once it is prepared.
+    ``unwrap_model``. An optimizer that was built before its model was sharded updates the sharded
+    parameters after ``prepare``.
 
-    With ``mixed_precision="bf16"`` weights travel and compute in bf16 (unless ``shard`` has an
-    ``mp_policy``, or ``plan`` decides), and autocast runs what needs fp32 in fp32.
+    With ``mixed_precision="bf16"`` weights are gathered and used in bf16 (unless ``shard`` contains
+    an ``mp_policy`` or a ``plan``), and autocast runs operations that require fp32 in fp32.
 
     Args:
         *args: as for ``Accelerator``.
-        shard: arguments of ``fsdp_engine.shard`` by name, for every model that is prepared and is
-            not sharded. None: its defaults.
+        shard: arguments of ``fsdp_engine.shard`` by name, for every prepared model that is not
+            sharded yet. None: its defaults.
         pretrained: a Hugging Face folder, from which ``fsdp_engine.load_pretrained`` reads the
             weights of models that are on the meta device.
         **kwargs: as for ``Accelerator``.
 
     Raises:
-        ValueError, TypeError: an argument does not go with the engine: fp16, fp8, DeepSpeed, FSDP,
-            Megatron-LM, a ``parallelism_config``, or what ``shard`` does not know. On all ranks.
+        ValueError, TypeError: an argument is not supported: fp16, fp8, DeepSpeed, FSDP,
+            Megatron-LM, a ``parallelism_config``, or an unknown argument of ``shard``. On all
+            ranks.
     """
 
     def __init__(
@@ -89,15 +90,15 @@ class FSDPEngineAccelerator(Accelerator):
     def shard_model(
         self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = ()
     ) -> Engine:
-        """Shard a model, or give the engine that it has. Collective.
+        """Shard a model; returns its engine, an existing one if the model is sharded. Collective.
 
         Args:
             model: any module.
-            optimizers: those that hold its parameters; they hold the sharded ones afterwards.
+            optimizers: of its parameters; they hold the sharded parameters afterwards.
 
         Raises:
-            ValueError, TypeError: as ``fsdp_engine.shard``; or the model is a part of another one
-                that is sharded, or an optimizer has stepped.
+            ValueError, TypeError: see ``fsdp_engine.shard``; or the model is a submodule of a
+                sharded model, or an optimizer has stepped.
         """
         engine = engine_of(model)
         if engine is None:
@@ -112,9 +113,9 @@ class FSDPEngineAccelerator(Accelerator):
                 f"found a {type(model).__name__} that is a part of it"
             )
         if engine.ranks.size > 1:
-            # Ranks whose text ends early go on calling the model as long as others do:
-            # `transformers` asks for this attribute (is_fsdp_managed_module, in 5.23) where
-            # `generate` is not told `synced_gpus`.
+            # Ranks whose text is complete must call the model as long as other ranks do.
+            # `transformers` checks this attribute (is_fsdp_managed_module, in 5.23) if `generate`
+            # is called without `synced_gpus`.
             for module in model.modules():
                 if hasattr(module, "generate"):
                     module._is_fsdp_managed_module = True  # type: ignore[assignment]
@@ -123,7 +124,7 @@ class FSDPEngineAccelerator(Accelerator):
         return engine
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
-        """As ``Accelerator.prepare``; models are sharded first, wherever they stand."""
+        """As ``Accelerator.prepare``; models are sharded first, in any order of arguments."""
         optimizers = [each for each in args if isinstance(each, torch.optim.Optimizer)]
         for each in args:
             if isinstance(each, nn.Module):
@@ -133,14 +134,14 @@ class FSDPEngineAccelerator(Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Shard a model, if it is not, for training as for evaluation; returns the same model."""
+        """Shard a model if it is not sharded, for training or evaluation; returns the model."""
         engine = self.shard_model(model)
         plugin = self.state.dynamo_plugin
         if plugin.backend != DynamoBackend.NO and not getattr(
             model, "_is_accelerate_prepared", False
         ):
             compile_units(engine, plugin.to_kwargs())
-        # The parent would compile the model as a whole, the engine's hooks with it.
+        # The base class would compile the full model, including the engine's hooks.
         self.state.dynamo_plugin = TorchDynamoPlugin(backend="no")
         try:
             prepared: nn.Module = super().prepare_model(
@@ -172,9 +173,9 @@ class FSDPEngineAccelerator(Accelerator):
         """Clip gradients to a norm over all ranks; returns the norm before, a plain 0-d tensor.
 
         Args:
-            parameters: of a sharded model: all that have gradients. Parameters of several models,
-                or a part of a model's, are clipped by torch.
-            max_norm: the largest norm that is left alone; inf only measures.
+            parameters: all parameters of a sharded model that have gradients. Others (of several
+                models, or a part of a model) are clipped by torch.
+            max_norm: maximum norm; inf: only compute the norm.
             norm_type: p of the p-norm.
         """
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -204,19 +205,18 @@ class FSDPEngineAccelerator(Accelerator):
     ) -> str:
         """Save models, optimizers, schedulers, samplers, random states and registered objects.
 
-        The folder is there as a whole or not at all: a job that is killed while it saves leaves
-        what was there before. Any number of ranks loads it. Collective.
+        The save is atomic: if the job is killed meanwhile, an older folder stays. Any number of
+        ranks can load it. Collective.
 
         Args:
-            output_dir: the folder; what is in it is replaced. None: as accelerate's automatic names
-                say.
-            safe_serialization, kwargs: for other engines; nothing here.
+            output_dir: the folder; its content is replaced. None: accelerate's automatic name.
+            safe_serialization, kwargs: ignored.
 
         Returns:
             The folder.
         """
         folder = Path(os.path.expanduser(self._folder_of_save(output_dir)))
-        with whole_folder(folder, self._first_engine().ranks) as staging:
+        with atomic_folder(folder, self._first_engine().ranks) as staging:
             error: Exception | None = None
             try:
                 for hook in self._save_model_state_pre_hook.values():
@@ -226,7 +226,7 @@ class FSDPEngineAccelerator(Accelerator):
                 save_accelerator_state(staging, [], [], schedulers, loaders, index, self.step)
                 for number, each in enumerate(self._custom_objects):
                     save_custom_state(each, str(staging), number)
-            except Exception as caught:  # what users registered raises anything
+            except Exception as caught:  # registered objects raise errors of any type
                 error = caught
             agree("save_state()", error, self._first_engine().ranks.control_group)
             for name, engine, optimizer in self._saved():
@@ -238,18 +238,18 @@ class FSDPEngineAccelerator(Accelerator):
     def load_state(
         self, input_dir: Any = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """Load what :meth:`save_state` wrote, on any number of ranks. Collective.
+        """Load a folder of :meth:`save_state`, on any number of ranks. Collective.
 
-        Random states come back on ranks that have saved theirs.
+        Random states are restored on ranks that have saved theirs.
 
         Args:
             input_dir: the folder. None: the latest of accelerate's automatic names.
             load_kwargs: for reading schedulers and samplers.
-            kwargs: for other engines; nothing here.
+            kwargs: ignored.
 
         Raises:
-            ValueError, OSError: the folder is none of :meth:`save_state`, or does not fit; on all
-                ranks.
+            ValueError, OSError: the folder was not written by :meth:`save_state`, or does not fit;
+                on all ranks.
         """
         error: Exception | None = None
         folder = Path()
@@ -279,7 +279,7 @@ class FSDPEngineAccelerator(Accelerator):
                 self.step: int = changes["step"]
             for number, each in enumerate(self._custom_objects):
                 load_custom_state(each, str(folder), number)
-        except Exception as caught:  # what users registered raises anything
+        except Exception as caught:  # registered objects raise errors of any type
             error = caught
         agree("load_state()", error, group)
 
@@ -303,7 +303,7 @@ class FSDPEngineAccelerator(Accelerator):
         return engine
 
     def _check_state(self) -> None:
-        """Raise ValueError for what does not go with the engine."""
+        """Raise ValueError for unsupported settings."""
         if self.distributed_type not in _TYPES:
             raise ValueError(
                 "distributed_type: expected ranks without another engine; found "
@@ -360,12 +360,12 @@ class FSDPEngineAccelerator(Accelerator):
         if os.path.exists(folder):
             raise ValueError(
                 f"save_iteration: expected one that was not saved yet; found {folder} (set "
-                "project_configuration.iteration to go on after it)"
+                "project_configuration.iteration to continue after it)"
             )
         return folder
 
     def _automatic(self, parent: Path) -> list[Path]:
-        """Folders of automatic names, the latest last."""
+        """Folders with automatic names, in ascending order."""
         named = [(re.fullmatch(r"checkpoint_(\d+)", each.name), each) for each in parent.iterdir()]
         return [path for _, path in sorted((int(name[1]), path) for name, path in named if name)]
 
@@ -378,7 +378,7 @@ class FSDPEngineAccelerator(Accelerator):
         return folders[-1]
 
     def _retire(self, folder: Path) -> None:
-        """Remove the oldest of automatic names, beyond ``total_limit``."""
+        """Remove the oldest folders with automatic names, beyond ``total_limit``."""
         project = self.project_configuration
         limit = project.total_limit
         if project.automatic_checkpoint_naming and limit is not None and self.is_main_process:
@@ -395,7 +395,7 @@ class FSDPEngineAccelerator(Accelerator):
 
 
 def refuse_no_sync() -> NoReturn:
-    """In place of the method ``no_sync`` of DDP, which accelerate's ``LocalSGD`` enters.
+    """Replaces the method ``no_sync`` of DDP, which accelerate's ``LocalSGD`` calls.
 
     Raises:
         NotImplementedError: always.
@@ -409,7 +409,7 @@ def refuse_no_sync() -> NoReturn:
 
 
 def plain_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer within those that accelerate makes."""
+    """Unwrap the optimizers of accelerate."""
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer

@@ -1,13 +1,14 @@
-"""One checkpoint of somebody's trainer as one folder, under the name that the trainer gives it.
+"""One checkpoint of a trainer in one folder, under the trainer's name.
 
-The folder is that of :func:`fsdp_engine.save_checkpoint`: any ranks and levels load it, and the
-command line of ``fsdp_engine.checkpoint`` reads it. Beside that:
+The folder has the format of :func:`fsdp_engine.save_checkpoint`: any ranks and levels load it, and
+the command line of ``fsdp_engine.checkpoint`` reads it. In addition:
 
-- a new folder is written out of sight, ``.saving-<name>``, and appears by one rename when it is
-  complete. An older checkpoint of that name is replaced when the new one's metadata are in place;
-- several engines and several optimizers go into one folder;
-- what the trainer keeps (loops, callbacks, schedulers) is its ``extra``;
-- random states of the ranks are in it, and come back where as many ranks load as have saved.
+- A new folder is written as ``.saving-<name>``, and renamed when it is complete. An older
+    checkpoint
+  of that name is replaced when the new metadata is renamed into place.
+- One folder contains several engines and several optimizers.
+- ``extra`` contains the trainer's state (loops, callbacks, schedulers).
+- It contains random states of the ranks, which are restored on the same number of ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch.optim import Optimizer
 
 from fsdp_engine.checkpoint.dcp_metadata import read_metadata
 from fsdp_engine.checkpoint.directory import sync_folder
-from fsdp_engine.checkpoint.engines import Engines, as_one
+from fsdp_engine.checkpoint.engines import Engines, join_engines
 from fsdp_engine.checkpoint.folder import (
     FolderMatch,
     collector_paused,
@@ -32,7 +33,7 @@ from fsdp_engine.checkpoint.folder import (
     training_entries,
     write_entries,
 )
-from fsdp_engine.checkpoint.joint_optimizer import as_one_optimizer
+from fsdp_engine.checkpoint.joint_optimizer import join_optimizers
 from fsdp_engine.checkpoint.manifest import FileRow
 from fsdp_engine.checkpoint.model_state import EXTRA, MODEL, OPTIMIZER, RANKS, Saved, nested
 from fsdp_engine.checkpoint.run_state import pack, random_state, set_random_state, unpack
@@ -41,7 +42,7 @@ from fsdp_engine.devices.agreement import agree
 from fsdp_engine.engine import Engine
 
 _SAVING, _REMOVING = ".saving-", ".removing-"
-# Beside what the trainer keeps: how many param groups each optimizer has.
+# Entries of ``extra``: the trainer's state, and the number of param groups of each optimizer.
 _STATE, _NUM_GROUPS = "state", "num_groups"
 
 Keeps = Callable[[str, Any], bool]
@@ -59,21 +60,21 @@ def save_folder(
 
     Args:
         path: the same on all ranks.
-        engines: one, or several by name.
-        optimizers: over their parameters, each in one of them.
-        extra: what else there is; that of rank 0 is kept.
-        keeps: of names and values of the models' entries, those that are saved; None: all.
+        engines: one, or a dict of several.
+        optimizers: over their parameters; each parameter in one optimizer.
+        extra: the trainer's state; that of rank 0 is saved.
+        keeps: predicate of name and value of the models' entries to save; None: all.
 
     Raises:
-        Exception: see :func:`fsdp_engine.save_checkpoint`; on every rank if on one.
+        Exception: see :func:`fsdp_engine.save_checkpoint`; on all ranks.
     """
-    model = as_one(engines)
+    model = join_engines(engines)
     group, rank = model.ranks.control_group, model.ranks.rank
     entries: dict[str, Any] = {}
     staging: Path | None = None
     error: Exception | None = None
     try:
-        entries = training_entries(model, as_one_optimizer(optimizers))
+        entries = training_entries(model, join_optimizers(optimizers))
         if keeps is not None:
             kept = {name: value for name, value in entries[MODEL].items() if keeps(name, value)}
             entries[MODEL] = kept
@@ -121,19 +122,19 @@ def load_folder(
     Args:
         path: the folder.
         engines: whose weights are replaced.
-        optimizers: whose state is replaced; none: weights only.
+        optimizers: whose state is replaced; empty: weights only.
         strict: refuse entries that are missing, unexpected or do not fit. False: load what fits.
-        trust: whoever wrote it may run code here.
+        trust: allow objects of any class, which may run arbitrary code.
 
     Raises:
-        Exception: see :func:`fsdp_engine.load_checkpoint`; on every rank if on one.
+        Exception: see :func:`fsdp_engine.load_checkpoint`; on all ranks.
     """
-    model = as_one(engines)
+    model = join_engines(engines)
     group = model.ranks.control_group
     own_key = f"{RANKS}.{model.ranks.rank}"
 
     def make() -> FolderMatch:
-        optimizer = as_one_optimizer(optimizers)
+        optimizer = join_optimizers(optimizers)
         return FolderMatch(path, model, optimizer, (EXTRA, own_key), trust)
 
     with collector_paused():
@@ -145,10 +146,10 @@ def load_folder(
 
 
 def read_file(path: Path, engine: Engine, trust: bool = False) -> dict[str, Any]:
-    """What another strategy has saved as one file, mapped into memory. Collective.
+    """Read a checkpoint file of another strategy, memory-mapped. Collective.
 
     Raises:
-        Exception: it cannot be read; on every rank if on one.
+        Exception: it cannot be read; on all ranks.
     """
     found: dict[str, Any] = {}
     error: Exception | None = None
@@ -161,22 +162,22 @@ def read_file(path: Path, engine: Engine, trust: bool = False) -> dict[str, Any]
 
 
 def read_extra(path: Path, trust: bool = False) -> dict[str, Any]:
-    """What is in a checkpoint beside weights and optimizers. Not collective.
+    """Read the ``extra`` of a checkpoint. Not collective.
 
     Raises:
         FileNotFoundError, NotADirectoryError: there is no checkpoint.
-        ValueError: it is damaged, or of a class that could run code.
+        ValueError: it is damaged, or contains a class that could run code.
     """
     metadata = read_metadata(path, trust)
     return _extra_of(_read_objects(path, metadata, trust))
 
 
 def read_whole(path: Path, trust: bool = False) -> dict[str, Any]:
-    """A checkpoint of one model as plain tensors on the CPU, without ranks.
+    """Read a checkpoint of one model as plain tensors on the CPU, without ranks.
 
     Returns:
-        The ``extra``, and in it ``state_dict`` and, where there are any, ``optimizer_states``: one
-        for each optimizer, by numbers of parameters, as ``torch.optim`` has them.
+        The ``extra``, with ``state_dict`` and, if there are optimizers, ``optimizer_states``: one
+        for each optimizer, by numbers of parameters, in the format of ``torch.optim``.
 
     Raises:
         Exception: as :func:`read_extra`.
@@ -200,24 +201,24 @@ def read_whole(path: Path, trust: bool = False) -> dict[str, Any]:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a checkpoint: first out of sight, so that nobody ever sees a part of it."""
+    """Rename a checkpoint, then remove it, so that readers never find a part of it."""
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.exists():
         hidden = path.with_name(f"{_REMOVING}{path.name}")
-        if hidden.exists():  # of a job that died
+        if hidden.exists():  # of a killed job
             shutil.rmtree(hidden)
         shutil.rmtree(path.rename(hidden))
 
 
 def _begin(path: Path) -> Path:
-    """The folder to write into: ``path`` where it is a checkpoint already."""
+    """Returns the folder to write into: ``path`` if it is a checkpoint already."""
     if path.is_file():
         raise NotADirectoryError(f"path: expected a folder, or nothing; found the file {path}")
     if path.is_dir() and not path.is_symlink():
         return path
     staging = path.with_name(f"{_SAVING}{path.name}")
-    if staging.exists():  # of a job that died
+    if staging.exists():  # of a killed job
         shutil.rmtree(staging)
     staging.mkdir(parents=True)
     return staging
@@ -233,13 +234,13 @@ def _read_objects(path: Path, metadata: Metadata, trust: bool) -> dict[str, Any]
 
 
 def _extra_of(packed: dict[str, Any]) -> dict[str, Any]:
-    """The trainer's part; of a checkpoint of :func:`fsdp_engine.save_checkpoint`, all of it."""
+    """The trainer's state; for a checkpoint of :func:`fsdp_engine.save_checkpoint`, all of it."""
     extra: dict[str, Any] = packed[_STATE] if _NUM_GROUPS in packed else packed
     return extra
 
 
 def _split(optimizer: dict[str, Any], num_groups: Sequence[int]) -> list[dict[str, Any]]:
-    """States by number of parameter, one for each optimizer, from one by name over all groups."""
+    """Split the joint state by names into a state by numbers of parameters for each optimizer."""
     states, groups = optimizer.get("state", {}), list(optimizer["param_groups"])
     found = []
     for count in num_groups or [len(groups)]:
@@ -263,18 +264,18 @@ def load_whole(
     *,
     strict: bool = True,
 ) -> None:
-    """Give a sharded model, and optimizers, plain tensors, of which a rank keeps its slices.
+    """Load unsharded tensors into a sharded model and its optimizers; each rank keeps its slices.
 
     Args:
-        weights: a ``state_dict``, whole.
-        states: of each optimizer, by numbers of parameters; none: weights only.
+        weights: an unsharded ``state_dict``.
+        states: of each optimizer, by numbers of parameters; empty: weights only.
         engine: whose weights are replaced.
         optimizers: over its parameters.
         strict: refuse names that are missing or unexpected.
 
     Raises:
         RuntimeError: weights do not fit.
-        ValueError: there are other optimizers than states.
+        ValueError: the numbers of optimizers and states differ.
     """
     engine.model.load_state_dict(weights, strict=strict)
     engine.weights_changed()
@@ -288,11 +289,11 @@ def load_whole(
 
 
 def load_whole_state(optimizer: Optimizer, packed: dict[str, Any]) -> None:
-    """Give an optimizer over sharded parameters the state of one over whole ones.
+    """Load the state of an optimizer over unsharded parameters into one over sharded parameters.
 
     Args:
         optimizer: over the same parameters, in the same order.
-        packed: that state, as ``torch.optim`` has it: by numbers of parameters, whole tensors.
+        packed: the state dict of ``torch.optim``, with unsharded tensors.
     """
     numbered = [param for group in optimizer.param_groups for param in group["params"]]
     sliced = {
@@ -303,7 +304,7 @@ def load_whole_state(optimizer: Optimizer, packed: dict[str, Any]) -> None:
 
 
 def _like(param: torch.Tensor, value: Any) -> Any:
-    """A state as the parameter lies, where it is of its shape and not a counter."""
+    """Shard a state like its parameter, if it has the parameter's shape and is not 0-d."""
     if not isinstance(value, torch.Tensor) or value.shape != param.shape or not value.ndim:
         return value
     return torch.clone(param.detach()).to(value.dtype).copy_(value)

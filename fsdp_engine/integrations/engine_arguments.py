@@ -1,4 +1,4 @@
-"""What a trainer's strategy is told of the engine, and how it makes one."""
+"""Arguments of the engine in a trainer's strategy, and creation of the engine."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from fsdp_engine.optimizer.sharded_step import is_elementwise, shard_optimizer
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.sharding import WHAT, shard
 
-# By Lightning's names of precisions. "mixed": autocast does the arithmetic, the optimizer changes
-# fp32 weights. "true": there is nothing but that dtype.
+# By Lightning's names of precisions. "mixed": autocast, and fp32 main weights. "true": all tensors
+# have this dtype.
 POLICIES: dict[str, MixedPrecisionPolicy] = {
     "32-true": MixedPrecisionPolicy(),
     "64-true": MixedPrecisionPolicy(),
@@ -36,11 +36,11 @@ _OWN_NAMES = ("model", "mp_policy")
 
 
 class EngineArguments:
-    """Arguments of :func:`~fsdp_engine.shard` that wait for their model.
+    """Arguments of :func:`~fsdp_engine.shard`, stored until the model exists.
 
     Args:
-        policy: dtypes; None: what the trainer's precision says.
-        arguments: others, by the names that ``shard`` has for them.
+        policy: dtypes; None: those of the trainer's precision.
+        arguments: other arguments of ``shard`` by name.
 
     Raises:
         TypeError: an argument is unknown.
@@ -54,35 +54,35 @@ class EngineArguments:
                 f"policy; found {', '.join(unknown)}"
             )
         self._policy = policy
-        # As in DDP: all ranks start from what the first one has built.
+        # As in DDP, all ranks start from the first rank's values.
         self._arguments = {"initial_values": "rank0", **arguments}
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """An error within it, before a model is sharded, is raised on all ranks."""
+        """Context that raises an error of one rank on all ranks, before a model is sharded."""
         mesh = self._arguments.get("mesh")
         with reporting(WHAT, ranks_that_meet(mesh if isinstance(mesh, DeviceMesh) else None)):
             yield
 
     def check_precision(self, precision: str) -> None:
-        """Whether dtypes are known.
+        """Check that the dtypes are determined.
 
         Raises:
-            ValueError: they are not.
+            ValueError: there is no policy, and the precision is unknown.
         """
         if self._policy is None and precision not in POLICIES:
             raise ValueError(
-                f"precision: expected one of {', '.join(POLICIES)}; found {precision!r}. With "
-                "others say which dtypes there shall be: "
+                f"precision: expected one of {', '.join(POLICIES)}; found {precision!r}. For "
+                "other dtypes pass a policy: "
                 "FSDPEngineStrategy(policy=fsdp_engine.MixedPrecisionPolicy(...))"
             )
 
     def engine_for(self, model: nn.Module, precision: str) -> Engine:
-        """The model's engine; made, if it has none. Collective.
+        """Returns the model's engine; shards the model if it has none. Collective.
 
         Args:
             model: any module.
-            precision: Lightning's name of it.
+            precision: Lightning's name of the precision.
 
         Raises:
             Exception: see :func:`~fsdp_engine.shard`; on all ranks.
@@ -97,12 +97,10 @@ class EngineArguments:
 
 
 def prepare_optimizers(engines: Sequence[Engine], optimizers: Sequence[Optimizer]) -> None:
-    """Check that all parameters are sharded ones; elementwise optimizers step on slices.
-
-    Collective.
+    """Check the optimizers' parameters, and let elementwise optimizers step on slices. Collective.
 
     Raises:
-        ValueError, TypeError: an optimizer has parameters that are none of the engines'.
+        ValueError, TypeError: an optimizer has parameters that are not sharded by the engines.
     """
     error: Exception | None = None
     try:
@@ -121,8 +119,8 @@ def prepare_optimizers(engines: Sequence[Engine], optimizers: Sequence[Optimizer
 
 
 def has_all_gradients(engine: Engine, optimizer: Optimizer) -> bool:
-    """Whether the optimizer has all parameters of the engine that may have gradients; also those
-    that are frozen for now, whose gradients of an earlier backward may still be there."""
+    """Whether the optimizer has all parameters of the engine that may have gradients, including
+    currently frozen ones, which may have gradients of an earlier backward."""
     own = {id(param) for group in optimizer.param_groups for param in group["params"]}
     return all(
         id(param) in own

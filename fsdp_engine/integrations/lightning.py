@@ -1,18 +1,18 @@
 """Lightning: ``Trainer(strategy="fsdp_engine")`` and ``Fabric(strategy="fsdp_engine")``.
 
-Importing this file registers the name with both. (Lightning has no entry points for strategies:
-those for callbacks are read when a Trainer has its strategy already.)
+Importing this module registers the name with both. (Lightning has no entry points for strategies;
+its entry points for callbacks are read after a Trainer has created its strategy.)
 
 The LightningModule itself is sharded, in place, in ``setup``, before optimizers are configured.
-Its steps then run as a forward of the model, so that what they read of it is whole
+Its steps then run like a forward of the model, so that parameters that they read are unsharded
 ([Note: Steps]).
 
 [Note: Steps]
-``training_step`` is no ``forward``: nothing that is hooked is called. A step is therefore entered
-as :func:`fsdp_engine.register_forward_method` enters a method; but without its inputs, which must
-not be cast: Lightning's precision has done so already, and targets keep their dtype. Under manual
-optimization ``training_step`` is many forwards, backwards and steps of optimizers, so modules are
-entered by their own calls, as in a loop by hand.
+``training_step`` is not ``forward``, so it fires no forward hooks. Therefore a step runs within the
+forward hooks of the model, as a method of :func:`fsdp_engine.register_forward_method` does; but its
+inputs are not cast, because Lightning's precision plugin has cast them already, and targets keep
+their dtype. Under manual optimization ``training_step`` contains many forwards, backwards and
+optimizer steps, so the hooks of modules fire at their own calls, as in a custom loop.
 """
 
 from __future__ import annotations
@@ -69,20 +69,20 @@ _NO_CHECKPOINT_IO = (
 
 
 class FSDPEngineStrategy(DDPStrategy):
-    """Trains a LightningModule that is sharded by fsdp_engine.
+    """Trains a LightningModule, sharded by fsdp_engine.
 
     Args:
         strategy: level of the inner axis, as :func:`fsdp_engine.shard` has it.
         outer_strategy: level of the outer axis.
-        policy: dtypes; None: what the Trainer's ``precision`` says.
-        trust: whoever wrote a checkpoint may run code here: objects in it may be of any class.
+        policy: dtypes; None: those of the Trainer's ``precision``.
+        trust: allow objects of any class in checkpoints, which may run arbitrary code.
         process_group_backend: None: nccl on GPUs, gloo on CPUs.
-        timeout: of collectives, if this makes the process group.
+        timeout: of collectives, if the strategy creates the process group.
         accelerator, parallel_devices, cluster_environment, precision_plugin: as in Lightning's
-            strategies; the Trainer gives them.
+            strategies; set by the Trainer.
         **sharding: other arguments of :func:`fsdp_engine.shard`: ``mesh``, ``units``, ``config``,
             ``checkpointing``, ``granule``, ``codec_rules`` and so on. ``initial_values`` is
-            "rank0" unless said otherwise: as in DDP, all ranks start from the first one's values.
+            "rank0" by default: as in DDP, all ranks start from the first rank's values.
 
     Raises:
         TypeError: an argument is unknown.
@@ -109,7 +109,7 @@ class FSDPEngineStrategy(DDPStrategy):
         self._arguments = EngineArguments(policy, {**levels, **sharding})
         self._trust = trust
         self._engine: Engine | None = None
-        self._shown_weights: dict[str, Any] = {}
+        self._state_weights: dict[str, Any] = {}
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -135,7 +135,7 @@ class FSDPEngineStrategy(DDPStrategy):
 
     @property
     def precision_plugin(self) -> Precision:
-        """The Trainer's precision, which clips by the engine."""
+        """The Trainer's precision plugin, which clips gradients by the engine."""
         return super().precision_plugin
 
     @precision_plugin.setter
@@ -147,7 +147,7 @@ class FSDPEngineStrategy(DDPStrategy):
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """There is none."""
+        """Not supported."""
         raise TypeError(_NO_CHECKPOINT_IO.format("a use of it"))
 
     @checkpoint_io.setter
@@ -156,26 +156,26 @@ class FSDPEngineStrategy(DDPStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Checkpoints are read into shards."""
+        """True: checkpoints are read into shards."""
         return True
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """:meth:`load_checkpoint` does."""
+        """False: :meth:`load_checkpoint` restores optimizers."""
         return False
 
     def setup(self, trainer: Trainer) -> None:
         """Shard the model; configure optimizers over the sharded parameters. Collective.
 
         Raises:
-            TypeError: the module went through ``torch.compile`` as a whole.
+            TypeError: the module was compiled as a whole by ``torch.compile``.
             Exception: see :func:`fsdp_engine.shard`; on all ranks.
         """
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         module, plugin = self.lightning_module, self.precision_plugin
-        if getattr(module, "_compiler_ctx", None) is not None:  # Lightning's mark (2.5, 2.6)
+        if getattr(module, "_compiler_ctx", None) is not None:  # set by Lightning 2.5, 2.6
             raise TypeError(
                 "model: expected a LightningModule that is not compiled as a whole; found one. "
                 "Compile its blocks instead: block.compile()"
@@ -200,21 +200,21 @@ class FSDPEngineStrategy(DDPStrategy):
         prepare_optimizers([self.engine], [each for each in self.optimizers if _steps(each)])
 
     def model_to_device(self) -> None:
-        """The engine has put shards where they belong."""
+        """No-op: the engine allocates shards on their device."""
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Where tensors are made.
+        """Context in which tensors are created.
 
         Args:
-            empty_init: True: on the meta device; values are made shard by shard, in ``setup``.
+            empty_init: True: on the meta device; ``setup`` initializes shard by shard.
         """
         place: AbstractContextManager[Any] = torch.device("meta") if empty_init else nullcontext()
         with place, self.precision_plugin.tensor_init_context():
             yield
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's step, as a forward of the model; not under manual optimization."""
+        """Run the step within the forward hooks of the model, except under manual optimization."""
         assert self.lightning_module is not None
         with self.precision_plugin.train_step_context():
             if not self.lightning_module.automatic_optimization:
@@ -222,17 +222,17 @@ class FSDPEngineStrategy(DDPStrategy):
             return self._as_forward("training_step", args, kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Likewise."""
+        """Run the step within the forward hooks of the model."""
         with self.precision_plugin.val_step_context():
             return self._as_forward("validation_step", args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Likewise."""
+        """Run the step within the forward hooks of the model."""
         with self.precision_plugin.test_step_context():
             return self._as_forward("test_step", args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Likewise."""
+        """Run the step within the forward hooks of the model."""
         with self.precision_plugin.predict_step_context():
             return self._as_forward("predict_step", args, kwargs)
 
@@ -245,31 +245,29 @@ class FSDPEngineStrategy(DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Within it, backward is not the last microbatch of its step."""
+        """Context in which a backward is not the last one of its step."""
         with self.engine.no_sync():
             yield
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The sharded weights, as the module shows them."""
-        self._shown_weights = super().lightning_module_state_dict()
-        return dict(self._shown_weights)
+        """State dict of the module, with sharded weights."""
+        self._state_weights = super().lightning_module_state_dict()
+        return dict(self._state_weights)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
-        """Write a folder: weights and optimizers by all ranks, what else there is by rank 0.
-
-        Collective.
+        """Write a folder: all ranks write weights and optimizers, rank 0 all else. Collective.
 
         Args:
-            checkpoint: as the Trainer makes it. Hooks may leave out weights, and add to all else.
-            filepath: the folder; rank 0's counts.
-            storage_options: none.
+            checkpoint: of the Trainer. Hooks may remove weights, and add other entries.
+            filepath: the folder; that of rank 0 is used.
+            storage_options: must be None.
 
         Raises:
-            TypeError: there are ``storage_options``.
-            ValueError: a hook has put other weights into ``state_dict``.
-            Exception: see :func:`fsdp_engine.save_checkpoint`; on every rank if on one.
+            TypeError: ``storage_options`` is not None.
+            ValueError: a hook has replaced weights in ``state_dict``.
+            Exception: see :func:`fsdp_engine.save_checkpoint`; on all ranks.
         """
         if storage_options is not None:
             raise TypeError(f"storage_options: expected None; found {storage_options!r}")
@@ -278,7 +276,7 @@ class FSDPEngineStrategy(DDPStrategy):
         path = Path(self.broadcast(str(filepath)))
         checkpoint = dict(checkpoint)
         weights = checkpoint.pop("state_dict")
-        shown, self._shown_weights = self._shown_weights, {}
+        shown, self._state_weights = self._state_weights, {}
         has_optimizers = checkpoint.pop("optimizer_states", None) is not None
         optimizers = [each for each in self.optimizers if _steps(each)] if has_optimizers else []
         save_folder(path, self.engine, optimizers, checkpoint, keeps=_kept_of(weights, shown))
@@ -286,20 +284,20 @@ class FSDPEngineStrategy(DDPStrategy):
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read weights, and in ``fit`` optimizers, from a folder, or from a file of Lightning's.
+        """Read weights, and in ``fit`` optimizers, from a folder, or from a file of Lightning.
 
         Collective.
 
         Args:
-            checkpoint_path: rank 0's counts. Another strategy's file is read by each rank, which
-                keeps its slices.
-            weights_only: False: whoever wrote it may run code here.
+            checkpoint_path: that of rank 0 is used. Each rank reads the file of another strategy,
+                and keeps its slices.
+            weights_only: False: allow objects of any class, which may run arbitrary code.
 
         Returns:
-            What else is in it: loops, callbacks, schedulers.
+            All other state: loops, callbacks, schedulers.
 
         Raises:
-            Exception: see :func:`fsdp_engine.load_checkpoint`; on every rank if on one.
+            Exception: see :func:`fsdp_engine.load_checkpoint`; on all ranks.
         """
         assert self.lightning_module is not None
         path = Path(self.broadcast(str(checkpoint_path)))
@@ -316,10 +314,10 @@ class FSDPEngineStrategy(DDPStrategy):
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """:meth:`load_checkpoint` has done so."""
+        """No-op: :meth:`load_checkpoint` has loaded it."""
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """:meth:`load_checkpoint` has done so."""
+        """No-op: :meth:`load_checkpoint` has loaded it."""
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a folder, or a file."""
@@ -327,7 +325,7 @@ class FSDPEngineStrategy(DDPStrategy):
             remove_folder(Path(filepath))
 
     def teardown(self) -> None:
-        """The model stays where it is, sharded: another stage, or Trainer, may go on with it."""
+        """Does not move the model, which stays sharded for another stage or Trainer."""
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.cluster_environment.teardown()
@@ -336,17 +334,17 @@ class FSDPEngineStrategy(DDPStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Make it known by its name."""
+        """Register the strategy by its name."""
         strategy_registry.register(NAME, cls, description="Sharded by fsdp_engine", override=True)
 
 
 class _ClipsByEngine:
-    """Mixed into Lightning's precisions: the norm over all ranks in one pass."""
+    """Mixin for Lightning's precision plugins: clips by the norm over all ranks in one pass."""
 
     engine: Engine | None = None
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """Clip by norm; torch's own function for one of several optimizers."""
+        """Clip by norm; by torch's function for one of several optimizers."""
         if self.engine is not None and has_all_gradients(self.engine, optimizer):
             self.engine.clip_grad_norm_(clip_val)
         else:
@@ -378,8 +376,8 @@ _CLIPPING: dict[type, type[Any]] = {
 
 
 def _clipping_by_engine(plugin: Precision) -> Precision:
-    """The same precision, which clips by the engine; any other class as it is, which clips by
-    torch's function: right, too."""
+    """Returns a copy of a precision plugin that clips by the engine. Plugins of other classes are
+    returned unchanged; they clip by torch's function, with the same result."""
     kind = _CLIPPING.get(type(plugin))
     if kind is None:
         return plugin
@@ -389,7 +387,7 @@ def _clipping_by_engine(plugin: Precision) -> Precision:
 
 
 def _kept_of(weights: Mapping[str, Any], shown: Mapping[str, Any]) -> Callable[[str, Any], bool]:
-    """Which entries hooks have left in a ``state_dict``."""
+    """Predicate of the entries that hooks have not removed from a ``state_dict``."""
     if others := [name for name, value in weights.items() if shown.get(name) is not value]:
         raise ValueError(
             "state_dict: expected hooks to leave out entries at most, since all ranks save their "
@@ -400,12 +398,12 @@ def _kept_of(weights: Mapping[str, Any], shown: Mapping[str, Any]) -> Callable[[
 
 
 def _steps(optimizer: Optimizer) -> bool:
-    """Whether it is an optimizer, and not Lightning's stand-in for none."""
+    """Whether an object is an optimizer, and not Lightning's placeholder for none."""
     return bool(optimizer.param_groups)
 
 
 def _metrics_to(module: nn.Module, device: torch.device) -> None:
-    """States of torchmetrics are neither parameters nor buffers."""
+    """Move the states of torchmetrics, which are neither parameters nor buffers."""
     from torchmetrics import Metric
 
     for each in module.modules():
@@ -414,15 +412,15 @@ def _metrics_to(module: nn.Module, device: torch.device) -> None:
 
 
 def consolidate(folder: str | Path, file: str | Path, *, trust: bool = False) -> None:
-    """Write a checkpoint's folder as one file, as Lightning's other strategies do; without ranks.
+    """Convert a checkpoint's folder to one file in Lightning's format, without ranks.
 
-    ``MyModule.load_from_checkpoint(file)`` and any Trainer take it. It takes host memory for all
-    of the weights and optimizer state.
+    ``MyModule.load_from_checkpoint(file)`` and any Trainer can read it. Requires host memory for
+    all weights and optimizer state.
 
     Args:
         folder: the checkpoint.
         file: to write.
-        trust: whoever wrote the checkpoint may run code here.
+        trust: allow objects of any class, which may run arbitrary code.
 
     Raises:
         Exception: see :func:`fsdp_engine.load_checkpoint`.

@@ -37,7 +37,7 @@ from fsdp_engine.precision import MixedPrecisionPolicy
 
 
 class _Forward(nn.Module):
-    """Calls the sharded module. Fabric sends other methods through its forward:
+    """Calls the sharded module. Fabric calls other methods through its forward:
     ``model.mark_forward_method("generate")``."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -45,22 +45,22 @@ class _Forward(nn.Module):
         self.module = module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's."""
+        """Call the module."""
         return self.module(*args, **kwargs)
 
 
 class FSDPEngineFabricStrategy(DDPStrategy):
-    """Shards what ``fabric.setup`` is given.
+    """Shards the modules of ``fabric.setup``.
 
     Args:
         strategy: level of the inner axis, as :func:`fsdp_engine.shard` has it.
         outer_strategy: level of the outer axis.
-        policy: dtypes; None: what Fabric's ``precision`` says.
-        trust: whoever wrote a checkpoint may run code here: objects in it may be of any class.
+        policy: dtypes; None: those of Fabric's ``precision``.
+        trust: allow objects of any class in checkpoints, which may run arbitrary code.
         process_group_backend: None: nccl on GPUs, gloo on CPUs.
-        timeout: of collectives, if this makes the process group.
+        timeout: of collectives, if the strategy creates the process group.
         accelerator, parallel_devices, cluster_environment, precision: as in Lightning's
-            strategies; Fabric gives them.
+            strategies; set by Fabric.
         **sharding: other arguments of :func:`fsdp_engine.shard`; see
             :class:`~fsdp_engine.integrations.lightning.FSDPEngineStrategy`.
 
@@ -110,7 +110,7 @@ class FSDPEngineFabricStrategy(DDPStrategy):
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """There is none."""
+        """Not supported."""
         raise TypeError("checkpoint_io: expected no use of it; found one")
 
     @checkpoint_io.setter
@@ -128,11 +128,11 @@ class FSDPEngineFabricStrategy(DDPStrategy):
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
-        """Shard a module; optimizers over its parameters go on with the sharded ones. Collective.
+        """Shard a module; its optimizers hold the sharded parameters afterwards. Collective.
 
         Raises:
-            ValueError: an optimizer has stepped before, or has parameters of something else; on
-                every rank, before anything is changed.
+            ValueError: an optimizer has stepped, or has parameters of other modules; on all ranks,
+                before anything is changed.
         """
         names = {id(param): name for name, param in module.named_parameters()}
         with self._arguments.reporting():
@@ -144,18 +144,18 @@ class FSDPEngineFabricStrategy(DDPStrategy):
         return _Forward(module), optimizers, scheduler
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """An optimizer over parameters of modules that were set up. Collective."""
+        """Prepare an optimizer over parameters of modules that were set up. Collective."""
         prepare_optimizers(self._engines, [optimizer])
         return optimizer
 
     def module_to_device(self, module: nn.Module) -> None:
-        """The engine puts shards where they belong."""
+        """No-op: the engine allocates shards on their device."""
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Where a module is made.
+        """Context in which a module is created.
 
         Args:
-            empty_init: True: on the meta device; values are made shard by shard, in ``setup``.
+            empty_init: True: on the meta device; ``setup`` initializes shard by shard.
         """
         stack = ExitStack()
         if empty_init:
@@ -164,7 +164,7 @@ class FSDPEngineFabricStrategy(DDPStrategy):
         return stack
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
-        """What ``fabric.no_backward_sync`` enters."""
+        """Context of ``fabric.no_backward_sync``."""
         return _engine_of(module).no_sync() if enabled else nullcontext()
 
     def clip_gradients_norm(
@@ -191,18 +191,18 @@ class FSDPEngineFabricStrategy(DDPStrategy):
         storage_options: Any = None,
         filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """What ``fabric.save`` does: a folder, written by all ranks. Collective.
+        """Implements ``fabric.save``: all ranks write one folder. Collective.
 
         Args:
-            path: the folder; rank 0's counts.
-            state: modules and optimizers that were set up, and anything else by name.
-            storage_options: none.
-            filter: of modules and dicts, by their names in ``state``: which entries to save.
+            path: the folder; that of rank 0 is used.
+            state: modules and optimizers that were set up, and other values by name.
+            storage_options: must be None.
+            filter: predicates of the entries to save, by names of modules and dicts in ``state``.
 
         Raises:
-            TypeError: there are ``storage_options``.
+            TypeError: ``storage_options`` is not None.
             ValueError: there is no module that was set up, or a filter for an optimizer.
-            Exception: see :func:`fsdp_engine.save_checkpoint`; on every rank if on one.
+            Exception: see :func:`fsdp_engine.save_checkpoint`; on all ranks.
         """
         if storage_options is not None:
             raise TypeError(f"storage_options: expected None; found {storage_options!r}")
@@ -225,23 +225,24 @@ class FSDPEngineFabricStrategy(DDPStrategy):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """What ``fabric.load`` and ``fabric.load_raw`` do. Collective.
+        """Implements ``fabric.load`` and ``fabric.load_raw``. Collective.
 
         Args:
-            path: a folder, or a file of another strategy, of which a rank keeps its slices; rank
-                0's counts.
-            state: a module that was set up: weights only. Or as for :meth:`save_checkpoint`; what
-                is no module, optimizer or other object with a state is replaced in it.
-            strict: everything in ``state`` has to be there, and fit. False: load what fits.
-            weights_only: False: whoever wrote it may run code here.
+            path: a folder, or a file of another strategy, of which each rank keeps its slices; that
+                of rank 0 is used.
+            state: a module that was set up: load weights only. Or as for :meth:`save_checkpoint`;
+                values without a state (numbers, texts) are replaced in it.
+            strict: require that the checkpoint contains everything in ``state``, and that it fits.
+                False: load the entries that fit.
+            weights_only: False: allow objects of any class, which may run arbitrary code.
 
         Returns:
-            What is in it besides.
+            All other entries.
 
         Raises:
-            KeyError: ``state`` has a name that is not there.
+            KeyError: ``state`` has a name that the checkpoint does not contain.
             ValueError: there is no module that was set up.
-            Exception: see :func:`fsdp_engine.load_checkpoint`; on every rank if on one.
+            Exception: see :func:`fsdp_engine.load_checkpoint`; on all ranks.
         """
         parts = _Parts({"": state} if isinstance(state, nn.Module | Optimizer) else state or {})
         trust = self._trust or weights_only is False
@@ -265,18 +266,18 @@ class FSDPEngineFabricStrategy(DDPStrategy):
         return found
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """The sharded weights."""
+        """State dict of a module, with sharded weights."""
         return super().get_module_state_dict(_unwrapped(module))
 
     def load_module_state_dict(
         self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True
     ) -> None:
-        """From sharded or whole weights."""
+        """Load sharded or unsharded weights."""
         super().load_module_state_dict(_unwrapped(module), state_dict, strict)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Make it known by its name."""
+        """Register the strategy by its name."""
         strategy_registry.register(
             "fsdp_engine", cls, description="Sharded by fsdp_engine", override=True
         )
@@ -288,7 +289,7 @@ class FSDPEngineFabricStrategy(DDPStrategy):
         return engine
 
     def _load_file(self, path: Path, parts: _Parts, strict: bool, trust: bool) -> dict[str, Any]:
-        """Weights and states of optimizers out of a plain file; returns the rest."""
+        """Load weights and states of optimizers from a plain file; returns other entries."""
         with self._agreed("load()", parts):
             found = torch.load(path, map_location="cpu", mmap=True, weights_only=not trust)
             if parts.is_bare:
@@ -308,7 +309,7 @@ class FSDPEngineFabricStrategy(DDPStrategy):
 
     @contextmanager
     def _agreed(self, what: str, parts: _Parts) -> Iterator[None]:
-        """An error within it is raised on all ranks."""
+        """Context that raises an error of one rank on all ranks."""
         error: Exception | None = None
         try:
             yield
@@ -318,7 +319,7 @@ class FSDPEngineFabricStrategy(DDPStrategy):
 
 
 class _Parts:
-    """What a ``state`` of Fabric consists of, by name.
+    """Values of a ``state`` of Fabric, by type and name.
 
     Raises:
         ValueError: no module in it was set up.
@@ -349,7 +350,7 @@ class _Parts:
         return self.engines if len(self.engines) > 1 else next(iter(self.engines.values()))
 
     def keeps(self, filters: Mapping[str, Callable[[str, Any], bool]]) -> Keeps | None:
-        """Which entries of the modules are saved."""
+        """Predicate of the modules' entries to save; None: all."""
         if not filters.keys() & self.engines.keys():
             return None
         if len(self.engines) == 1:
@@ -389,17 +390,17 @@ def _check_names(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> None:
 
 
 def _check_fresh(optimizer: Optimizer, names: Mapping[int, str]) -> None:
-    """Whether an optimizer can go on with other parameters."""
+    """Check that an optimizer has no state, and only parameters of the module."""
     if optimizer.state:
         raise ValueError(
             f"optimizer: expected a {type(optimizer).__name__} that has no state yet; found one "
             "with state of the parameters as they were before sharding"
         )
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    if strangers := [tuple(param.shape) for param in params if id(param) not in names]:
+    if unknown := [tuple(param.shape) for param in params if id(param) not in names]:
         raise ValueError(
             "optimizer: expected parameters of the module that is set up with it; found others, "
-            f"of shapes {strangers[:4]}"
+            f"of shapes {unknown[:4]}"
         )
 
 

@@ -1,4 +1,4 @@
-"""What a trainer does around ``shard``: its arguments, optimizers that were there, compilation."""
+"""Steps of a trainer around ``shard``: arguments, existing optimizers, compilation."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _ARGUMENTS = frozenset(inspect.signature(shard_model).parameters) - {"model"}
 
 
 def checked_arguments(shard: Mapping[str, Any] | None) -> dict[str, Any]:
-    """``shard`` as a dict.
+    """Returns ``shard`` as a dict.
 
     Raises:
-        TypeError: it is no mapping.
-        ValueError: it has what ``fsdp_engine.shard`` does not know.
+        TypeError: it is not a mapping.
+        ValueError: a name is not an argument of ``fsdp_engine.shard``.
     """
     if shard is None:
         return {}
@@ -40,10 +40,11 @@ def checked_arguments(shard: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def check_not_stepped(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Whether optimizers that hold the model's parameters can go on with sharded ones.
+    """Check that optimizers of the model's parameters have no state, so that their parameters can
+    be replaced by sharded ones.
 
     Raises:
-        ValueError: one has state.
+        ValueError: an optimizer has state.
     """
     own = {id(param) for param in model.parameters()}
     for optimizer in optimizers:
@@ -57,8 +58,8 @@ def check_not_stepped(model: nn.Module, optimizers: Iterable[torch.optim.Optimiz
 
 @contextlib.contextmanager
 def held_by_name(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
-    """Within it, optimizers hold no parameter of the model (``shard`` refuses one whose parameters
-    they hold); afterwards those of the same names."""
+    """Context in which optimizers hold no parameters of the model, because ``shard`` refuses a
+    model with optimizers. Afterwards they hold the parameters of the same names."""
     names = {id(param): name for name, param in model.named_parameters()}
     held = [
         group
@@ -78,8 +79,8 @@ def held_by_name(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) 
 
 
 def compile_units(engine: Engine, options: dict[str, Any]) -> None:
-    """Compile the modules of units, each by itself, by ``torch.compile``'s ``options``."""
-    options = {**options, "fullgraph": False}  # the engine's hooks stand between graphs
+    """Compile each module of the units, with ``options`` of ``torch.compile``."""
+    options = {**options, "fullgraph": False}  # the engine's hooks break graphs
     for unit in engine.units[1:]:
         for module in unit.built.modules:
             module.compile(**options)

@@ -1,9 +1,9 @@
-"""Checkpoints of Ray Train: what ``ray.train.report`` uploads and ``get_checkpoint`` hands out.
+"""Checkpoints of Ray Train, for ``ray.train.report`` and ``get_checkpoint``.
 
-Every worker writes its own slices into a folder of its own machine and reports that; Ray puts the
-files of all workers into one folder of its storage (a shared file system, S3, ...), and knows of
-the checkpoint when all have. So nothing is gathered, and a worker that dies meanwhile leaves the
-one before.
+Each worker writes its slices into a local folder and reports it. Ray uploads the files of all
+workers into one folder of its storage (a shared file system, S3, ...), and registers the checkpoint
+when all workers have reported. Nothing is gathered, and if a worker is killed during a save, the
+previous checkpoint stays the latest.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from fsdp_engine.devices.agreement import agree
 
 
 class RayCheckpoints:
-    """Saves a run into the storage of Ray Train, and takes it up from there.
+    """Saves a run into the storage of Ray Train, and restores it.
 
     For the function that ``TorchTrainer`` runs on each worker. All methods are collective: every
-    worker calls them, in one order. A folder in the storage is a checkpoint as
-    :class:`~fsdp_engine.checkpoint.checkpointer.Checkpointer` writes them; which ones stay is Ray's
-    to say (``ray.train.CheckpointConfig(num_to_keep=...)``).
+    worker calls them, in the same order. A folder in the storage has the format of
+    :class:`~fsdp_engine.checkpoint.checkpointer.Checkpointer`. Ray removes old checkpoints
+    (``ray.train.CheckpointConfig(num_to_keep=...)``).
 
     Args:
-        engine: what :func:`~fsdp_engine.sharding.shard` returned, over all workers; or several of
-            these by name.
-        optimizer: one over the parameters of all of them; None: weights only.
+        engine: result of :func:`~fsdp_engine.sharding.shard`, over all workers; or a dict of
+            several.
+        optimizer: one over the parameters of all engines; None: weights only.
         extra: objects with ``state_dict()`` and ``load_state_dict()`` by name: scheduler, data
-            position. Every rank saves its own.
+            position. Each rank saves its own.
 
     Raises:
-        TypeError, ValueError: ``engine`` or ``extra`` is none of these.
+        TypeError, ValueError: ``engine`` or ``extra`` has a wrong type or value.
     """
 
     def __init__(
@@ -55,10 +55,10 @@ class RayCheckpoints:
         self._control = self._run.ranks.control_group
 
     def report(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Save the run as it is now, and report it; returns when it is in the storage.
+        """Save the current state and report it; returns when it is in the storage.
 
         Args:
-            metrics: numbers and texts by name. Ray keeps those of rank 0, with ``step`` beside.
+            metrics: numbers and texts by name. Ray keeps those of rank 0, and ``step``.
             step: number of the training step, at least 0, the same on all ranks.
 
         Raises:
@@ -66,7 +66,7 @@ class RayCheckpoints:
                 differs between ranks, the engine is not at rest, or the optimizer is not the
                 engine's. Or writing failed on some rank.
 
-        Each is raised on every rank if on one; Ray's latest checkpoint stays.
+        Each error is raised on all ranks; Ray's latest checkpoint stays.
         """
         what = f"report of step {step!r}"
         entries: dict[str, Any] = {}
@@ -91,19 +91,19 @@ class RayCheckpoints:
     def load(
         self, *, strict: bool = True, verify: bool = False, trust: bool = False
     ) -> LoadReport | None:
-        """Take up the latest checkpoint that Ray knows of, on any number of workers.
+        """Load the latest checkpoint of Ray, on any number of workers.
 
-        From storage that is no file system, Ray downloads it once to each machine.
+        If the storage is not a file system, Ray downloads it once to each machine.
 
         Args:
             strict, verify, trust: see :meth:`.Checkpointer.load`.
 
         Returns:
-            What was loaded; None: there is no checkpoint yet.
+            The step and ``extra`` of the checkpoint; None: there is no checkpoint yet.
 
         Raises:
             FileNotFoundError, ValueError, RuntimeError: see :meth:`.Checkpointer.load`; on every
-                rank if on one.
+                rank.
         """
         what = "load of Ray's latest checkpoint"
         error: Exception | None = None

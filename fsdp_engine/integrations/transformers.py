@@ -1,8 +1,8 @@
 """The ``Trainer`` of transformers over this engine.
 
-The trainer's own loop runs; its accelerator is :class:`~.accelerate.FSDPEngineAccelerator`, which
-shards the model. What is saved and loaded is the engine's. Tried with transformers 5.23: methods
-that begin with an underscore are those that its documentation has no public ones for.
+The trainer's loop is unchanged; its accelerator is :class:`~.accelerate.FSDPEngineAccelerator`,
+which shards the model. The engine saves and loads checkpoints. Tested with transformers 5.23:
+private methods are overridden where there are no public ones.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from fsdp_engine.integrations.accelerate import (
     FSDPEngineAccelerator,
     plain_optimizer,
 )
+from fsdp_engine.integrations.atomic_folder import atomic_folder
 from fsdp_engine.integrations.checkpoint_folder import load_whole_state
 from fsdp_engine.integrations.preparation import checked_arguments
-from fsdp_engine.integrations.whole_folder import whole_folder
 from fsdp_engine.pretrained.load import load_pretrained
 from fsdp_engine.pretrained.save import save_pretrained
 
@@ -48,33 +48,32 @@ else:
 
 
 class FSDPEngineMixin(_Trainer):
-    """Put before a ``Trainer``, it trains with this engine: ``class Mine(FSDPEngineMixin,
+    """Mixin for a ``Trainer`` that trains with this engine: ``class MyTrainer(FSDPEngineMixin,
     SFTTrainer)``.
 
-    Checkpoints are there as a whole or not at all: ``checkpoint-<step>`` appears by one rename when
-    all ranks have written. Any number of ranks resumes them.
+    Checkpoints are atomic: ``checkpoint-<step>`` is created by one rename when all ranks have
+    finished writing. Any number of ranks can resume from them.
 
     Args:
-        *args: as for the trainer. ``model`` may be plain, on the meta device, or sharded.
-        shard: arguments of ``fsdp_engine.shard`` by name. None: its defaults. Not used for a model
-            that is sharded.
+        *args: as for the trainer. ``model`` may be unsharded, on the meta device, or sharded.
+        shard: arguments of ``fsdp_engine.shard`` by name. None: its defaults. Ignored for a
+            sharded model.
         pretrained: a Hugging Face folder, from which ``fsdp_engine.load_pretrained`` reads the
             weights of a model that is on the meta device.
-        model_in_checkpoints: a checkpoint has the model as ``from_pretrained`` reads it, too.
-            False: what the engine needs to resume, alone.
+        model_in_checkpoints: checkpoints also contain the model in the format of
+            ``from_pretrained``. False: only the state to resume from.
         optimizers: as for the trainer; one that was built before the model was sharded holds the
             sharded parameters afterwards.
         **kwargs: as for the trainer.
 
     Attributes:
-        engine: the model's.
+        engine: of the model.
 
     Raises:
-        ValueError, TypeError: an argument does not go with the engine, here or among the training
-            arguments; on all ranks.
+        ValueError, TypeError: an argument or a training argument is not supported; on all ranks.
     """
 
-    # Whatever a trainer has of these, when it comes to what is below.
+    # Attributes of the trainer.
     model: Any
     accelerator: Any
     gather_function: Any
@@ -92,7 +91,7 @@ class FSDPEngineMixin(_Trainer):
     ) -> None:
         self._shard, self._pretrained = shard, pretrained
         self._model_in_checkpoints = model_in_checkpoints
-        # Where a checkpoint is written, while one is.
+        # Temporary folder of the checkpoint that is being written.
         self._staging: Path | None = None
         # Built before the model was sharded, or after.
         self._own_optimizers = [each for each in optimizers[:1] if each is not None]
@@ -110,8 +109,8 @@ class FSDPEngineMixin(_Trainer):
         return self.accelerator
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As the trainer's, with an accelerator that shards."""
-        self.args.device  # noqa: B018 - ranks come together, as the arguments say
+        """As the trainer's method, with an accelerator that shards."""
+        self.args.device  # noqa: B018 - initializes the process group
         with reporting(WHAT, ranks_that_meet(None)):
             arguments = checked_arguments(self._shard)
             _check(self.args)
@@ -137,15 +136,15 @@ class FSDPEngineMixin(_Trainer):
         )
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        # Each rank its slices; the trainer would move the whole model.
+        # Moves only this rank's slices; the trainer would move the full model.
         self._accelerator.shard_model(model, self._own_optimizers)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """As the trainer's.
+        """As the trainer's method.
 
         Raises:
-            ValueError: the optimizer holds trainable parameters that are not the model's (a loss
-                with weights of its own), and there are several ranks: their gradients would not be
+            ValueError: the optimizer holds trainable parameters that are not in the model (such as
+                weights of a loss), and there are several ranks: their gradients would not be
                 reduced.
         """
         optimizer = super().create_optimizer(*args, **kwargs)
@@ -154,19 +153,19 @@ class FSDPEngineMixin(_Trainer):
         return optimizer
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
-        # The engine's norm is over all meshes; and looking at gradients would hold them.
+        # The engine's norm is over all meshes; and references to gradients would keep their memory.
         return False
 
     @property
     def _has_own_format(self) -> bool:
-        """The trainer is one that writes and reads models of other classes than transformers'."""
+        """Whether the trainer has its own format of models, different from that of transformers."""
         return type(self)._save is not Trainer._save
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model as ``from_pretrained`` reads it, with its tokenizer. Collective.
+        """Save the model in the format of ``from_pretrained``, with its tokenizer. Collective.
 
-        A trainer of another library writes what is its own (sentence-transformers: a folder of
-        modules): on the first rank, while every rank holds the whole model.
+        A trainer with its own format (sentence-transformers: a folder of modules) writes on the
+        first rank, while the model is unsharded on every rank.
 
         Args:
             output_dir: the folder; None: that of the training arguments.
@@ -192,14 +191,14 @@ class FSDPEngineMixin(_Trainer):
         self._on_first("save_model()", lambda: torch.save(self.args, path))
 
     def _save_whole(self, folder: Path) -> None:
-        """The trainer's own way, of a model that is unsharded."""
+        """Save an unsharded model by the trainer's own method."""
         for parameter in self.model.parameters():
-            # A storage of its own: safetensors writes no views.
+            # A separate storage, because safetensors does not write views.
             parameter.data = parameter.data.clone()
         self._save(str(folder))
 
     def _on_first(self, what: str, write: Callable[[], object]) -> None:
-        """Call it on the rank that writes; errors are raised on all."""
+        """Call ``write`` on the rank that saves; an error is raised on all ranks."""
         error: Exception | None = None
         try:
             if self.args.should_save:
@@ -214,7 +213,7 @@ class FSDPEngineMixin(_Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         run = self._get_output_dir(trial)
         folder = Path(run) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        with whole_folder(folder, self.engine.ranks) as staging:
+        with atomic_folder(folder, self.engine.ranks) as staging:
             self._staging = staging.parent
             try:
                 super()._save_checkpoint(model, trial)
@@ -233,7 +232,7 @@ class FSDPEngineMixin(_Trainer):
             )
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if self._staging is None:  # else when it is whole
+        if self._staging is None:  # otherwise after the rename
             super()._push_from_checkpoint(checkpoint_folder)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -245,12 +244,12 @@ class FSDPEngineMixin(_Trainer):
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
-        """Weights, if they do not come with the optimizer's state, once there is an optimizer."""
+        """Load weights, unless they are loaded later, together with the optimizer's state."""
         if not (Path(resume_from_checkpoint) / SHARDED).is_dir():
             self._load_model(resume_from_checkpoint)
 
     def _load_model(self, folder: str) -> None:
-        """The weights of what :meth:`save_model` wrote, or the trainer without the engine."""
+        """Load weights that :meth:`save_model` or the trainer without the engine wrote."""
         if not self._has_own_format:
             load_pretrained(self.engine, folder)
             return
@@ -269,7 +268,7 @@ class FSDPEngineMixin(_Trainer):
         if (folder / SHARDED).is_dir():
             load_checkpoint(folder / SHARDED, engine, optimizer)
         elif not (folder / WHOLE_OPTIMIZER).is_file():
-            return  # save_only_model=True: optimizer and scheduler begin anew
+            return  # save_only_model=True: no state of optimizer and scheduler
         error: Exception | None = None
         try:
             if not (folder / SHARDED).is_dir():
@@ -299,7 +298,7 @@ class FSDPEngineSeq2SeqTrainer(FSDPEngineMixin, Seq2SeqTrainer):
 
 
 def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Raise ValueError for trainable parameters of the optimizer that are not the model's."""
+    """Raise ValueError for trainable parameters of the optimizer that are not in the model."""
     own = {id(parameter) for parameter in model.parameters()}
     others = [
         tuple(parameter.shape)
@@ -316,7 +315,7 @@ def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> Non
 
 
 def _check(args: TrainingArguments) -> None:
-    """Raise ValueError for training arguments that do not go with the engine."""
+    """Raise ValueError for unsupported training arguments."""
     ours = {
         "fsdp": "the engine shards; its arguments are given as shard",
         "deepspeed": "the engine shards; its arguments are given as shard",

@@ -1,4 +1,4 @@
-"""What makes any torch optimizer step sharded parameters, and the norm of their gradients."""
+"""Optimizer steps on sharded parameters, and the norm of their gradients."""
 
 from fsdp_engine.optimizer.sharded_step import shard_optimizer
 

@@ -1,6 +1,6 @@
-"""Norm and clipping of all gradients, on this rank's flat shards: one reduction, no host wait.
+"""Norm and clipping of all gradients, on this rank's flat shards: one all-reduce, no host sync.
 
-Its accuracy is that of ``flat_dtensor/accurate_norm.py``.
+``flat_dtensor/accurate_norm.py`` describes the accuracy.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from fsdp_engine.devices.collectives import all_reduce_
 from fsdp_engine.flat_dtensor.accurate_norm import real_dtype, slice_norm
 
-_WHAT = "the norm of gradients"
+_OPERATION = "the norm of gradients"
 
 
 def total_norm(
@@ -25,15 +25,15 @@ def total_norm(
     device: torch.device,
     copies: Sequence[int] | None = None,
 ) -> Tensor:
-    """The p-norm over all elements of all ranks' shards.
+    """Compute the p-norm over all elements of all ranks' shards. Collective.
 
     Args:
         shards: this rank's reduced gradients, 1-D, each element on one rank of ``group``; padding
             is zero.
         norm_type: p; ``math.inf`` for the largest magnitude.
-        group: the ranks over which the elements are spread; None if this rank has them all.
-        device: where the result lives.
-        copies: how many ranks of ``group`` hold the elements of each shard. None: one each.
+        group: the ranks over which the elements are sharded; None if this rank holds all of them.
+        device: of the result.
+        copies: number of ranks of ``group`` that hold the elements of each shard. None: one each.
 
     Returns:
         A 0-d fp32 tensor (fp64 for fp64 and complex128 gradients), the same on every rank of
@@ -55,8 +55,8 @@ def total_norm(
         norms = [torch.zeros((), dtype=torch.float64, device=device)]
     local = torch.linalg.vector_norm(torch.stack(norms), norm_type).to(dtype)
     if math.isinf(norm_type):
-        return all_reduce_(local, group, "max", what=_WHAT)
-    return all_reduce_(local.pow(norm_type), group, what=_WHAT).pow(1.0 / norm_type)
+        return all_reduce_(local, group, "max", what=_OPERATION)
+    return all_reduce_(local.pow(norm_type), group, what=_OPERATION).pow(1.0 / norm_type)
 
 
 def clip_(shards: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:

@@ -1,8 +1,8 @@
-"""Optimizer state that a program has distributed by itself.
+"""Converts optimizer state that the user has distributed as DTensors.
 
-FSDP2's tutorial loads whole state by ``distribute_tensor(value, param.device_mesh,
-param.placements)`` of each value and ``optimizer.load_state_dict``. What that makes are DTensors
-over this rank's slices. Before the next step they become FlatDTensors, over the same memory.
+FSDP2's tutorial loads full optimizer state with ``distribute_tensor(value, param.device_mesh,
+param.placements)`` for each value, and ``optimizer.load_state_dict``. The results are DTensors over
+this rank's slices. Before the next step they are replaced by FlatDTensors over the same memory.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch.optim import Optimizer
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.flat_dtensor.elementwise import slice_of_distributed
 
-# The state that each optimizer had when it was looked through: loading replaces the dict.
-_SEEN: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
+# The state dict of each optimizer at its last conversion. Loading replaces the dict.
+_CONVERTED: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
 
 
 def adopt_loaded_state(optimizer: Optimizer, *args: object) -> None:
-    """Make state of sharded parameters FlatDTensors; a pre-hook of steps."""
+    """Step pre-hook: convert the state of sharded parameters from DTensors to FlatDTensors."""
     state = optimizer.__dict__["state"]
-    if _SEEN.get(optimizer) is state:
+    if _CONVERTED.get(optimizer) is state:
         return
-    _SEEN[optimizer] = state
+    _CONVERTED[optimizer] = state
     for param, values in state.items():
         if not isinstance(param, FlatDTensor):
             continue

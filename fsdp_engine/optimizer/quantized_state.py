@@ -1,15 +1,15 @@
 """State of torchao's low-bit optimizers (AdamW8bit, AdamW4bit, AdamWFp8, and Adam of these).
 
-They quantise state in blocks of consecutive elements, of each rank's slice here. Where the blocks
-are depends on the number of ranks, so ``state_dict()`` has the values instead, in fp32, as any Adam
-would; ``load_state_dict()`` quantises them in the blocks of this rank's slice. The same number of
-ranks finds the codes that were saved:
+They quantise state in blocks of consecutive elements, here of each rank's slice. The boundaries of
+the blocks depend on the number of ranks. Therefore ``state_dict()`` returns dequantised fp32
+values, as for any Adam, and ``load_state_dict()`` quantises them in the blocks of this rank's
+slice. With the same number of ranks the loaded codes equal the saved ones:
 
     slices   codes, scales --state_dict--> fp32 values --load_state_dict--> codes, scales
 
-In a signed map the largest value is 1 and the smallest -0.993 (4 bit: -0.888), so a block whose
-largest element is negative has no code for it, and torchao would scale the block anew at each
-load. :func:`_rescaled` prevents that.
+In a signed quantisation map the largest value is 1 and the smallest -0.993 (4 bit: -0.888). A block
+whose element of the largest magnitude is negative has no code for that element, and torchao would
+change the scale of the block at each load. :func:`_rescaled` compensates for this.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ _QUANTIZED = (_SIGNED, "exp_avg_sq", "max_exp_avg_sq")
 
 
 def is_blockwise(optimizer: Optimizer) -> bool:
-    """Whether it is an optimizer of torchao's that quantises its state, or a subclass."""
+    """Whether ``optimizer`` is one of torchao's that quantise their state, or a subclass."""
     return any(map(is_blockwise_class, type(optimizer).__mro__))
 
 
 def is_blockwise_class(kind: type) -> bool:
-    """Whether it is the class of such an optimizer, as torchao has it."""
+    """Whether a class is that of such an optimizer in torchao, not a subclass."""
     return kind.__module__.startswith(_MODULES)
 
 
 def is_quantized_state(value: object) -> bool:
-    """Whether a tensor, or the slice of a FlatDTensor, is of a class of its own."""
+    """Whether a tensor, or the slice of a FlatDTensor, is a quantised tensor subclass."""
     local = value._local_tensor if isinstance(value, FlatDTensor) else value
-    return isinstance(local, Tensor) and hasattr(local, "dequantize") and _has_class(local)
+    return isinstance(local, Tensor) and hasattr(local, "dequantize") and _is_subclass(local)
 
 
 def save_values(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A post-hook of ``state_dict``: values in place of codes."""
+    """Post-hook of ``state_dict()``: replace quantised state by its fp32 values."""
     states = {
         key: {name: _values_of(value) for name, value in state.items()}
         if isinstance(state, Mapping)
@@ -59,7 +59,7 @@ def save_values(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, A
 
 @torch.no_grad()
 def quantize_values(optimizer: Any) -> None:
-    """A post-hook of ``load_state_dict``: codes in place of values, in the blocks of slices."""
+    """Post-hook of ``load_state_dict()``: quantise values in the blocks of this rank's slices."""
     for param, state in optimizer.state.items():
         for name in _QUANTIZED:
             value = state.get(name)
@@ -70,18 +70,18 @@ def quantize_values(optimizer: Any) -> None:
             if placement is not None:
                 local, placement = _slice_of(value, placement)
             if local is None:
-                continue  # the next step says what is wrong with it
-            made = optimizer._new_buffer(local, name == _SIGNED)
-            if not _has_class(made):
+                continue  # a wrong shape; the next step raises
+            quantized = optimizer._new_buffer(local, name == _SIGNED)
+            if not _is_subclass(quantized):
                 continue
-            made.copy_(_rescaled(local, made))
-            state[name] = made
+            quantized.copy_(_rescaled(local, quantized))
+            state[name] = quantized
             if placement is not None:
-                state[name] = FlatDTensor.from_flat_local(made, placement)
+                state[name] = FlatDTensor.from_flat_local(quantized, placement)
 
 
 def _slice_of(value: Tensor, placement: FlatPlacement) -> tuple[Tensor | None, FlatPlacement]:
-    """The plain slice of a loaded value, and where it lies; None: it does not fit."""
+    """The plain slice of a loaded value, and its placement; None for a slice of another shape."""
     if isinstance(value, FlatDTensor):
         return value.local, value.flat_placement
     if isinstance(value, DTensor):
@@ -100,8 +100,8 @@ def _values_of(value: Any) -> Any:
 
 
 def _rescaled(values: Tensor, target: Any) -> Tensor:
-    """``values`` in which the largest element of a block, if negative, is as much larger as the
-    map of ``target`` has no code for -1."""
+    """Scale the element of the largest magnitude of each block, if it is negative, by 1 / |smallest
+    value of the quantisation map of ``target``|. Other elements are unchanged."""
     least = target.qmap.min() if hasattr(target, "qmap") else None
     if least is None or least >= 0:
         return values
@@ -112,5 +112,5 @@ def _rescaled(values: Tensor, target: Any) -> Tensor:
     return blocks.scatter(1, at, scaled).view(values.shape)
 
 
-def _has_class(tensor: Tensor) -> bool:
+def _is_subclass(tensor: Tensor) -> bool:
     return type(tensor) not in (Tensor, nn.Parameter)

@@ -1,22 +1,23 @@
-"""An elementwise optimizer steps on plain slices, and speaks FlatDTensor to everybody else.
+"""Steps elementwise optimizers on plain slices, while their state dicts hold FlatDTensors.
 
 [Note: Shadow optimizer]
-DTensors cost host time in every call of a step. An elementwise optimizer needs none of it: a slice
-is all that its arithmetic looks at. So ``step`` runs on a *shadow*: an object of the same class
-that shares the optimizer's attributes, but whose ``param_groups`` and ``state`` hold plain slices.
-A step pre-hook hands it to ``step`` in place of ``self``.
+The DTensor dispatch costs host time in every operation of a step. An elementwise optimizer does not
+need it, because the update of a slice depends on that slice alone. So ``step`` runs on a *shadow*:
+an object of the same class that shares the optimizer's attributes, but whose ``param_groups`` and
+``state`` hold plain slices. A step pre-hook passes it to ``step`` as ``self``.
 
-The optimizer itself is never touched, so nothing has to be put back: exceptions, closures, hooks
-and LR schedulers find FlatDTensors before, during and after. What the two hold is the same memory:
+The optimizer itself is not modified, so nothing has to be restored after an exception: closures,
+hooks and LR schedulers read FlatDTensors before, during and after the step. Both share memory:
 
     optimizer   param_groups: [FlatDTensor]           state[FlatDTensor]["exp_avg"]: FlatDTensor
                                   | .local                                            | .local
     shadow      param_groups: [slice]                 state[slice]["exp_avg"]: slice
 
-What the step stores, a hyperparameter or new state, is stored in the real groups and the real state
-at once. State that others replace (loading) is noticed before the next step, by comparing objects.
-Slices have gradients within the step only: who holds a gradient keeps its memory
-([Note: When gradients are held] in ``buffers/gradient_memory.py``).
+A hyperparameter or a new state that the step stores is written through to the optimizer's groups
+and state immediately. State that is replaced from outside (by loading) is detected before the next
+step by comparing objects. Slices have gradients within the step only, because a reference to a
+gradient keeps its memory allocated ([Note: When gradients are held] in
+``buffers/gradient_memory.py``).
 """
 
 from __future__ import annotations
@@ -49,13 +50,13 @@ _TORCHS_WRAPPER = Optimizer.profile_hook_step(lambda self: None).__code__
 
 _slice_of: Callable[[Any], Tensor] = operator.attrgetter("_local_tensor")
 _dtype_of: Callable[[Any], torch.dtype] = operator.attrgetter("dtype")
-_taken: Callable[[Any], Tensor] = operator.attrgetter("taken")
+_param_local: Callable[[Any], Tensor] = operator.attrgetter("param_local")
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether :func:`shard_optimizer` takes it as it is."""
+    """Whether :func:`shard_optimizer` accepts ``optimizer`` without ``elementwise=True``."""
     return _is_known(optimizer) and not optimizer.defaults.get("differentiable")
 
 
@@ -89,10 +90,10 @@ def _method(kind: type[Optimizer] | None, name: str) -> Any:
 
 
 def refuse_blockwise(optimizer: Optimizer, *args: object) -> None:
-    """A pre-hook of all steps: raise before one that would fail half way.
+    """Step pre-hook of all optimizers: raise before a step that would fail half way.
 
     Raises:
-        RuntimeError: an optimizer of torchao's holds sharded parameters, and was not given to
+        RuntimeError: an optimizer of torchao holds sharded parameters, and was not passed to
             :func:`shard_optimizer`.
     """
     if not is_blockwise(optimizer) or _has_local_step(optimizer):
@@ -112,24 +113,24 @@ def _has_local_step(optimizer: Optimizer) -> bool:
 
 
 def shard_optimizer(optimizer: AnyOptimizer, *, elementwise: bool = False) -> AnyOptimizer:
-    """Makes an optimizer step on the plain slices of its FlatDTensors; returns the same object.
+    """Make an optimizer step on the plain slices of its FlatDTensors; returns the same object.
 
-    Everything else stays as it was: ``param_groups``, ``state``, ``state_dict`` and
-    ``load_state_dict`` hold FlatDTensors, schedulers and hooks work. Plain tensors in the param
-    groups are stepped on as they are.
+    Nothing else changes: ``param_groups``, ``state``, ``state_dict`` and ``load_state_dict`` hold
+    FlatDTensors, and schedulers and hooks work. Plain tensors in the param groups are updated as
+    before.
 
     Args:
         optimizer: Adam, AdamW, SGD, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop
             of ``torch.optim``, or a subclass that inherits their step; or torchao's AdamW8bit,
-            AdamW4bit, AdamWFp8, whose blocks of quantised state then lie within a rank's slice.
-            ``state_dict()`` of these has the values, in fp32 (``quantized_state.py``).
-        elementwise: the caller knows that any other optimizer updates each element from that
-            element's own gradient and state alone, and keeps state tensors of the parameter's
-            shape, or of shape ().
+            AdamW4bit, AdamWFp8, whose quantisation blocks are then blocks of a rank's slice. Their
+            ``state_dict()`` holds fp32 values (``quantized_state.py``).
+        elementwise: asserts that any other optimizer updates each element from that element's
+            gradient and state alone, and that its state tensors have the parameter's shape, or
+            shape ().
 
     Raises:
-        TypeError: ``optimizer`` is no ``torch.optim.Optimizer``.
-        ValueError: it is not known to be elementwise, or was made with ``differentiable=True``.
+        TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``.
+        ValueError: it is not known to be elementwise, or has ``differentiable=True``.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer: expected a torch.optim.Optimizer; found {optimizer!r}")
@@ -160,24 +161,24 @@ def shard_optimizer(optimizer: AnyOptimizer, *, elementwise: bool = False) -> An
 
 
 class _WriteThrough(dict[Any, Any]):
-    """A dict that passes every change on; reading it is as fast as reading any dict."""
+    """A dict that applies every change to another mapping, too. Reads cost what a dict's cost."""
 
-    def passed_on(self) -> MutableMapping[Any, Any]:
-        """The mapping that changes are passed on to."""
+    def target(self) -> MutableMapping[Any, Any]:
+        """The mapping that changes are also applied to."""
         raise NotImplementedError
 
-    def shown(self, value: Any) -> Any:
-        """A value as it is passed on."""
+    def converted(self, value: Any) -> Any:
+        """The value that is stored in the target."""
         return value
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if key not in self or self[key] is not value:
             super().__setitem__(key, value)
-            self.passed_on()[key] = self.shown(value)
+            self.target()[key] = self.converted(value)
 
     def __delitem__(self, key: Any) -> None:
         super().__delitem__(key)
-        del self.passed_on()[key]
+        del self.target()[key]
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
         if key not in self:
@@ -205,21 +206,21 @@ class _WriteThrough(dict[Any, Any]):
 
 
 class _LocalGroup(_WriteThrough):
-    """A param group with slices for parameters, and the hyperparameters of the real group."""
+    """A param group of the shadow: slices as parameters, the optimizer's hyperparameters."""
 
     def __init__(self, group: dict[str, Any], params: list[Tensor]) -> None:
         super().__init__(group)
         dict.__setitem__(self, "params", params)
         self._group = group
 
-    def passed_on(self) -> MutableMapping[Any, Any]:
+    def target(self) -> MutableMapping[Any, Any]:
         return self._group
 
 
 class _Shadow:
-    """Mixed into an optimizer class: param groups and state of its own, all else the owner's.
+    """Mixin for an optimizer class: own param groups and state; all else is the optimizer's.
 
-    Lives for one step only, and shares the owner's ``__dict__``; properties come before it.
+    One object per step. It shares the optimizer's ``__dict__``; properties take precedence over it.
     """
 
     __slots__ = ()
@@ -229,7 +230,7 @@ class _Shadow:
 
     @property
     def param_groups(self) -> list[_LocalGroup]:
-        # Made anew whenever the step asks: by then all pre-hooks have set what they want to set.
+        # Created at each access: other pre-hooks may set hyperparameters before the step reads.
         local_of = self.local_of
         return [
             _LocalGroup(group, [local_of.get(id(p), p) for p in group["params"]])
@@ -242,25 +243,29 @@ class _Shadow:
 
 
 class _Slot:
-    """One FlatDTensor of the optimizer, and the slice that stands for it in the shadow."""
+    """One FlatDTensor of the optimizer, and the slice that replaces it in the shadow."""
 
     def __init__(self, param: FlatDTensor) -> None:
         self.param = param
-        # Of its own, to have a .grad of its own; memory and version counter are the parameter's.
+        # A separate tensor, so that it has a separate .grad. It shares the parameter's memory and
+        # version counter.
         self.local = param.local.detach()
-        self.taken = param.local
+        self.param_local = param.local
 
-    def show(self, value: Any) -> Any:
-        """State of the slice, as the parameter's."""
+    def to_flat(self, value: Any) -> Any:
+        """Convert state of the slice to state of the parameter."""
         if isinstance(value, Tensor) and value.shape == self.local.shape:
             return FlatDTensor.from_flat_local(value, self.param.flat_placement)
         return value
 
-    def take(self, key: Any, value: Any) -> tuple[Any, Any]:
-        """State of the parameter: as it should be shown, and as the slice's.
+    def to_local(self, key: Any, value: Any) -> tuple[Any, Any]:
+        """Convert state of the parameter to state of the slice.
+
+        Returns:
+            The parameter's state, as a FlatDTensor if it is sharded; the slice's state.
 
         Raises:
-            ValueError: it is a FlatDTensor of another slice.
+            ValueError: ``value`` is a FlatDTensor of another slice.
         """
         placement = self.param.flat_placement
         if isinstance(value, FlatDTensor):
@@ -272,33 +277,33 @@ class _Slot:
                 )
             return value, value.local
         if isinstance(value, Tensor) and value.ndim and value.shape == placement.shape:
-            # Whole, as loaded from an unsharded checkpoint.
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
-            local = placement.part_of(whole).clone()
+            # Unsharded, as loaded from an unsharded checkpoint.
+            full = value.full_tensor() if isinstance(value, DTensor) else value
+            local = placement.part_of(full).clone()
             return FlatDTensor.from_flat_local(local, placement), local
         return value, value
 
 
 class _Owner:
-    """The optimizer's own state, as the shadow's state gets at it.
+    """Access of the shadow's state to the optimizer's state.
 
-    Held weakly, and nothing here leads back to the hooks: a dropped optimizer should free its state
-    without waiting for the garbage collector.
+    It refers to the optimizer weakly, and to none of its hooks, so that a deleted optimizer frees
+    its state without the garbage collector.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
         self.slot_of: dict[int, _Slot] = {}  # by id of the slice
-        # Whether the step has changed the state since somebody took note of it.
+        # Whether a step has changed the state since it was last compared.
         self.changed = True
 
     def state_to_change(self) -> Any:
-        """The optimizer's state, about to be changed by its step."""
+        """The optimizer's state, for a change by its step."""
         self.changed = True
         return self._state()
 
     def entry(self, key: Any) -> Any:
-        """The state of something that is no slice: made where it is missing, as usual."""
+        """The state of a key that is not a slice; created if missing, as torch does."""
         state = self._state()
         return state[key] if key in state else self.state_to_change()[key]
 
@@ -309,23 +314,23 @@ class _Owner:
 
 
 class _LocalState(_WriteThrough):
-    """A slice's state. What the step stores is shown in the parameter's state at once."""
+    """State of a slice. What the step stores is written through to the parameter's state."""
 
     def __init__(self, owner: _Owner, slot: _Slot, values: dict[Any, Any]) -> None:
         super().__init__(values)
         self._owner = owner
         self._slot = slot
 
-    def passed_on(self) -> MutableMapping[Any, Any]:
+    def target(self) -> MutableMapping[Any, Any]:
         state: MutableMapping[Any, Any] = self._owner.state_to_change()[self._slot.param]
         return state
 
-    def shown(self, value: Any) -> Any:
-        return self._slot.show(value)
+    def converted(self, value: Any) -> Any:
+        return self._slot.to_flat(value)
 
 
 class _LocalStates(_WriteThrough):
-    """The shadow's ``state``: by slice; of what is no slice it has the optimizer's own entries."""
+    """``state`` of the shadow, by slice. Other keys have the optimizer's own entries."""
 
     def __init__(self, owner: _Owner) -> None:
         super().__init__()
@@ -355,20 +360,20 @@ class _LocalStates(_WriteThrough):
         slot = self._owner.slot_of.get(id(key))
         self._owner.state_to_change().pop(key if slot is None else slot.param, None)
 
-    def take_other(self, key: Any, value: Any) -> None:
-        """Adds the optimizer's own entry of what is no slice."""
+    def load_other(self, key: Any, value: Any) -> None:
+        """Add the optimizer's own entry of a key that is not a slice."""
         dict.__setitem__(self, key, value)
 
-    def take(self, slot: _Slot, shown: dict[Any, Any]) -> None:
-        """Makes a slice's state what is shown as its parameter's."""
+    def load(self, slot: _Slot, param_state: dict[Any, Any]) -> None:
+        """Set a slice's state from its parameter's, and shard the parameter's state in place."""
         values = {}
-        for key, value in shown.items():
-            shown[key], values[key] = slot.take(key, value)
+        for key, value in param_state.items():
+            param_state[key], values[key] = slot.to_local(key, value)
         dict.__setitem__(self, slot.local, _LocalState(self._owner, slot, values))
 
 
 class _LocalStep:
-    """The step pre-hook: brings the shadow up to date and hands it to ``step``."""
+    """Step pre-hook: updates the shadow and passes it to ``step`` as ``self``."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         slots = {"__slots__": ("local_of", "local_states")}
@@ -383,11 +388,11 @@ class _LocalStep:
         self._local_of: dict[int, Tensor] = {}  # by id of the FlatDTensor
         self._dtypes: list[torch.dtype] = []
         self._local_states = _LocalStates(self._owner)
-        # What the optimizer's state looked like when the shadow's was last in step with it.
-        self._state: Any = None
-        self._shown: list[Any] = []
-        self._shown_dicts: list[dict[Any, Any]] = []
-        self._shown_values: list[Any] = []
+        # The objects of the optimizer's state when the shadow's state last matched it.
+        self._known_state: Any = None
+        self._known_entries: list[Any] = []
+        self._known_dicts: list[dict[Any, Any]] = []
+        self._known_values: list[Any] = []
 
     def __call__(
         self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -396,8 +401,8 @@ class _LocalStep:
             return None
         self._refresh_params(optimizer.param_groups)
         if self._owner.changed or not self._state_is_known(optimizer.state):
-            self._take_state(optimizer.state)
-        self._take_grads()
+            self._load_state(optimizer.state)
+        self._set_grads()
         shadow: Any = object.__new__(self._shadow_class)
         shadow.__dict__ = optimizer.__dict__
         shadow.local_of, shadow.local_states = self._local_of, self._local_states
@@ -406,35 +411,39 @@ class _LocalStep:
         return (shadow, *arguments), kwargs
 
     def finish(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """The step post-hook: all that changed in the state was shown by the step itself."""
+        """Step post-hook. The step has written all changes of the state through already."""
         if isinstance(optimizer, _Shadow):
             return
-        clear_gradients(self._locals)  # whoever held them would keep their memory
+        clear_gradients(self._locals)  # references would keep their memory allocated
         if self._owner.changed:
-            self._note_state(optimizer.state)
-        # Fused steps count no version for what they change (torch 2.11 to 2.13).
+            self._remember(optimizer.state)
+        # Fused steps do not increment version counters (torch 2.11 to 2.13).
         torch.autograd.graph.increment_version(self._locals)
 
     def _closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def with_new_gradients() -> Any:
             clear_gradients(self._locals)
             result = closure()
-            self._take_grads()
+            self._set_grads()
             return result
 
         return with_new_gradients
 
     def _refresh_params(self, groups: list[dict[str, Any]]) -> None:
-        """Notices parameters that came or went, or were converted."""
+        """Update the slots if parameters were added, removed or converted."""
         params = list(chain.from_iterable(group["params"] for group in groups))
         if (
             len(params) == len(self._params)
             and all(map(operator.is_, params, self._params))
-            and all(map(operator.is_, map(_slice_of, self._flat_params), map(_taken, self._slots)))
+            and all(
+                map(operator.is_, map(_slice_of, self._flat_params), map(_param_local, self._slots))
+            )
         ):
             return
         known = {
-            id(slot.param): slot for slot in self._slots if slot.taken is _slice_of(slot.param)
+            id(slot.param): slot
+            for slot in self._slots
+            if slot.param_local is _slice_of(slot.param)
         }
         self._params = params
         self._slots = [known.get(id(p)) or _Slot(p) for p in params if isinstance(p, FlatDTensor)]
@@ -448,8 +457,8 @@ class _LocalStep:
         self._owner.changed = True
 
     @torch.no_grad()
-    def _take_grads(self) -> None:
-        """Gives each slice its parameter's gradient. Passes in C: parameters may be many."""
+    def _set_grads(self) -> None:
+        """Set ``.grad`` of each slice. The loops run in C, since there may be many parameters."""
         for reads in self._reads:
             reads.wait()
         grads = gradients_of(self._flat_params)
@@ -465,31 +474,32 @@ class _LocalStep:
         set_gradients(self._locals, [None if s is None else s.to(dtype) for s, dtype in casts])
 
     def _state_is_known(self, state: Any) -> bool:
-        values = chain.from_iterable(map(dict.values, self._shown_dicts))
+        values = chain.from_iterable(map(dict.values, self._known_dicts))
         return (
-            state is self._state
-            and len(state) == len(self._shown)
-            and all(map(operator.is_, state.values(), self._shown))
-            and sum(map(len, self._shown_dicts)) == len(self._shown_values)
-            and all(map(operator.is_, values, self._shown_values))
+            state is self._known_state
+            and len(state) == len(self._known_entries)
+            and all(map(operator.is_, state.values(), self._known_entries))
+            and sum(map(len, self._known_dicts)) == len(self._known_values)
+            and all(map(operator.is_, values, self._known_values))
         )
 
     @torch.no_grad()
-    def _take_state(self, state: Any) -> None:
-        """Makes the shadow's state what the optimizer's is."""
+    def _load_state(self, state: Any) -> None:
+        """Set the shadow's state from the optimizer's."""
         self._local_states = _LocalStates(self._owner)
         slots = {id(slot.param): slot for slot in self._slots}
-        for key, shown in state.items():
+        for key, value in state.items():
             if (slot := slots.get(id(key))) is not None:
-                self._local_states.take(slot, shown)
+                self._local_states.load(slot, value)
             elif not isinstance(key, FlatDTensor):
-                self._local_states.take_other(key, shown)
-        self._note_state(state)
+                self._local_states.load_other(key, value)
+        self._remember(state)
 
-    def _note_state(self, state: Any) -> None:
+    def _remember(self, state: Any) -> None:
+        """Keep the objects of the optimizer's state, to detect that it was replaced."""
         self._owner.changed = False
-        self._state = state
-        self._shown = list(state.values())
+        self._known_state = state
+        self._known_entries = list(state.values())
         flat = {id(param) for param in self._flat_params}
-        self._shown_dicts = [shown for key, shown in state.items() if id(key) in flat]
-        self._shown_values = list(chain.from_iterable(map(dict.values, self._shown_dicts)))
+        self._known_dicts = [each for key, each in state.items() if id(key) in flat]
+        self._known_values = list(chain.from_iterable(map(dict.values, self._known_dicts)))

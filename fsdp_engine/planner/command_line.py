@@ -23,7 +23,7 @@ import torch
 import typer
 from torch import nn
 
-from fsdp_engine.checkpoint.command_line import app as checkpoint_app
+from fsdp_engine.checkpoint.cli import app as checkpoint_app
 from fsdp_engine.planner.advice import advice
 from fsdp_engine.planner.estimates import compare
 from fsdp_engine.planner.figure import save_figure

@@ -41,7 +41,7 @@ from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.layout import ALIGNMENT, Layout
 from fsdp_engine.layout.placement import TensorRequest, plan_layouts
-from fsdp_engine.optimizer.alive import optimizers_that_hold
+from fsdp_engine.optimizer.live_optimizers import find_optimizers
 from fsdp_engine.planning.assignment import (
     UnitSelector,
     assign,
@@ -444,7 +444,7 @@ def _check_fp8_fields(units: Sequence[PlannedUnit], settings: PlanSettings) -> N
 
 def _check_no_optimizer(records: Sequence[ParamRecord]) -> None:
     names = {id(record.param): record.name for record in records}
-    for optimizer, param in optimizers_that_hold(names):
+    for optimizer, param in find_optimizers(names):
         raise ValueError(
             f"optimizer: expected it to be built after shard(); found a "
             f"{type(optimizer).__name__} that already holds {names[param]}"

@@ -1,6 +1,6 @@
-"""Adapters of PEFT: folders with ``adapter_config.json`` and ``adapter_model.safetensors``.
+"""Folders of PEFT's adapters: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
-Adapters are small, so what is saved is gathered on the first rank, and PEFT itself writes it.
+Adapters are small, so they are gathered on the first rank, and PEFT writes them.
 """
 
 from __future__ import annotations
@@ -28,30 +28,33 @@ from fsdp_engine.engine import Engine
 
 CARD = "README.md"
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
-# An older adapter's, while a newer one takes its place.
+# The config of an older adapter, while it is being replaced.
 BEFORE = "adapter_config.json.before"
 STAGING = ".exporting-"
-# What an adapter computes depends on these, beside its tensors.
+# Fields of the config that determine the output of an adapter, in addition to its tensors.
 _COMPUTES = ("peft_type", "lora_alpha", "alpha_pattern", "use_rslora", "use_dora", "fan_in_fan_out")
 
 
 def holds_adapter(folder: Path) -> bool:
-    """Whether it is an adapter's folder and not a model's."""
+    """Whether a folder contains an adapter, and no model."""
     is_model = (folder / SINGLE).is_file() or (folder / INDEX).is_file()
     return (folder / CONFIG).is_file() and not is_model
 
 
 def match_adapter(engine: Engine, folder: Path, adapter: str | None) -> tuple[Match, set[str]]:
-    """What to read of an adapter's folder, and the names in the model of all that it may replace.
+    """Match an adapter's folder with a model.
 
     Args:
         engine: of a model of PEFT.
-        folder: the adapter's.
+        folder: of the adapter.
         adapter: its name in the model; None: the only one, or "default".
 
+    Returns:
+        The match, and the names in the model of all tensors of the adapter.
+
     Raises:
-        ValueError: the model is not of PEFT, has no such adapter, or one that computes otherwise;
-            or the weights are a pickle.
+        ValueError: the model is not of PEFT, has no such adapter, or one with another
+            computation; or the weights are a pickle.
         OSError: a file is missing.
     """
     found, _ = peft_model(engine.model)
@@ -77,16 +80,16 @@ def match_adapter(engine: Engine, folder: Path, adapter: str | None) -> tuple[Ma
 
 def save_adapters(engine: Engine, folder: Path, dtype: torch.dtype | None, tokenizer: Any) -> None:
     """Write every adapter as ``PeftModel.save_pretrained`` would: "default" into ``folder``, others
-    into folders in it. Collective.
+    into subfolders. Collective.
 
-    ``adapter_config.json`` comes last, and an older one goes first: without it nobody takes the
-    folder for an adapter.
+    ``adapter_config.json`` is removed first and written last, because without it the folder is not
+    an adapter.
 
     Args:
         engine: of a model of PEFT.
-        folder: on storage that the first rank writes; made if need be.
+        folder: on storage of the first rank; created if it does not exist.
         dtype: of floating-point tensors; None: that of the main weights.
-        tokenizer: anything with ``save_pretrained(folder)``.
+        tokenizer: object with ``save_pretrained(folder)``.
 
     Raises:
         ValueError, RuntimeError, OSError: see :func:`~fsdp_engine.pretrained.save.save_pretrained`.
@@ -109,7 +112,7 @@ def save_adapters(engine: Engine, folder: Path, dtype: torch.dtype | None, token
                 for each in found.peft_config
             }
             folder.mkdir(parents=True, exist_ok=True)
-            for left in folder.glob(f"{STAGING}*"):  # by a job that died
+            for left in folder.glob(f"{STAGING}*"):  # of jobs that were killed
                 shutil.rmtree(left, ignore_errors=True)
             staging = Path(tempfile.mkdtemp(prefix=STAGING, dir=folder))
     except Exception as caught:
@@ -118,7 +121,7 @@ def save_adapters(engine: Engine, folder: Path, dtype: torch.dtype | None, token
         names = agree(what, error, group, names)[0]
         wanted = dict.fromkeys(name for each in names.values() for name in each.values())
         tensors = _gathered(engine, list(wanted), dtype, keeps=is_first)
-        # PEFT calls what makes prompts.
+        # PEFT runs the module that computes prompts.
         whole_prompts = engine.unsharded(found.prompt_encoder) if prompts else nullcontext()
         with whole_prompts, torch.no_grad():
             try:
@@ -133,7 +136,7 @@ def save_adapters(engine: Engine, folder: Path, dtype: torch.dtype | None, token
         error = caught
     if staging is not None:
         shutil.rmtree(staging, ignore_errors=True)
-    # Nobody returns or raises before the folder is as it shall stay.
+    # All ranks return or raise after the folder has its final content.
     agree(what, error, group)
 
 
@@ -147,7 +150,7 @@ def _chosen(model: Any, adapter: str | None) -> str:
 
 
 def _check_config(folder: Path, own: Any, adapter: str) -> None:
-    """Whether the folder's adapter computes what the model's does with the same tensors."""
+    """Check that the adapters of folder and model have the same computation."""
     path = folder / CONFIG
     try:
         stored = dict(json.loads(path.read_text(encoding="utf-8")))
@@ -166,7 +169,14 @@ def _check_config(folder: Path, own: Any, adapter: str) -> None:
 def _gathered(
     engine: Engine, names: list[str], dtype: torch.dtype | None, *, keeps: bool
 ) -> dict[str, Tensor]:
-    """Whole tensors in host memory, where they are kept. Collective."""
+    """Gather tensors to host memory. Collective.
+
+    Args:
+        engine: of the model.
+        names: of the tensors.
+        dtype: of floating-point tensors; None: that of each tensor.
+        keeps: whether this rank returns the tensors; otherwise an empty dict.
+    """
     found: dict[str, Tensor] = {}
     params = {alias for b in engine.buffers for record in b.records for alias in record.aliases}
     state = engine.model.state_dict()
@@ -186,7 +196,7 @@ def _write(
     names: Mapping[str, Mapping[str, str]],
     state: dict[str, Tensor],
 ) -> None:
-    """As PEFT writes them, with these tensors in place of the model's own; then into place."""
+    """Let PEFT write adapters with gathered tensors into ``staging``, then rename the files."""
     if (folder / CARD).is_file():
         shutil.copyfile(folder / CARD, staging / CARD)  # PEFT adds to it
     for adapter, stored in names.items():
@@ -205,7 +215,7 @@ def _write(
 
 
 def _publish(new: Path, old: Path) -> None:
-    """Put an adapter's files in place of an older one's."""
+    """Replace the files of an older adapter."""
     old.mkdir(exist_ok=True)
     if (old / CONFIG).is_file():
         os.replace(old / CONFIG, old / BEFORE)

@@ -1,10 +1,10 @@
-"""How tensors in a folder become a model's parameters, as ``transformers`` says it.
+"""Applies conversions of ``transformers`` between tensors in files and a model's parameters.
 
-The only file that imports ``transformers`` for this. Its classes declare what is renamed, fused,
-split and transposed between files and memory (``conversion_mapping.py`` there, since version 5).
-Those rules are run here on :class:`~fsdp_engine.checkpoint.pieces.Pieces` in place of tensors:
-names and places come out, and nothing is read. So a new model there needs no code here, as long as
-what it does to tensors is reindexing.
+The classes of ``transformers`` declare which tensors are renamed, fused, split and transposed
+between files and memory (its ``conversion_mapping.py``, since version 5). These conversions are
+applied to :class:`~fsdp_engine.checkpoint.pieces.Pieces` instead of tensors, which yields names and
+locations, and reads nothing. A new model in ``transformers`` needs no code here, as long as its
+conversions are reindexing.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ Stored = dict[str, list[Pieces]]
 def as_in_memory(
     model: nn.Module, stored: Mapping[str, Pieces], key_mapping: Mapping[str, str] | None
 ) -> Stored:
-    """By the model's names, what becomes each tensor; what becomes none keeps its name.
+    """Convert stored tensors to those of the model, by name. Unknown tensors keep their names.
 
-    What PEFT has put into the model is none of it: files are those of the model without.
+    Modules of PEFT are ignored, because files are those of the base model.
 
     Args:
-        model: sharded or not; a model of transformers, or one around one, or any other.
-        stored: by the name in the files.
-        key_mapping: regular expressions of names in the files, and what replaces them.
+        model: sharded or not; a model of transformers, a module that contains one, or any other.
+        stored: tensors by their names in the files.
+        key_mapping: regular expressions for names in the files, and replacements.
 
     Raises:
-        ValueError: a rule does not fit what is stored, or is no reindexing, or the files hold
-            quantised weights.
+        ValueError: a conversion does not fit the stored tensors, or is not a reindexing, or the
+            weights are quantised.
     """
     base, places = base_names(model)
     inner, prefix = _of_transformers(base)
@@ -58,14 +58,14 @@ def as_in_memory(
 
 
 def as_on_disk(model: nn.Module, held: Mapping[str, Pieces]) -> dict[str, Pieces]:
-    """By the names in files, the tensors that elsewhere stand for those of ``model``.
+    """Convert a model's tensors to those of files, by name.
 
     Args:
         model: sharded or not.
-        held: its tensors, by their names in memory.
+        held: tensors by their names in memory.
 
     Raises:
-        ValueError: a rule does not fit, or is no reindexing.
+        ValueError: a conversion does not fit, or is not a reindexing.
     """
     inner, prefix = _of_transformers(model)
     if inner is None or prefix:
@@ -84,7 +84,7 @@ def as_on_disk(model: nn.Module, held: Mapping[str, Pieces]) -> dict[str, Pieces
 
 
 def ignored(model: nn.Module) -> Callable[[str], bool]:
-    """Whether a model does not mind that it has no use for a stored tensor of this name, such as
+    """Returns a predicate of names that the model's class declares as ignored in files, such as
     buffers that older versions saved."""
     inner, _ = _of_transformers(base_names(model)[0])
     patterns = list(getattr(inner, "_keys_to_ignore_on_load_unexpected", None) or ())
@@ -92,11 +92,11 @@ def ignored(model: nn.Module) -> Callable[[str], bool]:
 
 
 class _Conversion:
-    """One model's rules.
+    """Conversions of one model.
 
     Args:
         model: of transformers.
-        names: what it has, by its own names.
+        names: its tensors, by name.
         key_mapping: see :func:`as_in_memory`.
     """
 
@@ -118,7 +118,7 @@ class _Conversion:
         self._converters = [each for each in rules if isinstance(each, converter)]
 
     def run(self, stored: Mapping[str, Pieces]) -> Stored:
-        """As transformers does it with tensors."""
+        """Apply the conversions to pieces, as transformers does to tensors."""
         by_pattern = {
             pattern: each for each in self._converters for pattern in each.source_patterns
         }
@@ -164,7 +164,7 @@ class _Conversion:
 
 
 def _of_transformers(model: nn.Module) -> tuple[Any, str]:
-    """The outermost model of transformers within ``model``, and the prefix of its names."""
+    """Find the outermost model of transformers in ``model``, and the prefix of its names."""
     try:
         from transformers import PreTrainedModel
     except ImportError:

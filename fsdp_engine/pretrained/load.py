@@ -1,4 +1,4 @@
-"""``load_pretrained``: a Hugging Face folder into a sharded model, each rank its own bytes."""
+"""``load_pretrained``: loads a Hugging Face folder into a sharded model."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from fsdp_engine.devices.agreement import agree
 from fsdp_engine.engine import Engine, engine_of
 from fsdp_engine.pretrained.adapter_folder import holds_adapter, match_adapter
 from fsdp_engine.pretrained.conversions import as_in_memory, ignored
-from fsdp_engine.pretrained.own_values import (
-    OwnValues,
-    check_values,
-    derive_values,
-    give_values,
-    own_values,
+from fsdp_engine.pretrained.initialization import (
+    Initialization,
+    check_initialized,
+    initialize,
+    initialize_from_base,
+    plan_initialization,
 )
 
 WHAT = "load_pretrained"
@@ -32,11 +32,11 @@ WHAT = "load_pretrained"
 
 @dataclass(frozen=True)
 class LoadedPretrained:
-    """What a folder did not say, or said in vain.
+    """Names that differ between a model and a folder.
 
     Attributes:
-        missing: the model's tensors that are not in the folder, and have the model's own values.
-        unexpected: tensors of the folder that the model has no use for.
+        missing: tensors of the model that are not in the folder, and keep their initial values.
+        unexpected: tensors of the folder that are not in the model.
     """
 
     missing: tuple[str, ...]
@@ -54,46 +54,45 @@ def load_pretrained(
 ) -> LoadedPretrained:
     """Read the weights of a Hugging Face folder into a sharded model. Collective.
 
-    Each rank reads the bytes of its own slices, a few reads at a time, and converts them to the
-    main weights' dtypes on the way: besides its shard a rank takes some 64 MiB. A model that was
-    sharded on the meta device takes them as any other does; with ``initial_values="empty"`` it is
-    not given values first. What ``transformers`` renames, fuses,
-    splits or transposes between files and memory is so here, too.
+    Each rank reads the bytes of its own slices, with several reads in flight, and converts them to
+    the main weights' dtypes. In addition to its shard a rank needs some 64 MiB. The model may have
+    been sharded on the meta device; ``initial_values="empty"`` skips its initialization.
+    Conversions of ``transformers`` between files and memory (renaming, fusing, splitting,
+    transposing) are applied.
 
-    Into a model of PEFT goes a base model's folder (its adapters are missing there, so with
-    ``strict=False``), or an adapter's: that has ``adapter_config.json`` and no base model, and all
-    else is left alone.
+    For a model of PEFT, ``folder`` is a base model's (with ``strict=False``, because it contains no
+    adapters), or an adapter's, with ``adapter_config.json`` and no base model; then only the
+    adapter is loaded.
 
     Args:
-        model_or_engine: the sharded model, or its engine; its persistent buffers are read, too.
-        folder: has ``model.safetensors``, or an index and its files; or
+        model_or_engine: the sharded model, or its engine. Persistent buffers are read, too.
+        folder: contains ``model.safetensors``, or an index and its files; or
             ``adapter_model.safetensors``.
         strict: raise if tensors are missing or unexpected. False: missing ones (a new head,
-            adapters) keep the values that they have, or get those that the model gives them; the
+            adapters) keep their values, or are initialized by the model if they have none; the
             first rank warns of both.
-        key_mapping: regular expressions of names in the files, and what replaces them, tried
-            before the model's own rules.
-        adapter: of an adapter's folder, the name that it has in the model; None: the only one, or
-            "default".
-        progress: a bar on the first rank's stderr. None: if that is a terminal.
+        key_mapping: regular expressions for names in the files, and replacements, applied before
+            the model's conversions.
+        adapter: name in the model of the adapter in ``folder``; None: the only one, or "default".
+        progress: show a progress bar on the first rank's stderr. None: if it is a terminal.
 
     Returns:
-        What was missing, and what was unexpected.
+        The missing and the unexpected names.
 
     Raises:
         ValueError: tensors are missing or unexpected (with ``strict``), of another shape, or of a
-            dtype that does not convert; all of them are listed. Or the model is not sharded, or a
-            rule does not fit, or the folder's weights are quantised.
+            dtype that cannot be converted; all of them are listed. Or the model is not sharded, a
+            conversion does not fit, or the folder's weights are quantised.
         OSError: the folder or a file is missing.
         RuntimeError: within a forward, a backward or ``engine.unsharded()``; or reading failed
-            half way, and weights are partly replaced: forwards and saves raise until weights are
-            loaded.
+            half way. Weights are then partly replaced, and forwards and saves raise until weights
+            are loaded.
 
-    Each is raised on every rank if on one; all but the last before anything is changed.
+    Each error is raised on all ranks; all but the last before anything is changed.
     """
     engine = engine_of_model(model_or_engine)
     group = engine.ranks.control_group
-    found, own = Match(), OwnValues()
+    found, initialization = Match(), Initialization()
     replaced: set[str] | None = None
     error: Exception | None = None
     try:
@@ -105,8 +104,8 @@ def load_pretrained(
         else:
             found = _match(engine, Path(folder), key_mapping)
         found.raise_for(str(folder), strict=strict)
-        own = own_values(engine, found.missing, is_base=not is_of_adapter)
-    except Exception as caught:  # rules of transformers raise anything
+        initialization = plan_initialization(engine, found.missing, is_base=not is_of_adapter)
+    except Exception as caught:  # conversions of transformers raise errors of any type
         error = caught
     agree(WHAT, error, group)
     is_first = engine.ranks.rank == 0
@@ -114,26 +113,26 @@ def load_pretrained(
     num_bytes = sum(each.local.numel() * each.pieces.dtype.itemsize for each in found.targets)
 
     def fill() -> None:
-        give_values(engine.model, own)
-        with _bar(num_bytes, shows) as told:
-            read(found.targets, told)
+        initialize(engine.model, initialization)
+        with _progress_bar(num_bytes, shows) as progressed:
+            read(found.targets, progressed)
 
     def finish() -> None:
-        derive_values(engine, own.following)
-        check_values(engine, own.names)
+        initialize_from_base(engine, initialization.following)
+        check_initialized(engine, initialization.names)
 
     replace_weights(WHAT, engine, fill, finish, names=replaced)
     report = LoadedPretrained(tuple(found.missing), tuple(found.unexpected))
     if is_first and (report.missing or report.unexpected):
-        warnings.warn(_told(str(folder), report), stacklevel=2)
+        warnings.warn(_mismatches(str(folder), report), stacklevel=2)
     return report
 
 
 def engine_of_model(given: nn.Module | Engine) -> Engine:
-    """The engine that is given, or that of the model that is given.
+    """Returns an engine unchanged, and the engine of a sharded model.
 
     Raises:
-        ValueError: it is not sharded.
+        ValueError: the model is not sharded.
     """
     if isinstance(given, Engine):
         return given
@@ -156,7 +155,7 @@ def _match(engine: Engine, folder: Path, key_mapping: Mapping[str, str] | None) 
     return found
 
 
-def _told(folder: str, report: LoadedPretrained) -> str:
+def _mismatches(folder: str, report: LoadedPretrained) -> str:
     parts = []
     if report.missing:
         parts.append(f"not there, and as the model made them: {', '.join(report.missing)}")
@@ -166,7 +165,7 @@ def _told(folder: str, report: LoadedPretrained) -> str:
 
 
 @contextmanager
-def _bar(num_bytes: int, shows: bool) -> Iterator[Callable[[int], None]]:
+def _progress_bar(num_bytes: int, shows: bool) -> Iterator[Callable[[int], None]]:
     if not shows:
         yield lambda count: None
         return

@@ -1,4 +1,4 @@
-"""``save_pretrained``: a sharded model into a folder that ``from_pretrained`` reads."""
+"""``save_pretrained``: saves a sharded model in a folder for ``from_pretrained``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fsdp_engine.pretrained.load import engine_of_model
 
 WHAT = "save_pretrained"
 CONFIG = "config.json"
-# An older model's, while a newer one takes its place.
+# The config of an older model, while it is being replaced.
 BEFORE = "config.json.before"
 
 
@@ -41,29 +41,31 @@ def save_pretrained(
     """Write a model of ``transformers`` or ``diffusers`` as its own ``save_pretrained`` would.
     Collective.
 
-    All ranks write their slices, into the names and the layout that files have elsewhere: what is
-    fused, split or transposed in memory is undone. A tied weight is written once, under its first
-    name. ``config.json`` comes last: without it nobody takes the folder for a model, so a job that
-    is killed leaves none that is half there. (An older model's stays as ``config.json.before``.)
+    All ranks write their slices, with the names and layout of pretrained files: conversions in
+    memory (fusing, splitting, transposing) are reverted. A tied weight is written once, under its
+    first name. ``config.json`` is written last: without it the folder is not a model, so that a
+    killed job does not leave a partial model. (That of an older model is kept as
+    ``config.json.before``.)
 
-    Of a model of PEFT its adapters alone are written, as its ``save_pretrained`` would:
+    For a model of PEFT only its adapters are written, as its ``save_pretrained`` would:
     ``adapter_config.json`` and ``adapter_model.safetensors``. They are gathered on the first rank.
 
     Args:
         model_or_engine: the sharded model, or its engine.
-        folder: on storage that all ranks share; made if need be.
+        folder: on storage that all ranks share; created if it does not exist.
         dtype: of floating-point tensors; None: that of the main weights.
-        max_shard_size: bytes of tensors in one file, or a text such as "5GB"; adapters are one.
-        tokenizer: or processor; anything with ``save_pretrained(folder)``, on the first rank.
+        max_shard_size: maximum bytes of tensors in one file, or a text such as "5GB"; adapters are
+            always one file.
+        tokenizer: tokenizer or processor with ``save_pretrained(folder)``, on the first rank.
 
     Raises:
-        ValueError, TypeError: an argument, or one that differs between ranks; the model is not
-            sharded, or of neither library; or what it does to tensors is no reindexing.
+        ValueError, TypeError: an argument is not legal or differs between ranks; the model is not
+            sharded, or of neither library; or its conversions are not reindexing.
         RuntimeError: within a forward, a backward or ``engine.unsharded()``, or before weights are
             loaded.
         OSError: the folder cannot be written.
 
-    Each is raised on every rank if on one.
+    Each error is raised on all ranks.
     """
     engine = engine_of_model(model_or_engine)
     model: Any = engine.model
@@ -103,7 +105,7 @@ def save_pretrained(
                 (directory / BEFORE).unlink(missing_ok=True)
         except Exception as caught:
             error = caught
-    # Nobody returns or raises before the folder is as it shall stay.
+    # All ranks return or raise after the folder has its final content.
     agree(WHAT, error, group)
 
 
@@ -123,7 +125,7 @@ def _is_of_diffusers(model: Any) -> bool:
 
 
 def _write_others(model: Any, directory: Path, dtype: torch.dtype | None, tokenizer: Any) -> None:
-    """Everything but weights; the config last."""
+    """Write all files except weights, the config last."""
     if tokenizer is not None:
         tokenizer.save_pretrained(str(directory))
     if getattr(model, "can_generate", None) is not None and model.can_generate():
@@ -137,7 +139,7 @@ def _write_others(model: Any, directory: Path, dtype: torch.dtype | None, tokeni
 
 
 def _config_of(model: Any, dtype: torch.dtype | None) -> Callable[[str], None]:
-    """Returns what writes the config of a model of ``transformers`` into a folder."""
+    """Returns a function that writes the config of a model of ``transformers`` into a folder."""
     config = type(model.config).from_dict(model.config.to_dict())
     config.architectures = [type(model).__name__]
     if dtype is not None:

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 import fsdp_engine as fe
 from fsdp_engine.checkpoint.checksums import BLOCK_BYTES, BlockSummer, CheckedFile, DamagedError
-from fsdp_engine.checkpoint.command_line import app
+from fsdp_engine.checkpoint.cli import app
 from fsdp_engine.checkpoint.dcp_metadata import METADATA, read_metadata
 from fsdp_engine.checkpoint.manifest import MANIFEST
 from tests.checkpoint.test_checkpoint import contents, different, shared_folder

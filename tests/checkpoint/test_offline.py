@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_leaves
 from typer.testing import CliRunner
 
 import fsdp_engine as fe
-from fsdp_engine.checkpoint import command_line, tables
-from fsdp_engine.checkpoint.command_line import app
+from fsdp_engine.checkpoint import cli, tables
+from fsdp_engine.checkpoint.cli import app
 from fsdp_engine.checkpoint.difference import TensorDifference, compare, shared_bytes
 from fsdp_engine.checkpoint.inspection import group_tensors, matches
 from fsdp_engine.checkpoint.manifest import FORMAT_VERSION, MANIFEST, TensorRow
@@ -172,7 +172,7 @@ def test_inspect_takes_a_step_a_pattern_or_no_tensors(saved: Path) -> None:
     assert facts(run("inspect", first(saved), "--step", 1))["step"] == "1"
     assert "steps" not in facts(run("inspect", first(saved)))
     assert set(rows(run("inspect", first(saved), "--match", "blocks.1.q*"))) == {KEY}
-    assert "no tensors like 'x.*'" in run("inspect", first(saved), "--match", "x.*")
+    assert "no tensors that match 'x.*'" in run("inspect", first(saved), "--match", "x.*")
     assert rows(run("inspect", first(saved), "--no-tensors")) == {}
 
 
@@ -396,7 +396,7 @@ def test_bars_end_where_the_work_ends(
         told.append(num_bytes)
         yield lambda count: told.append(-count)
 
-    monkeypatch.setattr(command_line, "_progress", progress)
+    monkeypatch.setattr(cli, "_progress", progress)
     run("export", first(saved), tmp_path)
     run("verify", saved / "plain")
     run("diff", first(saved), saved / "plain")

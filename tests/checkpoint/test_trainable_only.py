@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import fsdp_engine as fe
-from fsdp_engine.checkpoint.command_line import app
+from fsdp_engine.checkpoint.cli import app
 from tests.checkpoint.test_checkpoint import shared_folder
 from tests.pool import Ranks, on_few_ranks, on_ranks
 
@@ -122,7 +122,7 @@ def test_a_checkpoint_without_frozen_parameters_is_not_taken_for_a_whole_one() -
     model, engine, optimizer = made()
     fe.save_checkpoint(f"{folder}/one", engine, optimizer, trainable_only=True)
     before = held(engine)
-    told = "found those alone that were trainable, since it was saved with trainable_only=True"
+    told = "found only those that were trainable, since it was saved with trainable_only=True"
     with contextlib.closing(fe.Checkpointer(f"{folder}/many", engine, trainable_only=True)) as some:
         some.save(1)
     with torch.no_grad():

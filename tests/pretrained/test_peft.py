@@ -258,7 +258,7 @@ def test_a_classifier_with_adapters_has_a_new_head_of_the_models_own() -> None:
 def test_adapters_that_begin_from_the_base_are_refused_on_the_meta_device() -> None:
     base: Any = llama(meta=True)
     model = peft.get_peft_model(base, peft.LoHaConfig(r=2, target_modules=["q_proj"]))
-    with pytest.raises(ValueError, match="expected an adapter that begins with random values"):
+    with pytest.raises(ValueError, match="expected an adapter with random initialization"):
         fe.shard(model)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fsdp_engine.optimizer.stepped import tell_of_steps
+from fsdp_engine.optimizer.step_listeners import add_step_listener
 
 
 class _Listener:
@@ -22,7 +22,7 @@ def test_listeners_are_called_in_the_order_in_which_they_were_registered() -> No
     called: list[int] = []
     listeners = [_Listener(number, called) for number in range(64)]
     for listener in listeners:
-        tell_of_steps(listener)
+        add_step_listener(listener)
     del listeners[10:20]
     torch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()
     assert called == [*range(10), *range(20, 63), 63]

@@ -1,13 +1,13 @@
-"""What is sent of a model: its parameters and persistent buffers, and which part this rank has.
+"""Parameters and persistent buffers that a weight stream yields, and this rank's part of them.
 
-[Note: Each its own]
-Where each rank sends what it holds, every element is sent by one rank. Ranks that hold the same
-slice of a buffer's line share it out in equal parts, so that at every level each sends, and keeps a
-version of, ``1 / number of ranks`` of the model:
+[Note: Local pieces]
+If each rank streams the elements that it holds, each element is streamed by one rank. Ranks that
+hold the same slice of a flat buffer divide it into equal shares, so that at every level each rank
+streams, and keeps a version of, ``1 / number of ranks`` of the model:
 
-    line of a buffer              [................................]
-    cut over 2 inner ranks        [   inner 0     ][    inner 1    ]
-    and the same on 2 outer ones  [out 0  ][out 1 ][out 0  ][out 1 ]
+    flat buffer                        [................................]
+    sharded over 2 inner ranks         [   inner 0     ][    inner 1    ]
+    and replicated on 2 outer ranks    [out 0  ][out 1 ][out 0  ][out 1 ]
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis
 
 
 @dataclass(frozen=True, eq=False)
-class SentParam:
-    """A parameter.
+class StreamedParam:
+    """A parameter of the stream.
 
     Attributes:
-        name: the first of its names, in the order of modules.
-        shape: of the whole tensor.
-        dtype: in which it is sent.
-        buffer, index: where its main weights are.
-        before: elements of the whole that lie before those that this rank's buffer knows: others'
-            experts.
-        is_of_experts: not all ranks share it.
+        name: its first name in the order of modules.
+        shape: of the unsharded tensor.
+        dtype: of the streamed elements.
+        buffer, index: of its main weights.
+        before: offset of the buffer's tensor in the unsharded tensor, in elements: those of other
+            ranks' experts.
+        is_of_experts: whether ranks hold different experts.
     """
 
     name: str
@@ -54,8 +54,8 @@ class SentParam:
     is_of_experts: bool
 
     def own(self) -> Part:
-        """What this rank sends where each sends its own ([Note: Each its own]): the number of the
-        first element in what its buffer knows of the parameter, and main weights, 1-D."""
+        """Returns this rank's piece (see [Note: Local pieces]): the index of its first element in
+        the buffer's tensor, and main weights, 1-D."""
         buffer = self.buffer
         depth, at = buffer.spec.optim_depth, buffer.mesh.coordinate
         local = buffer.weights.main.local(self.index, depth)
@@ -68,8 +68,8 @@ class SentParam:
         return (start, local[start - low : stop - low]) if start < stop else (low, local[:0])
 
     def parts(self, first: int, flat: Tensor) -> Iterator[Part]:
-        """Elements from ``first`` on of what the buffer knows, in parts that are contiguous in the
-        whole: the number of the first there, and they."""
+        """Split a flat range of the buffer's tensor into parts that are contiguous in the unsharded
+        tensor; yields the index of the first element there, and the elements."""
         if self._spread is None:
             yield self.before + first, flat
             return
@@ -77,10 +77,10 @@ class SentParam:
             yield there, flat[here - first : here - first + count]
 
     def places(self, elements: Tensor) -> Tensor:
-        """Where elements of what the buffer knows are in the whole.
+        """Convert flat indices in the buffer's tensor to flat indices in the unsharded tensor.
 
         Args:
-            elements: their numbers, int64, ascending; so are the places.
+            elements: indices, int64, ascending; so is the result.
         """
         if self._spread is None:
             return elements + self.before
@@ -97,13 +97,14 @@ class SentParam:
 
 
 @dataclass(frozen=True, eq=False)
-class SentBuffer:
-    """A persistent buffer of a module; attributes and methods as of :class:`SentParam`. Where each
-    rank sends its own, that of the first rank is sent.
+class StreamedBuffer:
+    """A persistent buffer of a module, with the interface of :class:`StreamedParam`.
+
+    If each rank streams its own piece, that of the first rank is the full buffer.
 
     Attributes:
-        tensor: it.
-        is_mine: this is the first rank.
+        tensor: the buffer.
+        is_mine: whether this is the first rank.
     """
 
     name: str
@@ -113,39 +114,43 @@ class SentBuffer:
     is_mine: bool
 
     def own(self) -> Part:
-        """As of a parameter."""
+        """See :class:`StreamedParam`."""
         flat = self.tensor.detach().reshape(-1)
         return 0, flat if self.is_mine else flat[:0]
 
     def parts(self, first: int, flat: Tensor) -> Iterator[Part]:
-        """As of a parameter."""
+        """See :class:`StreamedParam`."""
         yield first, flat
 
     def places(self, elements: Tensor) -> Tensor:
-        """As of a parameter."""
+        """See :class:`StreamedParam`."""
         return elements
 
 
-Sent = SentParam | SentBuffer
+StreamedTensor = StreamedParam | StreamedBuffer
 
 
-def sent_of(engine: Engine, dtype: torch.dtype | None) -> tuple[list[SentParam], list[SentBuffer]]:
-    """Parameters, unit by unit, and persistent buffers. A tied one is there once. What a user's
-    hook takes out of the model's ``state_dict`` is not there.
+def streamed_tensors(
+    engine: Engine, dtype: torch.dtype | None
+) -> tuple[list[StreamedParam], list[StreamedBuffer]]:
+    """Find the parameters, in the order of units, and the persistent buffers of a model.
+
+    A tied parameter is listed once. Entries that a user's hook removes from the ``state_dict`` are
+    not listed.
 
     Args:
         engine: at rest.
         dtype: for floating-point tensors; None: that of the main weights.
 
     Raises:
-        ValueError: what cannot be sent; names it.
+        ValueError: a tensor cannot be streamed; the message names it.
     """
     found: dict[int, tuple[Tensor, str]] = {}
     for name, value in engine.model.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor) and not is_extra_state(name):
             found.setdefault(id(value), (value, name))
     saved = saved_params(engine)
-    params: list[SentParam] = []
+    params: list[StreamedParam] = []
     for buffer in engine.buffers:
         for index, param in enumerate(buffer.sharded_params):
             if (entry := found.pop(id(param), None)) is not None:
@@ -157,8 +162,8 @@ def sent_of(engine: Engine, dtype: torch.dtype | None) -> tuple[list[SentParam],
     for tensor, name in found.values():
         if isinstance(tensor, DTensor):
             raise ValueError(f"{name}: expected a plain persistent buffer; found a DTensor")
-        sent = _sent_dtype(tensor.dtype, dtype)
-        buffers.append(SentBuffer(name, tuple(tensor.shape), sent, tensor, is_first))
+        streamed = _streamed_dtype(tensor.dtype, dtype)
+        buffers.append(StreamedBuffer(name, tuple(tensor.shape), streamed, tensor, is_first))
     return params, buffers
 
 
@@ -168,24 +173,24 @@ def _param(
     name: str,
     as_saved: SavedParam,
     dtype: torch.dtype | None,
-) -> SentParam:
+) -> StreamedParam:
     shape, before = tuple(buffer.placement(index).shape), 0
     if isinstance(as_saved.saved, FlatDTensor) and as_saved.saved is not as_saved.held:
         if buffer.records[index].spread is not None:
             raise ValueError(
-                f"{name}: expected experts that are no DTensors, or such that all ranks share; "
+                f"{name}: expected experts that are not DTensors, or that all ranks share; "
                 "found a DTensor of which ranks hold different experts"
             )
         place = as_saved.saved.flat_placement
         low, _ = buffer.layout.tensor_range(index, buffer.spec.optim_depth, buffer.mesh.coordinate)
         shape, before = tuple(place.shape), place.start - low
     main = buffer.weights.main.tensor.dtype
-    sent = _sent_dtype(main, dtype)
-    return SentParam(name, shape, sent, buffer, index, before, as_saved.is_of_experts)
+    streamed = _streamed_dtype(main, dtype)
+    return StreamedParam(name, shape, streamed, buffer, index, before, as_saved.is_of_experts)
 
 
 def _share(buffer: ParamAndGradBuffer) -> tuple[int, int]:
-    """What of its line this rank sends: see [Note: Each its own]."""
+    """Range of the flat buffer that this rank streams. See [Note: Local pieces]."""
     depth, mesh = buffer.spec.optim_depth, buffer.mesh
     start, stop = buffer.layout.range(depth, mesh.coordinate)
     number, count = 0, 1
@@ -197,5 +202,5 @@ def _share(buffer: ParamAndGradBuffer) -> tuple[int, int]:
     return start + length * number // count, start + length * (number + 1) // count
 
 
-def _sent_dtype(found: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+def _streamed_dtype(found: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
     return wanted if wanted is not None and found.is_floating_point else found

@@ -1,5 +1,5 @@
-"""Tensors as a checkpoint's files have them, of those in memory: names, and what conversions of
-``transformers`` do to them (``pretrained/conversions.py``)."""
+"""Tensors of the receiver: the model's, or those of checkpoint files, which conversions of
+``transformers`` assemble from the model's (``pretrained/conversions.py``)."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from fsdp_engine.checkpoint.export_source import Part
 from fsdp_engine.checkpoint.pieces import Box, Pieces
 from fsdp_engine.checkpoint.writing_pieces import parts_of_box
 from fsdp_engine.devices import memory
-from fsdp_engine.export.sent import Sent
+from fsdp_engine.export.streamed_tensors import StreamedTensor
 from fsdp_engine.pretrained.conversions import as_on_disk
 
-# Where elements are in a tensor, int64; and their values.
+# Flat indices of elements in a tensor, int64; and their values.
 Places = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Given:
-    """A tensor that the receiver is given.
+class OutputTensor:
+    """A tensor of the receiver.
 
     Attributes:
-        name, shape, dtype: its own.
-        sources: what it is made of.
-        pieces: how; None: it is its one source.
+        name, shape, dtype: of the tensor.
+        sources: tensors from which it is assembled.
+        pieces: how it is assembled; None: it equals its single source.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    sources: tuple[Sent, ...]
+    sources: tuple[StreamedTensor, ...]
     pieces: Pieces | None = None
 
-    def boxes(self, source: Sent) -> list[Box]:
-        """What of it ``source`` is; for one that has pieces."""
+    def boxes(self, source: StreamedTensor) -> list[Box]:
+        """Boxes of a source. Requires ``pieces``."""
         assert self.pieces is not None
         return [box for box in self.pieces.boxes if box.stored == source.name]
 
-    def whole(self, whole_of: Callable[[Sent], Tensor]) -> Tensor:
-        """It, contiguous, given the whole of each source."""
+    def whole(self, whole_of: Callable[[StreamedTensor], Tensor]) -> Tensor:
+        """Assemble the tensor, contiguous, from unsharded sources."""
         if self.pieces is None:
             return whole_of(self.sources[0])
         tensors = {source.name: whole_of(source) for source in self.sources}
@@ -59,9 +59,14 @@ class Given:
             part.copy_(view)
         return made
 
-    def parts(self, source: Sent, first: int, flat: Tensor) -> Iterator[Part]:
-        """Of elements of ``source`` (from ``first`` on of what this rank's buffer knows), those
-        that are here, in parts that are contiguous here."""
+    def parts(self, source: StreamedTensor, first: int, flat: Tensor) -> Iterator[Part]:
+        """Yield the elements of a range of a source, in parts that are contiguous in this tensor.
+
+        Args:
+            source: one of the sources.
+            first: index of the first element in the buffer's tensor.
+            flat: the elements.
+        """
         for there, part in source.parts(first, flat):
             if self.pieces is None:
                 yield there, part
@@ -69,13 +74,16 @@ class Given:
             for box in self.boxes(source):
                 yield from parts_of_box(self.shape, box, there, part)
 
-    def places(self, source: Sent, elements: Tensor, values: Tensor) -> Iterator[Places]:
-        """Of some elements of ``source``, where they are here, int64; and their values.
+    def places(self, source: StreamedTensor, elements: Tensor, values: Tensor) -> Iterator[Places]:
+        """Convert indices of elements of a source to indices in this tensor.
 
         Args:
             source: one of the sources.
-            elements: numbers in what this rank's buffer knows, int64, ascending.
-            values: theirs.
+            elements: indices in the buffer's tensor, int64, ascending.
+            values: of these elements.
+
+        Yields:
+            Indices in this tensor, int64, and the values.
         """
         there = source.places(elements)
         if self.pieces is None:
@@ -85,19 +93,21 @@ class Given:
             yield from _in_box(self.shape, box, there, values)
 
 
-def given_of(sents: Sequence[Sent], model: nn.Module, *, as_in_files: bool) -> list[Given]:
-    """What a receiver is given of these.
+def output_tensors(
+    sents: Sequence[StreamedTensor], model: nn.Module, *, as_in_files: bool
+) -> list[OutputTensor]:
+    """Returns the tensors of the receiver.
 
     Args:
         sents: parameters and buffers of the model.
-        model: says how files have them.
-        as_in_files: as files have them; else under their own names.
+        model: determines the layout in files.
+        as_in_files: use names and layout of files; False: of the model.
 
     Raises:
-        ValueError: a rule of transformers does not fit, or is no reindexing.
+        ValueError: a conversion of transformers does not fit, or is not a reindexing.
     """
     if not as_in_files:
-        return [Given(each.name, each.shape, each.dtype, (each,)) for each in sents]
+        return [OutputTensor(each.name, each.shape, each.dtype, (each,)) for each in sents]
     by_name = {each.name: each for each in sents}
     whole = {each.name: Pieces.of(each.name, each.shape, each.dtype) for each in sents}
     source_of = {id(pieces): name for name, pieces in whole.items()}
@@ -107,12 +117,17 @@ def given_of(sents: Sequence[Sent], model: nn.Module, *, as_in_files: bool) -> l
         names = [same] if same is not None else list(dict.fromkeys(b.stored for b in pieces.boxes))
         sources = tuple(by_name[each] for each in names) or (sents[0],)  # an empty tensor has none
         kept = None if same is not None else pieces
-        found.append(Given(name, tuple(pieces.shape), pieces.dtype, sources, kept))
+        found.append(OutputTensor(name, tuple(pieces.shape), pieces.dtype, sources, kept))
     return found
 
 
 def _view(box: Box, flat: Tensor) -> Tensor:
-    """The elements of a box, in the dims of the whole, given all of its tensor."""
+    """View of the elements of a box, with the dims of the assembled tensor.
+
+    Args:
+        box: of a stored tensor.
+        flat: all elements of the stored tensor.
+    """
     steps = [math.prod(box.shape[dim + 1 :]) for dim in range(len(box.shape))]
     first = sum(start * step for start, step in zip(box.starts, steps, strict=True))
     own = [(box.lengths[dim], steps[dim]) if dim != -1 else (1, 1) for dim in box.dims]
@@ -121,7 +136,7 @@ def _view(box: Box, flat: Tensor) -> Tensor:
 
 
 def _in_box(shape: Sequence[int], box: Box, elements: Tensor, values: Tensor) -> Iterator[Places]:
-    """Of some elements of a box's tensor those in the box: where they are in the whole."""
+    """Yield the elements that are within a box, with their indices in the assembled tensor."""
     steps = [math.prod(box.shape[dim + 1 :]) for dim in range(len(box.shape))]
     first = sum(start * step for start, step in zip(box.starts, steps, strict=True))
     last = sum(

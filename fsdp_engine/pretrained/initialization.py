@@ -1,4 +1,4 @@
-"""Values of the model's own for what a folder does not have, where there are none yet."""
+"""Initializes tensors that are not in a pretrained folder, if they have no values yet."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from fsdp_engine.engine import Engine
 
 
 @dataclass(frozen=True)
-class OwnValues:
-    """What a model gives itself before a folder is read.
+class Initialization:
+    """Plan of the initialization of a model for a pretrained folder.
 
     Attributes:
-        modules: that have tensors without values that the folder does not have; children first, as
-            they were built. All their tensors get values: those of the folder are read later.
-        names: of those tensors.
-        kept: tensors of the same modules that have values from elsewhere, and keep them.
-        adapters: of PEFT without values.
-        following: adapters of which something follows from the base weights that are read.
+        modules: modules with tensors that have no values and are not in the folder; children first.
+            All of their tensors are initialized, and those in the folder are read afterwards.
+        names: of the tensors without values.
+        kept: tensors of the same modules that are not in the folder and have values already.
+        adapters: adapters of PEFT without values.
+        following: adapters with tensors that are computed from the base weights of the folder.
     """
 
     modules: tuple[nn.Module, ...] = ()
@@ -32,14 +32,16 @@ class OwnValues:
     following: tuple[Place, ...] = ()
 
 
-def own_values(engine: Engine, missing: Collection[str], *, is_base: bool) -> OwnValues:
-    """What a model has to give itself.
+def plan_initialization(
+    engine: Engine, missing: Collection[str], *, is_base: bool
+) -> Initialization:
+    """Plan the initialization of tensors without values.
 
     Args:
-        engine: of the model. Only what was sharded with ``initial_values="empty"`` and not loaded
-            since has no values.
-        missing: names of its tensors that the folder does not have.
-        is_base: what is read are the weights under PEFT's adapters.
+        engine: of the model. Tensors have no values if they were sharded with
+            ``initial_values="empty"`` and not loaded since.
+        missing: names of the model's tensors that are not in the folder.
+        is_base: whether the folder contains the base model of PEFT's adapters.
     """
     model = engine.model
     without = {name for name in missing if name in engine.missing_values}
@@ -58,14 +60,14 @@ def own_values(engine: Engine, missing: Collection[str], *, is_base: bool) -> Ow
     following = [each for each in adapters if layers.follows_base(each)]
     if is_base:
         following += [each for each in layers.all_following() if each not in following]
-    return OwnValues(
+    return Initialization(
         tuple(found), frozenset(without), tuple(kept), tuple(adapters), tuple(following)
     )
 
 
-def give_values(model: nn.Module, own: OwnValues) -> None:
-    """Let modules give themselves values: by ``reset_parameters``, and the model's
-    ``_init_weights``; and adapters, as PEFT begins them.
+def initialize(model: nn.Module, own: Initialization) -> None:
+    """Initialize modules by ``reset_parameters`` and the model's ``_init_weights``, and adapters as
+    PEFT does.
 
     Values are those of a model that is not sharded, drawn from the first rank's generator.
     """
@@ -86,8 +88,8 @@ def give_values(model: nn.Module, own: OwnValues) -> None:
             layers.draw(place)
 
 
-def derive_values(engine: Engine, following: Iterable[Place]) -> None:
-    """Give adapters what follows from base weights. Collective; one unit at a time is whole."""
+def initialize_from_base(engine: Engine, following: Iterable[Place]) -> None:
+    """Compute tensors of adapters from base weights. Collective; unshards one unit at a time."""
     layers, left = AdapterLayers(engine.model), list(following)
     for unit in engine.units if left else ():
         owners = {module for each in unit.buffers for r in each.records for module, _ in r.owners}
@@ -99,11 +101,11 @@ def derive_values(engine: Engine, following: Iterable[Place]) -> None:
                     layers.derive(place)
 
 
-def check_values(engine: Engine, names: Collection[str]) -> None:
-    """Whether tensors that the folder did not have got values. Collective.
+def check_initialized(engine: Engine, names: Collection[str]) -> None:
+    """Check that tensors that are not in the folder were initialized. Collective.
 
     Raises:
-        ValueError: one has not; on all ranks.
+        ValueError: a tensor contains NaN; on all ranks.
     """
     for name, value in engine.model.state_dict(keep_vars=True).items():
         if name in names and isinstance(value, torch.Tensor) and value.isnan().any():

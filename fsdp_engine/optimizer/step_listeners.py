@@ -1,7 +1,7 @@
 """Notifies engines before and after each optimizer step.
 
-Optimizers change weights in ways that version counters need not show (fused kernels, ``.data``).
-Listeners are called in the order in which they were registered, which is the same on all ranks: a
+Version counters do not record all weight updates of optimizers (fused kernels, ``.data``).
+Listeners are called in the order of their registration, which is the same on all ranks, because a
 listener may issue collectives.
 """
 
@@ -22,42 +22,45 @@ from fsdp_engine.optimizer.sharded_step import refuse_blockwise
 
 
 class Listener(Protocol):
-    """An object to notify; it is held weakly."""
+    """Receiver of the notifications. Held by a weak reference."""
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Any optimizer of this process is about to step; an error keeps it from that."""
+        """Called before any optimizer of this process steps. An exception prevents the step."""
         ...
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Any optimizer of this process has stepped."""
+        """Called after any optimizer of this process has stepped."""
         ...
 
 
 _LISTENERS: weakref.WeakValueDictionary[int, Listener] = weakref.WeakValueDictionary()
 _NUMBERS = itertools.count()
-_HOOKS: list[object] = []  # one of each kind for this process
+_HOOKS: list[object] = []  # registered once for this process
 
 
-def tell_of_steps(listener: Listener) -> None:
-    """Call ``listener.optimizer_steps`` before each step without a closure of any optimizer of
-    this process, and ``listener.optimizer_stepped`` after each step."""
+def add_step_listener(listener: Listener) -> None:
+    """Notify ``listener`` of the steps of all optimizers of this process.
+
+    ``listener.optimizer_steps`` is called before each step without a closure,
+    ``listener.optimizer_stepped`` after each step.
+    """
     if not _HOOKS:
         _HOOKS.append(register_optimizer_step_pre_hook(refuse_blockwise))
         _HOOKS.append(register_optimizer_step_pre_hook(adopt_loaded_state))
-        _HOOKS.append(register_optimizer_step_pre_hook(_tell_before))
-        _HOOKS.append(register_optimizer_step_post_hook(_tell))
+        _HOOKS.append(register_optimizer_step_pre_hook(_before_step))
+        _HOOKS.append(register_optimizer_step_post_hook(_after_step))
     _LISTENERS[next(_NUMBERS)] = listener
 
 
-def _tell_before(
+def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> None:
     if any(value is not None for value in (*args[1:], kwargs.get("closure"))):
-        return  # the backward of a closure is still to come
+        return  # the closure will run the backward within the step
     for listener in list(_LISTENERS.values()):
         listener.optimizer_steps(optimizer)
 
 
-def _tell(optimizer: torch.optim.Optimizer, *args: object) -> None:
+def _after_step(optimizer: torch.optim.Optimizer, *args: object) -> None:
     for listener in list(_LISTENERS.values()):
         listener.optimizer_stepped(optimizer)

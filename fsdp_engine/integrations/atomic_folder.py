@@ -1,4 +1,4 @@
-"""A folder that several ranks fill is there as a whole, or not at all."""
+"""Atomic creation of a folder by several ranks."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from fsdp_engine.checkpoint.directory import sync_folder
 from fsdp_engine.devices.agreement import agree
 from fsdp_engine.devices.ranks import Ranks
 
-# Beside the folders, under a name that nobody takes for a checkpoint.
+# Name of the temporary folder beside the checkpoints, which is not the name of a checkpoint.
 SAVING = ".saving"
 
 
 @contextmanager
-def whole_folder(folder: Path, ranks: Ranks) -> Iterator[Path]:
-    """Within it, all ranks write into an empty folder; at its end that becomes ``folder``.
+def atomic_folder(folder: Path, ranks: Ranks) -> Iterator[Path]:
+    """Context in which all ranks write into a temporary folder, which is renamed at the end.
 
-    What was ``folder`` before goes, once the new one is complete. What a job that died has left is
-    removed by the next one that saves beside it. Collective.
+    An existing ``folder`` is removed when the new one is complete. Temporary folders of killed jobs
+    are removed by the next save beside them. Collective.
 
     Args:
         folder: on storage that all ranks share.
-        ranks: those that write.
+        ranks: that write.
 
     Yields:
-        Where to write: the folder ``.saving/<name>`` beside ``folder``.
+        The temporary folder, ``.saving/<name>`` beside ``folder``.
 
     Raises:
-        Exception: an error on one rank, on all; ``folder`` is as it was.
+        Exception: of any rank, on all ranks; ``folder`` is unchanged.
     """
     what, group, is_first = f"saving {folder}", ranks.control_group, ranks.rank == 0
     staging = folder.parent / SAVING / folder.name

@@ -1,4 +1,4 @@
-"""What DCP raises, as errors that callers expect."""
+"""Converts exceptions of ``torch.distributed.checkpoint`` (DCP)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from fsdp_engine.devices.rendezvous import ERROR_KINDS
 
 
 @contextmanager
-def plain_errors(what: str) -> Iterator[None]:
-    """What DCP found wrong on some ranks becomes an ``Exception``, the same on all of them.
+def convert_dcp_errors(what: str) -> Iterator[None]:
+    """Context that converts ``CheckpointException`` to an ``Exception``, the same on all ranks.
 
-    Its own is a ``BaseException``, which nobody expects who catches errors.
+    ``CheckpointException`` is a ``BaseException``, which ``except Exception`` does not catch.
+
+    Args:
+        what: name of the operation, for the message.
 
     Raises:
-        Exception: of the kind of the first rank's, if ``what`` failed.
+        Exception: of the class of the first failed rank's exception, if the operation failed.
     """
     try:
         yield

@@ -1,13 +1,13 @@
-"""Looking into checkpoints, without a process group or a GPU.
+"""Command line for checkpoints, without a process group or a GPU.
 
-    python -m fsdp_engine.checkpoint inspect PATH       what is in it
-    python -m fsdp_engine.checkpoint verify PATH...     is every byte as it was written?
-    python -m fsdp_engine.checkpoint export PATH DIR    safetensors, as Hugging Face has them
-    python -m fsdp_engine.checkpoint diff A B           do both hold the same?
+    python -m fsdp_engine.checkpoint inspect PATH       print the contents
+    python -m fsdp_engine.checkpoint verify PATH...     verify the checksums of all files
+    python -m fsdp_engine.checkpoint export PATH DIR    write safetensors in Hugging Face's layout
+    python -m fsdp_engine.checkpoint diff A B           compare two checkpoints
 
 A PATH is a checkpoint, of the engine or of torch.distributed.checkpoint, or a directory of
-checkpoints, which stands for the latest one. Exit codes: 0; 1 for damages or differences; 2 if
-there is no answer, with one line on stderr. A checkpoint runs no code, unless --trust allows it.
+checkpoints, of which the latest is used. Exit codes: 0 for success; 1 for damages or differences; 2
+for errors, with one line on stderr. A checkpoint runs no code, unless --trust allows it.
 """
 
 from __future__ import annotations
@@ -38,9 +38,7 @@ from fsdp_engine.checkpoint.difference import compare, shared_bytes
 from fsdp_engine.checkpoint.directory import CheckpointDirectory
 from fsdp_engine.checkpoint.hugging_face import export_safetensors
 from fsdp_engine.checkpoint.inspection import describe, matches, tensor_bytes
-from fsdp_engine.checkpoint.model_state import (
-    MODEL,
-)
+from fsdp_engine.checkpoint.model_state import MODEL
 from fsdp_engine.checkpoint.offline import (
     StoredCheckpoint,
     Verdict,
@@ -57,26 +55,27 @@ DTYPES = {
     "float64": torch.float64,
 }
 
-# The last two are what torch.load makes of damaged bytes.
-_MISTAKES = (OSError, ValueError, EOFError, RuntimeError, PickleError, BadZipFile)
+# torch.load raises the last two for damaged bytes.
+_ERRORS = (OSError, ValueError, EOFError, RuntimeError, PickleError, BadZipFile)
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
 PathArgument = Annotated[Path, typer.Argument(help="a checkpoint, or a directory of them")]
 StepOption = Annotated[
-    int | None, typer.Option(help="which of a directory's; the latest unless given")
+    int | None, typer.Option(help="step of a checkpoint in a directory; default: the latest")
 ]
 TrustOption = Annotated[
-    bool, typer.Option("--trust", help="who wrote it may run code here: objects of any class")
+    bool,
+    typer.Option("--trust", help="allow objects of any class, which may run the author's code"),
 ]
 MatchOption = Annotated[
-    str | None, typer.Option(help="only entries with names like this, such as '*.bias'")
+    str | None, typer.Option(help="only entries whose names match, such as '*.bias'")
 ]
 
 
 @app.callback()
 def _root() -> None:
-    """Looks into checkpoints: what is in one, is it whole, do two hold the same."""
+    """Inspect, verify, export and compare checkpoints."""
 
 
 @app.command("inspect")
@@ -86,13 +85,13 @@ def inspect_(
     match: MatchOption = None,
     tensors: Annotated[bool, typer.Option(help="list the tensors")] = True,
     every: Annotated[
-        bool, typer.Option("--all", help="list each tensor, however many there are")
+        bool, typer.Option("--all", help="list each tensor, for any number of tensors")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="everything, for programs")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False,
     trust: TrustOption = False,
 ) -> None:
-    """What is in a checkpoint: when and how it was saved, parameters, optimizer, tensors."""
-    with _mistakes_told():
+    """Print the contents of a checkpoint: its save, parameters, optimizer, tensors."""
+    with _errors_reported():
         (folder,) = find_folders(path, step)
         found = describe(StoredCheckpoint(folder, trust))
         directory = CheckpointDirectory(path)
@@ -107,19 +106,19 @@ def inspect_(
     if rows:
         print_whole(tables.tensors(rows, every))
     elif tensors:
-        typer.echo(f"no tensors{'' if match is None else f' like {match!r}'}")
+        typer.echo(f"no tensors{'' if match is None else f' that match {match!r}'}")
 
 
 @app.command("verify")
 def verify_(
     paths: Annotated[list[Path], typer.Argument(help="checkpoints, or directories of them")],
     step: StepOption = None,
-    every: Annotated[bool, typer.Option("--all", help="all of a directory's")] = False,
+    every: Annotated[bool, typer.Option("--all", help="all checkpoints of a directory")] = False,
     trust: TrustOption = False,
 ) -> None:
-    """Read every byte: is it as it was written? If not, which files and tensors are damaged."""
+    """Verify the checksums of all files; list damaged files and tensors."""
     num_damaged = 0
-    with _mistakes_told():
+    with _errors_reported():
         folders = [
             folder
             for path in paths
@@ -128,14 +127,14 @@ def verify_(
         for folder in folders:
             with _progress(folder.name, count_files(folder)[1]) as progress:
                 verdict = verify(folder, progress, trust)
-            _tell(verdict)
+            _print_verdict(verdict)
             num_damaged += bool(verdict.damages)
     if num_damaged:
         raise typer.Exit(1)
 
 
-def _tell(verdict: Verdict) -> None:
-    """A line for a checkpoint, and one for each thing that is wrong."""
+def _print_verdict(verdict: Verdict) -> None:
+    """Print a line for a checkpoint, and one for each damage."""
     size = f"{verdict.num_files} files, {format_bytes(verdict.num_bytes)}"
     if verdict.damages:
         typer.echo(f"DAMAGED {verdict.folder} ({size})")
@@ -155,7 +154,7 @@ def _tell(verdict: Verdict) -> None:
 @app.command()
 def export(
     path: PathArgument,
-    directory: Annotated[Path, typer.Argument(help="where to; made if need be")],
+    directory: Annotated[Path, typer.Argument(help="output directory; created if missing")],
     step: StepOption = None,
     dtype: Annotated[
         str | None, typer.Option(help=f"of floating-point tensors: {', '.join(DTYPES)}")
@@ -163,10 +162,10 @@ def export(
     max_shard_size: Annotated[str, typer.Option(help="bytes of tensors in one file")] = "5GB",
     trust: TrustOption = False,
 ) -> None:
-    """Write the model's tensors as safetensors, in the layout of Hugging Face."""
+    """Write the model's tensors as safetensors, in Hugging Face's layout."""
     if dtype is not None and dtype not in DTYPES:
         raise typer.BadParameter(f"--dtype: expected one of {', '.join(DTYPES)}; found {dtype!r}")
-    with _mistakes_told():
+    with _errors_reported():
         (folder,) = find_folders(path, step)
         checkpoint = StoredCheckpoint(folder, trust)
         num_bytes = sum(
@@ -197,13 +196,13 @@ def diff(
     rtol: Annotated[float, typer.Option(help="tolerance, relative to B's values")] = 0.0,
     atol: Annotated[float, typer.Option(help="absolute tolerance")] = 0.0,
     ranks: Annotated[
-        bool, typer.Option("--ranks", help="compare what each rank saved for itself, too")
+        bool, typer.Option("--ranks", help="also compare the entries of each rank")
     ] = False,
-    every: Annotated[bool, typer.Option("--all", help="list everything that differs")] = False,
+    every: Annotated[bool, typer.Option("--all", help="list all differences")] = False,
     trust: TrustOption = False,
 ) -> None:
     """Compare two checkpoints: entries, shapes, every element, hyperparameters and step."""
-    with _mistakes_told():
+    with _errors_reported():
         first, second = (StoredCheckpoint(find_folders(path, step)[0], trust) for path in (a, b))
         with _progress("diff", shared_bytes(first, second, match)) as progress:
             found = compare(
@@ -241,20 +240,20 @@ def _print_lines(title: str, lines: Sequence[str], limit: int | None) -> None:
 
 
 @contextmanager
-def _mistakes_told() -> Iterator[None]:
-    """What cannot be answered is one line on stderr, and exit code 2."""
+def _errors_reported() -> Iterator[None]:
+    """Context that reports errors in one line on stderr, and exits with code 2."""
     try:
         yield
-    except (typer.Exit, typer.Abort):  # these are RuntimeErrors
+    except (typer.Exit, typer.Abort):  # subclasses of RuntimeError
         raise
-    except _MISTAKES as error:
+    except _ERRORS as error:
         typer.echo(f"error: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(2) from error
 
 
 @contextmanager
 def _progress(what: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
-    """A bar of bytes on stderr, if somebody watches."""
+    """Show a progress bar of bytes on stderr, if it is a terminal."""
     console = Console(stderr=True)
     columns: list[Any] = [TextColumn("{task.description}", markup=False), BarColumn()]
     columns += [DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn()]
@@ -266,5 +265,5 @@ def _progress(what: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
 
 
 def main() -> None:
-    """What ``python -m fsdp_engine.checkpoint`` calls."""
+    """Entry point of ``python -m fsdp_engine.checkpoint``."""
     app(prog_name="python -m fsdp_engine.checkpoint")
