@@ -15,7 +15,7 @@ from fsdp_engine.export.version import WeightVersion
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.megatron.distributed_data_parallel import DistributedDataParallel
 from fsdp_engine.megatron.finalize_model_grads import finalize_model_grads
-from fsdp_engine.megatron.groups import ModelParallelGroups
+from fsdp_engine.megatron.model_parallel_groups import ModelParallelGroups
 from fsdp_engine.optimizer import shard_optimizer
 from fsdp_engine.planner.estimates import Estimate, estimate
 from fsdp_engine.planner.plan import plan

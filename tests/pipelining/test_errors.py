@@ -63,7 +63,7 @@ def test_a_stage_of_another_module_than_the_sharded_one_raises(wraps: bool) -> N
             super().__init__(nn.Sequential(module) if wraps else module.first, *args, **kwargs)
 
     text = step(scene.make_pipeline("Interleaved1F1B", "optim", stage_class=Other))
-    assert "submodule: expected the very module that was given to shard()" in text
+    assert "submodule: expected the module that was passed to shard()" in text
     assert ("of which 0 was sharded" if wraps else "of which the root module") in text
 
 
