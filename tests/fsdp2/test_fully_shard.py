@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_engine as fe
 from fsdp_engine import fsdp2
-from fsdp_engine.fsdp2.outermost import moved
+from fsdp_engine.fsdp2.root_module import inputs_on
 from tests.fsdp2.programs import APIS, Log, Model, adamw, parallelize, sgd, train
 from tests.pool import on_ranks
 
@@ -209,10 +209,10 @@ def test_a_module_without_parameters() -> None:
 
 def test_inputs_are_moved_to_the_parameters_device() -> None:
     x = torch.ones(3)
-    args, kwargs = moved(((x, [x]), {"y": (x, 2)}), torch.device("meta"))
+    args, kwargs = inputs_on(((x, [x]), {"y": (x, 2)}), torch.device("meta"))
     assert [args[0].is_meta, args[1][0].is_meta, kwargs["y"][0].is_meta] == [True] * 3
     inputs = ((x,), {})
-    assert moved(inputs, torch.device("cpu")) is inputs
+    assert inputs_on(inputs, torch.device("cpu")) is inputs
 
 
 @on_ranks(2)
