@@ -287,7 +287,7 @@ def measure_engine(
     found["booked at rest"] = sum(engine.memory_bytes().values())
     found["booked peak"] = engine.peak_memory_bytes()["total"]
     found["formula"] = formula(level, elements + padding, param_dtype is not None)
-    copies = 1 if LEVELS[level].cuts(Role.OPTIM) else NUM_RANKS
+    copies = 1 if LEVELS[level].shards(Role.OPTIM) else NUM_RANKS
     found["optimizer formula"] = 8 * elements * copies
     return found | {"elements": elements, "padding": padding}
 
@@ -306,7 +306,7 @@ def formula(level_name: str, num_elements: int, is_mixed: bool) -> int:
         weights = 4 * held[Role.PARAM]  # main weights are a view of them
     else:
         weights = 4 * held[Role.OPTIM]
-        if not level.cuts(Role.PARAM):
+        if not level.shards(Role.PARAM):
             weights += 2 * held[Role.PARAM]
     return int(weights + 4 * held[Role.GRAD])
 

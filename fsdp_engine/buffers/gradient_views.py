@@ -20,7 +20,7 @@ from fsdp_engine.buffers.gradients import Gradients
 from fsdp_engine.buffers.sharded_buffer import ShardedBuffer
 from fsdp_engine.devices.memory import alias
 from fsdp_engine.flat_dtensor import FlatDTensor, versions_of
-from fsdp_engine.flat_dtensor.spread import Spread
+from fsdp_engine.flat_dtensor.tensor_parallel_spec import TensorParallelSpec
 
 _zeroed_at = attrgetter("_zeroed_at")
 _NEVER = {None}
@@ -89,7 +89,7 @@ def like(param: Tensor, local: Tensor) -> Tensor:
     """The tensor over ``local`` that lies as ``param`` does."""
     if isinstance(param, FlatDTensor):
         return FlatDTensor.from_flat_local(local, param.flat_placement)
-    return Spread.of(param).wrap(local) if isinstance(param, DTensor) else local
+    return TensorParallelSpec.of(param).wrap(local) if isinstance(param, DTensor) else local
 
 
 def _slices(main: ShardedBuffer, params: Sequence[Tensor], depth: int) -> list[Tensor]:

@@ -44,8 +44,8 @@ from fsdp_engine.flat_dtensor import (
     gradients_of,
     requires_grad_of,
 )
-from fsdp_engine.flat_dtensor.outside_reads import OutsideReads
 from fsdp_engine.flat_dtensor.param_hooks import ParamHooks
+from fsdp_engine.flat_dtensor.parameter_access import ParameterAccess
 from fsdp_engine.layout import Layout
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Strategy
 
@@ -114,11 +114,11 @@ class ParamAndGradBuffer:
             full.__dict__.update(marks)
             sharded.__dict__.update(marks)
         self.hooks = ParamHooks(names, [record.param for record in self.records])
-        self.reads = OutsideReads(self.full_params, names, self.hooks)
+        self.reads = ParameterAccess(self.full_params, names, self.hooks)
         self._shown = self._make_shown()
         for index, sharded in enumerate(self.sharded_params):
             if isinstance(sharded, FlatDTensor):
-                sharded._home = self.reads.home(index)
+                sharded._backref = self.reads.backref(index)
         self._gradient_hooks: GradientHooks | None = None
 
     @property
@@ -379,7 +379,7 @@ class ParamAndGradBuffer:
 
     def shard_of_gradient(self, index: int, grad: Tensor) -> Tensor:
         """What lies here of a gradient that autograd left at full parameter ``index``: all of it,
-        unless the parameter is a DTensor. See :meth:`Spread.shard_of_gradient`."""
+        unless the parameter is a DTensor. See :meth:`TensorParallelSpec.shard_of_gradient`."""
         if self.weights.codec.wraps and type(grad) is not Tensor:
             return plain_values(grad)
         spread = self._spreads[index]

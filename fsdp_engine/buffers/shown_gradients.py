@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_engine.buffers.gradient_views import GradientViews, like
 from fsdp_engine.buffers.gradients import Gradients, zeros_in
 from fsdp_engine.flat_dtensor import FlatDTensor, clear_gradients, gradients_of, set_gradients
-from fsdp_engine.flat_dtensor.outside_reads import GradientReads
+from fsdp_engine.flat_dtensor.parameter_access import GradientAccess
 
 
 class ShownGradients:
@@ -61,7 +61,7 @@ class ShownGradients:
         params: Sequence[Tensor],
         names: Sequence[str],
         gradients: Gradients,
-        reads: GradientReads | None,
+        reads: GradientAccess | None,
     ) -> None:
         self._params = params
         self._names = names
@@ -338,8 +338,8 @@ class ShownGradients:
         if self._made_views is not None:
             self._made_views.forget_zeroed()
         goes = self._gradients.may_go and not keeps_memory
-        were_asked = self._reads is not None and self._reads.were_asked
-        if not (goes or were_asked):
+        were_accessed = self._reads is not None and self._reads.were_accessed
+        if not (goes or were_accessed):
             return
         are_held = self._made_views is not None and self._made_views.are_held()
         if goes:
@@ -349,7 +349,7 @@ class ShownGradients:
             if are_held:
                 self._made_views = None
         if self._reads is not None:
-            self._reads.were_asked = are_held and not goes
+            self._reads.were_accessed = are_held and not goes
 
     def _look_at_others(self, others: Sequence[int], found: Sequence[Tensor | None]) -> None:
         """Of ``others`` ``.grad`` is not what was shown."""

@@ -32,8 +32,8 @@ from fsdp_engine.checkpoint.model_state import (
 from fsdp_engine.checkpoint.reader import ReadBuffer, Reader
 from fsdp_engine.checkpoint.unfinished_load import check_finished
 from fsdp_engine.flat_dtensor import FlatDTensor
-from fsdp_engine.flat_dtensor.placement import Box, flat_range_boxes
-from fsdp_engine.flat_dtensor.spread import Spread
+from fsdp_engine.flat_dtensor.flat_placement import Box, flat_range_boxes
+from fsdp_engine.flat_dtensor.tensor_parallel_spec import TensorParallelSpec
 from fsdp_engine.strategies import Axis, Role
 
 # First row-major element, and a tensor with it and the following ones.
@@ -211,7 +211,7 @@ def _replica(engine: EngineLike) -> tuple[int, int]:
     """This rank's number among those that hold the same slices, and how many those are."""
     number, count = 0, 1
     for axis in (Axis.OUTER, Axis.INNER):
-        if not engine.strategy.cuts(Role.OPTIM, axis):
+        if not engine.strategy.shards(Role.OPTIM, axis):
             size = engine.mesh.axis(axis).size
             number, count = number * size + engine.mesh.axis(axis).rank, count * size
     return number, count
@@ -227,7 +227,7 @@ def parts_of(tensor: Tensor) -> list[Part]:
             tensor.flat_placement.spread,
         )
     elif isinstance(tensor, DTensor):
-        first, local, spread = 0, tensor.to_local().detach(), Spread.of(tensor)
+        first, local, spread = 0, tensor.to_local().detach(), TensorParallelSpec.of(tensor)
     else:
         first, local, spread = 0, tensor.detach(), None
     if not local.numel():

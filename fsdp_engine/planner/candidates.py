@@ -83,4 +83,4 @@ def candidates(
 
 
 def _pairs(mesh: Mesh) -> list[Strategy]:
-    return [s for s in ALL_STRATEGIES if len(mesh) == 2 or not s.cuts(Role.OPTIM, Axis.OUTER)]
+    return [s for s in ALL_STRATEGIES if len(mesh) == 2 or not s.shards(Role.OPTIM, Axis.OUTER)]

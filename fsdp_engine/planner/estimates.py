@@ -213,7 +213,7 @@ def compare(
     Args:
         model, world_size, outer_size, options: as for :func:`estimate`, without strategies.
     """
-    pairs = [s for s in ALL_STRATEGIES if outer_size > 1 or not s.cuts(Role.OPTIM, Axis.OUTER)]
+    pairs = [s for s in ALL_STRATEGIES if outer_size > 1 or not s.shards(Role.OPTIM, Axis.OUTER)]
     return tuple(
         estimate(
             model,

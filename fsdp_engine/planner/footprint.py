@@ -140,7 +140,7 @@ class Footprint:
         all-reduce: where sums are wider than summands (``redistribute.py``), the second half
         carries sums, and ``elements`` that ranks cannot divide equally are sent as wide in both."""
         dtypes = self.buffer.dtypes
-        if self.strategy.cuts(Role.OPTIM, axis) or dtypes.reduce == dtypes.comm:
+        if self.strategy.shards(Role.OPTIM, axis) or dtypes.reduce == dtypes.comm:
             return dtypes.comm.itemsize
         if elements % self.sizes[axis]:
             return dtypes.main_grad.itemsize

@@ -29,8 +29,8 @@ every backward, whatever the timing.
 A backward that is not the step's last has said that gradients are not complete, so where lanes go
 on without the host (``Lane.runs_ahead``) it ends without waiting for its reductions. They are over
 before the next backward stages anything. Whoever gets, sets or clears ``.grad`` of a sharded
-parameter, clips, scales, zeroes buffers or steps waits for them first (``GradientReads`` in
-``flat_dtensor/outside_reads.py``). Who has looked may hold the tensor, which the next reduction
+parameter, clips, scales, zeroes buffers or steps waits for them first (``GradientAccess`` in
+``flat_dtensor/parameter_access.py``). Who has looked may hold the tensor, which the next reduction
 writes: from then until gradients are cleared, each backward waits as it ends. On CPU it always
 does: the host drives the reductions, and a rank that looked and one that did not would drive them
 in different orders.
@@ -397,7 +397,7 @@ class Reductions:
     def _leave_in_flight(self) -> None:
         """See [Note: Reductions left in flight]."""
         reads = [buffer.reads.gradients for buffer in self._buffers]
-        if self._wait_later is None or any(each.were_asked for each in reads):
+        if self._wait_later is None or any(each.were_accessed for each in reads):
             self.wait()
         elif len(self._in_flight):
             self._in_flight.end_backward()

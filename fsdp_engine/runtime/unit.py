@@ -399,7 +399,7 @@ class Unit:
             return True
         if self.num_aside and self.num_missing_grads:
             return True  # the model's forward may have read what its modules' calls have not
-        return any(buffer.reads.num_open for buffer in self.trainable)
+        return any(buffer.reads.num_pending_reads for buffer in self.trainable)
 
     @property
     def num_missing_grads(self) -> int:

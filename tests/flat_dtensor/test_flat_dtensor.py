@@ -114,7 +114,7 @@ def test_a_placement_names_the_axes_that_cut(mesh: DeviceMesh) -> None:
 def test_a_placement_refuses_what_cannot_be(mesh: DeviceMesh) -> None:
     with pytest.raises(ValueError, match=r"stop <= 30 .* found \[4, 31\)"):
         FlatPlacement(torch.Size((6, 5)), 4, 31, mesh)
-    with pytest.raises(ValueError, match="0 to 1 cut axes; found 2"):
+    with pytest.raises(ValueError, match="0 to 1 sharded axes; found 2"):
         FlatPlacement(torch.Size((6, 5)), 4, 5, mesh, num_cut_axes=2)
 
 
@@ -300,7 +300,7 @@ def test_a_refusal_says_what_was_expected_and_found(mesh: DeviceMesh) -> None:
     flat = flat_of(torch.rand(SHAPE), mesh)
     with pytest.raises(ValueError, match=r"^layer_norm: not defined .*shape \(6, 5\), el"):
         F.layer_norm(flat, (5,))
-    with pytest.raises(ValueError, match="initialise full parameters instead"):
+    with pytest.raises(ValueError, match="initialize full parameters instead"):
         torch.randn_like(flat)
 
 

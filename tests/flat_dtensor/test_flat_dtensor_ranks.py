@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement, full_reductions
-from fsdp_engine.flat_dtensor.whole_norm import WholeNorm
+from fsdp_engine.flat_dtensor.full_norm import FullNorm
 from tests.pool import Ranks
 
 SHAPES: list[tuple[int, ...]] = [(), (1,), (3,), (17,), (4, 5), (2, 3, 7), (0,), (2, 0, 3), (1, 64)]
@@ -183,7 +183,7 @@ def reductions_agree(mesh_shape: tuple[int, ...], num_cut: int) -> None:
                         reduction(flat)
                     continue
                 found = reduction(flat)
-                assert type(found) in (Tensor, WholeNorm), index
+                assert type(found) in (Tensor, FullNorm), index
                 where = f"reduction {index} of shape {shape}"
                 torch.testing.assert_close(found, expected, equal_nan=True, msg=where)
 
@@ -269,7 +269,7 @@ def clipping(foreach: bool | None, norm_type: float) -> int:
     finally:
         full_reductions.reduce_over = reduce_over
     expected = nn.utils.clip_grad_norm_(full, 1.0, norm_type)
-    assert type(norm) is WholeNorm
+    assert type(norm) is FullNorm
     torch.testing.assert_close(norm, expected)
     for p, q in zip(full, flat, strict=True):
         assert p.grad is not None
@@ -474,7 +474,7 @@ def plain_tensors_are_changed_as_a_whole() -> None:
         row.mul_(flat)  # as torch does
     large = torch.rand(300, 300)
     assert torch.equal(torch.ones(300, 300).mul_(flat_of(large, mesh, 1)), large)
-    with pytest.raises(ValueError, match="not gathered without being asked for"):
+    with pytest.raises(ValueError, match="not gathered implicitly"):
         torch.ones(300).mul_(flat_of(large, mesh, 1))
 
 

@@ -50,7 +50,7 @@ def _model() -> tuple[nn.Module, Tensor, Any]:
     return model, whole, model[0].weight
 
 
-@pytest.mark.filterwarnings("ignore:.*gathers the whole tensor")
+@pytest.mark.filterwarnings("ignore:.*gathers the full tensor")
 @on_ranks(2)
 def test_functions_along_dims_answer_as_plain_torch() -> None:
     _, whole, param = _model()
@@ -66,7 +66,7 @@ def test_functions_along_dims_answer_as_plain_torch() -> None:
         torch.testing.assert_close(param.grad.full_tensor(), plain.grad)
 
 
-@pytest.mark.filterwarnings("ignore:.*gathers the whole tensor")
+@pytest.mark.filterwarnings("ignore:.*gathers the full tensor")
 @on_ranks(2)
 def test_a_change_that_would_be_lost_raises() -> None:
     _, whole, param = _model()
@@ -84,7 +84,7 @@ def test_a_change_that_would_be_lost_raises() -> None:
     torch.testing.assert_close(param.full_tensor().detach(), whole)
 
 
-@pytest.mark.filterwarnings("ignore:.*gathers the whole tensor")
+@pytest.mark.filterwarnings("ignore:.*gathers the full tensor")
 @on_ranks(2)
 def test_a_view_is_a_tensor_for_everything_else() -> None:
     model, whole, param = _model()
@@ -120,7 +120,5 @@ def test_an_optimizer_that_needs_matrices_is_refused_in_one_sentence() -> None:
     model, _, param = _model()
     model(torch.ones(2, 8)).sum().backward()
     optimizer = torch.optim.Muon([param], lr=0.1)
-    with pytest.raises(
-        RuntimeError, match=r"Muon: expected .* found one that needs whole matrices"
-    ):
+    with pytest.raises(RuntimeError, match=r"Muon: expected .* found one that needs full matrices"):
         optimizer.step()

@@ -65,7 +65,7 @@ def test_the_outer_level_is_no_shard_unless_given() -> None:
 
 
 def test_each_level_cuts_one_role_more_than_the_one_below() -> None:
-    cut = {name: {role for role in Role if level.cuts(role)} for name, level in LEVELS.items()}
+    cut = {name: {role for role in Role if level.shards(role)} for name, level in LEVELS.items()}
     assert cut == {
         "no_shard": set(),
         "optim": {Role.OPTIM},
@@ -80,7 +80,7 @@ def test_depths_nest_and_count_the_axes_that_cut_a_role(strategy: Strategy) -> N
     assert depths == sorted(depths)
     for role in Role:
         # What is cut along the outer axis is cut along the inner one, so the depth says which.
-        cut = [axis for axis in AXIS_BELOW_DEPTH if strategy.cuts(role, axis)]
+        cut = [axis for axis in AXIS_BELOW_DEPTH if strategy.shards(role, axis)]
         assert cut == list(AXIS_BELOW_DEPTH[: strategy.depth(role)])
 
 
@@ -147,7 +147,7 @@ def simulate(level: Level, size: int, numel: int, num_microbatches: int) -> tupl
     are cut, a gradient summed over the ranks wherever the optimizer state is held.
     """
     params, grads = Ring(size, numel), Ring(size, numel)
-    cuts = {role: level.cuts(role) for role in Role}
+    cuts = {role: level.shards(role) for role in Role}
     weights = list(range(numel))
     shards = [weights[params.part(rank)] for rank in range(size)]
     local = [[(rank + 1) * (i + 1) for i in range(numel)] for rank in range(size)]
