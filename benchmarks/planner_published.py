@@ -25,8 +25,8 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import fsdp_engine as fe
-from fsdp_engine.planner.inputs import inputs_of
-from fsdp_engine.simulation.known_operations import KnownOperations
+from fsdp_engine.planner.command_inputs import example_inputs
+from fsdp_engine.simulation.operation_cache import OperationCache
 
 H100_REPORT = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
 A100_REPORT = "torchtitan, docs/performance.md of 2024"
@@ -180,13 +180,13 @@ def plan(job: Job, *, recomputes: bool) -> dict[str, Any]:
     found = fe.simulate(
         job.build,
         job.world_size,
-        batch=inputs_of(job.build(), (job.rows, job.length)),
+        batch=example_inputs(job.build(), (job.rows, job.length)),
         machine=job.machine,
         strategy="optim_grads_params",
         checkpointing=recomputes,
         microbatches=job.microbatches,
         mp_policy=job.policy,
-        known=KnownOperations(),
+        known=OperationCache(),
     )
     speed = job.microbatches * job.rows * job.length / found.seconds
     return {

@@ -11,7 +11,7 @@ one thread; what counts is its time, imports apart, and the most memory that was
 the wall's time stands the processor's, which other work on the machine changes less.
 
 Rows are simulated one after the other and share what operations return
-([Note: Known operations], ``simulation/known_operations.py``). ``--afresh`` has torch work out
+([Note: Operation cache], ``simulation/operation_cache.py``). ``--afresh`` has torch work out
 everything each time, as a comparison, in every ninth row. Results of models that were not run stay
 in the file.
 """
@@ -37,7 +37,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
-from fsdp_engine.simulation.known_operations import KnownOperations
+from fsdp_engine.simulation.operation_cache import OperationCache
 from fsdp_engine.strategies import ALL_STRATEGIES
 
 WORLD_SIZE = 1024
@@ -191,7 +191,7 @@ def recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
-class WorkedOut(KnownOperations):
+class WorkedOut(OperationCache):
     """Knows nothing: torch works out every operation."""
 
     def run(self, mode: Any, func: Any, args: Any, kwargs: Any) -> tuple[Any, None]:
@@ -201,7 +201,7 @@ class WorkedOut(KnownOperations):
 def simulate_all(name: str, afresh: bool) -> dict[str, Any]:
     """All rows of one model, in this process, by one thread."""
     torch.set_num_threads(1)
-    known = WorkedOut() if afresh else KnownOperations()
+    known = WorkedOut() if afresh else OperationCache()
     tokens = torch.zeros(1, TOKENS, dtype=torch.long)
     rows, began, worked = {}, time.perf_counter(), time.process_time()
     for row in ROWS[:: 9 if afresh else 1]:

@@ -191,7 +191,7 @@ def main() -> None:
     torch.set_num_threads(1)
     load = os.getloadavg()[0]
     print(f"load average {load:.1f}" + (": the machine is not quiet" if load > 1 else ""))
-    machine = fe.Machine.load(args.machine) if args.machine else calibrate(tell=True)
+    machine = fe.Machine.load(args.machine) if args.machine else calibrate(verbose=True)
     results = {name: run(name, machine, args.rounds) for name in args.models}
     if not args.keep:
         figures = {

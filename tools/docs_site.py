@@ -44,7 +44,7 @@ PUBLIC_NAMES = {
     ),
     "planner": (
         "Planner and simulation",
-        "plan Planning estimate Estimate simulate Simulation SimulationError Machine "
+        "plan StrategyPlan estimate Estimate simulate Simulation SimulationError Machine "
         "A100 H100 H200 B200",
     ),
 }

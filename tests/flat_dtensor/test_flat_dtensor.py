@@ -195,7 +195,7 @@ INPUTS: dict[str, Callable[[], list[Any]]] = {
 }
 
 
-def inputs_of(name: str) -> list[list[Any]]:
+def example_inputs(name: str) -> list[list[Any]]:
     """Arguments to try: the listed ones, else tensors until the function takes them."""
     if name in INPUTS:
         return [INPUTS[name]()]
@@ -207,7 +207,7 @@ def inputs_of(name: str) -> list[list[Any]]:
 @pytest.mark.parametrize("name", sorted(functions._ELEMENTWISE))
 def test_a_listed_function_is_elementwise(mesh: DeviceMesh, name: str) -> None:
     function = torch_function(name)
-    for args in inputs_of(name):
+    for args in example_inputs(name):
         try:
             expected = function(*args)
         except (RuntimeError, TypeError):

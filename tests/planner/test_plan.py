@@ -43,13 +43,13 @@ OPTIONS = {"mp_policy": POLICY, "min_unit_size": 0}
 
 
 @functools.cache
-def planned() -> fe.Planning:
+def planned() -> fe.StrategyPlan:
     """Of the model above, its blocks apart, with memory for all."""
     return fe.plan(build, batch, world_size=WORLD, machine=MACHINE, memory=2.0**30, **OPTIONS)
 
 
 @functools.cache
-def planned_tightly() -> fe.Planning:
+def planned_tightly() -> fe.StrategyPlan:
     """The same with too little for the fastest."""
     return planned().within(a_limit())
 
@@ -152,20 +152,20 @@ def test_those_that_fit_come_first_and_the_fastest_of_them_is_chosen() -> None:
 def test_words_say_what_why_and_what_would_help() -> None:
     text = str(planned_tightly())
     chosen, *_ = planned_tightly().outcomes
-    assert f"Take {chosen.candidate}: " in text
+    assert f"Use {chosen.candidate}: " in text
     faster = [
         each for each in planned_tightly().outcomes if not each.fits and is_faster(each, chosen)
     ]
     nearest = min(faster, key=lambda each: each.rate)
-    assert f"The next faster one, {nearest.candidate}, is " in text
-    assert f"most of what it holds is {nearest.largest_kind}" in text
+    assert f"The next faster candidate, {nearest.candidate}, is " in text
+    assert f"the largest part of its memory is {nearest.largest_kind}" in text
     assert "Bottleneck: the host; compute takes" in text  # so small a model on so large a machine
     for row in (line for line in text.splitlines() if ", " in line and "│" in line):
         assert re.search(rf"│ -[\d,]+, ({'|'.join(KINDS)}) │", row), row
     lacking = [each for each in planned_tightly().outcomes if not each.fits]
     assert text.count(f", {lacking[0].largest_kind} │") > 0
     loose = str(planned())
-    assert "Nothing that does not fit would be faster." in loose
+    assert "No candidate that does not fit would be faster." in loose
     assert "With a microbatch twice as large: " in loose
     assert "With 4 microbatches a step: " in loose
 
@@ -264,17 +264,17 @@ def test_a_model_that_reads_values_is_planned_by_formulas() -> None:
     assert_fit_is_unknown(planning)
 
 
-def assert_fit_is_unknown(planning: fe.Planning) -> None:
+def assert_fit_is_unknown(planning: fe.StrategyPlan) -> None:
     assert [each.fits for each in planning.outcomes] == [None] * len(planning.outcomes)
     assert planning.chosen is None
     text = str(planning)
-    assert "Whether anything fits is unknown" in text
-    assert "Take " not in text
-    with pytest.raises(ValueError, match="found none known to fit, since activations are unknown"):
+    assert "Whether any candidate fits is therefore unknown" in text
+    assert "Use " not in text
+    with pytest.raises(ValueError, match="none that is known to fit, since activations"):
         _ = planning.best
     small = planning.within(1.0)
     assert [each.fits for each in small.outcomes] == [False] * len(small.outcomes)
-    assert "Nothing fits 1 B." in str(small)
+    assert "No candidate fits 1 B." in str(small)
 
 
 class Mistaken(nn.Module):
@@ -324,8 +324,8 @@ class Reading(nn.Module):
 @pytest.mark.parametrize(
     ("build", "error", "message"),
     [
-        (int, TypeError, "build: expected a function that makes a torch.nn.Module; found int"),
-        (Reading, fe.SimulationError, "building the model cannot go on at .*test_plan.py"),
+        (int, TypeError, "build: expected a function that returns a torch.nn.Module; found int"),
+        (Reading, fe.SimulationError, "building the model failed at .*test_plan.py"),
     ],
 )
 def test_a_model_that_cannot_be_built(
@@ -336,7 +336,7 @@ def test_a_model_that_cannot_be_built(
 
 
 def test_a_batch_of_a_wrong_shape_is_an_error() -> None:
-    with pytest.raises(fe.SimulationError, match="forward cannot go on"):
+    with pytest.raises(fe.SimulationError, match="forward failed"):
         fe.plan(Searching, torch.ones(2, 7), world_size=WORLD, machine=MACHINE)
 
 
@@ -344,24 +344,24 @@ def test_nothing_fits() -> None:
     planning = planned().within(2.0**10)
     assert planning.chosen is None
     text = str(planning)
-    assert "Nothing fits 1.0 KiB. The nearest is" in text
-    with pytest.raises(ValueError, match="plan: expected a way that fits; found none"):
+    assert "No candidate fits 1.0 KiB. The nearest is" in text
+    with pytest.raises(ValueError, match="plan: expected a candidate that fits; found none"):
         _ = planning.best
 
 
 def test_it_is_saved_and_loaded(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     planned_tightly().save(path)
-    loaded = fe.Planning.load(path)
+    loaded = fe.StrategyPlan.load(path)
     assert loaded.setting == planned_tightly().setting
     assert loaded.outcomes == planned_tightly().outcomes
     assert str(loaded) == str(planned_tightly())
     path.write_text(json.dumps({"setting": {}}))
-    with pytest.raises(ValueError, match=r"plan\.json: expected a planning as `save` writes it"):
-        fe.Planning.load(path)
+    with pytest.raises(ValueError, match=r"plan\.json: expected a plan as written by `save`"):
+        fe.StrategyPlan.load(path)
     path.write_text("{")
-    with pytest.raises(ValueError, match="expected a planning"):
-        fe.Planning.load(path)
+    with pytest.raises(ValueError, match="expected a plan"):
+        fe.StrategyPlan.load(path)
 
 
 def test_its_picture_shows_every_row_and_the_limit(tmp_path: Path) -> None:
@@ -406,7 +406,7 @@ def test_the_chosen_step_can_be_simulated_again() -> None:
         ({"world_size": 0}, "world_size: expected 1 rank or more; found 0"),
         ({"machine": "abacus"}, "machine: expected one of a100, h100, h200, b200, or a file"),
         ({"meshes": [(3,)]}, "meshes: expected one or two sizes of 4 ranks each; found"),
-        ({"meshes": []}, "expected something to try; found nothing"),
+        ({"meshes": []}, "expected at least one candidate; found none"),
         ({"microbatch_sizes": (1,), "batch": batch()}, "batch: expected a function of the"),
         ({"microbatches": 0}, "microbatches: expected at least 1; found 0"),
         ({"build": "tests.models:nothing"}, "build: expected a function 'nothing'"),
@@ -423,7 +423,7 @@ def test_wrong_arguments(changes: dict[str, object], message: str) -> None:
 
 
 def _shard_by_plan(path: str, mesh_sizes: tuple[int, ...] | None) -> tuple[object, ...]:
-    planning = fe.Planning.load(path)
+    planning = fe.StrategyPlan.load(path)
     mesh = None if mesh_sizes is None else init_device_mesh("cpu", mesh_sizes)
     model = build()
     engine = fe.shard(
@@ -453,7 +453,7 @@ def test_auto_takes_the_best_of_a_planning(
 
 
 def _refusals(path: str, small: str) -> list[str]:
-    planning, nothing = fe.Planning.load(path), fe.Planning.load(small)
+    planning, nothing = fe.StrategyPlan.load(path), fe.StrategyPlan.load(small)
     told = []
     tries = [
         {"strategy": "auto"},
@@ -481,19 +481,19 @@ def test_auto_refuses_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
         assert "plan: expected what fe.plan found" in told[0]
         assert 'strategy: expected "auto" with a plan' in told[1]
         assert "outer_strategy: expected None with" in told[2]
-        assert "expected a way that fits; found none" in told[3]
-        assert "Nothing fits 1.0 KiB" in told[3]
-        assert "expected a way that fits; found none" in told[4]
+        assert "expected a candidate that fits; found none" in told[3]
+        assert "No candidate fits 1.0 KiB" in told[3]
+        assert "expected a candidate that fits; found none" in told[4]
 
 
 def _shard_on_two(path: str) -> None:
     dist.get_rank()
-    fe.shard(build(), strategy="auto", plan=fe.Planning.load(path))
+    fe.shard(build(), strategy="auto", plan=fe.StrategyPlan.load(path))
 
 
 def test_a_planning_for_other_ranks_is_refused(ranks: Ranks, tmp_path: Path) -> None:
     planned().save(tmp_path / "plan.json")
-    with pytest.raises(RankError, match="plan: expected a planning for 2 ranks; found one for 4"):
+    with pytest.raises(RankError, match="plan: expected a plan for 2 ranks; found one for 4"):
         ranks.run(_shard_on_two, str(tmp_path / "plan.json"), world_size=2)
 
 

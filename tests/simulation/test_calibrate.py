@@ -142,7 +142,7 @@ def test_ranks_measure_together_and_nodes_apart() -> None:
         assert 0 < link.processor_share <= 1
     with (
         patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "3"}),
-        pytest.raises(ValueError, match="expected as many ranks on each node; found 4 ranks, of"),
+        pytest.raises(ValueError, match="same number of ranks on each node; found 4 ranks, 3"),
     ):
         fe.simulation.calibrate.calibrate(seconds=0.02)
 

@@ -248,7 +248,7 @@ def test_presets_are_machines_that_can_be_saved(preset: Machine, tmp_path: Path)
 def test_a_file_that_is_no_machine(tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     path.write_text('{"name": "x"}')
-    with pytest.raises(ValueError, match="expected a machine as `calibrate` writes it"):
+    with pytest.raises(ValueError, match="expected a machine as written by `calibrate`"):
         Machine.load(path)
 
 
@@ -394,7 +394,7 @@ def test_many_ranks_cost_no_more_than_few() -> None:
         ({"mesh": (3, 4)}, "mesh: expected one or two sizes of 8 ranks"),
         ({"microbatches": 0}, "microbatches: expected at least 1"),
         ({"strategy": "zero"}, "strategy: expected one of"),
-        ({"config": fe.DistributedDataParallelConfig(check_for_nan_in_grad=True)}, "no check of"),
+        ({"config": fe.DistributedDataParallelConfig(check_for_nan_in_grad=True)}, "no checks of"),
     ],
 )
 def test_arguments_that_cannot_be(options: dict[str, Any], message: str) -> None:
@@ -456,7 +456,7 @@ def test_what_the_engine_can_do_a_simulation_can(options: dict[str, Any]) -> Non
 
 def test_a_model_without_a_loss_says_so() -> None:
     tokens, _ = token_batch(4, 0)
-    with pytest.raises(ValueError, match="loss: expected a function that makes the loss"):
+    with pytest.raises(ValueError, match="loss: expected a function that returns the loss"):
         fe.simulate(TwoOutputs, 2, batch=tokens)
     result = fe.simulate(TwoOutputs, 2, batch=tokens, loss=lambda found: found[1].sum())
     assert result.seconds > 0
