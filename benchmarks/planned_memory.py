@@ -2,12 +2,11 @@
 
     python benchmarks/planned_memory.py
 
-GPTs on two gloo ranks, in bf16 with gradients in fp32 that travel in bf16, so that every kind of
-transient memory exists. Without: the most that is in use in a step, and what is kept idle between
-steps. With: the arenas, which are held all the time; how many storages a plan left without an
-address; and the host's time for filling and draining a storage of a megabyte, in turns. Then plans
-alone, of rows of units whose sizes are drawn at random: how long arenas are over what is full at
-once.
+GPTs on two gloo ranks, in bf16 with gradients in fp32 that are reduced in bf16, so that every kind
+of transient memory exists. Without planned addresses: the peak in a step, and idle memory between
+steps. With them: the arenas, which are always allocated; the number of storages without an address;
+and the host time to allocate and free a storage of a megabyte, alternately. Then plans alone, for
+sequences of units of random sizes: the length of arenas relative to the peak of full units.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def measure(config: GPTConfig) -> dict[str, Any]:
 
 
 def measure_level(config: GPTConfig, level: str, name: str) -> dict[str, Any]:
-    """Of one level and budget."""
+    """Bytes of each role for one level and budget."""
     found: dict[str, Any] = {}
     budget = {"default": None, "one unit ahead": 1, "nothing ahead": 0}[name]
     policy = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16, grad_comm_dtype=torch.bfloat16)
@@ -95,7 +94,7 @@ def measure_level(config: GPTConfig, level: str, name: str) -> dict[str, Any]:
 
 
 def time_fills() -> dict[str, list[float]]:
-    """Microseconds of a fill and a drain."""
+    """Microseconds to allocate and free a storage."""
 
     def cycle(storage: TransientStorage) -> None:
         storage.fill()
@@ -119,8 +118,8 @@ def time_fills() -> dict[str, list[float]]:
 
 
 def plan_rows() -> dict[str, list[float]]:
-    """Length of the arena over what is full at once, for rows of 3 to 60 units of 1 to 50 pages,
-    by how many units are gathered ahead."""
+    """Length of the arena relative to the peak of full units, for sequences of 3 to 60 units of 1
+    to 50 pages, by the number of prefetched units."""
     choose = random.Random(1)
     found: dict[str, list[float]] = {}
     for num_ahead in (1, 2, 3):
@@ -136,7 +135,7 @@ def plan_rows() -> dict[str, list[float]]:
 
 
 def show(title: str, found: dict[str, Any]) -> None:
-    """A table of one model."""
+    """Print the table of one model."""
     rows = []
     for name, each in found.items():
         used = sum(each[f"{role} in use"] for role in ROLES)
