@@ -43,7 +43,7 @@ _FUNCTIONS: list[Callable[[Any], Any]] = [
 
 
 def _model() -> tuple[nn.Module, Tensor, Any]:
-    """A sharded model, one of its weights, and the same weight whole."""
+    """A sharded model, one of its weights, and the same full weight."""
     model = nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 3))
     whole = model[0].weight.detach().clone()
     fully_shard(model)
@@ -102,7 +102,7 @@ def test_a_view_is_a_tensor_for_everything_else() -> None:
 
 
 @on_ranks(2)
-def test_gathering_is_said_once_for_each_function() -> None:
+def test_the_warning_about_a_gather_is_shown_once_per_function() -> None:
     _, _, param = _model()
     gathered._warned.clear()
     with warnings.catch_warnings(record=True) as said:

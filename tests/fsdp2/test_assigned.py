@@ -145,7 +145,7 @@ def _assign_again() -> None:
     model.load_state_dict(_distributed(model, values), assign=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     first = _losses(model, optimizer)
-    # After a forward the engine takes them, and the same optimizer goes on.
+    # After a forward the engine handles assignments; the same optimizer remains valid.
     model.load_state_dict(_distributed(model, values), assign=True)
     optimizer.state.clear()
     torch.testing.assert_close(_losses(model, optimizer), first)

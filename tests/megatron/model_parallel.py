@@ -1,6 +1,6 @@
-"""Small models that are cut by hand over tensor, pipeline and expert ranks, and their pieces.
+"""Small models that are manually sharded over tensor, pipeline and expert ranks, and their layers.
 
-Each is written once: over one rank it is the single process that the others must come to.
+Over one rank each model is the reference for the results of several ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every argument of the planner, given what it does not take: an error that names the argument."""
+"""Invalid values for every argument of the planner: the error names the argument."""
 
 from __future__ import annotations
 

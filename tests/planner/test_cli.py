@@ -140,11 +140,11 @@ def test_memory_that_does_not_suffice_is_shown_as_missing() -> None:
     assert [row[-1].startswith("-") for row in table] == [True, False, False, False]
 
 
-def test_where_nothing_fits_there_is_the_table_and_a_status_that_says_so() -> None:
+def test_if_no_candidate_fits_the_table_is_printed_and_the_status_differs() -> None:
     assert len(cells(run("plan --elements 8e9 --world 8 --memory 1", status=NOTHING_FITS))) == 4
 
 
-def test_a_table_is_never_cut_short_by_a_narrow_terminal() -> None:
+def test_a_narrow_terminal_does_not_truncate_the_table() -> None:
     output = run("plan --elements 1e9 --world 64 --outer 8")
     assert "…" not in output
     assert all(len(row) == 11 for row in cells(output))
@@ -215,7 +215,7 @@ def test_a_model_that_reads_a_row_of_numbers_while_it_is_built_is_planned(folder
     assert "Use " in run(f"{dropping} --batch planned_models:batch")
 
 
-def test_too_little_memory_gives_the_table_and_a_status(folder: Path) -> None:
+def test_too_little_memory_prints_the_table_and_sets_the_status(folder: Path) -> None:
     output = run(f"{COUNTING} --recompute off --memory 0.000001", status=NOTHING_FITS)
     assert len(cells(output)) == 4
     assert "No candidate fits 1.0 KiB." in output
@@ -307,7 +307,7 @@ BAD: list[tuple[str, str]] = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), BAD)
-def test_mistakes_are_told_without_a_traceback(folder: Path, arguments: str, message: str) -> None:
+def test_errors_are_printed_without_a_traceback(folder: Path, arguments: str, message: str) -> None:
     (folder / "binary.json").write_bytes(b"\x80\xffPK")
     output = run(f"plan {arguments}", status=2)
     # The box around an error breaks lines; only the words matter.
@@ -315,7 +315,7 @@ def test_mistakes_are_told_without_a_traceback(folder: Path, arguments: str, mes
     assert "Traceback" not in output
 
 
-def test_a_module_beside_the_user_is_found_once(folder: Path) -> None:
+def test_a_module_in_the_working_directory_is_found(folder: Path) -> None:
     before = len(sys.path)
     build_on_meta("planned_models:build")
     build_on_meta("planned_models:build")

@@ -68,7 +68,7 @@ FAMILIES: dict[str, tuple[str, Any, tuple[int, ...], dict[str, tuple[int, ...]]]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_is_called_with_what_it_takes(family: str) -> None:
+def test_example_inputs_match_the_forward_of_a_model(family: str) -> None:
     name, config, sizes, shapes = FAMILIES[family]
     architecture = getattr(transformers, name)
 

@@ -1,4 +1,4 @@
-"""``fe.plan``: rows, the choice, what is said of it, and what ``fe.shard`` makes of it."""
+"""``fe.plan``: outcomes, the choice, the recommendation, and ``fe.shard`` with a plan."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def planned() -> fe.StrategyPlan:
 
 @functools.cache
 def planned_tightly() -> fe.StrategyPlan:
-    """The same with too little for the fastest."""
+    """The same plan with a memory limit that excludes the fastest candidate."""
     return planned().within(a_limit())
 
 
@@ -98,7 +98,7 @@ def test_meshes_that_fit(world: int, node: int, expected: list[tuple[int, ...]])
     assert fitting_meshes(world, node) == expected
 
 
-def test_a_row_is_what_a_simulation_of_it_finds() -> None:
+def test_an_outcome_equals_its_simulation() -> None:
     for outcome in planned().outcomes[::9]:
         candidate = outcome.candidate
         found = fe.simulate(
@@ -135,7 +135,7 @@ def test_bytes_sent_are_those_of_the_formulas() -> None:
         assert outcome.sent.get("outer", 0) == formula.outer_traffic_bytes, candidate
 
 
-def test_those_that_fit_come_first_and_the_fastest_of_them_is_chosen() -> None:
+def test_outcomes_that_fit_are_first_and_the_fastest_is_chosen() -> None:
     limit = a_limit()
     outcomes = planned_tightly().outcomes
     fits = [each.fits for each in outcomes]
@@ -149,7 +149,7 @@ def test_those_that_fit_come_first_and_the_fastest_of_them_is_chosen() -> None:
     assert chosen.rate >= 0.998 * max(each.rate for each in outcomes if each.fits)
 
 
-def test_words_say_what_why_and_what_would_help() -> None:
+def test_the_recommendation_contains_choice_reason_and_changes() -> None:
     text = str(planned_tightly())
     chosen, *_ = planned_tightly().outcomes
     assert f"Use {chosen.candidate}: " in text
@@ -205,7 +205,7 @@ def test_a_batch_that_cannot_be_doubled_is_no_advice() -> None:
     assert [each.change for each in planning.trials] == ["4 microbatches a step"]
 
 
-def test_what_is_waited_for_is_named() -> None:
+def test_the_bottleneck_is_named() -> None:
     slow = fe.A100.between_nodes.__class__(1e6, 0.0)
     runs = {"world_size": WORLD, "checkpointing": (False,), "min_unit_size": 0}
     between = fe.plan(build, batch, machine=replace(MACHINE, between_nodes=slow), **runs)
@@ -218,7 +218,7 @@ def test_what_is_waited_for_is_named() -> None:
     )
 
 
-def test_microbatch_sizes_are_tried_and_compared_by_what_they_get_done() -> None:
+def test_microbatch_sizes_are_compared_by_their_rate() -> None:
     planning = fe.plan(
         build,
         batch,
@@ -238,7 +238,7 @@ def test_microbatch_sizes_are_tried_and_compared_by_what_they_get_done() -> None
 
 
 class Searching(nn.Module):
-    """Goes on as long as a value says."""
+    """A loop whose length depends on a value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -437,7 +437,7 @@ def _shard_by_plan(path: str, mesh_sizes: tuple[int, ...] | None) -> tuple[objec
 
 
 @pytest.mark.parametrize("mesh", [None, (4,), (2, 2)])
-def test_auto_takes_the_best_of_a_planning(
+def test_auto_uses_the_best_candidate_of_a_plan(
     ranks: Ranks, tmp_path: Path, mesh: tuple[int, ...] | None
 ) -> None:
     planning = planned_tightly()
@@ -497,7 +497,7 @@ def test_a_planning_for_other_ranks_is_refused(ranks: Ranks, tmp_path: Path) -> 
         ranks.run(_shard_on_two, str(tmp_path / "plan.json"), world_size=2)
 
 
-def test_best_gives_what_was_planned_with() -> None:
+def test_best_contains_the_options_of_the_plan() -> None:
     best = planned().best
     assert best["mp_policy"] is POLICY
     assert best["min_unit_size"] == 0

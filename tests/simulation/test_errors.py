@@ -1,4 +1,4 @@
-"""Models and arguments that cannot be simulated say which line, and why."""
+"""Errors of models and arguments that cannot be simulated: line and reason."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def in_backward(x: Tensor) -> Tensor:
     ],
 )
 @pytest.mark.parametrize("level", ["no_shard", "optim_grads_params"])
-def test_what_cannot_run_says_which_line_and_why(
+def test_the_error_names_the_line_and_the_reason(
     then: Callable[[Tensor], Tensor], phase: str, reason: str, level: str
 ) -> None:
     with pytest.raises(fe.SimulationError) as caught:
@@ -106,7 +106,7 @@ class Listening(logging.Handler):
         self.heard.append(record.getMessage())
 
 
-def test_torch_logs_no_traceback_of_its_own() -> None:
+def test_torch_does_not_log_a_traceback() -> None:
     log, handler = logging.getLogger("torch._subclasses.fake_tensor"), Listening()
     log.addHandler(handler)
     try:
@@ -118,7 +118,7 @@ def test_torch_logs_no_traceback_of_its_own() -> None:
     assert not log.disabled
 
 
-def test_loss_build_batch_and_optimizer_may_fail_too() -> None:
+def test_errors_of_loss_build_batch_and_optimizer_are_converted() -> None:
     def fails(*_: Any) -> Any:
         raise KeyError("mine")
 

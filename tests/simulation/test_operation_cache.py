@@ -1,7 +1,7 @@
-"""Results made by a recipe are those that torch works out, and simulations come out the same.
+"""Results from recipes equal those of torch, and simulations with the cache are identical.
 
-Whole simulations are compared, with everything that they tell: seconds, every span, exposed times,
-memory by kind, budgets. Equal means equal, not close.
+Complete simulations are compared exactly, with all fields: seconds, every span, exposed times,
+memory by kind, budgets.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LEVELS = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
 
 class WorkedOut(OperationCache):
-    """Knows nothing, ever."""
+    """A cache that stores no recipes."""
 
     def run(
         self, mode: FakeTensorMode, func: Any, args: Any, kwargs: Any
@@ -75,7 +75,7 @@ class GroupedHeads(nn.Module):
 
 
 class Experts(nn.Module):
-    """Rows go to their two best experts, as many as there is room for."""
+    """Rows are routed to their two best experts, up to their capacity."""
 
     def __init__(self, experts: int = 4, hidden: int = 10) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
 def compare(
     build: Callable[[], nn.Module], batch: Any, known: OperationCache, **options: Any
 ) -> None:
-    """Simulate twice: with what is known, and with nothing known."""
+    """Simulate twice: with and without the cache."""
     run: dict[str, Any] = {"batch": batch, "mesh": (2, 4), **options}
     found = fe.simulate(build, 8, known=known, **run)
     must = fe.simulate(build, 8, known=WorkedOut(), **run)
@@ -214,7 +214,9 @@ def _cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "level", "again"), _cases())
-def test_simulations_come_out_the_same(name: str, level: str, again: bool) -> None:
+def test_simulations_are_identical_with_and_without_the_cache(
+    name: str, level: str, again: bool
+) -> None:
     build, batch = MODELS[name]
     known = OperationCache()
     compare(recomputed(build) if again else build, batch, known, strategy=level)
@@ -238,12 +240,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
         for name, each in OPTIONS.items()
     ],
 )
-def test_options_make_no_difference(options: dict[str, Any]) -> None:
+def test_options_do_not_affect_the_cache(options: dict[str, Any]) -> None:
     build, batch = MODELS["GPT"]
     compare(build, batch, OperationCache(), strategy="optim_grads_params", **options)
 
 
-def test_what_one_simulation_has_worked_out_others_know() -> None:
+def test_simulations_share_a_cache() -> None:
     build, batch = MODELS["GPT"]
     known = OperationCache()
     for level in ("optim", "optim_grads_params"):
@@ -254,7 +256,7 @@ def test_what_one_simulation_has_worked_out_others_know() -> None:
         afresh = alone.num_misses
         if level == "optim":
             assert known.num_misses == afresh
-    # What is left has no recipe: messages, tensors over storages of the engine.
+    # The others have no recipe: collectives, tensors over storages of the engine.
     assert known.num_misses - before < afresh / 2
 
 
@@ -298,7 +300,7 @@ def test_a_llama_of_transformers_that_checkpoints_itself() -> None:
 
 
 class Compared(TorchDispatchMode):
-    """Every operation is worked out, too; what it returns by a recipe must be the same."""
+    """A cache that also runs every operation, and compares its results with the recipe's."""
 
     def __init__(self, mode: FakeTensorMode, known: OperationCache) -> None:
         super().__init__()
@@ -336,7 +338,7 @@ def alike(found: Any, must: Any) -> None:
 
 
 def twice(function: Callable[..., Any], *shapes: tuple[int, ...]) -> set[str]:
-    """Calls it twice with fake tensors, forward and backward; returns what was known then."""
+    """Call it twice with fake tensors, forward and backward. Returns the number of hits."""
     mode, known = FakeTensorMode(), OperationCache()
     with mode, Compared(mode, known) as compared:
         for _ in range(2):
@@ -391,7 +393,7 @@ def test_results_by_recipes(
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_there_is_no_recipe_for(name: str, function: Callable[..., Any]) -> None:
+def test_operations_without_a_recipe(name: str, function: Callable[..., Any]) -> None:
     assert f"aten.{name}" not in twice(function, (3, 4))
 
 
@@ -444,10 +446,10 @@ def test_the_default_dtype_counts() -> None:
         torch.set_default_dtype(before)
 
 
-def test_what_knows_its_value_still_does() -> None:
+def test_constants_keep_their_value() -> None:
     mode, known = FakeTensorMode(), OperationCache()
     with mode, Compared(mode, known):
-        torch.zeros(()) * 2  # of the same shape, and it does not know
+        torch.zeros(()) * 2  # of the same shape, without a constant value
         for value in (1.0, 2.0, 3.0):
             assert (torch.tensor(value) * 2).item() == 2 * value
 
