@@ -46,7 +46,7 @@ from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.simulation.arguments import check_callable, check_count, check_type, listed
 from fsdp_engine.strategies import ALL_STRATEGIES, NO_SHARD, Axis, Role, Strategy
 
-NOT_INCLUDED = "Activations, and memory of kernels and allocators, are not included."
+NOT_INCLUDED = "Activations are not included, nor is memory of kernels and allocators."
 
 
 # The buffers of one planned unit; the root is the first unit.

@@ -251,7 +251,7 @@ BAD: list[tuple[str, str]] = [
     ("--world 8 --model nowhere_at_all:f", "found 'nowhere_at_all' (No module named"),
     ("--world 8 --model planned_models:f", "expected a function 'f' in planned_models; found None"),
     ("--world 8 --model planned_models:not_callable", "found 3"),
-    ("--world 8 --model planned_models:number", "that makes a torch.nn.Module; found int"),
+    ("--world 8 --model planned_models:number", "that returns a torch.nn.Module; found int"),
     ("--world 8 --model planned_models:fails", "found KeyError: 'config.json'"),
     ("--world 8 --model planned_models:needs", "without arguments; found TypeError"),
     ("--world 8 --model planned_models:build --units x.*", "units: expected pattern 'x.*'"),
