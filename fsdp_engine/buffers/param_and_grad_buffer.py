@@ -151,7 +151,7 @@ class ParamAndGradBuffer:
             stop=stop,
             mesh=self.mesh.device_mesh if self.spec.optim_depth else self.mesh.alone,
             given_groups=self.split_groups,
-            num_cut_axes=self._num_cut_mesh_axes,
+            num_sharded_axes=self._num_cut_mesh_axes,
             name=self.records[index].name,
             spread=spread,
             is_written=self.records[index].is_written,
@@ -435,7 +435,7 @@ class ParamAndGradBuffer:
         """The main weights of one parameter, plain and global, where :meth:`gather_main` returned
         ``main``. Collective over others' mesh dimensions."""
         spread, shard = self._spreads[index], main.full(index)
-        return shard if spread is None else spread.whole_of(shard)
+        return shard if spread is None else spread.gather_full(shard)
 
     def gather_main(self, into: Tensor | None = None) -> ShardedBuffer:
         """Full main weights in memory of their own (main's own where nothing is cut); waits.

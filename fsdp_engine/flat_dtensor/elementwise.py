@@ -176,7 +176,7 @@ def slice_of(tensor: Tensor, flat: FlatPlacement) -> Tensor | None:
     )
     if not is_expandable or not shape:
         return None
-    row = math.prod(flat.cut_shape[1:])
+    row = math.prod(flat.sharded_shape[1:])
     first = flat.start // max(row, 1)
     # Expand only the rows that contain the slice.
     expanded = tensor.expand(shape)
@@ -244,7 +244,7 @@ def copy_(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     elif (slice_ := slice_of_distributed(source, flat)) is not None:
         source = slice_
     elif source.shape == flat.shape:
-        source = flat.part_of(_full(source))
+        source = flat.slice_of_full(_full(source))
     else:
         source = scalar(cls, func, source, flat)
     func(target._local_tensor, source, *args[2:], **{k: v for k, v in kwargs.items() if k != "src"})

@@ -76,7 +76,7 @@ def _boxes(shape: tuple[int, ...], prefix: tuple[int, ...], start: int, stop: in
     if not dims:
         return [Box(prefix, (1,) * len(prefix), base, base + 1)]
     row = math.prod(dims[1:])
-    first, last = -(-start // row), stop // row  # whole rows
+    first, last = -(-start // row), stop // row  # complete rows
     if first > last:  # the range lies inside one row
         return _boxes(shape, (*prefix, last), start - last * row, stop - last * row)
     found = []
@@ -137,7 +137,7 @@ class FlatShard(Partial):
             )
         # torch calls this for each axis with several ranks; the last one gathers for all axes.
         last = max(dim for dim in range(mesh.ndim) if mesh.size(dim) > 1)
-        return flat.whole_of(local) if mesh_dim == last else local
+        return flat.gather_full(local) if mesh_dim == last else local
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
         """False: ranks hold final values."""
@@ -186,7 +186,7 @@ class FlatPlacement:
         given_groups: groups over which the tensor is sharded, innermost first. Groups of one rank
             may be omitted. None: :attr:`split_groups` gets them from the mesh, for example after
             unpickling.
-        num_cut_axes: number of mesh axes over which the tensor is sharded, counted from the
+        num_sharded_axes: number of mesh axes over which the tensor is sharded, counted from the
             innermost. None: one for each of ``given_groups``.
         name: of the parameter, for messages; "" if unknown.
         spread: of a tensor that is a DTensor over other mesh dimensions.
@@ -198,7 +198,8 @@ class FlatPlacement:
             False: a plain tensor.
 
     Raises:
-        ValueError: the range is not inside the tensor, or ``num_cut_axes`` exceeds the mesh's axes.
+        ValueError: the range is not inside the tensor, or ``num_sharded_axes`` is not a number of
+            axes of the mesh.
     """
 
     shape: torch.Size
@@ -207,7 +208,7 @@ class FlatPlacement:
     mesh: DeviceMesh
     # Not compared: equal placements may have different groups of the mesh's ranks.
     given_groups: tuple[ProcessGroup, ...] | None = field(default=(), compare=False)
-    num_cut_axes: int | None = None
+    num_sharded_axes: int | None = None
     name: str = field(default="", compare=False)
     spread: TensorParallelSpec | None = None
     is_written: bool = field(default=True, compare=False)
@@ -219,21 +220,21 @@ class FlatPlacement:
     )
 
     def __post_init__(self) -> None:
-        numel = math.prod(self.cut_shape)
+        numel = math.prod(self.sharded_shape)
         if not 0 <= self.start <= self.stop <= numel:
             raise ValueError(
                 f"placement: expected 0 <= start <= stop <= {numel} for shape "
-                f"{tuple(self.cut_shape)}; found [{self.start}, {self.stop})"
+                f"{tuple(self.sharded_shape)}; found [{self.start}, {self.stop})"
             )
         num_groups = len(self.given_groups or ())
-        if self.num_cut_axes is None:
-            object.__setattr__(self, "num_cut_axes", num_groups)
+        if self.num_sharded_axes is None:
+            object.__setattr__(self, "num_sharded_axes", num_groups)
         # One axis of a mesh may be two axes of the engine: within rows, and across rows.
         least = min(num_groups, self.mesh.ndim)
-        if not least <= self._num_cut <= self.mesh.ndim:
+        if not least <= self._num_sharded <= self.mesh.ndim:
             raise ValueError(
                 f"placement: expected {least} to {self.mesh.ndim} sharded axes; "
-                f"found {self.num_cut_axes}"
+                f"found {self.num_sharded_axes}"
             )
 
     def rename(self, name: str) -> None:
@@ -251,20 +252,20 @@ class FlatPlacement:
         start: int,
         stop: int,
         mesh: DeviceMesh,
-        num_cut_axes: int,
+        num_sharded_axes: int,
         spread: TensorParallelSpec | None = None,
         name: str = "",
         is_written: bool = True,
         num_rows: int = 1,
     ) -> FlatPlacement:
-        """A placement with the mesh's own groups of the ``num_cut_axes`` innermost axes."""
+        """A placement with the mesh's own groups of the ``num_sharded_axes`` innermost axes."""
         return cls(
             torch.Size(shape),
             start,
             stop,
             mesh,
             None,
-            num_cut_axes,
+            num_sharded_axes,
             name=name,
             spread=spread,
             is_written=is_written,
@@ -280,7 +281,7 @@ class FlatPlacement:
         """
         if self.given_groups is not None:
             return self.given_groups
-        axes = range(self.mesh.ndim - 1, self.mesh.ndim - 1 - self._num_cut, -1)
+        axes = range(self.mesh.ndim - 1, self.mesh.ndim - 1 - self._num_sharded, -1)
         try:
             if self.num_rows == 1:
                 return tuple(self.mesh.get_group(axis) for axis in axes)
@@ -300,12 +301,12 @@ class FlatPlacement:
         return f"elements [{self.start}, {self.stop}) of shape {tuple(self.shape)} over {ranks}"
 
     @property
-    def _num_cut(self) -> int:
-        assert self.num_cut_axes is not None
-        return self.num_cut_axes
+    def _num_sharded(self) -> int:
+        assert self.num_sharded_axes is not None
+        return self.num_sharded_axes
 
     @property
-    def cut_shape(self) -> torch.Size:
+    def sharded_shape(self) -> torch.Size:
         """Shape of the tensor that flat ranges shard: the full tensor, or this rank's shard of it
         (``spread``)."""
         return self.shape if self.spread is None else self.spread.local_shape
@@ -322,14 +323,14 @@ class FlatPlacement:
         """The mesh of all dimensions: the engine's, then those of ``spread``."""
         if self.spread is None:
             return self.mesh
-        return joint_mesh(self.mesh, self.spread.mesh) if self._num_cut else self.spread.mesh
+        return joint_mesh(self.mesh, self.spread.mesh) if self._num_sharded else self.spread.mesh
 
-    def part_of(self, whole: Tensor) -> Tensor:
+    def slice_of_full(self, full: Tensor) -> Tensor:
         """This rank's slice of a plain full tensor, 1-D."""
-        shard = whole if self.spread is None else self.spread.shard_of(whole)
+        shard = full if self.spread is None else self.spread.shard_of(full)
         return shard.reshape(-1)[self.start : self.stop]
 
-    def whole_of(self, local: Tensor) -> Tensor:
+    def gather_full(self, local: Tensor) -> Tensor:
         """The full tensor, gathered from the ranks' slices. Collective.
 
         Every rank writes its bytes into zeros, and an all-reduce sums them as 64-bit words. No two
@@ -343,13 +344,13 @@ class FlatPlacement:
         if hasattr(local, "__tensor_flatten__"):
             # Quantized state of a torchao optimizer; on other ranks the slice may be plain.
             local = local.dequantize().to(local.dtype)
-        itemsize, numel = local.dtype.itemsize, math.prod(self.cut_shape)
+        itemsize, numel = local.dtype.itemsize, math.prod(self.sharded_shape)
         mesh_type = self.mesh.device_type
         remote = bool(self.groups) and local.device.type != mesh_type
         device = mesh_type if remote else local.device
         words = memory.zeros(-(-numel * itemsize // 8), torch.int64, device)
-        full = words.view(torch.uint8)[: numel * itemsize]
-        place = full[self.start * itemsize : self.stop * itemsize]
+        full_bytes = words.view(torch.uint8)[: numel * itemsize]
+        place = full_bytes[self.start * itemsize : self.stop * itemsize]
         # Stride 1: for one element torch considers any stride contiguous.
         dense = (
             local if local.stride() == (1,) else local.clone(memory_format=torch.contiguous_format)
@@ -357,9 +358,9 @@ class FlatPlacement:
         place.copy_(dense.view(torch.uint8))
         for group in self.split_groups:
             all_reduce_(words, group)
-        shard = full.view(local.dtype).view(self.cut_shape)
-        whole = shard if self.spread is None else self.spread.whole_of(shard)
-        return whole.to(local.device)
+        shard = full_bytes.view(local.dtype).view(self.sharded_shape)
+        full = shard if self.spread is None else self.spread.gather_full(shard)
+        return full.to(local.device)
 
     @cached_property
     def of_parts(self) -> FlatPlacement:
@@ -391,17 +392,17 @@ class FlatPlacement:
         """``FlatShard()`` or ``Replicate()`` for each of the engine's axes, then the placements of
         ``spread``."""
         others = () if self.spread is None else self.spread.placements
-        if self.spread is not None and not self._num_cut:
+        if self.spread is not None and not self._num_sharded:
             return others
-        num_whole = self.mesh.ndim - self._num_cut
-        cut = (FlatShard(self),) * self._num_cut
-        return (Replicate(),) * num_whole + cut + others
+        num_replicated = self.mesh.ndim - self._num_sharded
+        sharded = (FlatShard(self),) * self._num_sharded
+        return (Replicate(),) * num_replicated + sharded + others
 
     @property
     def boxes(self) -> tuple[Box, ...]:
         """The slice as boxes of the full tensor, in order; see :func:`flat_range_boxes`. Their
         ``start`` and ``stop`` are relative to the same tensor as this placement's."""
-        boxes = flat_range_boxes(self.cut_shape, self.start, self.stop)
+        boxes = flat_range_boxes(self.sharded_shape, self.start, self.stop)
         if self.spread is None:
             return boxes
         first = self.spread.offsets
@@ -415,9 +416,9 @@ class FlatPlacement:
         """
         spec = self._specs.get(dtype)
         if spec is None:
-            cut: Placement = Shard(0) if self.shape else Replicate()
+            placement_of_slices: Placement = Shard(0) if self.shape else Replicate()
             placements = tuple(
-                cut if isinstance(placement, FlatShard) else placement
+                placement_of_slices if isinstance(placement, FlatShard) else placement
                 for placement in self.placements
             )
             stride = tuple(math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
@@ -435,7 +436,7 @@ class FlatPlacement:
 
     def __reduce__(self) -> Any:
         # Groups cannot be pickled; the mesh provides groups of the same ranks.
-        args = (tuple(self.shape), self.start, self.stop, self.mesh, self._num_cut, self.spread)
+        args = (tuple(self.shape), self.start, self.stop, self.mesh, self._num_sharded, self.spread)
         return _on_mesh, (*args, self.name, self.is_written, self.num_rows)
 
 

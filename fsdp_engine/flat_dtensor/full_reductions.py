@@ -6,7 +6,7 @@ contributes the neutral element. Sums are differentiable. Ranks may use a sum di
 parameter, and every slice gets it.
 
 Reductions over some dims, and those without a gradient for slices (``max``), are refused here; then
-the full tensor is gathered (``gathered.py``).
+the full tensor is gathered (``gathered_functions.py``).
 
 ``norm ** p`` is additive over slices: with slices of norms 3 and 4, the 2-norm is
 (9 + 16) ** 0.5 = 5.
@@ -193,7 +193,7 @@ def _norm(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _foreach_norm(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """``_foreach_norm`` and ``_foreach_max``: one all-reduce for the whole list."""
+    """``_foreach_norm`` and ``_foreach_max``: one all-reduce for the entire list."""
     tensors = list(args[0])
     takes_norms = func.__name__ == "_foreach_norm"
     order = math.inf

@@ -10,7 +10,7 @@
     random         ``normal_``, ``uniform_``                    draw the full tensor, keep the slice
     metadata       ``size``, ``requires_grad_``, ``grad``       read from the wrapper
     gathered       ``p @ x``, ``p[0]``, ``norm(dim=1)``         run on the full tensor; a plain
-                                                                result (``gathered.py``)
+                                                                result (``gathered_functions.py``)
     =============  ===========================================  ==================================
 
 All other functions raise ValueError. Functions are listed by name because torch's tag for pointwise
@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_engine.flat_dtensor import full_reductions, gathered
+from fsdp_engine.flat_dtensor import full_reductions, gathered_functions
 from fsdp_engine.flat_dtensor.elementwise import convert, copy_, elementwise, foreach, set_masked
 from fsdp_engine.flat_dtensor.flat_placement import FlatPlacement
-from fsdp_engine.flat_dtensor.gathered import run_gathered
+from fsdp_engine.flat_dtensor.gathered_functions import run_gathered
 from fsdp_engine.flat_dtensor.parameter_access import check_leads_to_slices
 from fsdp_engine.flat_dtensor.random_values import constant_, draw_
 from fsdp_engine.flat_dtensor.slices import (
@@ -163,7 +163,7 @@ def _classify(func: Function) -> Handler:
         operator = name[2:-2]
         if operator in _OPERATORS or (operator[0] in "ri" and operator[1:] in _OPERATORS):
             return elementwise
-    return gathers if name in gathered.NAMES else refuse
+    return gathers if name in gathered_functions.NAMES else refuse
 
 
 def _foreach_stem(name: str) -> str:

@@ -42,12 +42,12 @@ def draw_(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     flat: FlatPlacement = target._flat
     local: Tensor = target._local_tensor
     with _one_generator(kwargs.get("generator"), local.device, flat), torch.no_grad():
-        whole = memory.empty(tuple(flat.shape), local.dtype, local.device)
+        full = memory.empty(tuple(flat.shape), local.dtype, local.device)
         if of_init:
-            func(**{**kwargs, "tensor": whole})
+            func(**{**kwargs, "tensor": full})
         else:
-            func(whole, *args[1:], **kwargs)
-        local.copy_(flat.part_of(whole))
+            func(full, *args[1:], **kwargs)
+        local.copy_(flat.slice_of_full(full))
     return target
 
 

@@ -138,13 +138,13 @@ class FlatDTensor(DTensor):
             )
         if torch.is_grad_enabled() and self.requires_grad:
             if self._backref is not None:
-                values = self._flat.whole_of(self._local_tensor)
+                values = self._flat.gather_full(self._local_tensor)
                 values_with_graph = self._backref.differentiable(values, self._flat.spread)
                 if values_with_graph is not None:
                     return values_with_graph
             result: Tensor = _FullTensor.apply(self)
             return result
-        return self._flat.whole_of(self._local_tensor)
+        return self._flat.gather_full(self._local_tensor)
 
     def redistribute(  # type: ignore[override]
         self,
@@ -444,14 +444,14 @@ class _FullTensor(torch.autograd.Function):
     def forward(ctx: Any, tensor: FlatDTensor) -> Tensor:
         ctx.cls, ctx.flat = type(tensor), tensor._flat
         ctx.set_materialize_grads(False)
-        return tensor._flat.whole_of(tensor._local_tensor)
+        return tensor._flat.gather_full(tensor._local_tensor)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor | None) -> Any:
         if grad is None:  # on all ranks, for functions without a gradient (norm(p=0))
             return None
-        local = ctx.flat.part_of(mean_over_mesh(grad, ctx.flat))
+        local = ctx.flat.slice_of_full(mean_over_mesh(grad, ctx.flat))
         # A clone, so that the slice does not keep the full gradient alive.
         return ctx.cls._wrap(local.clone(), ctx.flat)
 

@@ -130,13 +130,13 @@ class TensorParallelSpec:
                 stride=tuple(stride),
             )
 
-    def shard_of(self, whole: Tensor) -> Tensor:
+    def shard_of(self, full: Tensor) -> Tensor:
         """This rank's shard of a plain global tensor, as a view."""
         for dim, (offset, size) in enumerate(zip(self.offsets, self.local_shape, strict=True)):
-            whole = whole.narrow(dim, min(offset, whole.shape[dim] - size), size)
-        return whole
+            full = full.narrow(dim, min(offset, full.shape[dim] - size), size)
+        return full
 
-    def whole_of(self, shard: Tensor) -> Tensor:
+    def gather_full(self, shard: Tensor) -> Tensor:
         """The plain global tensor, gathered from the ranks' shards. Collective over ``mesh``."""
         with torch.no_grad():
             return self.wrap(shard).full_tensor()

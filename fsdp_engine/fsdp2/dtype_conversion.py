@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_engine.devices import memory
-from fsdp_engine.fsdp2.group import Group, groups_within
+from fsdp_engine.fsdp2.param_group import ParamGroup, groups_within
 from fsdp_engine.runtime.conversion import changes_of, hidden
 from fsdp_engine.runtime.same_dtypes import note_conversion
 
@@ -75,7 +75,7 @@ def convert(module: nn.Module, fn: Callable[[Tensor], Tensor], apply: Callable[[
         note_conversion(group.ladders, before[id(group)])
 
 
-def _new_dtypes(group: Group, fn: Callable[[Tensor], Tensor]) -> _DtypeMap:
+def _new_dtypes(group: ParamGroup, fn: Callable[[Tensor], Tensor]) -> _DtypeMap:
     """The new dtype for each dtype of parameters that ``fn`` moves off the meta device; empty if it
     moves none."""
     device = group.resources.memory.device

@@ -17,7 +17,7 @@ from torch.distributed._composable.contract import STATE_KEY
 from fsdp_engine.codecs.phase import FORWARD
 from fsdp_engine.devices.lanes import compute_waits_for
 from fsdp_engine.fsdp2.dtype_conversion import convert
-from fsdp_engine.fsdp2.group import Group, group_of
+from fsdp_engine.fsdp2.param_group import ParamGroup, group_of
 from fsdp_engine.fsdp2.root_module import ensure_engine
 from fsdp_engine.fsdp2.usage_error import UsageError
 from fsdp_engine.runtime.hooks import hooks_of
@@ -358,7 +358,7 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
     _all_groups("share_comm_ctx", modules)
 
 
-def _group_of(module: object) -> Group:
+def _group_of(module: object) -> ParamGroup:
     group = group_of(cast(nn.Module, module))
     assert group is not None, "fully_shard() gives a module its class and its group together"
     return group
@@ -374,7 +374,7 @@ def _units(module: object, recurse: bool) -> Iterable[Unit]:
     return [group.unit for group in groups.values()]
 
 
-def _all_groups(what: str, modules: Sequence[Any]) -> list[Group]:
+def _all_groups(what: str, modules: Sequence[Any]) -> list[ParamGroup]:
     for each in modules:
         if not isinstance(each, FSDPModule):
             raise ValueError(
@@ -384,7 +384,7 @@ def _all_groups(what: str, modules: Sequence[Any]) -> list[Group]:
     return [_group_of(each) for each in modules]
 
 
-def _prefetched(group: Group, what: str, modules: Sequence[Any]) -> list[Group]:
+def _prefetched(group: ParamGroup, what: str, modules: Sequence[Any]) -> list[ParamGroup]:
     prefetched = _all_groups(what, modules)
     if group.engine is not None and any(each.engine is not group.engine for each in prefetched):
         raise ValueError(

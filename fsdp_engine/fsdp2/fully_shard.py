@@ -15,7 +15,7 @@ from fsdp_engine.devices import memory
 from fsdp_engine.devices.meeting import telling
 from fsdp_engine.devices.mesh import DataMesh, ranks_that_meet
 from fsdp_engine.fsdp2.fsdp_module import become_fsdp_module
-from fsdp_engine.fsdp2.group import WHAT, Group, group_of, make_group
+from fsdp_engine.fsdp2.param_group import WHAT, ParamGroup, group_of, make_group
 from fsdp_engine.fsdp2.policies import check_offload, engine_policy
 from fsdp_engine.fsdp2.root_module import build_engine_on_first_call
 from fsdp_engine.fsdp2.usage_error import UsageError
@@ -166,7 +166,7 @@ def _check_placements(
                 )
 
 
-def _move_buffers(group: Group) -> None:
+def _move_buffers(group: ParamGroup) -> None:
     """Move the buffers of the group's modules to the device of its parameters."""
     device = group.resources.memory.device
     for module in group.modules:

@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdp_engine.config import Timing
 from fsdp_engine.engine import Engine
-from fsdp_engine.fsdp2.group import Group, group_of, groups_within
+from fsdp_engine.fsdp2.param_group import ParamGroup, group_of, groups_within
 from fsdp_engine.optimizer.alive import optimizers_that_hold
 from fsdp_engine.patterns import joined_names
 from fsdp_engine.planning.assignment import collect_records
@@ -19,7 +19,7 @@ from fsdp_engine.runtime.hooks import hooks_of, not_compiled
 from fsdp_engine.runtime.trees import iter_tensors, map_tensors
 
 
-def build_engine_on_first_call(group: Group) -> None:
+def build_engine_on_first_call(group: ParamGroup) -> None:
     """Register hooks by which the first call of one of the group's modules constructs the engine
     if there is none, with that module as the root."""
 
@@ -110,7 +110,7 @@ def _move_inputs(module: nn.Module, device: torch.device) -> None:
     module.register_forward_pre_hook(not_compiled(before), prepend=True, with_kwargs=True)
 
 
-def _check_prefetched(groups: Sequence[Group]) -> None:
+def _check_prefetched(groups: Sequence[ParamGroup]) -> None:
     """Check that modules to prefetch belong to the same model."""
     known = {id(group) for group in groups}
     for group in groups:
@@ -137,7 +137,7 @@ def _move_hook(module: nn.Module, place: Any) -> None:
     place.remove()
 
 
-def _rename(root: nn.Module, groups: Sequence[Group]) -> None:
+def _rename(root: nn.Module, groups: Sequence[ParamGroup]) -> None:
     """Rename units and parameters by their names in ``root``."""
     places = {
         (id(module), attribute): record.aliases
@@ -156,7 +156,7 @@ def _rename(root: nn.Module, groups: Sequence[Group]) -> None:
                 buffer.rename(index, record.aliases[0])
 
 
-def _check_no_optimizer(groups: Sequence[Group]) -> None:
+def _check_no_optimizer(groups: Sequence[ParamGroup]) -> None:
     """Check that no optimizer references parameters that units replaced. (Searches all objects
     only if any of these parameters is still referenced.)"""
     replaced = [

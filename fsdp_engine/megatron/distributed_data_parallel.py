@@ -163,7 +163,7 @@ class DistributedDataParallel(WrapperAttributes):
         """Set ``is_first_microbatch`` on every submodule that has it.
 
         Megatron-Core's schedules call this before a step's first forward. Transformer Engine's
-        modules then quantise their weights anew instead of reusing the cached fp8 weights.
+        modules then quantize their weights again instead of reusing the cached fp8 weights.
         """
         for module in self._modules_with_is_first_microbatch:
             module.is_first_microbatch = True  # type: ignore[assignment]

@@ -93,8 +93,8 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
             number of ranks is treated as True, with a warning; the default is True.
         module: the model; modified in place.
         sub_modules_to_wrap: classes, or dotted paths of classes, whose modules become units. None:
-            transformer layers and the modules beside them. Classes in ``_fsdp_modules`` attributes
-            of modules are added (if this argument is None, to Megatron-Core's default).
+            transformer layers and the modules outside of them. Classes in ``_fsdp_modules``
+            attributes of modules are added (if this argument is None, to Megatron-Core's default).
         disable_bucketing: one bucket for each kind of parameter that belongs to no unit.
         process_group: data-parallel ranks. None: those of ``parallel_state``, including context
             parallelism, if that is initialized.

@@ -158,10 +158,10 @@ class _ShardedOptimizer:
         packed = self.optimizer.state_dict()
         steps = [state[_STEP] for state in packed[_STATE].values() if _STEP in state]
         keys = self._state_keys()
-        whole = self._empty_full_state(keys) if is_loading else self._gather_full_state(keys)
+        full_state = self._empty_full_state(keys) if is_loading else self._gather_full_state(keys)
 
         def entry(param: Tensor, key: str) -> Any:
-            value = whole[key][id(param)]
+            value = full_state[key][id(param)]
             name = "param" if is_fully_reshardable and key == _MAIN_WEIGHTS else key
             prefix = f"optimizer.state.{name}"
             return make_sharded_optimizer_tensor(by_param[id(param)], value, prefix)
@@ -243,9 +243,9 @@ class _ShardedOptimizer:
                         state: list[Tensor | None] = [param.detach() for param in params]
                     else:
                         state = [self.optimizer.state.get(param, {}).get(key) for param in params]
-                    whole = buffer.gather_state(key, state)
+                    full_state = buffer.gather_state(key, state)
                     for index in places:
-                        found[key][id(params[index])] = whole[index].to("cpu", copy=True)
+                        found[key][id(params[index])] = full_state[index].to("cpu", copy=True)
         return found
 
     def _load_sharded_state(self, state_dict: dict[str, Any], masters: Any) -> dict[str, Any]:
@@ -420,5 +420,5 @@ def _slice_like(param: Tensor, value: Any) -> Any:
     if not isinstance(param, FlatDTensor):
         return value.to(param.device)
     placement = param.flat_placement
-    local = placement.part_of(value).to(param.device, copy=True)
+    local = placement.slice_of_full(value).to(param.device, copy=True)
     return FlatDTensor.from_flat_local(local, placement)

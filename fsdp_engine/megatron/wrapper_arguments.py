@@ -215,7 +215,7 @@ def parse_megatron_fsdp(
     )
     if getattr(ddp_config, "fsdp_manual_registration", False) and not own.nccl_ub:
         raise ValueError(
-            "ddp_config.fsdp_manual_registration: expected nccl_ub=True beside it; found "
+            "ddp_config.fsdp_manual_registration: expected nccl_ub=True as well; found "
             "nccl_ub=False"
         )
     if fsdp_unit_modules is not None and isinstance(module, nn.Module):

@@ -236,7 +236,7 @@ class _Slot:
         if isinstance(value, Tensor) and value.ndim and value.shape == placement.shape:
             # Whole, as loaded from an unsharded checkpoint.
             whole = value.full_tensor() if isinstance(value, DTensor) else value
-            local = placement.part_of(whole).clone()
+            local = placement.slice_of_full(whole).clone()
             return FlatDTensor.from_flat_local(local, placement), local
         return value, value
 

@@ -115,7 +115,7 @@ def test_an_invalid_placement_raises(mesh: DeviceMesh) -> None:
     with pytest.raises(ValueError, match=r"stop <= 30 .* found \[4, 31\)"):
         FlatPlacement(torch.Size((6, 5)), 4, 31, mesh)
     with pytest.raises(ValueError, match="0 to 1 sharded axes; found 2"):
-        FlatPlacement(torch.Size((6, 5)), 4, 5, mesh, num_cut_axes=2)
+        FlatPlacement(torch.Size((6, 5)), 4, 5, mesh, num_sharded_axes=2)
 
 
 def test_a_flat_shard_is_a_shard_of_no_dim() -> None:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fsdp_engine.flat_dtensor import gathered
-from fsdp_engine.flat_dtensor.gathered import GatheredView
+from fsdp_engine.flat_dtensor import gathered_functions
+from fsdp_engine.flat_dtensor.gathered_functions import GatheredView
 from fsdp_engine.fsdp2 import fully_shard
 from tests.pool import on_ranks
 
@@ -104,7 +104,7 @@ def test_a_view_is_a_tensor_for_everything_else() -> None:
 @on_ranks(2)
 def test_the_warning_about_a_gather_is_shown_once_per_function() -> None:
     _, _, param = _model()
-    gathered._warned.clear()
+    gathered_functions._warned.clear()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for _ in range(2):

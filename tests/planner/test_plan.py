@@ -382,7 +382,7 @@ def test_its_picture_shows_every_row_and_the_limit(tmp_path: Path) -> None:
     drawn = (tmp_path / "plan.svg").read_text()
     for outcome in planning.outcomes:
         assert outcome.candidate.levels in drawn
-    for word in (*KINDS, "compute", "waits for the inner link", "there are", "ms of a step"):
+    for word in (*KINDS, "compute", "waits for the inner link", "limit ", "step time (ms)"):
         assert word in drawn
     unknown = fe.plan(Searching, torch.ones(2, 8), world_size=WORLD, machine=MACHINE)
     save_figure(unknown, tmp_path / "unknown.png")

@@ -47,7 +47,7 @@ _REPLACED: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDic
 
 
 @dataclass(eq=False)
-class Group:
+class ParamGroup:
     """See the module docstring.
 
     Attributes:
@@ -127,13 +127,13 @@ class Group:
             buffer.grads.divide_by(self.divisor)
 
 
-def group_of(module: nn.Module) -> Group | None:
+def group_of(module: nn.Module) -> ParamGroup | None:
     """The group of ``module``; None if ``fully_shard`` was not called on it."""
-    found: Group | None = vars(module).get(_STATE)
+    found: ParamGroup | None = vars(module).get(_STATE)
     return found
 
 
-def groups_within(module: nn.Module) -> list[Group]:
+def groups_within(module: nn.Module) -> list[ParamGroup]:
     """The distinct groups of ``module`` and its submodules, in module order."""
     found = (group for each in module.modules() if (group := group_of(each)) is not None)
     return list({id(group): group for group in found}.values())
@@ -146,7 +146,7 @@ def make_group(
     policy: MixedPrecisionPolicy | None,
     ignored: Collection[nn.Parameter],
     error: Exception | None,
-) -> Group:
+) -> ParamGroup:
     """Plan a unit, compare the plans of all ranks, and build it. Collective.
 
     Args:
@@ -206,7 +206,7 @@ def make_group(
     device = torch.device("meta") if plan.on_meta else mesh.device
     built = _build(planned, ladders, resources, settings.policy, device)
     unit = Unit(built, resources.lanes)
-    group = Group(tuple(modules), unit, ladders, resources, settings, replaced=replaced)
+    group = ParamGroup(tuple(modules), unit, ladders, resources, settings, replaced=replaced)
     for module in modules:
         vars(module)[_STATE] = group
         # torch's composable functions read the registry of a module.
