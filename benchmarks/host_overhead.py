@@ -11,7 +11,7 @@ engine and subtracted. Processor time of this process is measured instead of wal
 the influence of other programs.
 
 Then, on two gloo ranks that train for some seconds: the processor time of the thread that monitors
-missing ranks ([Note: Who is missing] in ``watch.py``), without any missing rank.
+missing ranks ([Note: Missing ranks] in ``stall_monitor.py``), without any missing rank.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 import warnings
 from typing import Any
 
+from fsdp_engine.adapters import AdapterLayers
 from fsdp_engine.checkpoint import (
     Checkpointer,
     export_safetensors,
@@ -23,6 +24,7 @@ from fsdp_engine.optimizer import shard_optimizer
 from fsdp_engine.planner.estimates import Estimate, estimate
 from fsdp_engine.planner.strategy_plan import StrategyPlan
 from fsdp_engine.planner.strategy_search import plan
+from fsdp_engine.planning.adapter_layers import register_adapter_layers
 from fsdp_engine.planning.checkpointing import checkpoint_units
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.pretrained.load import load_pretrained
@@ -72,6 +74,9 @@ __all__ = [
     "simulate",
     "weight_stream",
 ]
+
+# Materialization of meta parameters initializes the adapters of PEFT.
+register_adapter_layers(AdapterLayers)
 
 # Deprecated names, with their replacements.
 _RENAMED = {"Planning": "StrategyPlan"}

@@ -268,12 +268,14 @@ def set_masked(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 def slice_of_distributed(source: Tensor, flat: FlatPlacement) -> Tensor | None:
     """The slice of a DTensor with the placements of ``flat`` or of its ``spread``, as returned by
-    ``distribute_tensor``; None for any other tensor."""
+    ``distribute_tensor``, or of a replicated DTensor; None for any other tensor."""
     if not isinstance(source, DTensor) or source.shape != flat.shape:
         return None
     if flat.spread is not None:
         has_shard = flat.spread.has(source) or source._spec.placements == flat.placements
         return source._local_tensor.reshape(-1)[flat.start : flat.stop] if has_shard else None
+    if _is_replicated(source):
+        return source._local_tensor.reshape(-1)[flat.start : flat.stop]
     last = source._spec.placements[-1]
     has_slice = isinstance(last, FlatShard) and last.span == (flat.start, flat.stop)
     return source._local_tensor.reshape(-1) if has_slice else None
@@ -283,8 +285,12 @@ def _full(source: Tensor) -> Tensor:
     if not isinstance(source, DTensor):
         return source
     # set_model_state_dict passes replicated DTensors; see state_dicts.py.
-    is_replicated = all(isinstance(placement, Replicate) for placement in source._spec.placements)
-    return source.to_local() if is_replicated else source.full_tensor()
+    return source.to_local() if _is_replicated(source) else source.full_tensor()
+
+
+def _is_replicated(source: DTensor) -> bool:
+    """Whether every rank of the mesh holds the full tensor."""
+    return all(isinstance(placement, Replicate) for placement in source._spec.placements)
 
 
 def _remember(owners: dict[int, Any], tensor: Any) -> Tensor:

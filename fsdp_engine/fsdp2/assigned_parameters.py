@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.runtime.assigned_values import AssignedValues, Owner
-from fsdp_engine.runtime.roster import watch
+from fsdp_engine.runtime.parameter_guard import watch
 from fsdp_engine.runtime.unit import Unit
 
 
 class AssignedBeforeEngine:
     """Handles assignments until the engine is constructed; see the module docstring. The engine
-    replaces it with its own object.
+    replaces it by its ``ParameterGuard``.
 
     Args:
         unit: the unit whose parameters are assigned to.

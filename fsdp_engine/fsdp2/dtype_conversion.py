@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fsdp_engine.devices import memory
 from fsdp_engine.fsdp2.param_group import ParamGroup, groups_within
-from fsdp_engine.runtime.conversion import changes_of, hidden
-from fsdp_engine.runtime.same_dtypes import note_conversion
+from fsdp_engine.runtime.conversion import agree_on_changes, changes_of, hidden
 
 # New dtypes by old ones, for a unit whose memory is allocated.
 _DtypeMap = dict[torch.dtype, torch.dtype]
@@ -23,7 +23,7 @@ def convert(module: nn.Module, fn: Callable[[Tensor], Tensor], apply: Callable[[
     """Implements ``nn.Module._apply`` for parameters that belong to units.
 
     Converts the dtypes of full units in place, and allocates memory for units that are moved off
-    the meta device. Parameters remain the same objects. Not collective.
+    the meta device. Parameters remain the same objects. Collective if a dtype changes.
 
     Args:
         module: the module to convert; ``fully_shard`` was called on it.
@@ -32,7 +32,8 @@ def convert(module: nn.Module, fn: Callable[[Tensor], Tensor], apply: Callable[[
 
     Raises:
         RuntimeError: a forward or backward of a unit is in progress; see also :func:`changes_of`.
-        ValueError: the device would change; see also :func:`changes_of`.
+        ValueError: the device would change; see also :func:`changes_of`,
+            :func:`agree_on_changes`.
     """
     if getattr(_thread, "is_converting", False):
         apply()
@@ -45,17 +46,18 @@ def convert(module: nn.Module, fn: Callable[[Tensor], Tensor], apply: Callable[[
                 "progress; found one"
             )
     allocations = [(group, _new_dtypes(group, fn)) for group in groups]
-    changes = [
-        change
-        for group, dtypes in allocations
-        if not dtypes
-        for change in changes_of(
-            group.unit, fn, group.resources.config, [m for g in group.modules for m in g.modules()]
-        )
-    ]
-    before = {
-        id(group): [(buffer, buffer.kind) for buffer in group.unit.buffers] for group in groups
-    }
+    changes: list[Any] = []
+    by_ranks: dict[tuple[int, ...], Any] = {}
+    for group, dtypes in allocations:
+        if not dtypes:
+            inside = [each for outer in group.modules for each in outer.modules()]
+            found = list(changes_of(group.unit, fn, group.resources.config, inside))
+            changes += found
+            known = by_ranks.setdefault(tuple(group.ladders.ranks.ranks), (group.ladders, []))
+            known[1].extend(found)
+    for ladders, found in by_ranks.values():
+        if found:
+            agree_on_changes(ladders, found)
     for group in groups:
         group.unit.release()
     _thread.is_converting = True
@@ -71,8 +73,6 @@ def convert(module: nn.Module, fn: Callable[[Tensor], Tensor], apply: Callable[[
         if dtypes:
             group.values.drop_pending()
             group.give_memory(dtypes.__getitem__)
-    for group in groups:
-        note_conversion(group.ladders, before[id(group)])
 
 
 def _new_dtypes(group: ParamGroup, fn: Callable[[Tensor], Tensor]) -> _DtypeMap:

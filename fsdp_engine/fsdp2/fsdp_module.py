@@ -21,7 +21,7 @@ from fsdp_engine.fsdp2.param_group import ParamGroup, group_of
 from fsdp_engine.fsdp2.root_module import ensure_engine
 from fsdp_engine.fsdp2.usage_error import UsageError
 from fsdp_engine.runtime.hooks import hooks_of
-from fsdp_engine.runtime.unit import Residence, Unit
+from fsdp_engine.runtime.unit import Unit
 
 # The key of torch's fully_shard.state(module): the function inside torch's decorator.
 _TORCH_STATE_KEY: Any = inspect.unwrap(fsdp.fully_shard)
@@ -40,7 +40,7 @@ class UnshardHandle(fsdp.UnshardHandle):
     def wait(self) -> None:
         """Make compute wait for the gather, and install the full parameters in the modules."""
         unit, self._unit = self._unit, None
-        if unit is not None and unit.residence is not Residence.SHARDED:
+        if unit is not None and unit.unsharded is not None:
             unit.wait()
             unit.install()
 
@@ -98,13 +98,13 @@ class FSDPModule(fsdp.FSDPModule):
         """Whether the next backwards reduce gradients along all axes. Along axes over which
         gradients are sharded they are always reduced, so that memory does not grow."""
         for unit in _units(self, recurse):
-            unit.wishes.syncs = bool(requires_gradient_sync)
+            unit.options.syncs = bool(requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether the next backwards reduce gradients along axes over which they are not
         sharded."""
         for unit in _units(self, recurse):
-            unit.wishes.syncs = bool(requires_all_reduce)
+            unit.options.syncs = bool(requires_all_reduce)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Has no effect: every backward finishes the reductions that it issued."""
@@ -118,30 +118,30 @@ class FSDPModule(fsdp.FSDPModule):
         """
         _check_bool("reshard_after_forward", reshard_after_forward)
         for unit in _units(self, recurse):
-            unit.wishes.stays_after_forward = not reshard_after_forward
+            unit.options.keeps_after_forward = not reshard_after_forward
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
         """Whether to free full parameters after backward."""
         for unit in _units(self, recurse):
-            unit.wishes.stays_after_backward = not reshard_after_backward
+            unit.options.keeps_after_backward = not reshard_after_backward
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward needs this module's parameters, and gathers them."""
-        _unit_of(self).wishes.gathers_in_backward = bool(unshard_in_backward)
+        _unit_of(self).options.gathers_in_backward = bool(unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[fsdp.FSDPModule]) -> None:
         """Set the modules to prefetch when this module's forward begins, instead of those that
         followed in the recorded order."""
         group = _group_of(self)
-        group.unit.wishes.ahead_in_forward = _prefetched(group, "forward", modules)
+        group.unit.options.prefetch_in_forward = _prefetched(group, "forward", modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[fsdp.FSDPModule]) -> None:
         """Set the modules to prefetch when this module's backward begins, instead of those that
         followed in the recorded order."""
         group = _group_of(self)
-        group.unit.wishes.ahead_in_backward = _prefetched(group, "backward", modules)
+        group.unit.options.prefetch_in_backward = _prefetched(group, "backward", modules)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide sums of gradients by ``factor`` instead of by the number of ranks.

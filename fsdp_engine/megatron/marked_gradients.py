@@ -69,7 +69,7 @@ class MarkedGrad:
         """This rank's slice of each place's gradient, 1-D. A missing gradient is published first,
         with uninitialized values."""
         return [
-            _local(buffer.shown.publish_one(index) if grad is None else grad)
+            _local(buffer.published.publish_one(index) if grad is None else grad)
             for (buffer, index), grad in zip(self.places, self._grads(), strict=True)
         ]
 

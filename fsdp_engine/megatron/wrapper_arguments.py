@@ -32,7 +32,7 @@ from fsdp_engine.devices.mesh import device_of, mesh_of_group, ranks_that_meet
 from fsdp_engine.megatron.process_groups import CollectedGroups, collect_groups
 from fsdp_engine.planning.assignment import UnitSelector
 from fsdp_engine.precision import MixedPrecisionPolicy
-from fsdp_engine.runtime.wishes import stays_after_forward
+from fsdp_engine.sharding import keeps_after_forward
 from fsdp_engine.strategies import Strategy
 
 # Keywords of previous versions, with the config's fields that replaced them.
@@ -66,7 +66,7 @@ class WrapperArguments:
     Attributes:
         model_config: Megatron-Core's config of the model; None with this package's own arguments.
         groups: Megatron-Core's groups; None if there are none.
-        stays_after_forward: gathered parameters are not freed before their backward.
+        keeps_after_forward: gathered parameters are not freed before their backward.
     """
 
     module: nn.Module
@@ -78,7 +78,7 @@ class WrapperArguments:
     mp_policy: MixedPrecisionPolicy | None
     model_config: Any = None
     groups: CollectedGroups | None = None
-    stays_after_forward: bool = False
+    keeps_after_forward: bool = False
 
     @property
     def sums_gradients(self) -> bool:
@@ -271,8 +271,8 @@ def parse_torch_fsdp(
     )
     reshard = getattr(ddp_config, "reshard_after_forward", True)
     size = _inner_size(call.mesh, own.num_distributed_optimizer_instances)
-    stays = stays_after_forward(reshard, size, Strategy.from_names(*own.level_names))
-    return dataclasses.replace(call, stays_after_forward=stays)
+    keeps = keeps_after_forward(reshard, size, Strategy.from_names(*own.level_names))
+    return dataclasses.replace(call, keeps_after_forward=keeps)
 
 
 def _check_names_no_other_level(ddp_config: Any) -> None:

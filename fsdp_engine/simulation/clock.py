@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_engine.devices.lane import COMPUTE, LANES, Lanes, Operation, Steps, unit_of
+from fsdp_engine.devices.lane import COMPUTE, COPY_IN, LANES, Lanes, Operation, Steps, unit_of
 from fsdp_engine.devices.meter import Meter
 from fsdp_engine.simulation.machine import Machine
 
@@ -180,9 +180,10 @@ class SimulatedLane:
         ticket.done = not self.runs_ahead  # otherwise the host has computed it already
         return ticket
 
-    def wait(self, ticket: Any) -> None:
+    def wait(self, *tickets: Any) -> None:
         """See :class:`~fsdp_engine.devices.lanes.Lane`."""
-        self._clock.wait(self, ticket)
+        for ticket in tickets:
+            self._clock.wait(self, ticket)
 
     def access(self, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
         """See :class:`~fsdp_engine.devices.lanes.Lane`."""
@@ -232,7 +233,9 @@ class Clock:
         self.exposed: list[Exposed] = []
         self.sent_bytes: dict[str, float] = {}
         self.memory_changed: Callable[[], None] = lambda: None
-        self.lanes = {name: SimulatedLane(self, name) for name in LANES}
+        # Those of a device, or of a CPU: see [Note: Lanes] in ``devices/lane.py``.
+        names = (*LANES, COPY_IN) if machine.host_runs_ahead else LANES
+        self.lanes = {name: SimulatedLane(self, name) for name in names}
         self._compute = self.lanes[COMPUTE]
         # The dependency of compute's next operation, and the phase in which it was added.
         self._awaited: SimulatedTicket | None = None
@@ -403,5 +406,5 @@ def _issue(steps: Steps) -> bool:
 
 
 def axis_of(lane: str) -> str:
-    """The axis of the communication on ``lane``: "inner" or "outer"."""
-    return lane.split()[0]
+    """The axis of the communication on ``lane``, "inner" or "outer"; "inner" for encodings."""
+    return "inner" if lane == COPY_IN else lane.split()[0]

@@ -15,7 +15,7 @@ with the same metadata, the recipe returns for each result
 Only the shape functions are skipped. The model, autograd, hooks and the engine run as without the
 cache, operations advance the clock, and the memory tracker records storages. The cache is therefore
 independent of blocks, units, checkpointing and side effects, and results are identical
-(``tests/simulation/test_known_operations.py``).
+(``tests/simulation/test_operation_cache.py``).
 
 There is no recipe, and torch runs the operation every time, for: operations outside of aten
 (collectives); operations that change an argument's shape or storage, or return other values than
