@@ -497,6 +497,13 @@ def test_a_planning_for_other_ranks_is_refused(ranks: Ranks, tmp_path: Path) -> 
         ranks.run(_shard_on_two, str(tmp_path / "plan.json"), world_size=2)
 
 
+def test_the_previous_name_of_the_class_is_deprecated() -> None:
+    with pytest.warns(DeprecationWarning, match=r"use fsdp_engine\.StrategyPlan"):
+        assert fe.Planning is fe.StrategyPlan
+    with pytest.raises(AttributeError, match="has no attribute 'Plannings'"):
+        _ = fe.Plannings
+
+
 def test_best_contains_the_options_of_the_plan() -> None:
     best = planned().best
     assert best["mp_policy"] is POLICY
