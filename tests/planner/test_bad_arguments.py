@@ -43,7 +43,7 @@ PLAN: dict[str, tuple[object, ...]] = {
     "formulas": (1, "no", None),
     "progress": (1, "no", None),
     "config": (3, "x", {}),
-    "units": ("nobody.*", 3),
+    "units": ("missing.*", 3),
     "mp_policy": (3, "bf16"),
     "min_unit_size": (-1, "x"),
 }

@@ -412,7 +412,7 @@ def test_the_chosen_step_can_be_simulated_again() -> None:
         ({"build": "tests.models:nothing"}, "build: expected a function 'nothing'"),
         ({"build": "tests.models"}, "build: expected module:function"),
         ({"batch": 3}, "batch: expected tensors; found none"),
-        ({"units": "nobody.*"}, "units: expected pattern"),
+        ({"units": "missing.*"}, "units: expected pattern"),
     ],
 )
 def test_wrong_arguments(changes: dict[str, object], message: str) -> None:

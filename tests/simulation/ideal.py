@@ -89,7 +89,7 @@ class Ideal:
         self._budget, (self._staging_budget, self._least) = budgets
         self.seconds = self.exposed = 0.0
         self._free = {(kind, axis): 0.0 for kind in "gr" for axis in (INNER, OUTER)}
-        # When a unit's weights will be there; what is cut is asked for anew for each use.
+        # When a unit's weights are ready; sharded weights are requested for each use.
         self._there: dict[int, float] = {}
         self._stale = set(range(len(units)))
         self._last: dict[int, float] = {}
@@ -131,7 +131,7 @@ class Ideal:
             if unit == last:
                 continue  # it stays
             if ahead >= self._budget or not self._depths[Role.PARAM] or unit in before:
-                break  # what has to go first cannot be asked for, and nothing overtakes it
+                break  # the first request is blocked, and lanes are FIFOs
             before.add(unit)
             ahead += self._units[unit].numel
             self._ask_for(unit)

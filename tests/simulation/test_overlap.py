@@ -151,5 +151,5 @@ def test_the_ideal_schedule_by_hand() -> None:
     assert exposed[0] == pytest.approx(gather + reduction)
     # Three blocks wait for their predecessor's reduction when their first gradient comes.
     assert exposed[1] == pytest.approx(gather + 3 * (reduction - until_first) + reduction)
-    # Four gathers in forward and three in backward, in which reductions go on.
+    # Four gathers in forward and three in backward, during which reductions run.
     assert exposed[2] == pytest.approx(7 * gather + reduction)
