@@ -1,11 +1,10 @@
-"""What ``gpu.py`` measures of fp8: the native codec on its GPT, Transformer Engine on layers of its
-own.
+"""The fp8 sections of ``gpu.py``: the native codec on its GPT, and Transformer Engine's layers.
 
-One rank gathers nothing. So bytes gathered are those of the planner's formulas, for ``RANKS``
-ranks, and a step's time shows what encoding and decoding cost.
+A single rank has no gathers. Gathered bytes are therefore those of the planner's formulas, for
+``RANKS`` ranks, and the step time shows the cost of encoding and decoding.
 
-Transformer Engine is compared twice. "bf16" computes in bf16. "<recipe>, bf16 weights" computes in
-fp8, and quantises bf16 weights in every forward: what fp8 weights change is seen against that.
+Transformer Engine is compared with two baselines. "bf16" computes in bf16. "<recipe>, bf16 weights"
+computes in fp8 and quantizes bf16 weights in every forward; it is the baseline for fp8 weights.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from gpt import GPT
 RANKS = 8
 POLICY = fe.MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16)
 NATIVE = {"bf16": (), "row": (fe.Float8(),), "block": (fe.Float8(granularity="block"),)}
-# The least compute capability, and the first that is too high.
+# The minimum compute capability, and the first one that is not supported.
 RECIPES = {
     "delayed": ("DelayedScaling", (8, 9), (99, 0)),
     "current": ("Float8CurrentScaling", (8, 9), (99, 0)),
@@ -50,11 +49,11 @@ RECIPES = {
 
 @dataclass(frozen=True)
 class Contender:
-    """One engine of a group, which is measured together.
+    """One engine of a group of engines that are measured together.
 
     Attributes:
-        make: builds it.
-        bases: names of those that it is compared with.
+        make: constructs it.
+        bases: names of its baselines.
         gathered: bytes that a rank of ``RANKS`` sends in the gathers of a step.
     """
 
@@ -67,7 +66,7 @@ Groups = Iterator[dict[str, Contender]]
 
 
 def gathered_bytes(model: nn.Module, level: str, rules: Any = ()) -> int:
-    """By the planner. Of frozen weights nothing but gathers travels."""
+    """Bytes of gathers by the planner's formulas, for frozen weights, which have no reductions."""
     model.requires_grad_(False)
     try:
         found = estimate(
@@ -113,7 +112,7 @@ def native_groups(mesh: DeviceMesh) -> tuple[dict[str, Any], Groups]:
 
 
 def why_not() -> str:
-    """ "" or why Transformer Engine cannot be measured here."""
+    """The reason why Transformer Engine cannot be measured; "" if it can."""
     if not on_cuda():
         return "needs a CUDA device; found none"
     try:
@@ -124,7 +123,8 @@ def why_not() -> str:
 
 
 class LayerStack(nn.Module):
-    """Transformer Engine's layers, causal, without dropout; a loss by its input."""
+    """Transformer Engine's layers, causal, without dropout, with a loss that depends on the
+    input."""
 
     def __init__(self, num_layers: int, width: int, num_heads: int) -> None:
         te = importlib.import_module("transformer_engine.pytorch")
@@ -152,8 +152,8 @@ class LayerStack(nn.Module):
 
 
 def transformer_engine_groups(mesh: DeviceMesh) -> tuple[dict[str, Any], Groups]:
-    """The stack's sizes; and for each level bf16, and every recipe that the device has with bf16
-    weights and with fp8 weights."""
+    """The stack's sizes; and for each level bf16, and every recipe that the device supports, with
+    bf16 weights and with fp8 weights."""
     config, num_sequences = model_config()
     layers = max(2, config.num_layers // 2)
     sizes = {
@@ -220,8 +220,8 @@ def make_recipe(name: str | None) -> Any:
 
 
 def forward_backward_in(model: nn.Module, x: Tensor, recipe: Any) -> Callable[[], Tensor]:
-    """Under ``autocast`` with ``recipe``, if there is one. Delayed scaling updates the scales of
-    all models of a process at once: each has a state of its own here, as if it were alone."""
+    """Forward and backward under ``autocast`` with ``recipe``, if there is one. Delayed scaling
+    updates the scales of all models of a process at once; here each model has its own state."""
     te = importlib.import_module("transformer_engine.pytorch")
     quantization = importlib.import_module("transformer_engine.pytorch.quantization")
     state = quantization.FP8GlobalState()

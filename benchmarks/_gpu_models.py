@@ -1,7 +1,8 @@
-"""What ``gpu.py`` measures: a GPT bare, under FSDP2 and under this engine, on one device.
+"""The models of ``gpu.py``: a GPT without sharding, under FSDP2 and under this engine, on one
+device.
 
-Several ranks are played by rank 0 alone: the process group is a fake one, and collectives are
-device copies of the right size, by the same functions for both engines.
+Several ranks are emulated on rank 0: the process group is fake, and collectives are device copies
+of the same size, by the same functions for both engines.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from gpt import GPT, GPTConfig
 LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 LEVEL_3_ONE_AHEAD = "level 3, one unit ahead"
 BF16 = torch.bfloat16
-# Of all engines of a section together, at rest, for each parameter; activations are beyond it.
+# Bytes per parameter of all engines of a section together, at rest, without activations.
 RESIDENT_BYTES = 104
 
-# A step is forward and backward, which returns the loss, and the optimizer's part.
+# A step: a function that runs forward and backward and returns the loss, and the optimizer's step.
 StepParts = tuple[Callable[[], Tensor], Callable[[], None]]
 
 
@@ -45,7 +46,7 @@ def the_device() -> torch.device:
 
 
 def emulate_gather(full: Tensor, own: Tensor, num_ranks: int) -> None:
-    """Write all of ``full`` (1-D): this rank's part from ``own``, unless it lies there already."""
+    """Write all of ``full`` (1-D): this rank's shard from ``own`` unless it is a view of it."""
     size = full.numel() // num_ranks
     if own.data_ptr() != full.data_ptr():
         full[:size].copy_(own)
@@ -92,7 +93,7 @@ class EmulatedCommunicator(Communicator):
         EmulatedCommunicator.num_calls += 1
         target = torch.empty_like(out, dtype=full.dtype) if accumulate else out
         if target.dtype != full.dtype:
-            target = self.part(full)  # as the real one does: sum in place, then cast
+            target = self.part(full)  # as in the real one: sum in place, then cast
         total = emulate_scatter(full, target, self.size, average, reduce_dtype)
         if divisor != 1.0:
             total.div_(divisor)
@@ -110,7 +111,7 @@ class EmulatedCommunicator(Communicator):
 
 
 class EmulatedFSDP2Comm:
-    """FSDP2's collectives likewise, through its hooks for custom ones."""
+    """FSDP2's collectives as device copies, through its hooks for custom collectives."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
@@ -140,7 +141,7 @@ class EmulatedFSDP2Scatter(EmulatedFSDP2Comm):
 
 
 def start(num_ranks: int) -> DeviceMesh:
-    """Process groups for one rank, or for rank 0 of several that are not there."""
+    """Create process groups for one rank, or for rank 0 of several emulated ranks."""
     device = the_device()
     if on_cuda():
         torch.cuda.set_device(device)
@@ -149,7 +150,7 @@ def start(num_ranks: int) -> DeviceMesh:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     else:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
-        # Where the engine makes its communicators.
+        # The module in which the engine creates its communicators.
         assert redistribute.Communicator is Communicator
         redistribute.Communicator = EmulatedCommunicator  # type: ignore[misc]
     return init_device_mesh(device.type, (num_ranks,))

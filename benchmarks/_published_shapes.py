@@ -1,7 +1,7 @@
-"""Parameter shapes of published models, by unit. No weights are made.
+"""Parameter shapes of published models, by unit, without weights.
 
-A model is so many units of each kind: its blocks, and a root with embedding, final norm and head.
-Experts are fused, one tensor for all experts of a layer: (experts, 2 * intermediate, hidden) and
+A model consists of a number of units of each kind: its blocks, and a root with embedding, final
+norm and head. Experts are fused into one tensor per layer: (experts, 2 * intermediate, hidden) and
 (experts, hidden, intermediate).
 """
 
@@ -15,7 +15,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class UnitKind:
-    """Shapes of a unit, and how many of this kind a model has."""
+    """Shapes of a unit, and the number of such units in a model."""
 
     name: str
     count: int
@@ -28,7 +28,7 @@ class UnitKind:
 
 @dataclass(frozen=True)
 class Model:
-    """A published model: its units, and the parameters it is published to have."""
+    """A published model: its units, and its published number of parameters."""
 
     name: str
     published_billions: float

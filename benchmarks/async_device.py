@@ -1,12 +1,12 @@
-"""Overlap in fact: steps on the asynchronous device, beside the simulated clock and FSDP2.
+"""Overlap of steps on the asynchronous device, compared with the simulated clock and FSDP2.
 
-The device of ``tests/async_device`` gets fixed delays: each kernel and copy takes as long as any
-other, and a collective as long as the forward of a block. The simulated clock gets the same figures
-as a ``Machine``. It derives the time of a step from the order of submissions alone; on the device
-streams, process groups and a host that has to keep up take it.
+The device of ``tests/async_device`` has fixed delays: all kernels and copies take the same time,
+and a collective takes as long as the forward of a block. The simulated clock uses the same figures
+as a ``Machine``. It computes the step time from the order of submissions alone; on the device the
+time also depends on streams, process groups and the speed of the host.
 
-A second table counts what the host waits for in a steady step, and the waits between streams. DDP
-is there too, which has to know which parameters got no gradient on any rank, as the engine has.
+A second table counts host syncs and waits between streams in a steady step, also of DDP, which has
+to determine the parameters without a gradient on any rank, as the engine does.
 
     python benchmarks/async_device.py
 """
@@ -33,7 +33,7 @@ from tests.async_device.build import build
 from tests.models import Mlp
 
 NUM_BLOCKS, DIM, ROWS = 8, 64, 4
-# Seconds. Of a kernel; of a collective, which is the forward of a block: four kernels.
+# Seconds of a kernel, and of a collective, equal to the forward of a block of four kernels.
 KERNEL = 20e-3
 COLLECTIVE = 4 * KERNEL
 STEPS_IN_A_ROUND = 1
@@ -88,8 +88,8 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 def simulated(way: str) -> dict[str, float]:
-    """Seconds of a step by the simulated clock, of its compute, and of its messages."""
-    free = Link(1e18, COLLECTIVE)  # one hop between two ranks, whatever is sent
+    """Simulated seconds of a step, of its compute, and of its communication."""
+    free = Link(1e18, COLLECTIVE)  # one hop between two ranks, independent of the size
     machine = fe.Machine(
         "the asynchronous device",
         Processor({torch.float32: 1e18}, 1e18, 1e12, call_seconds=KERNEL),
@@ -115,7 +115,7 @@ def simulated(way: str) -> dict[str, float]:
 
 
 def make_step(way: str, model: Model, clips: bool = False) -> Callable[[], None]:
-    """One step of training on the device; the host does not wait for its end."""
+    """One training step on the device, without a host sync at the end."""
     kind, options = WAYS[way]
     called: nn.Module = model
     if kind == "engine":
@@ -146,7 +146,7 @@ def make_step(way: str, model: Model, clips: bool = False) -> Callable[[], None]
 
 
 def run(rounds: int) -> dict[str, Any]:
-    """What one rank measures."""
+    """The measurements of one rank."""
     times = measured(rounds)
     return {"times": times, "counts": [counted(*case) for case in COUNTED]}
 

@@ -2,16 +2,18 @@
 
     python benchmarks/checkpoint.py [--size 85M] [--rounds 8]
 
-Two gloo ranks; all ways take their turn in every round, in an order drawn anew; ratios are taken
-round by round. Files go to one disk and are synced by all ways. "torch.save" is the same bytes
-written by one rank alone, with fsync. Loads come from the page cache, "cold" ones from the disk.
-DCP writes over its older checkpoint, so that a crash leaves none; this engine writes beside it and
-removes it after the save has returned, before the next way's turn, as "new folder" does with DCP.
-This engine compares what it reads with checksums; "unchecked" it does not, as only here it can.
+Two gloo ranks; every round runs all variants in a random order, and ratios are computed per round.
+All variants write to the same disk and sync their files. "torch.save" is the same number of bytes
+written by one rank with fsync. Loads read from the page cache, "cold" ones from the disk. DCP
+overwrites its previous checkpoint, so that a crash leaves none. This engine writes to another
+folder and removes the previous one after the save has returned, before the next variant; "new
+folder" does the same with DCP. This engine verifies checksums on load; "unchecked" disables that,
+which is possible in this benchmark only.
 
-*Blocked* is how long an asynchronous save keeps the caller; *total* until it has landed.
-Resharding is a load by four ranks of what two have saved, against what four have saved. Planning
-is DCP's local plan of a save on one rank, over the fake process group: 10,000 parameters.
+*Blocked* is the time for which an asynchronous save blocks the caller, *total* the time until it is
+complete. Resharding is a load by four ranks of a checkpoint of two ranks, compared with one of four
+ranks. Planning is DCP's local plan of a save on one rank, over the fake process group: 10,000
+parameters.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ SIZES = {
 ENGINE, FSDP2, PLAIN = "fsdp_engine", "FSDP2 + DCP", "torch.save, one rank"
 BESIDE = "new folder"
 UNCHECKED = "unchecked"
-# The first rounds touch pages of the machine's memory, and of the disk, for the first time.
+# The first rounds use pages of memory and blocks of the disk for the first time.
 WARMUP = 3
 TARGETS = (
     # what, way, over, at most
@@ -65,7 +67,7 @@ TARGETS = (
 
 
 def fill(optimizer: torch.optim.Optimizer) -> None:
-    """State as after a step, without the step's time."""
+    """Create optimizer state without running a step."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             param.grad = torch.zeros_like(param)
@@ -95,7 +97,7 @@ def make_fsdp2(config: GPTConfig) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def prepare(folder: str, cold: bool) -> None:
-    """Bring all files into the page cache, or out of it."""
+    """Read all files into the page cache, or evict them from it."""
     if dist.get_rank() == 0:
         for path in Path(folder).rglob("*"):
             if path.is_file():
@@ -108,7 +110,7 @@ def prepare(folder: str, cold: bool) -> None:
 
 
 def measure(size: str, rounds: int, folder: str) -> dict[str, list[float]]:
-    """Seconds of each way to save and to load, round by round, and bytes on disk."""
+    """Seconds of each variant of save and load by round, and bytes on disk."""
     config = SIZES[size]
     _, engine, optimizer = make_engine(config)
     checkpointer = fe.Checkpointer(f"{folder}/engine", engine, optimizer, keep=1)
@@ -201,8 +203,8 @@ def measure(size: str, rounds: int, folder: str) -> dict[str, list[float]]:
         for name in names:
             checkpointer.wait()
             while len(beside) > 1:
-                shutil.rmtree(beside.pop(0), ignore_errors=True)  # by whichever rank is first
-            os.sync()  # what others have written is not this one's to bring to the disk
+                shutil.rmtree(beside.pop(0), ignore_errors=True)  # by the first rank that gets here
+            os.sync()  # writes of previous variants must not be synced by this one
             prepare(folder, cold=name.endswith("cold"))
             dist.barrier()
             start = time.perf_counter()
@@ -219,13 +221,13 @@ def measure(size: str, rounds: int, folder: str) -> dict[str, list[float]]:
 
 
 def save_for(size: str, folder: str) -> None:
-    """A checkpoint by as many ranks as there are."""
+    """Save a checkpoint from all ranks."""
     _, engine, optimizer = make_engine(SIZES[size])
     fe.Checkpointer(f"{folder}/of{dist.get_world_size()}", engine, optimizer).save(1)
 
 
 def reshard(size: str, rounds: int, folder: str) -> dict[str, list[float]]:
-    """Seconds to load what two and what four ranks have saved."""
+    """Seconds to load checkpoints of two and of four ranks."""
     _, engine, optimizer = make_engine(SIZES[size])
     loads = {
         f"{ranks} to 4 ranks": fe.Checkpointer(f"{folder}/of{ranks}", engine, optimizer).load

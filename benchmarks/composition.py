@@ -1,18 +1,18 @@
-"""Step time of what the engine composes with: FSDP2's calls, and tensor parallelism.
+"""Step time with FSDP2's interface, and with tensor parallelism.
 
     python benchmarks/composition.py [--only face tensor] [--rounds 15]
 
-``face``: two gloo ranks of one thread, the GPT of 10M parameters. ``fe.shard`` with a unit for each
-block and the root, ``fsdp_engine.fsdp2.fully_shard`` in the same places, and FSDP2, whose script
-that is; fp32. Same units, same levels; what differs are the calls.
+``face``: two gloo ranks of one thread, the GPT of 10M parameters in fp32: ``fe.shard`` with a unit
+for each block and the root, ``fsdp_engine.fsdp2.fully_shard`` on the same modules, and FSDP2 with
+the same script. Units and levels are the same; only the interfaces differ.
 
 ``tensor``: four gloo ranks, tensor x data parallel on 2 x 2, feed-forward blocks of width 512 that
-torch's ``parallelize_module`` has cut by columns and rows. ``fe.shard`` of all four levels, FSDP2.
-Parameters over different meshes are in groups of their own, without which torch's fused AdamW
-refuses DTensors beside plain tensors.
+torch's ``parallelize_module`` has sharded by columns and rows: ``fe.shard`` at all four levels, and
+FSDP2. Parameters over different meshes are in separate param groups, because torch's fused AdamW
+does not accept DTensors and plain tensors in one group.
 
-All engines run in one process per rank, one step of each in every round, in an order drawn anew;
-ratios are taken round by round. A step is forward, backward, AdamW (fused) and zero_grad.
+All engines run in one process per rank, one step of each in every round, in a random order; ratios
+are computed per round. A step is forward, backward, AdamW (fused) and zero_grad.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def step_of(model: nn.Module, loss: Callable[[], Tensor], *, is_ours: bool) -> C
 
 
 def make_face() -> Steps:
-    """The GPT under each set of calls, from the same weights."""
+    """The GPT under each interface, with the same weights."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     shape = (SEQUENCES, CONFIG.sequence_length)
     tokens = torch.randint(0, CONFIG.vocab_size, shape, generator=generator)
@@ -125,7 +125,7 @@ def make_face() -> Steps:
 
 
 def make_tensor() -> Steps:
-    """Feed-forward blocks under tensor parallelism and each engine, from the same weights."""
+    """Feed-forward blocks under tensor parallelism and each engine, with the same weights."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     generator = torch.Generator().manual_seed(mesh["dp"].get_local_rank())
     x = torch.randn(ROWS, WIDTH, generator=generator)
@@ -153,7 +153,7 @@ def measure(what: str, rounds: int) -> dict[str, list[float]]:
 
 
 def report(what: str, times: dict[str, list[float]]) -> dict[str, Any]:
-    """Print the table of one comparison and return what is written down."""
+    """Print the table of one comparison. Returns its results."""
     rows: list[list[str]] = []
     record: dict[str, Any] = {}
     for name in times:

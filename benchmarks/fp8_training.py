@@ -1,16 +1,16 @@
-"""What fp8 gathers cost in held-out loss and save on the wire: the example's GPT on two gloo ranks.
+"""Held-out loss and communication with fp8 gathers: the example's GPT on two gloo ranks.
 
     python benchmarks/fp8_training.py [--steps 400] [--seeds 3] [--count-only]
 
-Everything is the example's (``examples/train_gpt.py``): model, text, order of the data, schedule.
-Parameters compute in bf16 and are gathered in bf16, or as fp8 with a scale per tensor, row or
-block. All four are trained side by side, step by step on the same batches, from the same weights,
-for each seed. At the end held-out loss is compared with that of bf16 gathers under the same seed.
+Model, text, order of the data and schedule are those of ``examples/train_gpt.py``. Parameters are
+computed with in bf16 and gathered in bf16, or as fp8 with a scale per tensor, row or block. All
+four are trained alternately, step by step on the same batches, from the same weights, for each
+seed. The final held-out loss is compared with that of bf16 gathers with the same seed.
 
-Bytes are counted, not computed: all messages that this rank sends in one step on the group of
-gathers, by dtype. Amaxes travel in all-reduces, which count as a reduce-scatter and an all-gather.
-The vectors of a model travel in bf16 with either, so what fp8 replaces is bf16's total without the
-vectors' bytes. Payloads are checked against the layouts' sizes and ``describe()``'s gathers.
+Bytes are counted, not computed: those that this rank sends in one step on the group of gathers, by
+dtype. Amaxes are all-reduced, which counts as a reduce-scatter and an all-gather. The vectors of a
+model are gathered in bf16 in all cases, so fp8 replaces bf16's total without the vectors' bytes.
+Payloads are compared with the layouts' sizes and ``describe()``'s gathers.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ BASE = "bf16"
 GATHERS = {BASE: "none", "fp8 tensor": "tensor", "fp8 row": "row", "fp8 block": "block"}
 MOST_LOSS = 1.02
 MOST_BYTES = 0.505
-# Bytes are counted for the model that is trained, and for two blocks of GPT-2's width: of a row's
-# scale, the share is the smaller the longer the row.
+# Bytes are counted for the trained model, and for two blocks of GPT-2's width, since scales are a
+# smaller fraction of longer rows.
 COUNTED = {
     "width 128, as trained": {},
     "width 768": {"width": 768, "heads": 12, "layers": 2, "batch_size": 2},
@@ -49,12 +49,12 @@ COUNTED = {
 
 
 class Sent(TorchDispatchMode):
-    """Within it, counts the bytes that this rank sends in one group.
+    """Context that counts the bytes that this rank sends in one group.
 
     Attributes:
         parts: bytes of gathers by dtype.
         amaxes: bytes of all-reduces.
-        calls: messages by name.
+        calls: collectives by name.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -89,7 +89,7 @@ def make_job(folder: str, name: str, **settings: Any) -> Job:
 
 
 def train(steps: int, seed: int) -> dict[str, list[tuple[int, float]]]:
-    """(step, held-out loss) of all kinds of gathers, trained side by side."""
+    """(step, held-out loss) of all kinds of gathers, trained alternately."""
     curves: dict[str, list[tuple[int, float]]] = {name: [] for name in GATHERS}
     with tempfile.TemporaryDirectory() as folder:
         jobs = {name: make_job(folder, name, steps=steps, seed=seed) for name in GATHERS}
@@ -131,8 +131,8 @@ def count(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def expected_bytes(job: Job) -> dict[str, int]:
-    """Payload of a step's gathers by dtype: this rank's part to every other, as often as
-    ``describe()`` says."""
+    """Payload of a step's gathers by dtype: this rank's shard to every other rank, for the number
+    of gathers in ``describe()``."""
     expected: Counter[str] = Counter()
     for unit, row in zip(job.engine.units, job.engine.describe().rows, strict=True):
         times = row.num_gathers // len(unit.buffers)
@@ -238,7 +238,7 @@ def main() -> None:
         results["held_out"] = compare_losses(curves)
         results["curves"] = curves
         report_losses(f"{args.steps} steps, {len(curves)} seeds", results["held_out"])
-        # After each: a seed takes minutes.
+        # After each seed, which takes minutes.
         harness.write_results(NAME, results)
 
 

@@ -2,31 +2,31 @@
 
     python benchmarks/gpu.py [--rounds 15] [--sections "world 1" "world 8" ...]
 
-Each section runs in a process of its own with a time limit (13 minutes in all, 8 without fp8), so
-that one that fails costs nothing but itself; results are written as they come.
+Each section runs in its own process with a time limit (13 minutes in total, 8 without fp8), so that
+a failure affects one section only; results are written after each section.
 
 *world 1*: every level over NCCL with one rank, against the bare model and FSDP2, on a GPT of about
 1B parameters (fewer on a device with less memory), bf16 with fp32 main weights and AdamW. "bare
 model" is the same arithmetic without an engine: a bf16 copy that computes, fp32 weights that the
-optimizer changes, and two casts between them.
+optimizer updates, and two casts between them.
 
-*world 8*, *world 64*: the same as rank 0 of so many ranks. The process group is a fake one, and
-collectives are emulated by device copies of the right size on the lanes where the real ones would
-run, for both engines by the same functions: a gather writes what the other ranks would send (their
-parts are copies of this rank's, so losses mean nothing), a reduction reads all parts and sums them
-into one. What a network would add is not there; bandwidth of the device's memory is shared with
-compute, as it is with real ones.
+*world 8*, *world 64*: the same as rank 0 of 8 or 64 ranks. The process group is fake, and
+collectives are emulated by device copies of the same size on the lanes of the real ones, by the
+same functions for both engines: a gather writes the other ranks' shards (copies of this rank's, so
+losses are meaningless), a reduction reads all shards and sums them into one. The time of a network
+is not included; memory bandwidth is shared with compute, as with real collectives.
 
 *fp8, native*, *fp8, Transformer Engine*: every level over NCCL with one rank, with fp8 weights
 against bf16 ones: time, memory, and bytes gathered, by the planner's formulas, since one rank
 gathers nothing. See ``_gpu_fp8.py``.
 
 *sanitizer*: a small model takes steps at every level under ``torch.cuda._sanitizer``, which reports
-kernels on two streams that touch one address without an event between them. To show that it sees
-these streams at all, lanes that do not wait for each other are tried as well; there it must report.
+kernels on two streams that access one address without an event between them. To verify that the
+sanitizer tracks these streams, it also runs lanes that do not wait for each other, for which it has
+to report an error.
 
-Without a CUDA device this is a rehearsal: tiny sizes, gloo, no sanitizer. It shows that the script
-runs, and nothing about speed; nothing is written to ``results/``.
+Without a CUDA device the script runs with tiny sizes, gloo and no sanitizer, to test the script
+itself; nothing is written to ``results/``.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ import fsdp_engine as fe
 from fsdp_engine.devices.lanes import DeviceLane
 from gpt import GPTConfig
 
-# name: number of ranks, seconds that it may take
+# name: number of ranks, time limit in seconds
 SECTIONS = {
     "world 1": (1, 150),
     "world 8": (8, 100),
@@ -92,9 +92,10 @@ def synchronize() -> None:
 
 
 def memory_of(make: Callable[[], StepParts]) -> tuple[StepParts, dict[str, Any]]:
-    """Build an engine; its first losses, its bytes at rest, and at the peak of its third step.
+    """Build an engine. Returns its first losses, and its bytes at rest and at the peak of its third
+    step.
 
-    Other engines are at rest meanwhile, so that what they hold can be subtracted.
+    Other engines are at rest in the meantime, so that their memory can be subtracted.
     """
     gc.collect()
     if on_cuda():
@@ -117,7 +118,7 @@ def memory_of(make: Callable[[], StepParts]) -> tuple[StepParts, dict[str, Any]]
 
 
 def mark() -> Any:
-    """A moment on the device (an event), or on the clock."""
+    """The current time on the device (an event), or on the host's clock."""
     if not on_cuda():
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -126,7 +127,7 @@ def mark() -> Any:
 
 
 def milliseconds(first: Any, second: Any) -> float:
-    """Between two marks, both reached."""
+    """Milliseconds between two marks that have been reached."""
     if isinstance(first, float):
         return (second - first) * 1e3
     elapsed: float = first.elapsed_time(second)
@@ -136,9 +137,9 @@ def milliseconds(first: Any, second: Any) -> float:
 def time_steps(
     engines: dict[str, StepParts], rounds: int, failed: Callable[[str, str], None]
 ) -> dict[str, dict[str, list[float]]]:
-    """Milliseconds by engine and part; one step of each in every round, in an order drawn anew.
+    """Milliseconds by engine and part; one step of each in every round, in a random order.
 
-    "host" is how long the host took to issue the step, without waiting for the device.
+    "host" is the time in which the host issues the step, without waiting for the device.
     """
     draw = random.Random(0)
     parts = ("forward+backward", "step", "host")
@@ -202,7 +203,7 @@ def timing_section(num_ranks: int, rounds: int, out: Path) -> None:
     for name, times in time_steps(engines, rounds, failed).items():
         found[name]["milliseconds"] = times
     out.write_text(json.dumps(record))
-    # Ranks that send nothing would look fast.
+    # Checks that collectives were emulated.
     assert num_ranks == 1 or EmulatedCommunicator.num_calls, "no emulated collective was called"
 
 
@@ -210,7 +211,7 @@ def timing_section(num_ranks: int, rounds: int, out: Path) -> None:
 
 
 def fp8_section(name: str, rounds: int, out: Path) -> None:
-    """Measure level by level; engines of one level together."""
+    """Measure each level, with its engines together."""
     is_native = name == "fp8, native"
     if not is_native and (reason := _gpu_fp8.why_not()):
         out.write_text(json.dumps({"skipped": reason}))
@@ -243,7 +244,7 @@ def fp8_section(name: str, rounds: int, out: Path) -> None:
 
 
 def sanitizer_section(num_ranks: int, out: Path) -> None:
-    """Steps of a small model at every level; what the sanitizer (if it is on) says."""
+    """Run steps of a small model at every level. Returns reports of the sanitizer, if enabled."""
     mesh = start(num_ranks)
     record: dict[str, str] = {}
     for level in LEVELS:
@@ -263,7 +264,7 @@ def sanitizer_section(num_ranks: int, out: Path) -> None:
 
 
 def _sanitized_steps(mesh: DeviceMesh, level: str, ahead: int | None) -> str:
-    """ "" or the error of the first step that raised one."""
+    """The error of the first step that raised one, else ""."""
     config = GPTConfig(sequence_length=16, num_layers=3, width=64, num_heads=4)
     tokens = torch.randint(0, config.vocab_size, (2, 16), device=the_device())
     try:
@@ -292,11 +293,11 @@ def _sanitized_steps(mesh: DeviceMesh, level: str, ahead: int | None) -> str:
 
 
 def run_section(name: str, rounds: int) -> dict[str, Any]:
-    """Run a section in a process of its own; what it found, and its "failure" if it has one."""
+    """Run a section in its own process. Returns its results, with "failure" if it failed."""
     num_ranks, limit = SECTIONS[name]
     if not on_cuda():
-        limit *= 3  # such machines may be busy, and nothing is measured
-    # Transformer Engine shall not ask for a C compiler.
+        limit *= 3  # other machines may be slow, and nothing is measured on them
+    # So that Transformer Engine does not need a C compiler.
     environment = {"NVTE_TORCH_COMPILE": "0", **os.environ}
     if name.startswith("sanitizer"):
         environment["TORCH_CUDA_SANITIZER"] = "1"

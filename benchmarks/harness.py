@@ -1,4 +1,4 @@
-"""What the benchmarks share: ranks in processes, interleaved timing, ratios, tables, results."""
+"""Shared code of benchmarks: ranks in processes, interleaved timing, ratios, tables, results."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def run_ranks(
 ) -> Any:
     """Run ``function(*args)`` on ``world_size`` ranks of one thread; returns rank 0's result.
 
-    ``function`` and ``set_up``, which runs first in each rank, are functions of modules. The result
-    can be written as JSON.
+    ``function`` and ``set_up``, which runs first on each rank, are module-level functions. The
+    result has to be serializable as JSON.
     """
     with tempfile.TemporaryDirectory() as folder:
         arguments = (world_size, folder, backend, set_up, function, args)
@@ -73,9 +73,9 @@ def interleave(
     warmup: int = 2,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Seconds of each step in each round; all of them run in every round, in an order drawn anew.
+    """Seconds of each step in each round. Every round runs all steps, in a random order.
 
-    Ranks start each step together; the same order is drawn on all of them.
+    Ranks start each step together, and use the same order.
     """
     draw = random.Random(0)
     names = list(steps)
@@ -102,7 +102,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def ratios(times: dict[str, list[float]], name: str, base: str) -> dict[str, float]:
-    """Median and quartiles of ``name`` over ``base``, round by round."""
+    """Median and quartiles of the ratio of ``name`` to ``base`` per round."""
     pairs = [a / b for a, b in zip(times[name], times[base], strict=True)]
     low, middle, high = quartiles(pairs)
     return {"median": middle, "q1": low, "q3": high}
@@ -114,7 +114,7 @@ def show_ratio(ratio: dict[str, float]) -> str:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table on the terminal; the first column is left-aligned."""
+    """Print a table on the terminal; the first column is left-aligned."""
     table = Table(title=title, title_justify="left")
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right")

@@ -1,4 +1,4 @@
-"""Heap of a training run: bytes in use, and bytes that glibc keeps for the next step.
+"""Heap of a training run: bytes in use, and freed bytes that glibc keeps.
 
     python benchmarks/heap.py [--steps 600]
 

@@ -2,16 +2,16 @@
 
     python benchmarks/host_overhead.py [--units 200] [--rounds 30] [--ranks 2]
 
-One process of a fake process group: collectives send nothing, so what is left is hooks,
-bookkeeping and dispatch. (They do copy this rank's part to the place of every rank, tensor by
-tensor: with 64 ranks that is 117 us in each unit of either engine, more than half of what this
-engine takes for everything else. So the group has two ranks; ``--ranks`` takes another number.)
-Units are tiny (two linears of 16 features), so the model's own time is small; it is measured bare
-and subtracted. Processor time of this process is counted, not the clock, so that other programs on
-the machine matter little.
+One process of a fake process group: collectives send nothing, so the measured time is that of
+hooks, bookkeeping and dispatch. (Fake collectives copy this rank's shard to that of every rank,
+tensor by tensor: with 64 ranks that takes 117 us per unit in both engines, more than half of this
+engine's other time. The default is therefore a group of two ranks; ``--ranks`` changes it.) Units
+are tiny (two linears of 16 features), so the model's own time is small; it is measured without an
+engine and subtracted. Processor time of this process is measured instead of wall time, to reduce
+the influence of other programs.
 
-Then, on two gloo ranks that train for some seconds: the processor time of the thread that watches
-for ranks that do not come ([Note: Missing ranks] in ``stall_monitor.py``), while all is well.
+Then, on two gloo ranks that train for some seconds: the processor time of the thread that monitors
+missing ranks ([Note: Missing ranks] in ``stall_monitor.py``), without any missing rank.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def make_step(model: nn.Module) -> Callable[[], None]:
 
 
 def watch(seconds: float) -> dict[str, float]:
-    """Processor time of this rank's watching thread, in a second of the clock, and steps in it."""
+    """Processor time of this rank's monitoring thread per second, and steps per second."""
     model = make_model(num_units=10)
     fe.shard(model, min_unit_size=0)
     step = make_step(model)
@@ -73,7 +73,7 @@ def watch(seconds: float) -> dict[str, float]:
     step()
     before, began, steps = processor_seconds(), time.perf_counter(), 0
     over = torch.zeros(())
-    while not over:  # of rank 0, so that both do the same steps
+    while not over:  # of rank 0, so that both run the same steps
         step()
         steps += 1
         over.fill_(time.perf_counter() - began > seconds)

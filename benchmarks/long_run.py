@@ -1,14 +1,14 @@
-"""Speed and memory of a long run: the example's training, and how they change as it goes on.
+"""Speed and memory over a long run of the example's training.
 
     python benchmarks/long_run.py [--steps 3000] [--turn 100]
 
 Training of ``examples/train_gpt.py`` (two blocks, four sequences a step) on two gloo ranks, once
-for each way to set up memory. All ways are alive at once and train in turns, so that what else the
-machine does meets all alike. Of each turn: processor time (user and system) of a step, page faults
-of a step, and the resident set at its end. Processor time and page faults of one process depend
-less on who else uses the machine than the clock does.
+for each memory configuration. All configurations are running and train alternately, so that other
+load on the machine affects all of them. For each turn: processor time (user and system) and page
+faults per step, and the resident set at its end. Processor time and page faults of one process
+depend less on other programs than wall time does.
 
-It draws ``docs/long_run.png``.
+The figure is ``docs/long_run.png``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROOT = Path(__file__).parent.parent
 PICTURE = ROOT / "docs" / "long_run.png"
 EXAMPLE = ["--layers", "2", "--batch-size", "4", "--steps", "1000000", "--warmup", "50"]
 WAYS = {
-    # name: environment, whether the engine hands freed pages back
+    # name: environment, whether the engine returns freed pages to the system
     "MALLOC_TOP_PAD_ of 64 MiB": ({"MALLOC_TOP_PAD_": str(64 * 2**20)}, False),
     "glibc's defaults": ({}, False),
     "freed pages handed back": ({}, True),
@@ -41,14 +41,14 @@ MEBIBYTE = 2**20
 
 
 def rank_main(rank: int, store: str, turns: Any, arguments: list[str], hands_back: bool) -> None:
-    """Trains when told to; sends what each turn took."""
+    """Train on command. Sends the measurements of each turn."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(store, 2),
         rank=rank,
         world_size=2,
-        timeout=timedelta(hours=4),  # others have their turns
+        timeout=timedelta(hours=4),  # the other configurations train in between
     )
     from curve import memory_in_use
     from fsdp_engine.devices import memory
@@ -79,15 +79,15 @@ def rank_main(rank: int, store: str, turns: Any, arguments: list[str], hands_bac
                 "resident_mib": memory_in_use(job.device) / MEBIBYTE,
             }
         )
-    os._exit(0)  # nothing is left to say, and other ways may be under way
+    os._exit(0)  # without cleanup, since other configurations may be running
 
 
 def start(way: str, folder: str) -> list[Any]:
-    """Two ranks that are ready to train; returns the pipes to them."""
+    """Start two ranks. Returns the pipes to them when they are ready to train."""
     environment, hands_back = WAYS[way]
     for name in [name for name in os.environ if name.startswith("MALLOC_")]:
         del os.environ[name]
-    os.environ.update(environment)  # what is spawned reads it when it starts
+    os.environ.update(environment)  # spawned processes inherit it
     store = tempfile.mktemp(dir=folder)
     arguments = [*EXAMPLE, "--out", f"{folder}/run"]
     pipes = []
@@ -103,7 +103,7 @@ def start(way: str, folder: str) -> list[Any]:
 
 
 def draw(curves: dict[str, list[dict[str, float]]]) -> None:
-    """Processor time and memory over steps, one line for each way."""
+    """Draw processor time and memory over steps, one line per configuration."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,11 +1,10 @@
-"""Host time that weights and gradients cost a microbatch, with 10,000 small parameters in 10 units.
+"""Host time of weights and gradients per microbatch, with 10,000 small parameters in 10 units.
 
     python benchmarks/many_parameters.py [--rounds 8]
 
-One rank, so that nothing travels. What is counted is processor time of this thread within the
-methods of ``fsdp_engine/buffers/`` that run once for each unit or backward; not the modules' and
-autograd's, and not the hook of each gradient. The least of all rounds counts, and garbage is not
-collected meanwhile.
+One rank, without communication. The measurement is processor time of this thread within the methods
+of ``fsdp_engine/buffers/`` that run once per unit or backward, without modules, autograd and the
+hook of each gradient. The result is the minimum over rounds, with the garbage collector disabled.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class Model(nn.Module):
 
 
 class Stopwatch:
-    """Seconds within methods, by name; what one of them calls counts as its own."""
+    """Seconds within methods, by name, including their callees."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)

@@ -2,30 +2,30 @@
 
     python benchmarks/memory.py [--layers 8] [--width 256]
 
-*At rest*: what storages hold, what ``engine.memory_bytes()`` says and what the formulas of
-``fsdp_engine/strategies`` give for the padded number of elements must be the same, to the byte.
+*At rest*: the bytes of storages, ``engine.memory_bytes()`` and the formulas of
+``fsdp_engine/strategies`` for the padded number of elements have to be equal.
 
-*Peak*: every storage that is allocated while a model is built and takes two steps is followed: a
-dispatch mode sees it appear, weak references see it go, and wrappers around ``resize_`` and
-``_swap_data_ptr_`` see it change size. Each belongs to one kind:
+*Peak*: every storage that is allocated while a model is built and runs two steps is tracked:
+allocations by a dispatch mode, deletions by weak references, and changes of size by wrappers around
+``resize_`` and ``_swap_data_ptr_``. Each storage has a kind:
 
-- *engine*: allocated by code of fsdp_engine or of FSDP2 (the innermost such frame decides), or the
-  memory of a parameter's full gradient as autograd made it;
-- *scratch*: receive buffers of this engine's pairwise collectives. They belong to a collective,
-  whose counterpart within gloo no tensor shows, so they are reported apart from the rest;
-- anything else: activations, inputs, casts of inputs, the optimizer's state. Not counted.
+- *engine*: allocated by code of fsdp_engine or of FSDP2 (by the innermost such frame), or the
+  memory of a parameter's full gradient from autograd;
+- *scratch*: receive buffers of this engine's pairwise collectives. gloo's collectives allocate
+  similar memory that is not in tensors, so these are reported separately;
+- others: activations, inputs, casts of inputs, optimizer state. Not counted.
 
-The second step's history is then replayed. *Rest* is what the engine still holds when backward is
-over: sharded parameters and sharded gradients. *Transient* is the most that it held beyond those
-at any moment. The method is checked on this engine: without autograd's gradients, which no engine
-allocates, its peak must be ``engine.peak_memory_bytes()``.
+The history of the second step is then replayed. *Rest* is the engine's memory after backward:
+sharded parameters and sharded gradients. *Transient* is the peak of its additional memory. The
+method is validated on this engine: without autograd's gradients, which no engine allocates, the
+peak has to be ``engine.peak_memory_bytes()``.
 
-The total peak is shown too. Sharded gradients come as they are reduced, in both engines, so few of
-them exist when transients are largest.
+The total peak is shown as well. Sharded gradients are allocated when they are reduced, in both
+engines, so few of them exist when transient memory is largest.
 
-FSDP2 gathers one unit ahead. Here ``suggested_communication_unit_size`` says how much: one unit is
-the comparison that the targets are about; nothing ahead and the default (one mean unit ahead, two
-of gradients on their way) are shown beside it.
+FSDP2 prefetches one unit. In this engine ``suggested_communication_unit_size`` sets the prefetch
+window: the targets refer to one unit; no prefetch and the default (one mean unit of parameters, two
+of gradients in flight) are shown as well.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ ONE_UNIT = "level 3, one unit ahead"
 ENGINE, SCRATCH, IDLE, OTHER = "engine", "scratch", "idle", "other"
 HERE = Path(fe.__file__).parent
 FSDP2 = Path(fully_shard_module.__file__).parent
-# Whose memory it is, by the innermost of these on the stack ("file:function"). What the engine's
-# memory.py allocates is its caller's.
+# The owner of a storage is the innermost of these frames ("file:function"). Allocations in the
+# engine's memory.py belong to its caller.
 ORIGINS = {
     f"{HERE / 'devices' / 'memory.py'}:": None,
     f"{HERE / 'devices' / 'collectives.py'}:": SCRATCH,
     f"{HERE / 'runtime' / 'hooks.py'}:": OTHER,  # casts of inputs and outputs
     f"{HERE / 'runtime' / 'trees.py'}:": OTHER,
-    f"{HERE / 'runtime' / 'reductions.py'}:": OTHER,  # the message with a byte for each parameter
+    f"{HERE / 'runtime' / 'reductions.py'}:": OTHER,  # the buffer with a byte for each parameter
     f"{HERE / 'devices' / 'mesh.py'}:": OTHER,
     f"{HERE}{os.sep}": ENGINE,
     f"{FSDP2 / '_fsdp_common.py'}:_cast_fp_tensor": OTHER,
@@ -87,7 +87,7 @@ ORIGINS = {
 
 
 class StorageTracker(TorchDispatchMode):
-    """Writes down the size of every storage that appears while it is on, and who made it."""
+    """Records the size and the allocating code of every storage while it is enabled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class StorageTracker(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         for tensor in _plain_tensors((args, kwargs)):
-            self.note(tensor.untyped_storage(), OTHER)  # it was there before
+            self.note(tensor.untyped_storage(), OTHER)  # allocated before tracking
         result = func(*args, **kwargs)
         origin = None
         for tensor in _plain_tensors(result):
@@ -114,7 +114,7 @@ class StorageTracker(TorchDispatchMode):
         return result
 
     def note(self, storage: torch.UntypedStorage, kind: str) -> int:
-        """The storage's number; a new one is of ``kind``. Writes down its size if that changed."""
+        """Record the storage's size if it changed. Returns its number; a new one is of ``kind``."""
         number = self._numbers.get(storage._cdata)
         if number is None:
             number = len(self.kind)
@@ -137,7 +137,7 @@ class StorageTracker(TorchDispatchMode):
             self.history.append((number, 0))
 
     def note_gradient(self, gradient: Tensor) -> None:
-        """Autograd has made this for a parameter; or a hook was shown what was reduced."""
+        """Record a gradient that autograd allocated, or a reduced one that a hook received."""
         number = self.note(gradient.untyped_storage(), OTHER)
         if self.kind[number] != ENGINE:
             self.is_gradient.add(number)
@@ -149,7 +149,7 @@ class StorageTracker(TorchDispatchMode):
         self.is_gradient.discard(number)
 
     def watch_gradients(self, model: nn.Module) -> None:
-        """See the gradients of the parameters that modules compute with, whoever puts them in."""
+        """Register hooks on the parameters that modules compute with, when they are installed."""
         seen: set[int] = set()
 
         def watch(module: nn.Module, args: Any) -> None:
@@ -169,7 +169,7 @@ class StorageTracker(TorchDispatchMode):
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Follow dispatched operations and changes of storages' sizes."""
+        """Enable tracking of dispatched operations and of changes of storages' sizes."""
         storage_class: Any = torch.UntypedStorage
         names = [n for n in ("resize_", "_swap_data_ptr_") if hasattr(storage_class, n)]
         originals = {name: getattr(storage_class, name) for name in names}
@@ -180,7 +180,7 @@ class StorageTracker(TorchDispatchMode):
                 self.note(storage, _origin())
                 for other in args:
                     if isinstance(other, storage_class):
-                        # Whoever made it: it only keeps what nobody uses.
+                        # Independent of the allocating code: this is unused memory.
                         self.kind[self.note(other, IDLE)] = IDLE
                 return result
 
@@ -193,7 +193,7 @@ class StorageTracker(TorchDispatchMode):
                 yield
         finally:
             for name in originals:
-                delattr(storage_class, name)  # the wrapper hid the base class's
+                delattr(storage_class, name)  # the wrapper replaced the base class's method
 
     def replay(self, start: int) -> dict[str, int]:
         """Bytes at rest and at peaks from entry ``start`` of the history on."""
@@ -299,7 +299,7 @@ def measure_engine(
     policy = fe.MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     engine, found = track(
         config,
-        # A unit for each block, as the other engine has, however small.
+        # A unit for each block, as in the other engine.
         lambda model: fe.shard(
             model, strategy=level, mp_policy=policy, config=options, min_unit_size=0
         ),
@@ -309,13 +309,13 @@ def measure_engine(
     found["booked at rest"] = sum(engine.memory_bytes().values())
     found["booked peak"] = engine.peak_memory_bytes()["total"]
     found["formula"] = formula(level, elements + padding, param_dtype is not None)
-    copies = 1 if LEVELS[level].cuts(Role.OPTIM) else NUM_RANKS
+    copies = 1 if LEVELS[level].shards(Role.OPTIM) else NUM_RANKS
     found["optimizer formula"] = 8 * elements * copies
     return found | {"elements": elements, "padding": padding}
 
 
 def formula(level_name: str, num_elements: int, is_mixed: bool) -> int:
-    """Bytes of weights and gradients that a rank holds at rest, as ``strategies`` has it.
+    """Bytes of weights and gradients that a rank holds at rest, by the formulas of ``strategies``.
 
     Args:
         level_name: the inner level.
@@ -328,7 +328,7 @@ def formula(level_name: str, num_elements: int, is_mixed: bool) -> int:
         weights = 4 * held[Role.PARAM]  # main weights are a view of them
     else:
         weights = 4 * held[Role.OPTIM]
-        if not level.cuts(Role.PARAM):
+        if not level.shards(Role.PARAM):
             weights += 2 * held[Role.PARAM]
     return int(weights + 4 * held[Role.GRAD])
 
@@ -341,7 +341,7 @@ def measure_fsdp2(config: GPTConfig, precision: str, reshard: bool) -> dict[str,
     def build(model: Any) -> None:
         for block in model.blocks:
             fully_shard(block, reshard_after_forward=reshard, mp_policy=policy)
-        fully_shard(model, mp_policy=policy)  # the root stays full, as it does here
+        fully_shard(model, mp_policy=policy)  # the root is not resharded, as in this engine
 
     return track(config, build)[1]
 

@@ -1,11 +1,11 @@
-"""What ``check_for_nan_in_grad`` costs: steps with and without it, and passes over memory.
+"""Cost of ``check_for_nan_in_grad``: steps with and without it, and passes over memory.
 
     python benchmarks/nan_check.py [--rounds 20] [--levels no_shard optim_grads_params]
 
-Two gloo ranks and the 10M GPT of ``step_time.py``. Processor time of rank 0 is counted, not the
-clock, so that other programs on the machine matter little. "passes" is the time of looking at all
-gradients over the time in which their memory is read once (``torch.sum``); the closer look is taken
-only where something was found, and by all other devices.
+Two gloo ranks and the 10M GPT of ``step_time.py``. Processor time of rank 0 is measured instead of
+wall time, to reduce the influence of other programs. "passes" is the time of the check of all
+gradients, divided by the time to read their memory once (``torch.sum``); the exact check runs only
+after the fast one has found something, and always on other devices.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def measure_steps(levels: list[str], rounds: int) -> dict[str, list[float]]:
 
 
 def measure_passes(rounds: int) -> dict[str, list[float]]:
-    """Seconds of ways to look at the gradients of a block, in one process."""
+    """Seconds of variants of the check for the gradients of a block, in one process."""
     config, _ = SIZES[SIZE]
     sizes = [p.numel() for p in GPT(config).blocks[0].parameters()]
     flat = torch.randn(sum(sizes))

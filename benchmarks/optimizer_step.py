@@ -3,8 +3,8 @@
     python benchmarks/optimizer_step.py [--rounds 30] [--parameters 300]
 
 One process of a fake process group of two ranks; every engine steps on the same number of local
-elements: half of a 64 x 64 or a 512 x 512 parameter. Plain tensors are the base. Processor time of
-this process is counted, not the clock, so that other programs on the machine matter little.
+elements: half of a 64 x 64 or a 512 x 512 parameter. Plain tensors are the baseline. Processor time
+of this process is measured instead of wall time, to reduce the influence of other programs.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def make_flat(size: int, mesh: DeviceMesh) -> Tensor:
 
 
 def make_distributed(size: int, mesh: DeviceMesh) -> Tensor:
-    """Half of the rows, as FSDP2 keeps them."""
+    """Half of the rows, as in FSDP2."""
     return DTensor.from_local(torch.randn(size // 2, size), mesh, [Shard(0)])
 
 
 def make_plain(size: int, mesh: DeviceMesh) -> Tensor:
-    """As many elements, of no larger tensor."""
+    """A plain tensor with the same number of elements."""
     return torch.randn(size * size // 2)
 
 
@@ -56,7 +56,7 @@ def make_step(
     options: dict[str, Any],
     sharded: bool = False,
 ) -> Callable[[], object]:
-    """A step of an AdamW of its own."""
+    """The step of a new AdamW."""
     params = [nn.Parameter(make(size, mesh)) for _ in range(num_parameters)]
     for param in params:
         param.grad = make(size, mesh)

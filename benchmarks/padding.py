@@ -3,17 +3,17 @@
     python benchmarks/padding.py
 
 prints one table and the targets, and writes ``benchmarks/results/padding.json``. No weights are
-made: a unit is a list of shapes, planned as the engine plans it, all ranks on the inner axis.
+allocated: a unit is a list of shapes, planned as in the engine, with all ranks on the inner axis.
 
 Columns, as percent of a model's elements:
 
-    default   granule 1: what ``fe.shard`` does unless asked for more
-    rows      the last dim of tensors of two or more dims stays whole
-    blocks    128 rows stay whole, where a tensor's rows are a multiple of 128, else one row
-    LCM       for rows and for blocks: shards a multiple of the least common multiple of all
-              granules of the unit, tensors in order
-    Shard(0)  each parameter's dim 0 padded up to a multiple of the world. It keeps rows whole,
-              but not blocks; "with blocks" pads dim 0 further until it does
+    default   granule 1, the default of ``fe.shard``
+    rows      no boundary within rows (the last dim) of tensors of two or more dims
+    blocks    no boundary within 128 rows if a tensor's rows are a multiple of 128, else within rows
+    LCM       for rows and for blocks: shards are a multiple of the least common multiple of all
+              granules of the unit, with tensors in order
+    Shard(0)  each parameter's dim 0 padded to a multiple of the world size. It has no boundaries
+              within rows, but within blocks; "with blocks" adds padding of dim 0 to avoid these
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def total(layouts: Sequence[Layout]) -> int:
 def lcm_rule_numel(shapes: Shapes, granule: Granule, world: int) -> int:
     """Elements of one buffer whose shards are a multiple of every granule, tensors in order.
 
-    Tensors start on their own granule, as no boundary would keep theirs whole otherwise, and on
-    the alignment that planned layouts have, too.
+    Tensors start at a multiple of their own granule, since boundaries would be within granules
+    otherwise, and of the alignment of planned layouts.
     """
     end, steps = 0, [ALIGNMENT]
     for shape in shapes.values():
@@ -89,8 +89,8 @@ def lcm_rule_numel(shapes: Shapes, granule: Granule, world: int) -> int:
 def shard0_numel(shapes: Shapes, world: int, keep_blocks: bool = False) -> int:
     """Elements of all parameters with dim 0 padded to a multiple of ``world``.
 
-    With ``keep_blocks`` a rank's part is whole blocks, too. Of fused experts it holds whole
-    experts, and those are whole blocks already.
+    With ``keep_blocks`` a rank's shard also consists of full blocks. For fused experts it consists
+    of full experts, which are full blocks.
     """
     numel = 0
     for shape in shapes.values():
@@ -102,7 +102,7 @@ def shard0_numel(shapes: Shapes, world: int, keep_blocks: bool = False) -> int:
 
 @dataclass(frozen=True)
 class UnitRow:
-    """What one unit of a kind takes in one world: elements, or a number of buffers."""
+    """Results of one kind of unit for one world size: elements, or a number of buffers."""
 
     unit: str
     count: int
@@ -148,14 +148,14 @@ def measure_unit(unit: UnitKind, world: int) -> UnitRow:
 
 @dataclass(frozen=True)
 class Row:
-    """A model in one world."""
+    """A model at one world size."""
 
     model: str
     world: int
     units: tuple[UnitRow, ...]
 
     def padding(self, column: str) -> int:
-        """Padded elements of the whole model, exact, so that equal means equal."""
+        """Padding elements of the full model as an integer, for exact comparisons."""
         return sum(unit.count * (getattr(unit, column) - unit.num_elements) for unit in self.units)
 
     def percent(self, column: str) -> float:
@@ -185,7 +185,7 @@ def measure() -> list[Row]:
 
 @dataclass(frozen=True)
 class Target:
-    """A target: in how many cases it was tested, and where it is not met, with the reason."""
+    """A target: the number of tested cases, and the missed cases with the reason."""
 
     text: str
     num_tested: int
@@ -211,7 +211,7 @@ def default_target(rows: Sequence[Row]) -> Target:
 
 
 def below_target(rows: Sequence[Row], column: str, peer: str) -> Target:
-    """``column`` pads less than ``peer`` wherever that pads; the note tells of other cases."""
+    """``column`` has less padding than ``peer`` if that has any; other cases are in the note."""
     tested = [row for row in rows if row.padding(peer) > 0]
     others = [row.percent(column) for row in rows if row.padding(peer) == 0]
     misses = tuple(
@@ -227,7 +227,7 @@ def below_target(rows: Sequence[Row], column: str, peer: str) -> Target:
 
 
 def reason(row: Row, column: str, peer: str) -> str:
-    """What bounds a miss: the price of a buffer, the granules themselves, or the alignment."""
+    """The cause of a miss: the price of a buffer, the granules themselves, or the alignment."""
     free = f"{column}_if_buffers_were_free"
     if row.padding(free) < row.padding(peer):
         return (
@@ -272,7 +272,7 @@ def most_frequent(model: Model) -> UnitKind:
 
 
 def price_table(prices: Sequence[float] = (0, 0.1, 0.25, 0.5, 1)) -> Prices:
-    """What another price of buffers would do to the row granule, over all models and worlds."""
+    """Results of the row granule for other prices of buffers, over all models and world sizes."""
     found = []
     for price in prices:
         buffers, percents = [], []
@@ -304,7 +304,7 @@ def planning_ms(repeats: int = 5) -> Times:
 
 
 def show(percent: float) -> str:
-    """A percentage with the digits that matter; ``0`` only for exactly none."""
+    """A percentage with its significant digits; ``0`` only for exactly 0."""
     if percent == 0:
         return "0"
     if percent < 0.001:

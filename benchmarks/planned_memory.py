@@ -2,11 +2,11 @@
 
     python benchmarks/planned_memory.py
 
-GPTs on two gloo ranks, in bf16 with gradients in fp32 that are sent in bf16, so that every kind of
-transient memory exists. Without: the most bytes in use in a step, and the bytes kept idle between
-steps. With: the arenas, which are held all the time; and the host's time for filling and draining a
-storage of a megabyte, in turns. Then arenas alone, for rows of units of random sizes: their length
-over the most bytes that are full at once.
+GPTs on two gloo ranks, in bf16 with gradients in fp32 that are reduced in bf16, so that every kind
+of transient memory exists. Without planned addresses: the peak in a step, and idle memory between
+steps. With them: the arenas, which are always allocated; and the host time to allocate and free a
+storage of a megabyte, alternately. Then arenas alone, for sequences of units of random sizes: their
+length relative to the peak of full units.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def measure(config: GPTConfig) -> dict[str, Any]:
 
 
 def measure_level(config: GPTConfig, level: str, name: str) -> dict[str, Any]:
-    """Of one level and budget."""
+    """Bytes of each role for one level and budget."""
     found: dict[str, Any] = {}
     budget = {"default": None, "one unit ahead": 1, "nothing ahead": 0}[name]
     policy = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16, grad_comm_dtype=torch.bfloat16)
@@ -88,7 +88,7 @@ def measure_level(config: GPTConfig, level: str, name: str) -> dict[str, Any]:
 
 
 def time_fills() -> dict[str, list[float]]:
-    """Microseconds of a fill and a drain."""
+    """Microseconds to allocate and free a storage."""
 
     def cycle(storage: TransientStorage) -> None:
         storage.fill()
@@ -112,8 +112,8 @@ def time_fills() -> dict[str, list[float]]:
 
 
 def random_rows() -> dict[str, list[float]]:
-    """Length of the arena over the most bytes full at once, for rows of 3 to 60 units of 1 to 50
-    pages, by the number of units that are prefetched."""
+    """Length of the arena relative to the peak of full units, for sequences of 3 to 60 units of 1
+    to 50 pages, by the number of prefetched units."""
     choose = random.Random(1)
     found: dict[str, list[float]] = {}
     for num_ahead in (1, 2, 3):
@@ -136,7 +136,7 @@ def random_rows() -> dict[str, list[float]]:
 
 
 def show(title: str, found: dict[str, Any]) -> None:
-    """A table of one model."""
+    """Print the table of one model."""
     rows = []
     for name, each in found.items():
         used = sum(each[f"{role} in use"] for role in ROLES)

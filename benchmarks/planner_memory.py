@@ -1,12 +1,12 @@
-"""Peak memory as planned (``fe.simulate``) and as two gloo ranks hold it in training.
+"""Planned peak memory (``fe.simulate``) compared with that of two gloo ranks in training.
 
     python benchmarks/planner_memory.py [--models decoder LSTM] [--levels optim] [--bf16]
 
 Ten small models at four levels, with and without activation checkpointing of units: the third step
-with AdamW. Measured is every storage that is alive, after every operation, by a dispatch mode that
-knows nothing of the engine (``tests/simulation/live_storages.py``); the larger rank counts.
-Planned is the same step with fake tensors on a machine whose host computes. Goal: within 5 %, and
-never more than 2 % too low.
+with AdamW. The measured value includes every live storage after every operation, by a dispatch mode
+that is independent of the engine (``tests/simulation/live_storages.py``), on the rank with the
+larger peak. The planned value is from the same step with fake tensors on a machine whose host
+computes. Target: within 5 %, and at most 2 % too low.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""Published speeds of FSDP on GPUs, and what the planner says of the same jobs.
+"""Published speeds of FSDP on GPUs, compared with the planner's for the same jobs.
 
     python benchmarks/planner_published.py                   # some twenty minutes
     python benchmarks/planner_published.py --only MPT        # results of others stay in the file
 
-A sanity check, not a measurement: other engines (FSDP2 for torchtitan's jobs, FSDP for those of
-llm-foundry) ran these, all of them with everything cut on one axis over all ranks; their schedules
-are close to level 3 here, and the machine is known from a data sheet and a few assumed fractions
-(``simulation/machine.py``). Nothing was fitted to these figures. Sources are given with each job.
-Jobs with tensor, context or pipeline parallelism, torch.compile or fp8 are left out.
+A plausibility check, not a measurement: other engines (FSDP2 for torchtitan's jobs, FSDP for those
+of llm-foundry) ran these jobs, all of them fully sharded on one axis over all ranks. Their
+schedules are close to level 3 of this engine, and the machine model is from a data sheet and a few
+assumed fractions (``simulation/machine.py``). Nothing was fitted to these figures. Sources are
+given with each job. Jobs with tensor, context or pipeline parallelism, torch.compile or fp8 are
+excluded.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import fsdp_engine as fe
-from fsdp_engine.planner.inputs import inputs_of
-from fsdp_engine.simulation.known_operations import KnownOperations
+from fsdp_engine.planner.command_inputs import example_inputs
+from fsdp_engine.simulation.operation_cache import OperationCache
 
 H100_REPORT = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
 A100_REPORT = "torchtitan, docs/performance.md of 2024"
@@ -48,7 +49,7 @@ A100_40 = dataclasses.replace(
 )
 
 BF16 = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-# "PURE" in llm-foundry: gradients are reduced in bf16, too.
+# "PURE" in llm-foundry: gradients are also reduced in bf16.
 PURE = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 
 
@@ -107,15 +108,15 @@ MPT_70B = mpt(8192, 80, 64)
 
 @dataclass(frozen=True)
 class Job:
-    """What was run, and what was published of it.
+    """A job, and its published results.
 
     Attributes:
-        build: makes the model, on the meta device.
+        build: returns the model, on the meta device.
         rows, length: of a rank's microbatch.
-        recomputed: what the report says was recomputed in backward.
+        recomputed: the activations that were recomputed in backward, according to the report.
         tokens_per_second: of one GPU, published.
-        gib: memory of one GPU, published; None: it was not.
-        microbatches: of a step.
+        gib: memory of one GPU, published; None: unpublished.
+        microbatches: per step.
         policy: dtypes.
     """
 
@@ -142,7 +143,7 @@ def mpt_job(
     speed: float,
     **options: Any,
 ) -> Job:
-    """A row of llm-foundry's tables, of 2,048 tokens a sample."""
+    """A row of llm-foundry's tables, with 2,048 tokens per sample."""
     options = {"recomputed": "all", "policy": PURE, **options}
     return Job(
         name, MPT_REPORT, machine, world_size, build, rows, 2048, tokens_per_second=speed, **options
@@ -171,22 +172,22 @@ JOBS = [
     mpt_job("MPT 70B", fe.H100, 64, MPT_70B, 8, 1039, microbatches=4, policy=BF16),
 ]
 
-# "Selective" checkpointing keeps some and recomputes some, so it lies between these two.
+# "Selective" checkpointing recomputes a part of the activations, so it is between these two.
 TRIES = {"nothing": (False,), "all": (True,), "some": (False, True)}
 
 
 def plan(job: Job, *, recomputes: bool) -> dict[str, Any]:
-    """The job at level 3 on one axis."""
+    """Plan the job at level 3 on one axis."""
     found = fe.simulate(
         job.build,
         job.world_size,
-        batch=inputs_of(job.build(), (job.rows, job.length)),
+        batch=example_inputs(job.build(), (job.rows, job.length)),
         machine=job.machine,
         strategy="optim_grads_params",
         checkpointing=recomputes,
         microbatches=job.microbatches,
         mp_policy=job.policy,
-        known=KnownOperations(),
+        known=OperationCache(),
     )
     speed = job.microbatches * job.rows * job.length / found.seconds
     return {

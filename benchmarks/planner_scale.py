@@ -1,4 +1,4 @@
-"""How long planning takes: large models on 1,024 ranks, on one core.
+"""Time of planning for large models on 1,024 ranks, on one core.
 
     python benchmarks/planner_scale.py              # all three models, some minutes
     python benchmarks/planner_scale.py --only 70B
@@ -7,13 +7,12 @@ The shapes of an 8B and a 70B Llama (transformers' own class) and of a mixture o
 parameters, 4,096 tokens a rank, bf16 compute, AdamW, on 128 nodes of eight H100. Each model is
 simulated 28 times: the four levels on one axis of 1,024 ranks and the ten pairs on 128 x 8, with
 activations kept, and with each block's recomputed in backward. Every model has its own process of
-one thread; what counts is its time, imports apart, and the most memory that was resident. Beside
-the wall's time stands the processor's, which other work on the machine changes less.
+one thread. Reported are wall and processor time, without imports, and the peak of resident memory;
+processor time depends less on other programs.
 
-Rows are simulated one after the other and share what operations return
-([Note: Known operations], ``simulation/known_operations.py``). ``--afresh`` has torch work out
-everything each time, as a comparison, in every ninth row. Results of models that were not run stay
-in the file.
+Rows are simulated one after the other and share a cache of operations
+([Note: Operation cache], ``simulation/operation_cache.py``). ``--afresh`` disables the cache for
+comparison, in every ninth row. Results of models that were not run are kept in the file.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
-from fsdp_engine.simulation.known_operations import KnownOperations
+from fsdp_engine.simulation.operation_cache import OperationCache
 from fsdp_engine.strategies import ALL_STRATEGIES
 
 WORLD_SIZE = 1024
@@ -72,7 +71,7 @@ ROWS = [
 
 
 def llama(hidden: int, intermediate: int, layers: int, heads: int) -> nn.Module:
-    """A Llama of transformers, which makes its own loss."""
+    """A Llama of transformers, which returns its loss."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -105,11 +104,11 @@ class Attention(nn.Module):
 
 
 class Experts(nn.Module):
-    """Tokens go to their two best experts, as many as each has room for; products are batched.
+    """Tokens are routed to their two best experts, up to their capacity; products are batched.
 
-    Who goes where is a product with zeros and ones, (tokens, experts, room), as in GShard ("GShard:
-    Scaling Giant Models with Conditional Computation and Automatic Sharding", 2020, algorithm 1):
-    shapes do not hang on values.
+    Dispatch is a product with zeros and ones, (tokens, experts, capacity), as in GShard ("GShard:
+    Scaling Giant Models with Conditional Computation and Automatic Sharding", 2020, algorithm 1),
+    so that shapes do not depend on values.
     """
 
     def __init__(self, hidden: int, intermediate: int, experts: int) -> None:
@@ -176,7 +175,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def build(name: str, recomputes: bool) -> nn.Module:
-    """The model, on the meta device; its blocks may run again in backward."""
+    """Build the model on the meta device, optionally with recomputation of its blocks."""
     with torch.device("meta"):
         model = MODELS[name]()
     if recomputes:
@@ -191,8 +190,8 @@ def recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
-class WorkedOut(KnownOperations):
-    """Knows nothing: torch works out every operation."""
+class WorkedOut(OperationCache):
+    """A cache without entries: torch runs every operation."""
 
     def run(self, mode: Any, func: Any, args: Any, kwargs: Any) -> tuple[Any, None]:
         return func(*args, **kwargs), None
@@ -201,7 +200,7 @@ class WorkedOut(KnownOperations):
 def simulate_all(name: str, afresh: bool) -> dict[str, Any]:
     """All rows of one model, in this process, by one thread."""
     torch.set_num_threads(1)
-    known = WorkedOut() if afresh else KnownOperations()
+    known = WorkedOut() if afresh else OperationCache()
     tokens = torch.zeros(1, TOKENS, dtype=torch.long)
     rows, began, worked = {}, time.perf_counter(), time.process_time()
     for row in ROWS[:: 9 if afresh else 1]:

@@ -1,4 +1,4 @@
-"""What the planner says of time, against this machine's own steps on two gloo ranks.
+"""Planned step times compared with this machine's steps on two gloo ranks.
 
     python benchmarks/planner_time.py
     python benchmarks/planner_time.py --rounds 4 --models gpt        # a short run
@@ -7,15 +7,15 @@
 The machine is calibrated, then the ten strategy pairs are planned (``fe.plan``), then all are run,
 interleaved. Pairs with an outer level have both ranks on the outer axis, the others on the inner
 one. Two models: the GPT of ``simulated.py`` (5M parameters, fp32), and one of half as many blocks
-of twice the width with half the tokens, whose steps are more message and optimizer than product.
+of twice the width with half the tokens, whose steps are dominated by communication and optimizer.
 
-Printed and written, for each model: predicted and measured step, their ratio, the rank correlation,
-what a rank's processor was busy for in a step (other programs change it little: where it is far
-from what was measured, they were there), what compute waited for messages (``engine.measure()``).
-And for two memory limits (one that all fit, one half way between the least and the largest peak)
-how much slower the planner's choice is than the fastest of those that fit, as measured. What fits
-is what the plan says: how true that is, is measured apart. It takes about six
-minutes on a machine on which nothing else runs; anything else that runs is in the figures.
+Printed and written, for each model: predicted and measured step time, their ratio, the rank
+correlation, the processor time of a rank's step (if it differs much from the step time, other
+programs were running), and exposed communication (``engine.measure()``). For two memory limits (one
+that all fit, one half way between the smallest and the largest peak) also the measured slowdown of
+the planner's choice relative to the fastest candidate that fits. Whether candidates fit is taken
+from the plan; ``planner_memory.py`` measures that. Takes about six minutes; other programs on the
+machine distort the figures.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MODELS = {
     "gpt": (GPTConfig(sequence_length=128, num_layers=6, width=256, num_heads=4), 4),
     "wide": (GPTConfig(sequence_length=128, num_layers=3, width=512, num_heads=8), 2),
 }
-ALONE = PAIRS[0][1]  # what the outer axis of one rank has
+ALONE = PAIRS[0][1]  # for an outer axis of one rank
 NEAR = 1.05
 
 
@@ -53,7 +53,7 @@ def batch(name: str) -> tuple[Tensor, Tensor]:
 
 
 def ranks_of(pair: tuple[str, str]) -> tuple[int, ...]:
-    """The mesh that a pair is run on: two ranks, on one axis or on the outer one."""
+    """The mesh of a pair: two ranks on one axis, or on the outer one."""
     return (2,) if pair[1] == ALONE else (2, 1)
 
 
@@ -79,8 +79,8 @@ def plan(name: str, machine: fe.Machine) -> dict[str, dict[str, float]]:
 
 
 def measure(name: str, rounds: int) -> dict[str, Any]:
-    """Of each pair seconds of a step, seconds of this rank's processor, and what compute waited in
-    a step, on two ranks."""
+    """For each pair the step time, processor time of this rank, and exposed communication, in
+    seconds, on two ranks."""
     from torch.distributed.device_mesh import init_device_mesh
 
     meshes: dict[tuple[int, ...], Any] = {
@@ -122,7 +122,7 @@ def make_step(name: str, pair: tuple[str, str], mesh: Any) -> tuple[fe.Engine, C
 
 
 def choices(planned: dict[str, dict[str, float]], measured: dict[str, float]) -> dict[str, Any]:
-    """By limit: what the planner takes, what was fastest, and how much slower the choice is."""
+    """By limit: the planner's choice, the fastest pair, and the slowdown of the choice."""
     peaks = [each["bytes"] for each in planned.values()]
     limits = {"all fit": max(peaks), "half way": (min(peaks) + max(peaks)) / 2}
     found = {}
@@ -191,7 +191,7 @@ def main() -> None:
     torch.set_num_threads(1)
     load = os.getloadavg()[0]
     print(f"load average {load:.1f}" + (": the machine is not quiet" if load > 1 else ""))
-    machine = fe.Machine.load(args.machine) if args.machine else calibrate(tell=True)
+    machine = fe.Machine.load(args.machine) if args.machine else calibrate(verbose=True)
     results = {name: run(name, machine, args.rounds) for name in args.models}
     if not args.keep:
         figures = {

@@ -1,12 +1,12 @@
-"""Loading a pretrained model into shards: memory of each rank, and time, beside other ways.
+"""Loading a pretrained model into shards: memory of each rank and time, compared with alternatives.
 
     python benchmarks/pretrained.py              # a 1 GB Llama on 2 and 4 gloo ranks, some minutes
     python benchmarks/pretrained.py --layers 4   # a smaller one
 
-Level 3, fp32. Every way runs in processes of its own, in turns; what counts is the most memory that
-a rank had resident, beyond what it had when libraries were imported (pages of files that are mapped
-count), and the wall time from a folder to a sharded model. Files come from the page
-cache, which the first of all ways fills.
+Level 3, fp32. Every variant runs in its own processes, alternately. Reported are the peak of
+resident memory of a rank, in addition to that after imports (including mapped pages of files), and
+the wall time from a folder to a sharded model. Files are in the page cache, which a first run
+fills.
 
     load_pretrained     built on meta, sharded, each rank reads the bytes of its slices
     from_pretrained     every rank reads all of it, then shards
@@ -42,7 +42,7 @@ WAYS = ("load_pretrained", "from_pretrained", "FSDP2")
 
 
 def config(layers: int) -> LlamaConfig:
-    """Of a Llama; 18 layers make about 1 GB in fp32."""
+    """The config of a Llama; 18 layers are about 1 GB in fp32."""
     return LlamaConfig(
         hidden_size=1024,
         intermediate_size=2816,
@@ -91,13 +91,13 @@ FUNCTIONS = dict(zip(WAYS, (load_pretrained, from_pretrained, fsdp2), strict=Tru
 
 
 def _most_resident() -> float:
-    """Most that was resident since :func:`_begin`, in MiB."""
+    """Peak of resident memory since :func:`_begin`, in MiB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))
 
 
 def _begin() -> float:
-    """A new peak begins; what is resident now. (``ru_maxrss`` would have the parent's.)"""
+    """Reset the peak. Returns the resident memory. (``ru_maxrss`` would include the parent's.)"""
     Path("/proc/self/clear_refs").write_text("5")
     return _most_resident()
 
@@ -108,7 +108,7 @@ def _rank(rank: int, world_size: int, way: str, folder: str, out: str) -> None:
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=120)
     )
-    fe.shard(nn.Linear(2, 2), initial_values="rank0")  # what is imported late is there
+    fe.shard(nn.Linear(2, 2), initial_values="rank0")  # run lazy imports
     before = _begin()
     dist.barrier()
     begin = time.perf_counter()
@@ -123,7 +123,7 @@ def _rank(rank: int, world_size: int, way: str, folder: str, out: str) -> None:
 
 
 def run(way: str, world_size: int, folder: str) -> dict[str, float]:
-    """One way on so many ranks: seconds, and memory of the rank that had most."""
+    """Run one variant. Returns seconds, and memory of the rank with the largest peak."""
     with tempfile.TemporaryDirectory() as out:
         mp.spawn(_rank, (world_size, way, folder, out), world_size)
         found = [

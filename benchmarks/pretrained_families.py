@@ -1,10 +1,10 @@
-"""Twenty families of transformers: do they load and save bit for bit, and what has to be converted?
+"""Loads and saves twenty model families of transformers, and compares bit for bit.
 
     python benchmarks/pretrained_families.py     # a few minutes
 
 Small random models, written by transformers' ``save_pretrained``, loaded by ``fe.load_pretrained``
 on 1, 2 and 4 gloo ranks at levels 0 and 3, and compared with ``from_pretrained``: all parameters
-and buffers. Then saved by ``fe.save_pretrained`` and compared with what transformers had written.
+and buffers. Then saved by ``fe.save_pretrained`` and compared with the files of transformers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def in_files(folder: Path) -> dict[str, Tensor]:
 
 
 def differing(found: dict[str, Tensor], expected: dict[str, Tensor]) -> int:
-    """Names that only one has, or whose tensors are not the same bits."""
+    """Names that are in one of them only, or whose tensors differ in any bit."""
     same = [
         name
         for name in found.keys() & expected.keys()
@@ -48,10 +48,10 @@ def differing(found: dict[str, Tensor], expected: dict[str, Tensor]) -> int:
 
 
 def load_and_save(root: str) -> dict[str, dict[str, dict[str, int]]]:
-    """Of each family and level, tensors that differ after loading and after saving."""
+    """Tensors that differ after loading and after saving, by family and level."""
     results: dict[str, dict[str, dict[str, int]]] = {}
     transformers.utils.logging.disable_progress_bar()
-    torch.manual_seed(0)  # wav2vec2 makes a parameter that is not on the meta device
+    torch.manual_seed(0)  # wav2vec2 creates a parameter that is not on the meta device
     for family in FAMILIES:
         theirs = Path(root) / family
         expected = {n: t.detach() for n, t in read_by_transformers(family, str(theirs)).items()}

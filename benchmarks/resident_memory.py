@@ -3,20 +3,20 @@
     python benchmarks/resident_memory.py [--size 85M] [--dtypes fp32 bf16] [--rounds 3] [--steps 4]
         [--budget ELEMENTS]
 
-Two gloo ranks of one thread train a GPT (``step_time.py``'s) with fused AdamW. What counts is what
-the system says of the process, less what it said when libraries and process groups were there but
-no model: tensors, and whatever allocators and libraries keep beside them.
+Two gloo ranks of one thread train a GPT (``step_time.py``'s) with fused AdamW. The measurement is
+the resident memory of the process, less that before the model was built (with libraries and process
+groups): tensors, and additional memory of allocators and libraries.
 
-- *peak of a step*: the most that was resident within forward, backward, optimizer step and
+- *peak of a step*: the peak of resident memory within forward, backward, optimizer step and
   zero_grad (the kernel's high-water mark, reset before each step);
-- *between steps*: what is resident after ``zero_grad``.
+- *between steps*: the resident memory after ``zero_grad``.
 
-Holes in glibc's heap are handed back before either is looked at (``malloc_trim``): they are as
-large as what autograd or the building of the model happened to free, and differ from run to run.
+Freed memory in glibc's heap is returned to the system before each measurement (``malloc_trim``),
+because its size depends on earlier allocations and differs between runs.
 
-The first two steps do not count. Figures are those of rank 0: the median over the steps of a
-round; engines take turns in rounds, in processes that are new each time, and ratios are taken round
-by round. In bf16 both compute and reduce in bf16 and keep fp32 main weights. Only on Linux.
+The first two steps are excluded. Figures are those of rank 0: the median over the steps of a round;
+engines alternate between rounds, in new processes, and ratios are computed per round. In bf16 both
+compute and reduce in bf16 with fp32 main weights. Linux only.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LEVEL = "optim_grads_params"
 ENGINES = (LEVEL, "FSDP2")
 LOW = {"fp32": None, "bf16": torch.bfloat16}
 MEGABYTE = 1e6
-# what: at most so many times FSDP2's
+# measurement: target as a multiple of FSDP2's
 TARGETS = {"peak": 0.95, "between steps": 1.0}
 
 
@@ -58,13 +58,13 @@ def resident(field: str) -> int:
 
 
 def trim() -> None:
-    """Hand holes in the heap back."""
+    """Return freed memory of the heap to the system."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
 
 
 def reset_peak() -> None:
-    """The high-water mark becomes what is resident now."""
+    """Reset the high-water mark to the current resident memory."""
     trim()
     Path("/proc/self/clear_refs").write_text("5")
 
@@ -88,7 +88,7 @@ def measure(
 ) -> dict[str, float]:
     """One round of one engine: bytes above the start."""
     config, num_sequences = SIZES[size]
-    dist.barrier()  # connections are there
+    dist.barrier()  # connections exist
     trim()
     start = resident("VmRSS")
     torch.manual_seed(0)

@@ -1,22 +1,22 @@
-"""What the simulation says: against this machine's own times, and of one that nobody has here.
+"""Simulated steps: compared with this machine's own times, and for H100 machines.
 
     python benchmarks/simulated.py                  # both
     python benchmarks/simulated.py --only measured
     python benchmarks/simulated.py --only llama
     python benchmarks/simulated.py --only budgets
 
-``measured``: two gloo ranks of one thread, a GPT of some 6M parameters, fp32, the ten pairs and
-three budgets (nothing ahead, one block, the default). The machine is calibrated first, then steps
+``measured``: two gloo ranks of one thread, a GPT of about 6M parameters, fp32, the ten pairs and
+three budgets (no prefetch, one block, the default). The machine is calibrated first, then steps
 are simulated, then measured, interleaved. Pairs with an outer level have both ranks on the outer
 axis, the others on the inner one.
 
-``llama``: the shape of an 8B Llama on 64 H100 in 8 nodes, 4,096 tokens a rank, bf16 weights and
-gradients on the wire, fp32 main weights, AdamW, no recomputation; the ten pairs on (8, 8) ranks.
+``llama``: the shape of an 8B Llama on 64 H100 in 8 nodes, 4,096 tokens per rank, gathers and
+reductions in bf16, fp32 main weights, AdamW, no recomputation; the ten pairs on (8, 8) ranks.
 
-``budgets``: the same, a smaller model with a large embedding that is tied to its head, and a GPT of
-85M parameters on one node: what a step takes and exposes, and what it holds for a moment, with
-nothing, one and two mean blocks as ``suggested_communication_unit_size``, and unset. Pairs
-that cut gradients; the others stage nothing, and gather all that changed at once.
+``budgets``: the same model, a smaller one with a large embedding that is tied to its head, and a
+GPT of 85M parameters on one node: step time, exposed communication and transient memory with zero,
+one and two mean blocks as ``suggested_communication_unit_size``, and unset. Only pairs that shard
+gradients; the others have no staging, and gather all outdated parameters at once.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def make_step(pair: tuple[str, str], budget: int | None, mesh: Any) -> Callable[
 
 
 def rank_correlation(first: list[float], second: list[float]) -> float:
-    """Spearman's: the correlation of places in order."""
+    """Spearman's rank correlation."""
     places = [torch.tensor(each).argsort().argsort().double() for each in (first, second)]
     return float(torch.corrcoef(torch.stack(places))[0, 1])
 
@@ -220,7 +220,7 @@ LARGE_EMBEDDING = LlamaShape(18, 2048, 8, 1, 16_384, 256_128, tied=True)
 
 
 class Llama(nn.Module):
-    """A model of one shape."""
+    """A model of the given shape."""
 
     def __init__(self, shape: LlamaShape = LlamaShape()) -> None:
         super().__init__()
@@ -300,7 +300,7 @@ def run_llama() -> dict[str, Any]:
 
 
 def budget_models() -> dict[str, tuple[Callable[[], nn.Module], tuple[int, int], Any]]:
-    """(how it is made, ranks, batch of one rank)."""
+    """(build function, ranks, batch of one rank)."""
     tokens = torch.zeros(1, 4096, dtype=torch.long)
     small = GPTConfig(sequence_length=1024, num_layers=12, width=768, num_heads=12)
     few = torch.zeros(8, 1024, dtype=torch.long)
@@ -312,7 +312,7 @@ def budget_models() -> dict[str, tuple[Callable[[], nn.Module], tuple[int, int],
 
 
 def run_budgets() -> dict[str, Any]:
-    """Simulate, print, model by model."""
+    """Simulate and print each model."""
     policy = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     record: dict[str, Any] = {}
     for name, (build, sizes, batch) in budget_models().items():

@@ -3,18 +3,17 @@
     python benchmarks/step_time.py [--sizes 10M 85M] [--dtypes fp32 bf16] [--rounds 12]
         [--without "FSDP2 pairwise" ...]
 
-All engines run in one process per rank, one step of each in every round, in an order drawn anew;
-ratios are taken round by round. A step is forward, backward, AdamW (fused) and zero_grad.
+All engines run in one process per rank, one step of each in every round, in a random order; ratios
+are computed per round. A step is forward, backward, AdamW (fused) and zero_grad.
 
-"pairwise" gives FSDP2 this engine's collectives through its own hooks for custom ones, so that
-engines are compared and not their collectives. In bf16 every engine computes in bf16 and keeps
-fp32 main weights: DDP by autocast, as its users do, the others by their policies with gradients
-reduced in bf16. "wrapper" is DistributedDataParallel, Megatron-Core's loop around the same engine:
-40M-element buckets, overlap of reductions and gathers, ``finish_grad_sync``, ``zero_grad_buffer``.
-"no communication" is one rank's bare model, the same work without a peer, and
-"level 3's bytes alone" the gathers and reductions of optim_grads_params, without a model. Where
-ranks use up the cores, as here, moving bytes takes processor time from the model: the sum of the
-two is then what bounds level 3.
+"pairwise" is FSDP2 with this engine's collectives, through FSDP2's hooks for custom collectives, to
+compare the engines without their collectives. In bf16 every engine computes in bf16 with fp32 main
+weights: DDP by autocast, the others by their policies with gradients reduced in bf16. "wrapper" is
+DistributedDataParallel, in Megatron-Core's loop: 40M-element buckets, overlap of reductions and
+gathers, ``finish_grad_sync``, ``zero_grad_buffer``. "no communication" is one rank's model without
+an engine, and "level 3's bytes alone" the gathers and reductions of optim_grads_params without a
+model. If ranks use all cores, as on this machine, communication takes processor time from the
+model, and the sum of the two is a lower bound for level 3.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
 }
 OPTIONAL = ("FSDP2", "FSDP2 no reshard", "FSDP2 pairwise", *LEVELS, *WRAPPERS)
 TARGETS = (
-    # name, base, at most in fp32, in bf16
+    # name, baseline, target in fp32, in bf16
     ("optim_grads_params", "FSDP2", 0.70, 0.60),
     ("optim_grads_params", "DDP", 1.03, 1.03),
     ("optim_grads_params", "FSDP2 pairwise", 0.92, 0.92),
@@ -107,7 +106,7 @@ def make_step(model: nn.Module, parameters: Any, batch: Any, autocast: bool) -> 
 
 
 def make_wrapped_step(model: GPT, low: torch.dtype | None, batch: Any, **fields: Any) -> Any:
-    """A step of the wrapper, as users of Megatron-Core write it."""
+    """A step of the wrapper, as in Megatron-Core's loop."""
     config = fe.DistributedDataParallelConfig(
         overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=40_000_000, **fields
     )
@@ -127,17 +126,17 @@ def make_wrapped_step(model: GPT, low: torch.dtype | None, batch: Any, **fields:
 
 
 class _Sharded(list):  # type: ignore[type-arg]
-    """Parameters of this engine, whose optimizer is given to shard_optimizer."""
+    """A model of this engine, whose optimizer is passed to shard_optimizer."""
 
 
 def make_bytes(model: GPT, dtype: torch.dtype) -> Callable[[], None]:
-    """What optim_grads_params sends in a step, pairwise as it does, one exchange at a time."""
+    """The pairwise communication of optim_grads_params in a step, one exchange at a time."""
     group = dist.group.WORLD
     assert group is not None
     comm = Communicator(group, torch.device("cpu"))
     sizes = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
     root = sum(p.numel() for p in model.parameters()) - sum(sizes)
-    # The root and the last block stay full between forward and backward.
+    # The root and the last block are not resharded between forward and backward.
     gathers, reductions = [root, *sizes, *sizes[:-1]], [*sizes, root]
     full = torch.zeros(max(root, *sizes), dtype=dtype)
     part = torch.zeros_like(full)
@@ -154,14 +153,14 @@ def make_bytes(model: GPT, dtype: torch.dtype) -> Callable[[], None]:
 
 
 def run_steps(steps: Steps) -> None:
-    """Drive a communication to its end."""
+    """Run a collective to its end."""
     for works in steps:
         for work in works:
             work.wait()
 
 
 def make_engines(size: str, dtype: str, without: list[str]) -> dict[str, Callable[[], None]]:
-    """A step function for each engine but those ``without``, all starting from the same weights."""
+    """A step function for each engine except ``without``, all with the same initial weights."""
     config, num_sequences = SIZES[size]
     rank = dist.get_rank()
     generator = torch.Generator().manual_seed(rank)
@@ -223,7 +222,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--dtypes", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
     parser.add_argument("--rounds", type=int, default=12)
-    # Each engine holds a model of its own, on a machine that may not have memory for all of them.
+    # Each engine has its own model, and the machine may not have memory for all of them.
     parser.add_argument("--without", nargs="+", choices=OPTIONAL, default=[], metavar="ENGINE")
     args = parser.parse_args()
     for size in args.sizes:
@@ -231,12 +230,12 @@ def main() -> None:
         for dtype in args.dtypes:
             times = harness.run_ranks(measure, 2, size, dtype, args.rounds, args.without)
             results[f"{size} {dtype}"] = report(f"{size} {dtype}", times)
-            # After each: the large ones take long, and what is done is done.
+            # After each model, since large ones take long.
             harness.write_results(f"step_time_{size}", results)
 
 
 def report(title: str, times: dict[str, list[float]]) -> dict[str, Any]:
-    """Print the tables of one model and return what is written down."""
+    """Print the tables of one model. Returns its results."""
     bases = [base for base in ("DDP", "FSDP2", "FSDP2 pairwise") if base in times]
     rows: list[list[str]] = []
     record: dict[str, Any] = {}

@@ -1,18 +1,18 @@
-"""How large a unit has to be: units of single blocks against joined ones, by size.
+"""Step time by unit size: units of single blocks compared with joined units.
 
     python benchmarks/unit_size.py [--rounds 60] [--parts peers gloo clock]
 
 "gloo": a step of eight blocks of two linears of various widths, batch 64, on two gloo ranks of one
-thread each, with two, four or all blocks in a unit, over a unit for each; AdamW (fused). All
-settings of a width run in one process per rank, one step of each in every round; ratios are taken
-round by round.
+thread each, with two, four or all blocks in a unit, relative to a unit for each block; AdamW
+(fused). All settings of a width run in one process per rank, one step of each in every round;
+ratios are computed per round.
 
 "peers": four blocks of 128 to 512 and back, 131,000 parameters each, against DDP and FSDP2
 (``fully_shard`` on each block and the root).
 
-"clock": the same question on simulated H100s (``fe.simulate``; eight of a node, and 64 in eight
-nodes): sixteen transformer blocks of various widths in bf16, 16,384 tokens a rank. What a step
-takes with so many blocks in a unit, over a unit for each.
+"clock": the same on simulated H100s (``fe.simulate``; eight in a node, and 64 in eight nodes):
+sixteen transformer blocks of various widths in bf16, 16,384 tokens per rank. The step time by the
+number of blocks in a unit, relative to a unit for each block.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from gpt import GPT, GPTConfig
 LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 ROWS = 64
 NUM_BLOCKS = 8
-# Width of a block, which has two linears to four times that and back.
+# Width of a block with two linears, to four times the width and back.
 WIDTHS = (64, 128, 256)
-# Joined by twos, by fours, all of them.
+# Two, four, or all blocks per unit.
 GROUPS = (1, 2, 4, 8)
 
 
@@ -88,7 +88,7 @@ def engine_step(num_blocks: int, width: int, level: str, group: int) -> Callable
 
 
 def measure_gloo(width: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each level with so many blocks in a unit."""
+    """Seconds of each level by the number of blocks in a unit."""
     steps = {
         f"{level} {group}": engine_step(NUM_BLOCKS, width, level, group)
         for level in LEVELS
@@ -135,7 +135,7 @@ SEQUENCES, LENGTH = 8, 2048
 
 
 def clock_config(width: int) -> GPTConfig:
-    """A GPT whose ends are small beside its blocks."""
+    """A GPT with a small embedding and head compared with its blocks."""
     return GPTConfig(
         vocab_size=256,
         sequence_length=LENGTH,
@@ -146,7 +146,7 @@ def clock_config(width: int) -> GPTConfig:
 
 
 def clock_numel(width: int) -> int:
-    """Elements of one of its blocks."""
+    """Elements of a block of the GPT."""
     with torch.device("meta"):
         return sum(each.numel() for each in GPT(clock_config(width)).blocks[0].parameters())
 
@@ -240,7 +240,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--rounds", type=int, default=60)
     args = parser.parse_args()
-    # One file for each part: they are measured one by one.
+    # One file per part, since parts are measured separately.
     if "peers" in args.parts:
         times = harness.run_ranks(measure_peers, 2, 3 * args.rounds)
         harness.write_results("unit_size_peers", report_peers(times))

@@ -1,17 +1,17 @@
-"""Weights to another process: how long assembling them takes, beside sending them.
+"""Sending weights to another process: time to assemble them, and to send them.
 
     python benchmarks/weight_stream.py               # a 0.8 GB GPT on 2 gloo ranks, some minutes
     python benchmarks/weight_stream.py --rounds 10
 
-Level 3, fp32, sent as bf16 over local TCP to a process that reads everything and throws it away.
-*Assembling* is the time that a sender spends to have the next tensor, *sending* that of sockets,
-up to the receiver's answer that it has all; of the sender that took longer. All ways run in every
-round, in turns. MiB are what a rank has resident at most, beyond what it had before (its shard,
-and for changes the version).
+Level 3, fp32, sent as bf16 over local TCP to a process that reads and discards all bytes.
+*Assembling* is the time in which a sender gets the next tensor, *sending* that of sockets until the
+receiver's acknowledgement; of the slower sender. Every round runs all variants. MiB is the peak of
+resident memory of a rank, in addition to its previous memory (its shard, and for changes the
+version).
 
     whole            weight_stream; rank 0 sends
     pieces           weight_stream(pieces=True); each rank sends its own
-    changes, 1 %     weight_stream(changed_since=...), after so many elements, anywhere, changed
+    changes, 1 %     weight_stream(changed_since=...) after random elements changed
     full_state_dict  of the engine, on rank 0, all of it, then cast and sent
     FSDP2            the same model by fully_shard; for each parameter its shard is cast, then
                      full_tensor(); rank 0 sends
@@ -49,7 +49,7 @@ SHARES = (0.01, 0.1, 1.0)
 
 
 def read_all(listener: socket.socket, num_ranks: int) -> None:
-    """The receiver: reads what each rank sends, and answers when it has all of it."""
+    """The receiver: reads the bytes of each rank, and acknowledges the last one."""
 
     def read(connection: socket.socket) -> None:
         buffer = memoryview(bytearray(BUFFER_BYTES))
@@ -87,8 +87,8 @@ class Sender:
     """A rank's connection to the receiver.
 
     Attributes:
-        num_bytes: of the tensors that were sent.
-        seconds: that sending took.
+        num_bytes: of the sent tensors.
+        seconds: time of sending.
     """
 
     def __init__(self, port: int) -> None:
@@ -146,7 +146,7 @@ def full_state(engine: fe.Engine) -> Iterator[tuple[Any, ...]]:
 
 
 def change(engine: fe.Engine, share: float) -> None:
-    """So many elements of this rank's, anywhere, get another sign."""
+    """Change the sign of random elements of this rank."""
     with torch.no_grad():
         for param in engine.model.parameters():
             local = param.data.local  # type: ignore[attr-defined]
@@ -163,14 +163,14 @@ def _resident() -> float:
 
 
 def _begin_peak() -> float:
-    """A new peak of resident memory begins, and what was freed is gone; what there is now, MiB."""
+    """Return freed memory to the system and reset the peak. Returns resident memory in MiB."""
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     return _resident()
 
 
 def measured(items: Iterable[tuple[Any, ...]], sender: Sender, *, sends: bool) -> dict[str, float]:
-    """One way, once."""
+    """Run one variant once."""
     dist.barrier()
     before = _begin_peak()
     sender.num_bytes, sender.seconds = 0, 0.0
@@ -190,7 +190,7 @@ def measured(items: Iterable[tuple[Any, ...]], sender: Sender, *, sends: bool) -
 
 
 def run(port: int, layers: int, rounds: int) -> dict[str, Any]:
-    """All ways on one rank; of each round, the figures of all ranks."""
+    """Run all variants on one rank. Returns the figures of all ranks by round."""
     engine = fe.shard(model_of(layers), strategy="optim_grads_params")
     other = by_fsdp2(layers)
     is_first = dist.get_rank() == 0
@@ -199,7 +199,7 @@ def run(port: int, layers: int, rounds: int) -> dict[str, Any]:
     pieces = fe.weight_stream(engine, BF16, pieces=True)
     changes = fe.weight_stream(engine, BF16, fe.WeightVersion())
     for _ in changes:
-        pass  # the receiver is said to have everything
+        pass  # signals the end to the receiver
 
     def changed(share: float) -> Iterable[tuple[Any, ...]]:
         change(engine, share)
@@ -231,7 +231,7 @@ def run(port: int, layers: int, rounds: int) -> dict[str, Any]:
 
 
 def summary(rounds: list[list[dict[str, float]]]) -> dict[str, float]:
-    """Medians over rounds, of the rank that took longest; and the most memory."""
+    """Medians over rounds of the slowest rank, and the largest memory."""
     senders = [[each for each in ranks if each["sent MiB"]] for ranks in rounds]
     longest = [
         max(ranks, key=lambda each: each["assembling"] + each["sending"]) for ranks in senders

@@ -1,5 +1,8 @@
 """A sharded training engine for PyTorch: one core for DDP, ZeRO-1/2/3, HSDP and HFSDP."""
 
+import warnings
+from typing import Any
+
 from fsdp_engine.adapters import AdapterLayers
 from fsdp_engine.checkpoint import (
     Checkpointer,
@@ -16,11 +19,11 @@ from fsdp_engine.export.version import WeightVersion
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.megatron.distributed_data_parallel import DistributedDataParallel
 from fsdp_engine.megatron.finalize_model_grads import finalize_model_grads
-from fsdp_engine.megatron.groups import ModelParallelGroups
+from fsdp_engine.megatron.model_parallel_groups import ModelParallelGroups
 from fsdp_engine.optimizer import shard_optimizer
 from fsdp_engine.planner.estimates import Estimate, estimate
-from fsdp_engine.planner.plan import plan
-from fsdp_engine.planner.planning import Planning
+from fsdp_engine.planner.strategy_plan import StrategyPlan
+from fsdp_engine.planner.strategy_search import plan
 from fsdp_engine.planning.adapter_layers import register_adapter_layers
 from fsdp_engine.planning.checkpointing import checkpoint_units
 from fsdp_engine.precision import MixedPrecisionPolicy
@@ -28,10 +31,10 @@ from fsdp_engine.pretrained.load import load_pretrained
 from fsdp_engine.pretrained.save import save_pretrained
 from fsdp_engine.runtime.hooks import register_forward_method
 from fsdp_engine.sharding import shard
-from fsdp_engine.simulation.errors import SimulationError
 from fsdp_engine.simulation.machine import A100, B200, H100, H200, Machine
 from fsdp_engine.simulation.result import Simulation
 from fsdp_engine.simulation.simulate import simulate
+from fsdp_engine.simulation.simulation_error import SimulationError
 
 __version__ = "0.1.0"  # the package's metadata read it here
 
@@ -50,9 +53,9 @@ __all__ = [
     "Machine",
     "MixedPrecisionPolicy",
     "ModelParallelGroups",
-    "Planning",
     "Simulation",
     "SimulationError",
+    "StrategyPlan",
     "WeightStream",
     "WeightVersion",
     "checkpoint_units",
@@ -74,3 +77,19 @@ __all__ = [
 
 # Materialization of meta parameters initializes the adapters of PEFT.
 register_adapter_layers(AdapterLayers)
+
+# Deprecated names, with their replacements.
+_RENAMED = {"Planning": "StrategyPlan"}
+
+
+def __getattr__(name: str) -> Any:
+    """Returns the object of a deprecated name."""
+    if name not in _RENAMED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(
+        f"fsdp_engine.{name} is deprecated and will be removed in 0.3; use "
+        f"fsdp_engine.{_RENAMED[name]}",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return globals()[_RENAMED[name]]

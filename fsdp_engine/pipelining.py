@@ -1,9 +1,9 @@
 """Stages of ``torch.distributed.pipelining`` whose modules are sharded.
 
-torch's own stage asks of its module whether it is of ``DistributedDataParallel`` or of FSDP2, and
-treats it accordingly; nobody else is asked. So there is a stage here that tells the engine what
-the schedule knows: which microbatch runs, which backward is the last one, and what is computed of
-it ([Note: Several microbatches] in ``runtime/microbatches.py``).
+torch's own stage handles modules of ``DistributedDataParallel`` and FSDP2 and has no interface for
+others. The stage in this file passes the schedule's information to the engine: the microbatch that
+runs, whether a backward is the last one, and which part of a backward runs
+([Note: Several microbatches] in ``runtime/microbatches.py``).
 """
 
 from __future__ import annotations
@@ -23,47 +23,53 @@ from fsdp_engine.engine import Engine, engine_of, engine_within
 from fsdp_engine.flat_dtensor import accumulator_of
 from fsdp_engine.runtime.microbatches import Microbatches, WeightGradients
 
-# Of forwards and backwards from which torch only learns shapes.
+# The microbatch of the forwards and backwards that torch runs to infer shapes.
 _SHAPES = "shapes"
 
 _Grads = tuple[Tensor | None, ...]
 
 
 class PipelineStage(stage.PipelineStage):
-    """``torch.distributed.pipelining.PipelineStage`` for a module given to ``shard()``.
+    """``torch.distributed.pipelining.PipelineStage`` for a module sharded with ``shard()``.
 
-    Same arguments, for any schedule that torch's takes. The module is sharded over the
-    data-parallel ranks of its stage, before or after the stage is made. One that is not sharded is
-    treated as torch's stage does.
+    Takes the same arguments as torch's stage, and works with the same schedules. The module is
+    sharded over the data-parallel ranks of its stage, before or after the stage is constructed. A
+    module that is not sharded behaves as in torch's stage.
 
-    Gradients are reduced once a step along axes that do not cut them, in the last backward; along
-    axes that do, in every backward.
+    Along axes over which gradients are not sharded, they are reduced once per step, in the last
+    backward. Along axes over which they are sharded, they are reduced in every backward.
 
     Raises:
-        ValueError: ``dw_builder`` is given for a sharded module: gradients that it computes later
-            reach no buffer. Or only a part of the module is sharded; names it.
+        ValueError: ``dw_builder`` is given for a sharded module, since the engine does not reduce
+            gradients that it computes later. Or only a part of the module is sharded; names it.
     """
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """One microbatch's forward. As torch's."""
+        """Run one microbatch's forward, as torch's stage does."""
         found = self._microbatches
         with found.forward(fwd_chunk_id) if found else nullcontext():
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """One microbatch's backward, or the part of it that the inputs need. As torch's."""
+        """Run one microbatch's backward, or its input-gradient part, as torch's stage does."""
         self._chunk = bwd_chunk_id
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """The rest of one microbatch's backward. As torch's."""
+        """Run the weight-gradient part of one microbatch's backward, as torch's stage does."""
         self._chunk = bwd_chunk_id
         super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]] | None]:
-        """Some part of a backward, and whether it is the last one of the step. As torch's."""
+        """Run a backward or a part of it, as torch's stage does.
+
+        Args:
+            backward_type: "full", "input" or "weight".
+            bwd_kwargs: torch's arguments of the backward.
+            last_backward: this backward is the last one of the step.
+        """
         found = self._microbatches
         if found is None:
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
@@ -83,7 +89,7 @@ class PipelineStage(stage.PipelineStage):
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """After the last backward, which has reduced gradients: scale them."""
+        """Scale gradients after the last backward, which has reduced them."""
         if self._engine is None:
             super().perform_reduce_grad(grad_scale_factor)
         elif grad_scale_factor != 1:
@@ -111,7 +117,7 @@ class PipelineStage(stage.PipelineStage):
 
     @property
     def _engine(self) -> Engine | None:
-        """The module's; None: it is not sharded."""
+        """The module's engine; None if the module is not sharded."""
         engine = engine_of(self.submod)
         if engine is None or engine.model is not self.submod:
             _check_nothing_is_sharded(self.submod)
@@ -119,8 +125,8 @@ class PipelineStage(stage.PipelineStage):
         if self.dw_builder is not None:
             raise ValueError(
                 f"dw_builder of stage {self.stage_index}: expected None, since its module is "
-                f"sharded; found {self.dw_builder}. Gradients of weights would be computed where "
-                "nobody reduces them"
+                f"sharded and the engine would not reduce the gradients that dw_builder computes; "
+                f"found {self.dw_builder}"
             )
         return engine
 
@@ -129,20 +135,21 @@ def _check_nothing_is_sharded(module: nn.Module) -> None:
     name = engine_within(module)
     if name is not None:
         raise ValueError(
-            "submodule: expected the very module that was given to shard(), or one of which "
-            f"nothing is sharded; found a {type(module).__name__}, of which {name} was sharded as "
-            "a part of another one, or by itself"
+            "submodule: expected the module that was passed to shard(), or one without sharded "
+            f"parameters; found a {type(module).__name__}, of which {name} was sharded as "
+            "a part of another module, or by itself"
         )
 
 
 def _weight_gradients(
     found: Microbatches, param_groups: list[dict[str, Any]]
 ) -> list[WeightGradients]:
-    """What is to be computed, from what torch has found: parameters, by their nodes, with the
-    nodes between them and what leads to inputs (*intermediates*) and the gradients of these."""
+    """Weight gradients to compute, from torch's ``param_groups``: each group has nodes of
+    parameters, the *intermediates* (nodes between them and the part of the graph that leads to the
+    inputs), and the intermediates' gradients."""
     of_node = {accumulator_of(param): param for param in found.full_params}
     joined = _joined(param_groups)
-    # A weight that is used in several places is reached through whatever lies between them.
+    # The paths to a weight with several uses share nodes of the graph.
     retain = any(len(grads) > 1 for _, grads in joined)
     return [
         WeightGradients(
@@ -155,15 +162,15 @@ def _weight_gradients(
 
 
 def _joined(param_groups: list[dict[str, Any]]) -> list[tuple[list[Node], dict[Node, _Grads]]]:
-    """Nodes of parameters and gradients of intermediates, each in one place only. (torch lists a
-    parameter in two groups if two of its intermediates were in different ones before.)"""
+    """Groups of parameter nodes and intermediates' gradients, with each node in one group only.
+    (torch lists a parameter in two groups if two of its intermediates were in different groups.)"""
     joined: list[tuple[dict[Node, None], dict[Node, _Grads]]] = []
     place_of: dict[Node, int] = {}
     for group in param_groups:
         intermediates = list(group["intermediates"])
         nodes, grads = dict.fromkeys(group["params"]), {}
-        come = group.get("grads") or [None] * len(intermediates)
-        for intermediate, each in zip(intermediates, come, strict=True):
+        found = group.get("grads") or [None] * len(intermediates)
+        for intermediate, each in zip(intermediates, found, strict=True):
             if each is not None:
                 grads[intermediate] = each
         for place in sorted({place_of[each] for each in intermediates if each in place_of}):
@@ -179,10 +186,10 @@ def _joined(param_groups: list[dict[str, Any]]) -> list[tuple[list[Node], dict[N
 def _compute(
     params: Sequence[nn.Parameter], grads: Mapping[Node, _Grads], *, retain_graph: bool
 ) -> None:
-    """Add to ``.grad`` of full parameters what ``grads`` of intermediates bring them.
+    """Set ``.grad`` of full parameters from the gradients of intermediates.
 
-    As torch's ``stage_backward_weight``; older ones count twice what comes to an intermediate by
-    way of another.
+    Like torch's ``stage_backward_weight``, older versions of which count a gradient twice if it
+    reaches an intermediate through another one.
     """
     edges, outputs = [], []
     for node, each in grads.items():
@@ -192,7 +199,7 @@ def _compute(
                 outputs.append(grad)
     if not edges:
         return
-    # Whatever comes to an intermediate by way of another is a part of its gradient already.
+    # A gradient that reaches an intermediate through another one is already part of its gradient.
     several = grads.items() if len(grads) > 1 else ()
     handles = [node.register_prehook(lambda _, all=each: all) for node, each in several]
     try:

@@ -35,7 +35,7 @@ AUTO = "auto"
 
 
 class Chooses(Protocol):
-    """Knows which strategy to take: a :class:`~fsdp_engine.planner.planning.Planning`."""
+    """Knows which strategy to take: a :class:`~fsdp_engine.planner.strategy_plan.StrategyPlan`."""
 
     def arguments(
         self, mesh: tuple[int, ...] | None, world_size: int, given: Mapping[str, Any]

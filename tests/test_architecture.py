@@ -724,7 +724,7 @@ PLANTED: list[tuple[Callable[[Source], Iterator[Finding]], str, str]] = [
     ),
     (
         only_its_codec_imports_transformer_engine,
-        "planner.command_line",
+        "planner.planner_cli",
         "import importlib\nimportlib.import_module('transformer_engine')",
     ),
     (nobody_asks_which_level_runs, "runtime.unit", "if strategy == 'no_shard':\n    pass"),

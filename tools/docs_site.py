@@ -20,7 +20,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-# Page of the site by file of the repository, where it is none of docs/.
+# Pages of the site by file of the repository, for files outside docs/.
 ROOT_PAGES = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
@@ -44,7 +44,7 @@ PUBLIC_NAMES = {
     ),
     "planner": (
         "Planner and simulation",
-        "plan Planning estimate Estimate simulate Simulation SimulationError Machine "
+        "plan StrategyPlan estimate Estimate simulate Simulation SimulationError Machine "
         "A100 H100 H200 B200",
     ),
 }
@@ -68,7 +68,7 @@ _LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml"
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the pages whose sources lie outside ``docs/``."""
+    """Adds the pages whose sources are outside ``docs/``."""
     pages = {page: _read(file) for file, page in ROOT_PAGES.items()}
     pages |= dict(reference_pages())
     markdown = {f"docs/{file.src_uri}": file.content_string for file in files.documentation_pages()}
@@ -117,7 +117,7 @@ def site_page(target: str) -> str:
 
 
 def with_site_links(file: str, page: str, text: str) -> str:
-    """The text of ``file`` with links as ``page`` of the site needs them."""
+    """The text of ``file`` with its links rewritten for ``page`` of the site."""
 
     def replaced(match: re.Match[str]) -> str:
         for target in link_targets(file, match[0]):
@@ -153,7 +153,7 @@ def source_page(target: str) -> str:
 
 
 def exported_names(module: str) -> list[str]:
-    """``__all__`` of a module, read without an import; empty where the module has none."""
+    """``__all__`` of a module, read without an import; empty if the module has none."""
     for node in _statements(module):
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return list(ast.literal_eval(node.value))
@@ -204,7 +204,7 @@ def reference_pages() -> Iterator[tuple[str, str]]:
 
 
 def _entries(module: str) -> list[str]:
-    """The docstring of a module, then all that it exports."""
+    """The docstring of a module, then its exported names."""
     if not (names := exported_names(module)):
         return [f"\n::: {module}\n"]
     docstring = f"\n::: {module}\n    options:\n      members: false\n"
@@ -212,7 +212,7 @@ def _entries(module: str) -> list[str]:
 
 
 def _entry(module: str, name: str) -> str:
-    """One exported name. A submodule of its name would be documented in its place."""
+    """One exported name; otherwise mkdocstrings would document a submodule of the same name."""
     if (origin := _foreign_origin(module, name)) is not None:
         return f"\n## {module}.{name}\n\nThe same object as `{origin}.{name}`.\n"
     if not _file_of(f"{module}.{name}").exists():

@@ -1,13 +1,13 @@
-"""Lists what megatron-core reads of a wrapped model, from its sources.
+"""Lists the attributes of a wrapped model that megatron-core uses, from its sources.
 
     python tools/megatron_attributes.py                  # of the installed wheel
     python tools/megatron_attributes.py FOLDER_OR_WHEEL  # of another one
-    python tools/megatron_attributes.py --write          # and into docs/megatron.md
+    python tools/megatron_attributes.py --write          # update docs/megatron.md
 
-Nothing of megatron-core is imported. An expression stands for a wrapped model if it is a name or an
-attribute of ``MODELS``, or an element of one of ``LISTS``. Attributes of it are listed that are
-read, called, assigned, tested (``hasattr``, ``getattr``) or looked for in it and then in the
-modules that it wraps (``get_attr_wrapped_model``).
+Does not import megatron-core. An expression is considered a wrapped model if it is a name or an
+attribute in ``MODELS``, or an element of one of ``LISTS``. The list contains attributes that are
+read, called, assigned, tested (``hasattr``, ``getattr``), or looked up in it and in the modules
+that it wraps (``get_attr_wrapped_model``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 DOCS = Path(__file__).parents[1] / "docs" / "megatron.md"
 BEGIN, END = "<!-- megatron_attributes -->", "<!-- end of megatron_attributes -->"
 
-# Below megatron/. Its training folder is in no wheel.
+# Relative to megatron/. The training folder is not in the wheel.
 FOLDERS = (
     "core/distributed",
     "core/optimizer",
@@ -32,7 +32,7 @@ FOLDERS = (
     "core/utils.py",
     "training",
 )
-# Its FSDP and its own DDP are what the wrapper replaces; inference and resharding wrap otherwise.
+# Megatron-FSDP, which the wrapper replaces.
 LEFT_OUT = ("core/distributed/fsdp/",)
 MODELS = {
     "b_model",
@@ -42,11 +42,11 @@ MODELS = {
     "model_chunk",
     "model_module",
 }
-LISTS = {"model", "model_chunks", "models"}  # of which an element is one
+LISTS = {"model", "model_chunks", "models"}  # lists of wrapped models
 LOOKUP = "get_attr_wrapped_model"
 
 _OF_MODEL = "read of the model within the wrapper"
-# Attributes that the wrapper has not, and why nothing is missing.
+# Attributes that the wrapper does not have, with the reason why they are not needed.
 NOT_THERE = {
     "_make_forward_pre_hook": "replayed CUDA graphs would run its hooks in place of modules' own; "
     "leave `cuda_graph_impl` at its default",
@@ -73,7 +73,7 @@ class Use:
 
 
 def sources(where: Path) -> Iterator[tuple[str, str]]:
-    """(path below megatron/, text) of each file to look at in a wheel or in its folder."""
+    """(path relative to megatron/, text) of each relevant file in a wheel or in its folder."""
     if where.is_file():
         with zipfile.ZipFile(where) as wheel:
             names = [name.removeprefix("megatron/") for name in sorted(wheel.namelist())]
@@ -95,7 +95,7 @@ def installed() -> Path:
     """The folder of the installed wheel.
 
     Raises:
-        ModuleNotFoundError: there is none.
+        ModuleNotFoundError: megatron-core is not installed.
     """
     spec = importlib.util.find_spec("megatron")
     if spec is None or not spec.submodule_search_locations:
@@ -104,7 +104,7 @@ def installed() -> Path:
 
 
 def uses_of(where: Path) -> dict[str, Use]:
-    """What the sources do with attributes of wrapped models, by the attribute's name."""
+    """Uses of attributes of wrapped models in the sources, by the attribute's name."""
     found: dict[str, Use] = {}
     for name, text in sources(where):
         for attribute, kind, line in uses_in(text):
@@ -117,7 +117,7 @@ def uses_of(where: Path) -> dict[str, Use]:
 def uses_in(text: str) -> Iterator[tuple[str, str, int]]:
     """(attribute, kind, line) of each use in one file."""
     tree = ast.parse(text)
-    strings: dict[str, list[str]] = {}  # that are given to functions under a name
+    strings: dict[str, list[str]] = {}  # string arguments by keyword
     for node in ast.walk(tree):
         if isinstance(node, ast.keyword) and isinstance(node.value, ast.Constant):
             strings.setdefault(node.arg or "", []).append(str(node.value.value))
@@ -138,7 +138,7 @@ def uses_in(text: str) -> Iterator[tuple[str, str, int]]:
 
 
 def _is_model(node: ast.expr) -> bool:
-    """Whether it stands for a wrapped model."""
+    """Whether the expression is considered a wrapped model."""
     if isinstance(node, ast.Subscript):
         return _last_name(node.value) in LISTS
     return _last_name(node) in MODELS
@@ -154,7 +154,7 @@ def table(uses: dict[str, Use], wrapper: object) -> list[str]:
     """Lines of the table in docs/megatron.md.
 
     Raises:
-        ValueError: an attribute is neither of ``wrapper`` nor in ``NOT_THERE``; names it.
+        ValueError: an attribute is neither in ``wrapper`` nor in ``NOT_THERE``; names it.
     """
     lines = ["| attribute | what megatron-core does | in | here |", "|---|---|---|---|"]
     for name, use in uses.items():
@@ -180,7 +180,7 @@ def _here(name: str, use: Use, wrapper: object) -> str:
 
 
 def make_wrapper() -> object:
-    """A wrapper on one rank, to be asked for its attributes."""
+    """A wrapper on one rank, whose attributes are tested."""
     import torch
 
     import fsdp_engine as fe

@@ -41,7 +41,7 @@ from fsdp_engine.buffers.spec import BufferSpec
 from fsdp_engine.devices.lane import Chain
 from fsdp_engine.devices.memory import TransientStorage, alias
 from fsdp_engine.flat_dtensor import FlatDTensor, versions_of
-from fsdp_engine.flat_dtensor.spread import Spread
+from fsdp_engine.flat_dtensor.tensor_parallel_spec import TensorParallelSpec
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis
 
 # Zeroing this many bytes takes about as long as one more call.
@@ -442,4 +442,4 @@ def like(param: Tensor, local: Tensor) -> Tensor:
     """Returns the tensor over ``local`` that is sharded as ``param`` is."""
     if isinstance(param, FlatDTensor):
         return FlatDTensor.from_flat_local(local, param.flat_placement)
-    return Spread.of(param).wrap(local) if isinstance(param, DTensor) else local
+    return TensorParallelSpec.of(param).wrap(local) if isinstance(param, DTensor) else local

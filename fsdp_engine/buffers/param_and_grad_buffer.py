@@ -47,8 +47,8 @@ from fsdp_engine.flat_dtensor import (
     gradients_of,
     requires_grad_of,
 )
-from fsdp_engine.flat_dtensor.outside_reads import OutsideReads
 from fsdp_engine.flat_dtensor.param_hooks import ParamHooks
+from fsdp_engine.flat_dtensor.parameter_access import ParameterAccess
 from fsdp_engine.layout import Layout
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Strategy
 
@@ -117,11 +117,11 @@ class ParamAndGradBuffer:
             full.__dict__.update(marks)
             sharded.__dict__.update(marks)
         self.hooks = ParamHooks(names, [record.param for record in self.records])
-        self.reads = OutsideReads(self.full_params, names, self.hooks)
+        self.reads = ParameterAccess(self.full_params, names, self.hooks)
         self._published = self._make_published()
         for index, sharded in enumerate(self.sharded_params):
             if isinstance(sharded, FlatDTensor):
-                sharded._home = self.reads.home(index)
+                sharded._backref = self.reads.backref(index)
         self._gradient_hooks: GradientHooks | None = None
 
     @property
@@ -154,7 +154,7 @@ class ParamAndGradBuffer:
             stop=stop,
             mesh=self.mesh.device_mesh if self.spec.optim_depth else self.mesh.alone,
             given_groups=self.split_groups,
-            num_cut_axes=self._num_cut_mesh_axes,
+            num_sharded_axes=self._num_cut_mesh_axes,
             name=self.records[index].name,
             spread=spread,
             is_written=self.records[index].is_written,
@@ -386,7 +386,7 @@ class ParamAndGradBuffer:
 
     def shard_of_gradient(self, index: int, grad: Tensor) -> Tensor:
         """Returns this rank's shard of the gradient of full parameter ``index``: all of it, unless
-        the parameter is a DTensor. See :meth:`Spread.shard_of_gradient`."""
+        the parameter is a DTensor. See :meth:`TensorParallelSpec.shard_of_gradient`."""
         if self.weights.codec.wraps and type(grad) is not Tensor:
             return plain_values(grad)
         spread = self._spreads[index]
@@ -442,7 +442,7 @@ class ParamAndGradBuffer:
         """The main weights of one parameter, plain and global, where :meth:`gather_main` returned
         ``main``. Collective over others' mesh dimensions."""
         spread, shard = self._spreads[index], main.full(index)
-        return shard if spread is None else spread.whole_of(shard)
+        return shard if spread is None else spread.gather_full(shard)
 
     def gather_main(self, into: Tensor | None = None) -> ShardedBuffer:
         """Full main weights in memory of their own (main's own where nothing is cut); waits.

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_engine.flat_dtensor.spread import Spread
+from fsdp_engine.flat_dtensor.tensor_parallel_spec import TensorParallelSpec
 from fsdp_engine.layout.expert_place import ExpertPlace
 
 
@@ -33,7 +33,7 @@ class ParamRecord:
     param: nn.Parameter
     owners: list[tuple[nn.Module, str]] = field(default_factory=list)
     aliases: list[str] = field(default_factory=list)
-    spread: Spread | None = None
+    spread: TensorParallelSpec | None = None
     is_written: bool = True
     expert: ExpertPlace | None = None
 

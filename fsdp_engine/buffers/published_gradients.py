@@ -44,7 +44,7 @@ from fsdp_engine.flat_dtensor import (
     gradients_of,
     set_gradients,
 )
-from fsdp_engine.flat_dtensor.outside_reads import GradientReads
+from fsdp_engine.flat_dtensor.parameter_access import GradientAccess
 
 
 @dataclass(slots=True)
@@ -80,7 +80,7 @@ class PublishedGradients:
         params: Sequence[Tensor],
         names: Sequence[str],
         gradients: Gradients,
-        reads: GradientReads | None,
+        reads: GradientAccess | None,
     ) -> None:
         self._params = params
         self._names = names
@@ -331,8 +331,8 @@ class PublishedGradients:
             self.publish_full(None)
         if not zero or not gradients.begin_zeroed():
             self._drop_step()
-        elif self._reads is not None and self._reads.were_asked:
-            self._reads.were_asked = gradients.accumulation().are_held
+        elif self._reads is not None and self._reads.were_accessed:
+            self._reads.were_accessed = gradients.accumulation().are_held
 
     @property
     def _is_plain(self) -> bool:
@@ -359,7 +359,7 @@ class PublishedGradients:
             self._gradients.drop_step()
             return
         reads.wait()
-        reads.were_asked = self._gradients.drop_step(looks=reads.were_asked)
+        reads.were_accessed = self._gradients.drop_step(looks=reads.were_accessed)
 
     def _look_at_others(
         self, step: StepGradients, others: Sequence[int], found: Sequence[Tensor | None]

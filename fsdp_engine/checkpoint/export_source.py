@@ -31,8 +31,8 @@ from fsdp_engine.checkpoint.model_state import (
 )
 from fsdp_engine.checkpoint.reader import ReadBuffer, Reader
 from fsdp_engine.flat_dtensor import FlatDTensor
-from fsdp_engine.flat_dtensor.placement import Box, flat_range_boxes
-from fsdp_engine.flat_dtensor.spread import Spread
+from fsdp_engine.flat_dtensor.flat_placement import Box, flat_range_boxes
+from fsdp_engine.flat_dtensor.tensor_parallel_spec import TensorParallelSpec
 from fsdp_engine.strategies import Axis, Role
 
 # Row-major index of the first element, and a tensor with this and the following elements.
@@ -213,7 +213,7 @@ def _replica(engine: EngineLike) -> tuple[int, int]:
     ranks."""
     number, count = 0, 1
     for axis in (Axis.OUTER, Axis.INNER):
-        if not engine.strategy.cuts(Role.OPTIM, axis):
+        if not engine.strategy.shards(Role.OPTIM, axis):
             size = engine.mesh.axis(axis).size
             number, count = number * size + engine.mesh.axis(axis).rank, count * size
     return number, count
@@ -229,7 +229,7 @@ def parts_of(tensor: Tensor) -> list[Part]:
             tensor.flat_placement.spread,
         )
     elif isinstance(tensor, DTensor):
-        first, local, spread = 0, tensor.to_local().detach(), Spread.of(tensor)
+        first, local, spread = 0, tensor.to_local().detach(), TensorParallelSpec.of(tensor)
     else:
         first, local, spread = 0, tensor.detach(), None
     if not local.numel():

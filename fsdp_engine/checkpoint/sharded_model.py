@@ -173,7 +173,7 @@ def _part_of_all(name: str, param: Tensor, expert: ExpertPlace, mesh: DataMesh) 
             stop,
             flat.mesh,
             flat.split_groups,
-            flat.num_cut_axes,
+            flat.num_sharded_axes,
             flat.name,
             num_rows=flat.num_rows,
         )

@@ -1,4 +1,4 @@
-"""Encodings of parameters on the wire."""
+"""Encodings of parameters for all-gathers."""
 
 from fsdp_engine.codecs.base import CodecRule, ParamCodec, Piece
 from fsdp_engine.codecs.cast import CastCodec

@@ -1,4 +1,4 @@
-"""The default codec: main weights travel in the compute dtype."""
+"""The default codec: main weights are cast to the compute dtype for the gather."""
 
 from __future__ import annotations
 
@@ -14,10 +14,15 @@ from fsdp_engine.precision import ParamDtypes
 
 
 class CastCodec(ParamCodec):
-    """A dtype cast, which is nothing at all where both dtypes are one."""
+    """A dtype cast; the identity if both dtypes are equal.
+
+    Args:
+        main: dtype of main weights.
+        compute: dtype of compute weights.
+        copies: main and compute weights have separate memory even if their dtypes are equal.
+    """
 
     def __init__(self, main: torch.dtype, compute: torch.dtype, *, copies: bool = False) -> None:
-        """``copies``: main weights stay apart from compute weights, though their dtype is one."""
         self.wire_dtype = compute
         self.is_identity = main == compute and not copies
 

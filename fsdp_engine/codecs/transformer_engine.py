@@ -1,11 +1,12 @@
-"""Weights of Transformer Engine (TE) that are fp8 already: their bytes travel as they are.
+"""The codec for fp8 weights of Transformer Engine (TE): their quantized bytes are gathered.
 
 A module built under TE's ``quantized_model_init`` holds tensors that compute in fp8. Their bytes
-come to lie in the flat uint8 buffers, bound to the same ``Parameter``, so that TE's modules notice
-nothing; main weights start from the values that TE preserved. After a step one call to TE's
-``quantize_master_weights`` encodes all weights of a buffer from their main shards: it reduces the
-amaxes over the ranks, one message for each axis that cuts the weights, and writes whole scales on
-every rank, into the tensors that the parameters have already. Only bytes are gathered.
+are moved to the flat uint8 buffers and bound to the same ``Parameter``, which is transparent to
+TE's modules. Main weights are initialized from the values that TE preserved. After a step one call
+of TE's ``quantize_master_weights`` encodes all weights of a buffer from their main shards. It
+reduces the amaxes over the ranks, with one all-reduce for each axis over which the weights are
+sharded, and writes full scales on every rank into the parameters' existing tensors. Only bytes are
+gathered.
 
     recipe     type                    bytes               scales, fp32 but for MXFP8
     delayed    Float8Tensor            _data               1, from the amaxes of past steps
@@ -14,16 +15,16 @@ every rank, into the tensors that the parameters have already. Only bytes are ga
     mxfp8      MXFP8Tensor             _rowwise_data,      1 (e8m0) for each 1 x 32; and for each
                                        _columnwise_data    32 x 1 in a plane of its own
 
-Backward multiplies with columns. For MXFP8 that is the second plane ([Note: Planes] in
-``base.py``), encoded from the main weights. For the others it is a transpose, which TE derives from
-gathered bytes (``post_all_gather_processing``), here only for backward; it is dropped when the
-bytes go, unless it is to be kept, and whenever they are encoded anew.
+Backward uses columnwise data. For MXFP8 that is the second plane ([Note: Planes] in ``base.py``),
+encoded from the main weights. For the other recipes it is a transpose that TE computes from
+gathered bytes (``post_all_gather_processing``). The codec creates it for backward only, and deletes
+it when the bytes are freed (unless ``keep_transposes``) or encoded again.
 
-The block recipe's kernel writes whole 128 x 128 tiles, also where other ranks' elements lie. So
-bytes are always encoded into their place in the full weight, and copied from there to where they
-persist (``needs_whole_line``).
+The block recipe's kernel writes full 128 x 128 tiles, including elements of other ranks. Bytes are
+therefore always encoded into the full weight, and copied from there to the persistent shard
+(``needs_whole_line``).
 
-This is the only file that imports Transformer Engine, and it does so when it meets such a weight.
+This is the only file that imports Transformer Engine. It does so for the first such weight.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ _QUANTIZE_ARGUMENTS = (
     "manual_post_all_gather_processing",
 )
 _PRESERVED = "_high_precision_init_val"
-# What TE and torch put on a parameter beside the tensor's own attributes.
+# Attributes that TE and torch set on parameters, which are not users' marks.
 _NOT_MARKS = {
     _PRESERVED,
     "get_high_precision_init_val",
@@ -66,16 +67,16 @@ _NOT_MARKS = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one kind of TE's tensors is quantised.
+    """The attributes and constraints of one of TE's quantized tensor classes.
 
     Attributes:
         name: as in the table above.
-        quantizer: TE's class that does it.
+        quantizer: name of TE's quantizer class.
         planes: attributes that hold raw bytes.
         scales: attributes that hold scales.
-        options: attributes of the quantizer in which weights of one call must agree.
-        num_dims: what its kernels take; None: any number.
-        dtypes: nominal dtypes that its kernels take; none: any.
+        options: attributes of the quantizer that must be equal for the weights of one call.
+        num_dims: number of dims that the kernels support. None: any.
+        dtypes: nominal dtypes that the kernels support. Empty: any.
     """
 
     name: str
@@ -118,7 +119,7 @@ RECIPES = (
 
 
 def is_quantized(param: Tensor) -> bool:
-    """Whether ``param`` is one of TE's quantised tensors. Imports nothing."""
+    """Whether ``param`` is one of TE's quantized tensors. Does not import TE."""
     return any(
         kind.__module__.partition(".")[0] == "transformer_engine" for kind in type(param).__mro__
     )
@@ -126,14 +127,14 @@ def is_quantized(param: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class TransformerEngine:
-    """The codec rule for weights that Transformer Engine has quantised.
+    """The codec rule for weights that Transformer Engine has quantized.
 
     Args:
-        keep_transposes: transposes that backward needs are kept while the bytes are away.
+        keep_transposes: keep the transposes that backward needs while the bytes are freed.
 
     Raises (when called):
-        ImportError: Transformer Engine, or what the engine needs of it, is not there.
-        ValueError: a weight whose format or dtype cannot be taken; says why.
+        ImportError: Transformer Engine, or one of the functions that the engine uses, is missing.
+        ValueError: the format or dtype of a weight is not supported.
     """
 
     keep_transposes: bool = False
@@ -141,7 +142,7 @@ class TransformerEngine:
     def __call__(
         self, name: str, param: Tensor, dtypes: ParamDtypes
     ) -> tuple[str, Callable[[], ParamCodec]] | None:
-        """The codec of a parameter, if this rule is for it."""
+        """The codec of a parameter; None if it is not one of TE's quantized tensors."""
         if not is_quantized(param):
             return None
         api = _load(name)
@@ -149,12 +150,13 @@ class TransformerEngine:
         if dtypes.compute != param.dtype:
             raise ValueError(
                 f"{name}: expected mp_policy.param_dtype to be None or {param.dtype}, the nominal "
-                f"dtype of its quantised weight; found {dtypes.compute}"
+                f"dtype of its quantized weight; found {dtypes.compute}"
             )
         if getattr(param, _PRESERVED, None) is None:
             warnings.warn(
                 f"{name}: expected quantized_model_init(preserve_high_precision_init_val=True); "
-                "found no preserved value: its main weights start from the quantised ones",
+                "found no preserved value: its main weights are initialized from the quantized "
+                "ones",
                 stacklevel=2,
             )
         quantizer = _quantizer_of(param)
@@ -164,12 +166,12 @@ class TransformerEngine:
 
 
 class TransformerEngineCodec(ParamCodec):
-    """See the module docstring. One object serves one buffer.
+    """The codec of one buffer; see the module docstring.
 
     Args:
-        api: TE's functions on quantised weights.
-        recipe: that of the buffer's weights.
-        nominal: the dtype that its weights say they have.
+        api: TE's module of functions on quantized weights.
+        recipe: of the buffer's weights.
+        nominal: the nominal dtype of the buffer's weights.
         keep_transposes: see :class:`TransformerEngine`.
     """
 
@@ -187,7 +189,7 @@ class TransformerEngineCodec(ParamCodec):
         self._recipe = recipe
         self._keeps = keep_transposes
         self._weights: list[Any] = []
-        # Attributes of each weight: its scales, and the views where its bytes come and go.
+        # Attributes of each weight: its scales, and the views of its bytes.
         self._parts: list[dict[str, Tensor]] = []
         self._num_bound = 0
         self._pieces: Sequence[Piece] = ()
@@ -195,12 +197,12 @@ class TransformerEngineCodec(ParamCodec):
         self._masters: list[Tensor | None] = []
         self._starts: list[int] = []
         self._main: Tensor | None = None
-        # Transposes are those of the bytes as they are.
+        # Whether transposes exist and correspond to the current bytes.
         self._has_columns = False
 
     @property
     def has_transposes(self) -> bool:
-        """Whether backward multiplies with transposes of what forward does."""
+        """Whether backward uses transposes of forward's data."""
         return self.num_planes == 1
 
     @property
@@ -225,11 +227,11 @@ class TransformerEngineCodec(ParamCodec):
         self._group = MaxGroup(groups)
         if self._recipe.name == "delayed":
             for weight in self._weights:
-                # Of its initial value, which may be this rank's alone; encoding finds it again.
+                # The amax of the initial value may differ between ranks; encoding recomputes it.
                 weight._quantizer.amax.zero_()
 
     def initial_value(self, param: Tensor) -> Tensor:
-        """See :class:`ParamCodec`: what TE preserved, else the quantised values."""
+        """See :class:`ParamCodec`: the values that TE preserved, else the quantized ones."""
         preserved = getattr(param, _PRESERVED, None)
         if preserved is not None:
             return preserved
@@ -237,7 +239,7 @@ class TransformerEngineCodec(ParamCodec):
             return param.dequantize()
 
     def marks(self, param: Tensor) -> Mapping[str, Any]:
-        """See :class:`ParamCodec`: nothing of TE's own."""
+        """See :class:`ParamCodec`: without the attributes that TE sets."""
         own = _NOT_MARKS.union(vars(param.detach()))
         return {name: value for name, value in vars(param).items() if name not in own}
 
@@ -245,8 +247,8 @@ class TransformerEngineCodec(ParamCodec):
         """See :class:`ParamCodec`: the same parameter, with its bytes in ``full``."""
         weight: Any = param
         if self.has_transposes:
-            # Or TE makes one in every forward, and one of each shard that it encodes. Its backward
-            # asks for what is not there.
+            # Otherwise TE would create a transpose in every forward, and one of each shard that it
+            # encodes. TE's backward creates missing ones.
             weight._quantizer.set_usage(columnwise=False)
         if getattr(weight, _PRESERVED, None) is not None:
             weight.clear_high_precision_init_val()
@@ -258,7 +260,8 @@ class TransformerEngineCodec(ParamCodec):
         return param
 
     def encode(self, main: Tensor, wires: Sequence[Tensor]) -> Steps:
-        """See :class:`ParamCodec`. TE waits for its message of amaxes; on CUDA the stream does."""
+        """See :class:`ParamCodec`. TE waits for the all-reduce of amaxes; on CUDA the stream
+        does."""
         if self._main is not main:
             self._main = main
             self._masters, self._starts = _shards(self._pieces, main)
@@ -291,7 +294,8 @@ class TransformerEngineCodec(ParamCodec):
             )
 
     def after_gather(self, *, for_backward: bool) -> None:
-        """See :class:`ParamCodec`: bytes belong to their parameters; transposes for backward."""
+        """See :class:`ParamCodec`: sets the parameters' bytes, and creates transposes for
+        backward."""
         for weight, parts in zip(self._weights, self._parts, strict=True):
             _put(weight, parts)
         if self.has_transposes and not self._has_columns and (for_backward or self._keeps):
@@ -300,7 +304,7 @@ class TransformerEngineCodec(ParamCodec):
             self._has_columns = True
 
     def before_release(self) -> None:
-        """See :class:`ParamCodec`: transposes go, too."""
+        """See :class:`ParamCodec`: deletes transposes unless they are kept."""
         if not self._keeps:
             for weight in self._weights:
                 self._drop_columns(weight)
@@ -312,11 +316,10 @@ class TransformerEngineCodec(ParamCodec):
 
 
 def extra_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """What the extra state of a module with quantised weights holds, as plain tensors by name: the
-    live ones.
+    """The tensors in the extra state of a module with quantized weights, by name, without a copy.
 
-    Delayed scaling goes by the amaxes of past steps. TE saves them as a pickle, which it does not
-    load unless told to. Empty for other modules, and for recipes without such a state.
+    Delayed scaling depends on the amaxes of past steps. TE saves them as a pickle, which it does
+    not load by default. Empty for other modules, and for recipes without such a state.
     """
     meta = getattr(module, "fp8_meta", None)
     if not isinstance(meta, dict) or not getattr(module, "primary_weights_in_fp8", False):
@@ -330,13 +333,13 @@ def extra_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _put(weight: Any, parts: Mapping[str, Tensor]) -> None:
-    """Give a weight its bytes and scales: modules may have dropped what they needed no more."""
+    """Set the bytes and scales of a weight; modules may have deleted some of them after use."""
     for name, tensor in parts.items():
         setattr(weight, name, tensor)
 
 
 def _shards(pieces: Sequence[Piece], main: Tensor) -> tuple[list[Tensor | None], list[int]]:
-    """This rank's part of each master weight and where it starts; None where there is none."""
+    """This rank's shard of each master weight (None if empty), and its start in the weight."""
     masters: list[Tensor | None] = []
     offsets = []
     for piece in pieces:
@@ -347,7 +350,7 @@ def _shards(pieces: Sequence[Piece], main: Tensor) -> tuple[list[Tensor | None],
 
 
 def _load(name: str) -> Any:
-    """TE's functions on quantised weights, for the one of that name."""
+    """TE's module of functions on quantized weights; ``name`` is the weight's, for errors."""
     wanted = f"{name}: expected Transformer Engine {KNOWN_VERSIONS}, whose type its weight has"
     try:
         api = importlib.import_module("transformer_engine.pytorch.tensor.utils")
@@ -363,8 +366,8 @@ def _load(name: str) -> Any:
     if missing:
         found = getattr(importlib.import_module("transformer_engine"), "__version__", "unknown")
         raise ImportError(
-            f"{wanted}; found version {found}, which lacks {', '.join(missing)}. Versions that "
-            f"work: {KNOWN_VERSIONS}"
+            f"{wanted}; found version {found}, which lacks {', '.join(missing)}. Supported "
+            f"versions: {KNOWN_VERSIONS}"
         )
     return api
 
@@ -380,8 +383,9 @@ def _recipe_of(name: str, param: Tensor) -> Recipe:
     if "NVFP4" in type(param).__name__:
         raise ValueError(
             f"{name}: expected one of the recipes {known}; found NVFP4, which packs two elements "
-            "into a byte: buffers hold whole bytes for elements, a boundary between ranks may fall "
-            "within one, and its scales of 16 elements come in two stages"
+            "into a byte, while buffers need at least one byte per element, since a boundary "
+            "between ranks may be at any element; its two-level scales of 16 elements are not "
+            "supported either"
         )
     if recipe is None:
         raise ValueError(
@@ -390,13 +394,13 @@ def _recipe_of(name: str, param: Tensor) -> Recipe:
         )
     if recipe.num_dims is not None and param.ndim != recipe.num_dims:
         raise ValueError(
-            f"{name}: expected {recipe.num_dims} dimensions, which is what the kernels of the "
-            f"{recipe.name} recipe take; found shape {tuple(param.shape)}"
+            f"{name}: expected {recipe.num_dims} dimensions, since the kernels of the "
+            f"{recipe.name} recipe support no others; found shape {tuple(param.shape)}"
         )
     if recipe.dtypes and param.dtype not in recipe.dtypes:
         raise ValueError(
-            f"{name}: expected a nominal dtype of {' or '.join(map(str, recipe.dtypes))}, which is "
-            f"what the kernels of the {recipe.name} recipe take; found {param.dtype}"
+            f"{name}: expected a nominal dtype of {' or '.join(map(str, recipe.dtypes))}, since "
+            f"the kernels of the {recipe.name} recipe support no others; found {param.dtype}"
         )
     missing = [
         attribute
@@ -410,7 +414,7 @@ def _recipe_of(name: str, param: Tensor) -> Recipe:
         )
     if recipe.name == "block" and not getattr(param, "_is_2D_scaled", False):
         raise ValueError(
-            f"{name}: expected scales of 128 x 128 blocks; found those of 1 x 128, of which the "
-            "columns' are not the rows'"
+            f"{name}: expected scales of 128 x 128 blocks; found scales of 1 x 128, which differ "
+            "between rowwise and columnwise data"
         )
     return recipe

@@ -27,7 +27,7 @@ from fsdp_engine.checkpoint.sharded_model import SavedParam, saved_params
 from fsdp_engine.devices import memory
 from fsdp_engine.engine import Engine
 from fsdp_engine.flat_dtensor import FlatDTensor
-from fsdp_engine.flat_dtensor.spread import Spread
+from fsdp_engine.flat_dtensor.tensor_parallel_spec import TensorParallelSpec
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis
 
 
@@ -92,7 +92,7 @@ class StreamedParam:
         return place
 
     @property
-    def _spread(self) -> Spread | None:
+    def _spread(self) -> TensorParallelSpec | None:
         return self.buffer.records[self.index].spread
 
 

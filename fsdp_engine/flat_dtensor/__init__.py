@@ -1,6 +1,7 @@
-"""The sharded tensor that users see, and what it is made of."""
+"""``FlatDTensor``, the class of sharded parameters, gradients and optimizer state."""
 
-from fsdp_engine.flat_dtensor import state_dicts as _state_dicts  # noqa: F401  changes torch
+from fsdp_engine.flat_dtensor import state_dicts as _state_dicts  # noqa: F401  patches torch
+from fsdp_engine.flat_dtensor.flat_placement import Box, FlatPlacement, FlatShard, flat_range_boxes
 from fsdp_engine.flat_dtensor.parameters import (
     accumulator_of,
     any_requires_grad,
@@ -11,7 +12,6 @@ from fsdp_engine.flat_dtensor.parameters import (
     set_gradients,
     versions_of,
 )
-from fsdp_engine.flat_dtensor.placement import Box, FlatPlacement, FlatShard, flat_range_boxes
 from fsdp_engine.flat_dtensor.tensor import FlatDTensor
 
 __all__ = [

@@ -1,10 +1,10 @@
 """Norms of flat slices, accurate for any number of elements.
 
 [Note: Accuracy of the norm]
-On CPU ``vector_norm`` adds up a whole tensor in a few fp32 accumulators: the norm of 2.4 million
-elements is 4e-5 too small, that of 1e8 elements 1.1 %. So a slice is viewed as rows of 4,096
-elements, whose norms are right to 1e-6, and the norms of the rows are combined in fp64:
-3e-9 for 1e8 elements, at the same speed (30 ms; fp64 throughout takes 670 ms and a copy).
+On CPU ``vector_norm`` accumulates a tensor in a few fp32 accumulators: the norm of 2.4 million
+elements is 4e-5 too small, that of 1e8 elements 1.1 %. Here a slice is viewed as rows of 4,096
+elements, whose norms are accurate to 1e-6, and the norms of the rows are combined in fp64. The
+error is 3e-9 for 1e8 elements, at the same speed (30 ms; fp64 throughout takes 670 ms and a copy).
 """
 
 from __future__ import annotations
@@ -43,14 +43,15 @@ def slice_norm(values: Tensor, order: float, dtype: torch.dtype | None = None) -
 
 
 def slice_norms(slices: Sequence[Tensor], order: float) -> list[Tensor]:
-    """Returns the p-norm of each slice as 0-d fp64 tensors: :func:`slice_norm` of many.
+    """Returns the p-norm of each slice as 0-d fp64 tensors; :func:`slice_norm` of a list.
 
     Args:
         slices: 1-D, none of them empty.
         order: p.
     """
-    # One call for all where it is as accurate: small slices, and devices that add up in trees.
-    together = [
+    # One call for all slices for which it is as accurate: small ones, and on devices that sum in
+    # trees.
+    batched = [
         place
         for place, each in enumerate(slices)
         if (each.numel() < _ROW or each.device.type != "cpu")
@@ -58,14 +59,14 @@ def slice_norms(slices: Sequence[Tensor], order: float) -> list[Tensor]:
         and not each.requires_grad
         and math.isfinite(order)
     ]
-    found = torch._foreach_norm([slices[place] for place in together], order) if together else ()
-    done = dict(zip(together, found, strict=True))
+    found = torch._foreach_norm([slices[place] for place in batched], order) if batched else ()
+    norms = dict(zip(batched, found, strict=True))
     return [
-        done[place].double() if place in done else slice_norm(each, order)
+        norms[place].double() if place in norms else slice_norm(each, order)
         for place, each in enumerate(slices)
     ]
 
 
 def real_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the parts of a complex number; of real ones, their own."""
+    """The dtype of a complex number's components; ``dtype`` itself if it is real."""
     return dtype.to_real() if dtype.is_complex else dtype

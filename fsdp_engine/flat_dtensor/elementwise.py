@@ -1,18 +1,18 @@
-"""Elementwise functions, on one tensor or on lists: run on the slices, wrap the results.
+"""Elementwise functions of tensors or lists of tensors: run on the slices, then wrap the results.
 
 [Note: Beside plain tensors]
-A plain tensor of one element beside a slice is a coefficient, the same on every rank, and the
-result is a slice. Any other is as a rule this rank's own data, so that all slices are wanted: `loss
-* model.scale.exp()`, `x + model.bias`. Then FlatDTensors that are small are gathered, and the
-result is a plain tensor; larger ones raise. That is how it is where
+A plain tensor of one element as an operand is a coefficient that is the same on every rank, and
+the result is a slice. Any other plain operand is normally this rank's own data, for which the full
+tensor is needed: `loss * model.scale.exp()`, `x + model.bias`. Then small FlatDTensors are gathered
+and the result is a plain tensor; larger ones raise an error. This applies if
 
-- a plain tensor has more elements than one, or would add dims;
-- autograd follows a plain tensor: from slices it would get a part of its gradient;
-- a parameter has one element and autograd follows it: it may well meet a loss later.
+- a plain tensor has more than one element, or would add dims;
+- a plain tensor requires grad: slices would give it only a part of its gradient;
+- a parameter has one element and requires grad: it may be combined with a loss later.
 
-A slice is changed in place by a whole tensor that can only be the same on every rank: its slice is
-taken. So it is beside a gradient that a hook is given (``takes_slices``). A plain tensor that is
-changed in place is changed as a whole: what stands beside it is gathered.
+An in-place function of a slice uses the corresponding slice of a full plain operand, which has to
+be the same on every rank. The same applies to operands of a gradient that is passed to a hook
+(``takes_slices``). If a plain tensor is modified in place, FlatDTensor operands are gathered.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from fsdp_engine.flat_dtensor.placement import FlatPlacement, FlatShard
+from fsdp_engine.flat_dtensor.flat_placement import FlatPlacement, FlatShard
 from fsdp_engine.flat_dtensor.slices import (
     Args,
     Function,
@@ -37,14 +37,14 @@ from fsdp_engine.flat_dtensor.slices import (
     unwrap,
 )
 
-# Elements up to which a tensor is gathered without being asked to.
+# The largest number of elements of a tensor that is gathered implicitly.
 SMALL = 1 << 16
 
 
 def elementwise(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """``func`` on slices, or on whole tensors: see [Note: Beside plain tensors]."""
-    if _wants_whole(cls, func, args, kwargs):
-        return _on_whole(cls, func, args, kwargs)
+    """Run ``func`` on slices or on full tensors; see [Note: Beside plain tensors]."""
+    if _needs_gather(cls, func, args, kwargs):
+        return _run_gathered(cls, func, args, kwargs)
     flat: FlatPlacement | None = None
     takes_slices = False
     owners: dict[int, Any] = {}
@@ -72,7 +72,7 @@ def elementwise(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     options = dict(zip(kwargs, locals_[len(args) :], strict=True))
     requires_grad = options.pop("requires_grad", False)
     result = func(*locals_[: len(args)], **options)
-    # In-place functions, and those with nothing to do, return their argument: so must we.
+    # In-place functions and no-ops return their argument; return its FlatDTensor.
     if "out" in kwargs:
         return kwargs["out"]
     owner = owners.get(id(result))
@@ -87,7 +87,8 @@ def elementwise(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
 def foreach(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     """``torch._foreach_*`` and the fused optimizers: elementwise over lists of tensors.
 
-    Lists may mix FlatDTensors and plain tensors, but what stands at one index must fit together.
+    Lists may mix FlatDTensors and plain tensors. All FlatDTensors at one index must have the same
+    slice.
     """
     flats: list[FlatPlacement | None] | None = None
     records = torch.is_grad_enabled()
@@ -95,7 +96,7 @@ def foreach(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     def to_local(value: Any) -> Any:
         nonlocal flats
         if not isinstance(value, list | tuple) or not any(isinstance(t, Tensor) for t in value):
-            # A DTensor of one element is, say, the coefficient of a gradient clipping.
+            # A DTensor of one element is, for example, the coefficient of gradient clipping.
             return value.full_tensor() if isinstance(value, DTensor) else value
         found = [t._flat if isinstance(t, cls) else None for t in value]
         first = flats = found if flats is None else flats
@@ -115,7 +116,7 @@ def foreach(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     local_args = [to_local(value) for value in args]
     result = func(*local_args, **{key: to_local(value) for key, value in kwargs.items()})
     if func.__name__.startswith("_fused_"):
-        # torch counts no version for the parameters that it changes here (2.11 to 2.13).
+        # torch does not increment the parameters' version counters (2.11 to 2.13).
         torch.autograd.graph.increment_version(local_args[0])
     if func.__name__[-1] == "_":
         return None if result is None else args[0]
@@ -126,56 +127,58 @@ def foreach(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     )
 
 
-def _wants_whole(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> bool:
-    """See [Note: Beside plain tensors]."""
+def _needs_gather(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> bool:
+    """Whether operands have to be gathered; see [Note: Beside plain tensors]."""
     follows = torch.is_grad_enabled()
     num_dims, wants = 0, False
-    beside: list[Tensor] = []
+    plain: list[Tensor] = []
     for value in (*args, *kwargs.values()):
         if isinstance(value, cls):
             if value.takes_slices:
                 return False
             num_dims = len(value._flat.shape)
-            if follows and value._home is not None and value.requires_grad:
+            if follows and value._backref is not None and value.requires_grad:
                 wants = wants or math.prod(value._flat.shape) == 1
         elif isinstance(value, Tensor):
-            beside.append(value)
-    if is_inplace(func) and beside and beside[0] is args[0] and not isinstance(args[0], DTensor):
+            plain.append(value)
+    if is_inplace(func) and plain and plain[0] is args[0] and not isinstance(args[0], DTensor):
         return True
-    if not (wants or beside) or is_inplace(func) or "out" in kwargs:
+    if not (wants or plain) or is_inplace(func) or "out" in kwargs:
         return False
     return wants or any(
         tensor.numel() != 1 or tensor.ndim > num_dims or (follows and tensor.requires_grad)
-        for tensor in beside
+        for tensor in plain
     )
 
 
-def _on_whole(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    # What is changed in place is there as a whole: to gather as much once more is what is meant.
-    most = max(SMALL, args[0].numel()) if is_inplace(func) else SMALL
+def _run_gathered(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
+    # A plain tensor that is modified in place has the full size already, so gathering the same
+    # number of elements is acceptable.
+    limit = max(SMALL, args[0].numel()) if is_inplace(func) else SMALL
 
-    def whole(value: Any) -> Any:
+    def gathered(value: Any) -> Any:
         if not isinstance(value, cls):
             return value
-        if math.prod(value._flat.shape) > most:
-            why = f"more than {most} elements are not gathered without being asked for"
+        if math.prod(value._flat.shape) > limit:
+            why = f"tensors of more than {limit} elements are not gathered implicitly"
             raise refusal(cls, func, (value,), f"mixes a FlatDTensor and plain tensors; {why}")
         return value.full_tensor()
 
-    return func(*map(whole, args), **{key: whole(value) for key, value in kwargs.items()})
+    return func(*map(gathered, args), **{key: gathered(value) for key, value in kwargs.items()})
 
 
 def slice_of(tensor: Tensor, flat: FlatPlacement) -> Tensor | None:
-    """This rank's slice of a whole tensor, 1-D, as if expanded; None if it does not fit."""
+    """This rank's slice of a full tensor, 1-D, after expansion to the shape of ``flat``; None if it
+    cannot be expanded to it."""
     shape = tuple(flat.shape)
-    fits = tensor.ndim <= len(shape) and all(
+    is_expandable = tensor.ndim <= len(shape) and all(
         size in (1, wanted) for size, wanted in zip(tensor.shape[::-1], shape[::-1], strict=False)
     )
-    if not fits or not shape:
+    if not is_expandable or not shape:
         return None
-    row = math.prod(flat.cut_shape[1:])
+    row = math.prod(flat.sharded_shape[1:])
     first = flat.start // max(row, 1)
-    # Only the rows that it lies in are expanded.
+    # Expand only the rows that contain the slice.
     expanded = tensor.expand(shape)
     shard = expanded if flat.spread is None else flat.spread.shard_of(expanded)
     rows = shard[first : -(-flat.stop // max(row, 1))]
@@ -185,11 +188,11 @@ def slice_of(tensor: Tensor, flat: FlatPlacement) -> Tensor | None:
 def scalar(
     cls: Any, func: Function, tensor: Tensor, flat: FlatPlacement, takes_slices: bool = False
 ) -> Tensor:
-    """A tensor of one element, the same on every rank, made fit to stand beside a slice; of a whole
-    tensor, if ``func`` is in-place or ``takes_slices``, the slice.
+    """Returns a plain operand of a slice: a tensor of one element with at most one dim, or, for a
+    full tensor if ``func`` is in-place or ``takes_slices``, its slice.
 
     Raises:
-        ValueError: it has more elements, or would add dims to the result; or autograd follows it.
+        ValueError: it has more elements, would add dims to the result, or requires grad.
     """
     if torch.is_grad_enabled() and tensor.requires_grad:
         why = (
@@ -197,7 +200,7 @@ def scalar(
         )
         raise refusal(cls, func, flat, why)
     if (takes_slices or is_inplace(func)) and tensor.ndim:
-        part = slice_of(_whole(tensor), flat)
+        part = slice_of(_full(tensor), flat)
         if part is not None:
             return part
     if tensor.numel() != 1 or tensor.ndim > len(flat.shape):
@@ -210,7 +213,7 @@ def scalar(
 
 
 def convert(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """``to``, ``type`` and ``type_as``, where another tensor only gives dtype and device."""
+    """``to``, ``type`` and ``type_as``; other tensor arguments only provide dtype and device."""
     if func.__name__ == "type" and len(args) == 1 and not kwargs:
         return args[0]._local_tensor.type()
     args = (args[0], *(t._local_tensor if isinstance(t, cls) else t for t in args[1:]))
@@ -223,10 +226,10 @@ def convert(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 
 def copy_(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """``copy_`` from the same slice, from a scalar, or from a whole tensor, of which the slice.
+    """``copy_`` from the same slice, from a scalar, or from a full tensor, whose slice is copied.
 
-    A whole tensor is the same on every rank; a DTensor is gathered first. So ``load_state_dict``
-    takes the state dict of an unsharded model.
+    A full tensor has to be the same on every rank; a DTensor is gathered first. ``load_state_dict``
+    can therefore load the state dict of an unsharded model.
     """
     target, source = args[0], args[1] if len(args) > 1 else kwargs["src"]
     if not isinstance(target, cls):
@@ -241,7 +244,7 @@ def copy_(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     elif (slice_ := slice_of_distributed(source, flat)) is not None:
         source = slice_
     elif source.shape == flat.shape:
-        source = flat.part_of(_whole(source))
+        source = flat.slice_of_full(_full(source))
     else:
         source = scalar(cls, func, source, flat)
     func(target._local_tensor, source, *args[2:], **{k: v for k, v in kwargs.items() if k != "src"})
@@ -249,10 +252,12 @@ def copy_(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 
 def set_masked(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """``tensor[mask] = value`` with a mask of the same slice and one value for all."""
+    """``tensor[mask] = value`` with a mask of the same slice and a scalar value."""
     target, mask, value = args
-    same = isinstance(mask, cls) and isinstance(target, cls) and mask._flat == target._flat
-    if not same or mask.dtype != torch.bool:
+    has_same_slice = (
+        isinstance(mask, cls) and isinstance(target, cls) and mask._flat == target._flat
+    )
+    if not has_same_slice or mask.dtype != torch.bool:
         raise refusal(cls, func, args)
     if isinstance(value, Tensor):
         value = scalar(cls, func, value, target._flat)
@@ -262,29 +267,29 @@ def set_masked(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 
 def slice_of_distributed(source: Tensor, flat: FlatPlacement) -> Tensor | None:
-    """The slice of a tensor that ``distribute_tensor`` made by the placements of ``flat``, or by
-    those of its ``spread``, or that every rank has whole; None: of any other."""
+    """The slice of a DTensor with the placements of ``flat`` or of its ``spread``, as returned by
+    ``distribute_tensor``, or of a replicated DTensor; None for any other tensor."""
     if not isinstance(source, DTensor) or source.shape != flat.shape:
         return None
     if flat.spread is not None:
-        lies_alike = flat.spread.has(source) or source._spec.placements == flat.placements
-        return source._local_tensor.reshape(-1)[flat.start : flat.stop] if lies_alike else None
+        has_shard = flat.spread.has(source) or source._spec.placements == flat.placements
+        return source._local_tensor.reshape(-1)[flat.start : flat.stop] if has_shard else None
     if _is_replicated(source):
         return source._local_tensor.reshape(-1)[flat.start : flat.stop]
     last = source._spec.placements[-1]
-    is_same = isinstance(last, FlatShard) and last.span == (flat.start, flat.stop)
-    return source._local_tensor.reshape(-1) if is_same else None
+    has_slice = isinstance(last, FlatShard) and last.span == (flat.start, flat.stop)
+    return source._local_tensor.reshape(-1) if has_slice else None
 
 
-def _whole(source: Tensor) -> Tensor:
+def _full(source: Tensor) -> Tensor:
     if not isinstance(source, DTensor):
         return source
-    # Every rank holds all of it, as in what set_model_state_dict makes for us.
+    # set_model_state_dict passes replicated DTensors; see state_dicts.py.
     return source.to_local() if _is_replicated(source) else source.full_tensor()
 
 
 def _is_replicated(source: DTensor) -> bool:
-    """Whether every rank of its mesh holds all of it."""
+    """Whether every rank of the mesh holds the full tensor."""
     return all(isinstance(placement, Replicate) for placement in source._spec.placements)
 
 
@@ -309,6 +314,6 @@ def _check_columns(
 
 def _both(one: FlatPlacement | None, other: FlatPlacement) -> str:
     return (
-        f"{one or 'a plain tensor'} and {other} (state of torch.save fits the ranks and the levels "
-        "that it was saved with; fe.save_checkpoint saves for any)"
+        f"{one or 'a plain tensor'} and {other} (state saved by torch.save can only be loaded with "
+        "the same ranks and levels; use fe.save_checkpoint for others)"
     )

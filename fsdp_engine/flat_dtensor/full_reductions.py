@@ -1,14 +1,15 @@
-"""Reductions of a whole tensor: reduce the slice, then the scalar over the ranks.
+"""Reductions over all dims: reduce the slice, then the scalar over the ranks. Collective.
 
-What comes back is a plain tensor, the same on every rank, so every rank must call alike. A slice
-may be empty; then it contributes the neutral element. Sums are differentiable. Ranks may use a sum
-each in its own way (`output / model.head.weight.norm()`): as everywhere, the gradient is the mean
-over the ranks, and it is the gradient of every slice.
+The result is a plain tensor, equal on all ranks; all ranks must make the same calls. An empty slice
+contributes the neutral element. Sums are differentiable. Ranks may use a sum differently
+(`output / model.head.weight.norm()`); its gradient is the mean over the ranks, as for any
+parameter, and every slice gets it.
 
-Over some dims only, and where a slice has no gradient (``max``), they are refused here, and the
-whole tensor is gathered (``gathered.py``).
+Reductions over some dims, and those without a gradient for slices (``max``), are refused here; then
+the full tensor is gathered (``gathered_functions.py``).
 
-``norm ** p`` adds up over slices: with slices of norms 3 and 4, the 2-norm is (9 + 16) ** 0.5 = 5.
+``norm ** p`` is additive over slices: with slices of norms 3 and 4, the 2-norm is
+(9 + 16) ** 0.5 = 5.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from torch.distributed import ProcessGroup
 from fsdp_engine.devices.collectives import all_reduce_
 from fsdp_engine.flat_dtensor.accurate_norm import real_dtype, slice_norm, slice_norms
 from fsdp_engine.flat_dtensor.elementwise import elementwise
-from fsdp_engine.flat_dtensor.placement import FlatPlacement
+from fsdp_engine.flat_dtensor.flat_placement import FlatPlacement
+from fsdp_engine.flat_dtensor.full_norm import as_full_norm
 from fsdp_engine.flat_dtensor.slices import Args, Function, Handler, Kwargs, refusal, unwrap
-from fsdp_engine.flat_dtensor.whole_norm import whole
 
 Groups = tuple[ProcessGroup, ...]
 
 _NO_GRADIENT = "has no gradient here (use torch.no_grad())"
-# Positional parameters. Others are refused.
+# Supported parameters in positional order.
 _PARAMETERS: dict[str, tuple[str, ...]] = {
     "sum": ("input", "dim", "keepdim", "dtype"),
     "nansum": ("input", "dim", "keepdim", "dtype"),
@@ -62,14 +63,14 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def reduce_over(tensor: Tensor, groups: Sequence[ProcessGroup], op: str = "sum") -> Tensor:
-    """Reduces a small tensor in place over each of ``groups`` in turn, and returns it."""
+    """Reduce a small tensor in place over each of ``groups`` in turn. Returns it."""
     for group in groups:
         all_reduce_(tensor, group, op)
     return tensor
 
 
 def mean_over_mesh(grad: Tensor, flat: FlatPlacement) -> Tensor:
-    """A gradient that each rank got from its own data, averaged over all ranks of the mesh."""
+    """The mean of a gradient over all ranks of the mesh."""
     mesh = flat.mesh
     if mesh.size() == 1:
         return grad
@@ -87,7 +88,7 @@ def _sum_over(value: Tensor, flat: FlatPlacement) -> Tensor:
 
 
 def _extreme_over(value: Tensor, groups: Groups, op: str) -> Tensor:
-    """Maximum or minimum over the ranks, NaN if any is: collectives need not respect NaN."""
+    """Maximum or minimum over the ranks; NaN if any value is, which collectives do not ensure."""
     if not groups:
         return value
     if not value.is_floating_point():
@@ -95,14 +96,18 @@ def _extreme_over(value: Tensor, groups: Groups, op: str) -> Tensor:
     nan = value.isnan()
     sign = 1.0 if op == "max" else -1.0
     wide = value.to(torch.promote_types(value.dtype, torch.float32))
-    # One collective for both: NaN anywhere shows in the second row.
+    # One collective for values (first row) and for whether any is NaN (second row).
     both = torch.stack((wide.masked_fill(nan, -sign * math.inf), nan * sign))
     reduced = reduce_over(both, groups, op)
     return reduced[0].masked_fill(reduced[1] != 0, math.nan).to(value.dtype)
 
 
 def _bind(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> dict[str, Any]:
-    """Arguments by name; refuses all but a reduction over all dims of a FlatDTensor."""
+    """Arguments by name.
+
+    Raises:
+        ValueError: not a reduction over all dims of a FlatDTensor.
+    """
     named = ((key, value) for key, value in kwargs.items() if value is not None)
     kwargs = {"p" if key == "ord" else key: value for key, value in named}
     bound = dict(zip(_PARAMETERS[func.__name__], args, strict=False)) | kwargs
@@ -119,7 +124,7 @@ def _bind(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> dict[str, Any
     return bound
 
 
-def _add_up(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
+def _sum(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     """``sum``, ``nansum``, ``mean``, ``count_nonzero``."""
     bound = _bind(cls, func, args, kwargs)
     flat, local, name = bound["input"]._flat, unwrap(bound["input"]), func.__name__
@@ -130,7 +135,7 @@ def _add_up(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
         if name == "mean":
             return func(local, dtype=dtype)  # torch's own error
         dtype = bound.get("dtype") or torch.int64
-    # Partial sums of bf16 would be rounded before they meet.
+    # Partial sums in bf16 would be rounded before they are reduced.
     wide = torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
     add = torch.nansum if name == "nansum" else torch.sum
     total = _sum_over(add(local, dtype=wide), flat)
@@ -171,7 +176,7 @@ def _neutral(local: Tensor, op: str) -> Tensor:
 
 
 def _norm(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """``norm``, ``linalg.vector_norm``, and ``linalg.norm`` where it is a vector norm."""
+    """``norm``, ``linalg.vector_norm``, and ``linalg.norm`` if it is a vector norm."""
     bound = _bind(cls, func, args, kwargs)
     flat, p = bound["input"]._flat, bound.get("p")
     if func.__name__ == "linalg_norm" and len(flat.shape) > 1 and p not in (None, "fro"):
@@ -184,11 +189,11 @@ def _norm(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     if not math.prod(flat.shape):
         return torch.linalg.vector_norm(local, order, dtype=dtype)  # or torch's own error
     norm = _slice_norm(local, order, dtype)
-    return whole(_norm_over(norm, order, flat).to(real_dtype(dtype)), flat)
+    return as_full_norm(_norm_over(norm, order, flat).to(real_dtype(dtype)), flat)
 
 
 def _foreach_norm(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """``_foreach_norm`` and ``_foreach_max``: one all-reduce for the whole list."""
+    """``_foreach_norm`` and ``_foreach_max``: one all-reduce for the entire list."""
     tensors = list(args[0])
     takes_norms = func.__name__ == "_foreach_norm"
     order = math.inf
@@ -212,7 +217,7 @@ def _foreach_norm(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
         for index, local, value in zip(indices, chosen, reduced.unbind(), strict=True):
             value = value.to(real_dtype(kwargs.get("dtype") or local.dtype))
             is_norm = takes_norms and key is not None
-            results[index] = whole(value, tensors[index]._flat) if is_norm else value
+            results[index] = as_full_norm(value, tensors[index]._flat) if is_norm else value
     return results
 
 
@@ -220,7 +225,7 @@ def _order(cls: Any, func: Function, args: Args, p: Any) -> float:
     if p is None or p == "fro":
         return 2.0
     if not isinstance(p, int | float) or (p < 0 and p != -math.inf):
-        raise refusal(cls, func, args, f"order {p!r} does not add up over slices")
+        raise refusal(cls, func, args, f"the norm of order {p!r} is not additive over slices")
     return float(p)
 
 
@@ -237,14 +242,17 @@ def _slice_norm(local: Tensor, order: float, dtype: torch.dtype) -> Tensor:
 
 
 def _norm_of_nothing(local: Tensor, order: float) -> Tensor:
-    # A sum, so that autograd finds its way back on this rank too.
+    # A sum, so that the result has a graph on this rank as well.
     return local.sum().abs().double() + (math.inf if order == -math.inf else 0.0)
 
 
 def _norm_over(norms: Tensor, order: float, flat: FlatPlacement | None) -> Tensor:
-    """Norms over the ranks, from norms of slices in float64, so that squares do not overflow.
+    """Norms over the ranks.
 
-    ``flat`` is the placement of one of the slices; None: they are whole, plain tensors.
+    Args:
+        norms: of slices, in fp64, so that squares do not overflow.
+        order: p.
+        flat: the placement of one of the slices. None: norms of full, plain tensors.
     """
     if flat is None or not (flat.groups or norms.requires_grad):
         return norms
@@ -253,24 +261,24 @@ def _norm_over(norms: Tensor, order: float, flat: FlatPlacement | None) -> Tenso
     if order == 0:
         return _sum_over(norms, flat)
     total = _sum_over(norms**order, flat)
-    # The root has no gradient at 0; torch's norms have gradient 0 there.
+    # The root is not differentiable at 0; torch's norms have gradient 0 there.
     zero = total == 0
     root = total.masked_fill(zero, 1.0) ** (1.0 / order)
     return root.masked_fill(zero, 0.0)
 
 
 def equal(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> bool:
-    """``equal`` and ``allclose`` of two FlatDTensors of one slice: a bool, alike on every rank."""
+    """``equal`` and ``allclose`` of two FlatDTensors of one slice: a bool, equal on all ranks."""
     a, b, *_ = args
     if not isinstance(a, cls) or not isinstance(b, cls) or a._flat != b._flat:
         raise refusal(cls, func, args, "compares tensors of different slices")
-    same = func(a._local_tensor, b._local_tensor, *args[2:], **kwargs)
-    value = torch.scalar_tensor(int(same), dtype=torch.int64, device=a._local_tensor.device)
+    is_equal = func(a._local_tensor, b._local_tensor, *args[2:], **kwargs)
+    value = torch.scalar_tensor(int(is_equal), dtype=torch.int64, device=a._local_tensor.device)
     return bool(reduce_over(value, a._flat.groups, "min").item())
 
 
 def unscale(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> None:
-    """``_amp_foreach_non_finite_check_and_unscale_``: what one rank finds, all must know."""
+    """``_amp_foreach_non_finite_check_and_unscale_``, with ``found_inf`` reduced over the ranks."""
     grads, found_inf, inverse_scale = args
     func([t._local_tensor if isinstance(t, cls) else t for t in grads], found_inf, inverse_scale)
     for groups in {t._flat.groups: None for t in grads if isinstance(t, cls)}:
@@ -278,7 +286,7 @@ def unscale(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> None:
 
 
 HANDLERS: dict[str, Handler] = {
-    **dict.fromkeys(("sum", "nansum", "mean", "count_nonzero"), _add_up),
+    **dict.fromkeys(("sum", "nansum", "mean", "count_nonzero"), _sum),
     **dict.fromkeys(("max", "min", "amax", "amin", "any", "all"), _extreme),
     **dict.fromkeys(("norm", "linalg_vector_norm", "linalg_norm"), _norm),
     **dict.fromkeys(("_foreach_norm", "_foreach_max"), _foreach_norm),

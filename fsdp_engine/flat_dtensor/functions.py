@@ -1,20 +1,21 @@
-"""Which torch functions a FlatDTensor knows, and how each is computed from slices.
+"""The torch functions that FlatDTensor supports, with the implementation of each kind.
 
     =============  ===========================================  ==================================
-    kind           examples                                     how
+    kind           examples                                     implementation
     =============  ===========================================  ==================================
     elementwise    ``add_``, ``lerp``, ``clone``, ``zeros_like``,  run on the slice, wrap the result
                    ``_foreach_mul_``, ``_fused_adamw_``
     reductions     ``sum``, ``mean``, ``vector_norm``, ``max``  reduce the slice, then the scalar
                                                                 over the ranks; a plain tensor
-    random         ``normal_``, ``uniform_``                    drawn whole; the slice is kept
-    metadata       ``size``, ``requires_grad_``, ``grad``       asked of the wrapper
-    gathered       ``p @ x``, ``p[0]``, ``norm(dim=1)``         run on the whole tensor; a plain
-                                                                result (``gathered.py``)
+    random         ``normal_``, ``uniform_``                    draw the full tensor, keep the slice
+    metadata       ``size``, ``requires_grad_``, ``grad``       read from the wrapper
+    gathered       ``p @ x``, ``p[0]``, ``norm(dim=1)``         run on the full tensor; a plain
+                                                                result (``gathered_functions.py``)
     =============  ===========================================  ==================================
 
-Everything else raises ValueError. Names are listed, since torch's own tag for pointwise functions
-holds ``equal`` and ``rrelu``, and lacks ``subtract`` and every in-place comparison (2.11 to 2.13).
+All other functions raise ValueError. Functions are listed by name because torch's tag for pointwise
+functions includes ``equal`` and ``rrelu``, and lacks ``subtract`` and every in-place comparison
+(2.11 to 2.13).
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_engine.flat_dtensor import full_reductions, gathered
+from fsdp_engine.flat_dtensor import full_reductions, gathered_functions
 from fsdp_engine.flat_dtensor.elementwise import convert, copy_, elementwise, foreach, set_masked
-from fsdp_engine.flat_dtensor.gathered import on_whole
-from fsdp_engine.flat_dtensor.outside_reads import check_leads_to_slices
-from fsdp_engine.flat_dtensor.placement import FlatPlacement
+from fsdp_engine.flat_dtensor.flat_placement import FlatPlacement
+from fsdp_engine.flat_dtensor.gathered_functions import run_gathered
+from fsdp_engine.flat_dtensor.parameter_access import check_leads_to_slices
 from fsdp_engine.flat_dtensor.random_values import constant_, draw_
 from fsdp_engine.flat_dtensor.slices import (
     Args,
@@ -47,7 +48,7 @@ from fsdp_engine.flat_dtensor.slices import (
     words,
 )
 
-# Each also in its forms `name_`, `special_name`, `_foreach_name`, `_foreach_name_`.
+# Including the forms `name_`, `special_name`, `_foreach_name` and `_foreach_name_`.
 _ELEMENTWISE = words(
     """
     abs absolute acos acosh add addcdiv addcmul angle arccos arccosh arcsin arcsinh arctan arctan2
@@ -103,37 +104,37 @@ _RANDOM = words(
 _RESHAPING_PROPERTIES = words("T mT H mH real imag")
 
 _call_base = torch._C._disabled_torch_function_impl  # type: ignore[attr-defined]
-_known: dict[Function, Handler] = {}
+_handlers: dict[Function, Handler] = {}
 
 
 def call(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """``func`` of arguments of which at least one is a ``cls``.
+    """Call ``func`` with arguments of which at least one is a ``cls``.
 
     Raises:
-        ValueError: it is not defined for slices.
-        RuntimeError: an optimizer's step calls what needs whole matrices.
+        ValueError: ``func`` is not defined for slices.
+        RuntimeError: ``func`` needs the full tensor and is called in an optimizer's step.
     """
     try:
         return handler_of(func)(cls, func, args, kwargs)
     except ValueError as error:
         if not refuses(error):
             raise
-        whole = with_full_parameters(cls, func, args, kwargs)
-        if whole is None:
-            return on_whole(cls, func, args, kwargs, error)
-    return func(*whole[0], **whole[1])
+        full = with_full_parameters(cls, func, args, kwargs)
+        if full is None:
+            return run_gathered(cls, func, args, kwargs, error)
+    return func(*full[0], **full[1])
 
 
 def gathers(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Raises as :func:`refuse` does: :func:`call` then runs it on whole tensors."""
+    """Raises like :func:`refuse`; :func:`call` then runs the function on full tensors."""
     refuse(cls, func, args, kwargs)
 
 
 def handler_of(func: Function) -> Handler:
-    """How ``func`` is computed; looked up by name once, then by the function itself."""
-    handler = _known.get(func)
+    """The implementation of ``func``; looked up by name once, then by the function itself."""
+    handler = _handlers.get(func)
     if handler is None:
-        handler = _known[func] = _classify(func)
+        handler = _handlers[func] = _classify(func)
     return handler
 
 
@@ -162,7 +163,7 @@ def _classify(func: Function) -> Handler:
         operator = name[2:-2]
         if operator in _OPERATORS or (operator[0] in "ri" and operator[1:] in _OPERATORS):
             return elementwise
-    return gathers if name in gathered.NAMES else refuse
+    return gathers if name in gathered_functions.NAMES else refuse
 
 
 def _foreach_stem(name: str) -> str:
@@ -175,8 +176,8 @@ def _metadata(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 def _set_metadata(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     result = _call_base(func, (cls,), args, kwargs)
-    if isinstance(args[0], cls) and args[0]._home is not None:
-        args[0]._home.was_set()
+    if isinstance(args[0], cls) and args[0]._backref is not None:
+        args[0]._backref.notify_attribute_set()
     return result
 
 
@@ -187,7 +188,7 @@ def _detach(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
 def _zero_(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     check_inplace(func, args[0])
     args[0]._local_tensor.zero_()
-    args[0].zeroed = True  # after the change: it counts until the next one
+    args[0].zeroed = True  # after the change: valid until the next change
     return args[0]
 
 
@@ -199,7 +200,7 @@ def _foreach_zero_(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _view(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """``view`` and its kind, where the shape stays the same; ``view(dtype)`` of equal size."""
+    """``view``, ``reshape`` etc. to the same shape; ``view(dtype)`` of equal item size."""
     tensor, *target = args
     if not isinstance(tensor, cls):  # plain.view_as(flat)
         return getattr(tensor, func.__name__.removesuffix("_as"))(*(t.shape for t in target))
@@ -211,8 +212,8 @@ def _view(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
         return elementwise(cls, func, args, kwargs)
     if func.__name__.endswith("_as"):
         if target[0] is tensor and tensor.is_leaf and tensor.requires_grad:
-            # So torch finds the node at which autograd accumulates, which no backward reaches.
-            why = "looks for this parameter in the graph, where modules put the full one"
+            # torch finds the AccumulateGrad node this way, but no backward reaches this one.
+            why = "looks for this parameter in the graph, which contains the full parameter"
             instead = "register_post_accumulate_grad_hook, or fsdp_engine.pipelining.PipelineStage"
             raise refusal(cls, func, args, f"{why} (use {instead})")
         target = list(target[0].shape)
@@ -231,7 +232,7 @@ def _view(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _view_as_real(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Optimizers step on complex parameters as pairs of real numbers."""
+    """Views complex elements as pairs of real ones, as optimizers do."""
     (tensor,) = (*args, *kwargs.values())
     return rewrap(cls, func(unwrap(tensor)).reshape(-1), tensor._flat.of_parts)
 
@@ -240,17 +241,17 @@ def _view_as_complex(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> An
     (tensor,) = (*args, *kwargs.values())
     flat: FlatPlacement | None = tensor._flat.of_numbers
     if flat is None:
-        raise refusal(cls, func, tensor, "would join parts of a number that lie on two ranks")
+        raise refusal(cls, func, tensor, "would combine components of one number from two ranks")
     return rewrap(cls, func(unwrap(tensor).view(-1, 2)), flat)
 
 
 def _conj(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Of its own memory: a flag on the slice would not show on the tensor around it."""
+    """A copy: the conjugate flag of a slice would not be visible on the FlatDTensor."""
     return elementwise(cls, torch.conj_physical, args, kwargs)
 
 
 def _new(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """``new_zeros`` and its kind: a FlatDTensor for the same shape, else a plain tensor."""
+    """``new_zeros`` etc.: a FlatDTensor for the same shape, else a plain tensor."""
     tensor, *rest = args
     local, flat = tensor._local_tensor, tensor._flat
     size = kwargs.pop("size", None)
@@ -266,31 +267,31 @@ def _new(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _gradient(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """torch's own property, which would pass by ours."""
+    """``Tensor.grad.__get__``: calls the property of FlatDTensor instead."""
     return args[0].grad
 
 
 def _takes_data(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> bool:
-    """``module.to()`` asks; then it sets ``.data``, which copies or says why not."""
+    """Lets ``module.to()`` set ``.data``, which copies, or raises an error."""
     return True
 
 
 def _no_address(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> int:
-    """Returns 0, as for any DTensor: the wrapper has no memory. torch would report the offset of
-    the slice in its flat buffer, and DCP's stager would take that for an address."""
+    """Returns 0, as for any DTensor: the wrapper has no memory. torch would return the offset of
+    the slice in its flat buffer, which DCP's stager would use as an address."""
     return 0
 
 
 def _new_tensor(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     if isinstance(args[0], cls) and any(isinstance(each, cls) for each in args[1:]):
-        raise refusal(cls, func, args)  # it would ask for one element after the other
+        raise refusal(cls, func, args)  # it would read element by element
     return func(args[0]._local_tensor, *args[1:], **kwargs)
 
 
 def _item(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """``item``, ``bool()`` and their kind, of a tensor of one element; every rank must call."""
+    """``item``, ``bool()`` etc. of a tensor of one element. Collective."""
     if math.prod(args[0]._flat.shape) != 1:
-        raise refusal(cls, func, args, "asks for one element of several")
+        raise refusal(cls, func, args, "needs a tensor of one element")
     return func(args[0].full_tensor(), *args[1:], **kwargs)
 
 
@@ -302,24 +303,26 @@ def _backward(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> None:
         if isinstance(each, cls)
     ]
     if flat:
-        # Modules compute with full tensors: autograd would find none of these in its graph.
+        # Modules compute with full parameters; the graph contains none of these tensors.
         names = ", ".join(each._flat.name or str(tuple(each.shape)) for each in flat[:4])
         raise ValueError(
-            f"backward: expected no sharded parameters in inputs=; found {names}. Leave inputs= "
-            "away and call requires_grad_(False) on what needs no gradient"
+            f"backward: expected no sharded parameters in inputs=; found {names}. Omit inputs= "
+            "and call requires_grad_(False) on parameters that need no gradient"
         )
     tensor, *rest = args
     if not isinstance(tensor, cls):  # torch.autograd.backward, of one tensor or several
         tensors = (tensor,) if isinstance(tensor, Tensor) else tuple(tensor)
         if len(tensors) != 1 or not isinstance(tensors[0], cls):
-            raise refusal(cls, func, args, "of several tensors (add their losses up)")
+            raise refusal(cls, func, args, "of several tensors (sum the losses)")
         tensor, kwargs = tensors[0], dict(kwargs)
         gradients = kwargs.pop("grad_tensors", None) or (rest[0] if rest else None)
         rest = [gradients[0] if isinstance(gradients, list | tuple) else gradients]
         kwargs = {key: value for key, value in kwargs.items() if value is not None}
     gradient = rest[0] if rest else kwargs.get("gradient")
     if gradient is None and tensor._flat.shape:
-        raise refusal(cls, func, args, "needs the gradient of a tensor that is no scalar")
+        raise refusal(
+            cls, func, args, "needs a gradient argument, since the tensor is not a scalar"
+        )
     if gradient is not None and not isinstance(gradient, cls):
         raise refusal(cls, func, args, "needs a gradient of the same slice")
     local = unwrap(tensor)
@@ -330,12 +333,15 @@ def _backward(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> None:
 
 
 def _grad(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """``torch.autograd.grad``; gradients that the engine has added come back as DTensors."""
+    """``torch.autograd.grad``. Gradients that the autograd engine has summed are DTensors; they are
+    converted to FlatDTensors."""
     outputs = args[0] if args else kwargs["outputs"]
     inputs = args[1] if len(args) > 1 else kwargs["inputs"]
     inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-    homes = [value._home for value in inputs if isinstance(value, cls) and value._home is not None]
-    check_leads_to_slices((outputs,) if isinstance(outputs, Tensor) else outputs, homes)
+    backrefs = [
+        value._backref for value in inputs if isinstance(value, cls) and value._backref is not None
+    ]
+    check_leads_to_slices((outputs,) if isinstance(outputs, Tensor) else outputs, backrefs)
     grads = _call_base(func, (cls,), args, kwargs)
     return tuple(
         cls._wrap(grad._local_tensor, wrt._flat)

@@ -1,13 +1,12 @@
-"""Hooks that users put on parameters: `register_hook`, `register_post_accumulate_grad_hook`.
+"""Users' hooks on parameters: `register_hook`, `register_post_accumulate_grad_hook`.
 
-Autograd would run them on what one rank's backward leaves at a full parameter. Users mean the
-gradient: so they run when it has been reduced, as torch runs them: hooks on gradients on the new
-gradient alone, before earlier ones are added; hooks on parameters when ``.grad`` is their sum.
-Hooks from before ``shard`` are carried over, in the dictionaries that their handles know, so that
-``handle.remove()`` works.
+Autograd would run them on the unreduced gradient of a full parameter. The engine runs them on the
+reduced gradient, at the points where torch does: hooks on gradients on the new gradient, before it
+is added to earlier ones; hooks on parameters when ``.grad`` is the sum. Hooks from before ``shard``
+are kept in the dictionaries that their handles reference, so that ``handle.remove()`` works.
 
-A sharded parameter adds hooks here by itself. A plain one is torch's own: what was put on it is
-found when the next backward begins, and taken from it.
+Sharded parameters register hooks here. For plain parameters torch registers them; they are moved
+here when the next backward begins.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ Hooks = MutableMapping[int, Callable[..., Any]]
 
 
 class ParamHooks:
-    """Of the parameters of one buffer.
+    """The hooks on the parameters of one buffer.
 
     Args:
         names: of the parameters.
-        originals: the users' parameters, as they were given to ``shard``.
+        originals: the parameters that were passed to ``shard``.
     """
 
     def __init__(self, names: Sequence[str], originals: Sequence[Tensor]) -> None:
         self._names = names
-        # By index of the parameter; several dictionaries where hooks came at several times.
+        # By index of the parameter; one dictionary per registration or move.
         self._on_grad: dict[int, list[Hooks]] = {}
         self._on_param: dict[int, list[Hooks]] = {}
-        # Of plain parameters: the engine's own hook, which stays where it is.
+        # For plain parameters the key of the engine's own hook, which is not moved.
         self.own: dict[int, int] = {}
         for index, original in enumerate(originals):
             if original._backward_hooks:
@@ -45,7 +44,8 @@ class ParamHooks:
                 self._on_param[index] = [original._post_accumulate_grad_hooks]  # type: ignore[attr-defined]
 
     def add(self, index: int, hook: Callable[..., Any], *, on_param: bool) -> RemovableHandle:
-        """A hook on parameter ``index``: ``hook(gradient)``, or (``on_param``) ``hook(param)``."""
+        """Add a hook to parameter ``index``: ``hook(gradient)``, or (``on_param``)
+        ``hook(param)``."""
         hooks: Hooks = OrderedDict()
         (self._on_param if on_param else self._on_grad).setdefault(index, []).append(hooks)
         handle = RemovableHandle(hooks)
@@ -53,7 +53,7 @@ class ParamHooks:
         return handle
 
     def adopt(self, params: Sequence[Any]) -> None:
-        """Take hooks from plain parameters, before autograd runs them."""
+        """Move hooks from plain parameters to this object, before autograd runs them."""
         for index, param in enumerate(params):
             if param._backward_hooks:
                 self._on_grad.setdefault(index, []).append(param._backward_hooks)
@@ -66,29 +66,29 @@ class ParamHooks:
 
     @property
     def hooked(self) -> Collection[int]:
-        """Parameters with hooks on their gradients, by index, in ascending order."""
+        """Indices of parameters with hooks on their gradients, in ascending order."""
         return sorted(index for index, hooks in self._on_grad.items() if any(hooks))
 
     @torch.no_grad()
     def run_on_gradients(self, params: Sequence[Tensor]) -> None:
-        """Run ``hook(gradient)`` on the new gradients, which are reduced.
+        """Run ``hook(gradient)`` on the new, reduced gradients.
 
         Raises:
-            TypeError: a hook returned something else than None or a gradient of the same shape.
+            TypeError: a hook returned neither None nor a gradient of the same shape.
         """
         for index in self.hooked:
             grad = _gradient(params[index])
             for hook in _all(self._on_grad[index]) if grad is not None else ():
-                given = hook(grad)
-                if given is None or given is grad:
+                result = hook(grad)
+                if result is None or result is grad:
                     continue
-                if not isinstance(given, Tensor) or given.shape != grad.shape:
-                    found = tuple(given.shape) if isinstance(given, Tensor) else repr(given)
+                if not isinstance(result, Tensor) or result.shape != grad.shape:
+                    found = tuple(result.shape) if isinstance(result, Tensor) else repr(result)
                     raise TypeError(
                         f"hook of {self._names[index]}: expected None or a gradient of shape "
                         f"{tuple(grad.shape)}; found {found}"
                     )
-                grad.copy_(given)
+                grad.copy_(result)
 
     @torch.no_grad()
     def run_on_params(self, params: Sequence[Tensor]) -> None:
@@ -100,7 +100,7 @@ class ParamHooks:
 
 
 def _gradient(param: Tensor) -> Any:
-    """``.grad``. Of a FlatDTensor: masks beside it are the same on every rank."""
+    """``.grad``; of a FlatDTensor with ``takes_slices``, since masks are equal on all ranks."""
     grad: Any = param.grad
     if grad is not None:
         grad.takes_slices = True

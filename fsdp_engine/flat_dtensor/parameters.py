@@ -1,7 +1,7 @@
-"""What autograd keeps at parameters, of many at once, sharded or plain.
+"""Batched access to autograd attributes of parameters, sharded or plain.
 
-Each function is one pass in C: a property of ``FlatDTensor`` takes host time, and units may have
-thousands of small parameters.
+Each function is one pass in C, because properties of ``FlatDTensor`` take host time and units may
+have thousands of small parameters.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _get_version = _tensor_class._version.__get__
 
 
 def gradients_of(params: Sequence[Tensor]) -> list[Tensor | None]:
-    """``.grad`` of each."""
+    """``.grad`` of each parameter."""
     with _NoTorchFunction():
         grads: list[Tensor | None] = list(map(_get_grad, params))
     if DTensor in set(map(type, grads)):  # see FlatDTensor.grad
@@ -36,29 +36,30 @@ def gradients_of(params: Sequence[Tensor]) -> list[Tensor | None]:
 
 
 def set_gradients(params: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None:
-    """Make ``.grad`` of each what stands beside it, which must be of the same slice."""
+    """Set ``.grad`` of each parameter to the gradient at the same index, of the same slice."""
     with _NoTorchFunction():
         deque(map(_set_grad, params, grads), maxlen=0)
 
 
 def clear_gradients(params: Iterable[Tensor]) -> None:
-    """``.grad`` of each becomes None."""
+    """Set ``.grad`` of each parameter to None."""
     set_gradients(params, repeat(None))
 
 
 def requires_grad_of(params: Sequence[Tensor]) -> list[bool]:
-    """Whether autograd follows each."""
+    """``requires_grad`` of each parameter."""
     with _NoTorchFunction():
         return list(map(_get_requires_grad, params))
 
 
 def become(param: Tensor, other: Tensor) -> None:
-    """``param`` stays the object that it is, with the memory, dtype, device and placement of
-    ``other``, of its class, which is of no use afterwards. Its gradient must have been cleared."""
+    """Give ``param`` the memory, dtype, device and placement of ``other``; it remains the same
+    object. Both are of the same class, and ``other`` must not be used afterwards. The gradient of
+    ``param`` must have been cleared."""
     with _NoTorchFunction():
         if other.device.type == param.device.type:
             _set_data(param, other.detach())
-        else:  # off the meta device: ``.data`` cannot be set to memory of another kind
+        else:  # from the meta device: ``.data`` cannot be set to memory of another device type
             torch._C._swap_tensor_impl(param, other.requires_grad_(param.requires_grad))
     for name in ("_local_tensor", "_spec", "_flat"):
         if hasattr(other, name):
@@ -66,26 +67,26 @@ def become(param: Tensor, other: Tensor) -> None:
 
 
 def any_requires_grad(params: Sequence[Tensor]) -> bool:
-    """Whether autograd follows any of them."""
+    """Whether any parameter requires grad."""
     with _NoTorchFunction():
         return any(map(_get_requires_grad, params))
 
 
 def versions_of(tensors: Sequence[Tensor]) -> list[int]:
-    """The version counter of each, all of them plain."""
+    """The version counter of each of the plain tensors."""
     return list(map(_get_version, tensors))
 
 
 def accumulator_of(param: Tensor) -> Any:
-    """The node by which autograd accumulates into ``param``; it lives as long as it is held. Also
-    of one that is frozen now, for when it is thawed."""
+    """The AccumulateGrad node of ``param``, which exists as long as it is referenced. For a frozen
+    parameter, the node that applies if it is unfrozen."""
     is_frozen = not param.requires_grad
     if is_frozen:
         param.requires_grad_(True)
     with torch.enable_grad():
-        followed = unwrap(param) if isinstance(param, FlatDTensor) else param.view_as(param)
-    assert followed.grad_fn is not None
-    node = followed.grad_fn.next_functions[0][0]
+        view = unwrap(param) if isinstance(param, FlatDTensor) else param.view_as(param)
+    assert view.grad_fn is not None
+    node = view.grad_fn.next_functions[0][0]
     if is_frozen:
         param.requires_grad_(False)
     return node

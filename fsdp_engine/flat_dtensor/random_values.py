@@ -1,10 +1,10 @@
-"""Random values in place: those that one process would draw, of which each rank keeps its slice.
+"""In-place random functions: each rank draws the values of one process and keeps its slice.
 
-A rank draws the whole tensor from its own generator, as one process would, so that values do not
-depend on the number of ranks, and all generators are alike afterwards, if they were before. Whether
-they were shows in a small message: slices of different draws would be one tensor of no
-distribution, so then all draw from the first rank's generator, and the others' stay as they are.
-Memory for one whole tensor at a time.
+A rank draws the full tensor from its own generator, as one process would. Values therefore do not
+depend on the number of ranks, and generators that had equal states before have equal states
+afterwards. A small all-reduce compares the states first. If they differ, slices of different draws
+would not be a sample of the distribution, so all ranks draw from the first rank's generator state,
+and the generators of the other ranks are restored. Takes memory for one full tensor at a time.
 """
 
 from __future__ import annotations
@@ -21,35 +21,33 @@ from torch import Tensor
 from fsdp_engine.devices import memory
 from fsdp_engine.devices.accelerator import is_accelerator, module_of
 from fsdp_engine.devices.collectives import broadcast_
+from fsdp_engine.flat_dtensor.flat_placement import FlatPlacement
 from fsdp_engine.flat_dtensor.full_reductions import reduce_over
-from fsdp_engine.flat_dtensor.placement import FlatPlacement
 from fsdp_engine.flat_dtensor.slices import Args, Function, Kwargs, check_inplace, refusal
 
 
 def draw_(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """``tensor.normal_()`` and its kind, and what ``torch.nn.init`` hands over whole.
-
-    Collective: every rank must call.
+    """``tensor.normal_()`` etc., and functions of ``torch.nn.init``. Collective.
 
     Raises:
-        ValueError: an argument is a tensor too.
+        ValueError: another argument is a tensor.
     """
     of_init = "tensor" in kwargs
     target = kwargs["tensor"] if of_init else args[0]
     others = [*args[1:], *(value for key, value in kwargs.items() if key != "tensor")]
     if not isinstance(target, cls) or any(isinstance(value, Tensor) for value in others):
-        raise refusal(cls, func, (args, kwargs), "draws by the values of another tensor")
+        raise refusal(cls, func, (args, kwargs), "draws values that depend on another tensor")
     if not of_init:
         check_inplace(func, target)
     flat: FlatPlacement = target._flat
     local: Tensor = target._local_tensor
     with _one_generator(kwargs.get("generator"), local.device, flat), torch.no_grad():
-        whole = memory.empty(tuple(flat.shape), local.dtype, local.device)
+        full = memory.empty(tuple(flat.shape), local.dtype, local.device)
         if of_init:
-            func(**{**kwargs, "tensor": whole})
+            func(**{**kwargs, "tensor": full})
         else:
-            func(whole, *args[1:], **kwargs)
-        local.copy_(flat.part_of(whole))
+            func(full, *args[1:], **kwargs)
+        local.copy_(flat.slice_of_full(full))
     return target
 
 
@@ -63,12 +61,12 @@ def constant_(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
 def _one_generator(
     generator: torch.Generator | None, device: torch.device, flat: FlatPlacement
 ) -> Iterator[None]:
-    """Within it, the generator that is drawn from is in one state on all ranks."""
+    """Context in which the generator has the same state on all ranks."""
     if not flat.groups or device.type == "meta":
         yield
         return
-    get, put = _access(generator, device)
-    own = get()
+    get_state, set_state = _access(generator, device)
+    own = get_state()
     digest = hashlib.sha256(bytes(own.tolist())).digest()
     value = int.from_bytes(digest[:7], "big")
     extremes = torch.tensor([value, -value], device=device)
@@ -84,17 +82,18 @@ def _one_generator(
     if torch.equal(state, own):
         yield
         return
-    put(state)
+    set_state(state)
     try:
         yield
     finally:
-        put(own)
+        set_state(own)
 
 
 def _access(
     generator: torch.Generator | None, device: torch.device
 ) -> tuple[Callable[[], Tensor], Callable[[Tensor], object]]:
-    """How its state is had, and set. None: the one that ``device`` draws from."""
+    """Functions that get and set the generator's state. None: the default generator of
+    ``device``."""
     if generator is not None:
         return generator.get_state, generator.set_state
     if is_accelerator(device):

@@ -1,15 +1,15 @@
-"""Between a FlatDTensor and its slice: refusals, and the two functions that autograd sees.
+"""Conversions between a FlatDTensor and its slice, with autograd, and errors for other functions.
 
 [Note: Not through DTensor's dispatch]
-DTensor would propagate ``Shard(0)``, which a flat slice is not: it is wrong for ``mean`` and for
-anything that looks at a dim, it refuses 0-d tensors, and it costs several times the host time of
-the arithmetic of a small parameter. So torch functions run on the slices themselves. Autograd sees
-``_Unwrap`` and ``_Wrap`` around plain operations; only what the autograd engine does on its own
-(adding two gradients of one tensor) reaches DTensor's dispatch.
+DTensor would propagate ``Shard(0)``, but a flat slice is not a shard along a dim: the result would
+be wrong for ``mean`` and for every function along a dim, 0-d tensors would raise, and the host time
+would be several times that of the arithmetic of a small parameter. Therefore torch functions run on
+the slices. For autograd, ``_Unwrap`` and ``_Wrap`` surround plain operations. Only operations of
+the autograd engine itself (the sum of two gradients of one tensor) use DTensor's dispatch.
 
 The tensor class is passed in as ``cls``. Its instances have ``_local_tensor`` (the slice, 1-D) and
-``_flat`` (a :class:`~fsdp_engine.flat_dtensor.placement.FlatPlacement`), and ``cls._wrap(local,
-flat)`` makes one.
+``_flat`` (a :class:`~fsdp_engine.flat_dtensor.flat_placement.FlatPlacement`), and
+``cls._wrap(local, flat)`` constructs one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fsdp_engine.flat_dtensor.placement import FlatPlacement
+from fsdp_engine.flat_dtensor.flat_placement import FlatPlacement
 
 Function = Callable[..., Any]
 Args = tuple[Any, ...]
@@ -36,12 +36,12 @@ _INPLACE_OPERATORS |= {"__iand__", "__ior__", "__ixor__"}
 
 
 def words(text: str) -> frozenset[str]:
-    """Names of functions, as they stand in tables."""
+    """The names of functions in a table."""
     return frozenset(text.split())
 
 
 class _Unwrap(torch.autograd.Function):
-    """The slice of a FlatDTensor, as a plain tensor that autograd follows."""
+    """The slice of a FlatDTensor as a differentiable plain tensor."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Any) -> Tensor:
@@ -57,7 +57,7 @@ class _Unwrap(torch.autograd.Function):
 
 
 class _Wrap(torch.autograd.Function):
-    """The FlatDTensor of a slice that autograd follows."""
+    """The differentiable FlatDTensor of a slice."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, cls: Any, flat: FlatPlacement) -> Any:
@@ -71,15 +71,15 @@ class _Wrap(torch.autograd.Function):
 
 
 def compact(local: Tensor) -> Tensor:
-    """A slice with stride 1, also where torch calls another stride contiguous (one element)."""
+    """A slice with stride 1. (For one element torch considers any stride contiguous.)"""
     return local if local.stride() == (1,) else local.clone(memory_format=torch.contiguous_format)
 
 
 def unwrap(tensor: Any) -> Tensor:
-    """The slice; differentiable where autograd would follow ``tensor``."""
+    """The slice; differentiable if ``tensor`` requires grad and grad mode is enabled."""
     if torch.is_grad_enabled() and tensor.requires_grad:
-        followed: Tensor = _Unwrap.apply(tensor)
-        return followed
+        differentiable: Tensor = _Unwrap.apply(tensor)
+        return differentiable
     local: Tensor = tensor._local_tensor
     return local
 
@@ -94,7 +94,7 @@ def rewrap(cls: Any, result: Any, flat: FlatPlacement) -> Any:
 
 
 def name_of(func: Function) -> str:
-    """The name that a user knows a torch function, or a tensor's property, by."""
+    """The public name of a torch function or of a tensor's property."""
     name = getattr(func, "__name__", str(func))
     return func.__self__.__name__ if name in {"__get__", "__set__"} else name  # type: ignore[attr-defined]
 
@@ -102,37 +102,43 @@ def name_of(func: Function) -> str:
 def refusal(
     cls: Any, func: Function, found: Any, why: str = "not defined for a slice"
 ) -> ValueError:
-    """The error for a function that would be wrong on slices; ``found`` holds its arguments, or is
-    the placement of one.
+    """Returns the error for a function that is not defined for slices.
 
-    It is marked as such: nothing was changed, and full parameters may do (:func:`refuses`).
+    The error is marked for :func:`refuses`: nothing was modified, and the call may succeed with
+    full parameters. It is not a TypeError, because operators replace that by "unsupported operand".
 
-    No TypeError: operators turn that into "unsupported operand", without a word of why.
+    Args:
+        cls: the class of sharded tensors.
+        func: the function.
+        found: its arguments, or the placement of one.
+        why: the reason, for the message.
     """
     flat = _first_flat(cls, found)
-    whose, within = "a FlatDTensor", ""
+    described, within = "a FlatDTensor", ""
     if flat is not None:
         named = f"{flat.name}, " if flat.name else ""
-        whose = f"{named}a FlatDTensor of shape {tuple(flat.shape)}, elements {_range(flat)} here"
+        described = (
+            f"{named}a FlatDTensor of shape {tuple(flat.shape)}, elements {_range(flat)} here"
+        )
         if flat.name:
             within = (
-                f". Modules hold the whole {flat.name} within the model's forward alone: call the "
-                "model; for another method of a unit or of the model, "
-                "fe.register_forward_method(module, name) before; or work within "
+                f". Modules hold the full {flat.name} only during the model's forward: call the "
+                "model; for another method of a unit or of the model, call "
+                "fe.register_forward_method(module, name) first; or work within "
                 "engine.unsharded(module). engine.full_state_dict() and fe.export_safetensors() "
-                "save whole weights. Change shapes before shard()"
+                "save full weights. Change shapes before shard()"
             )
     error = ValueError(
         f"{name_of(func)}: {why}; expected an elementwise function of FlatDTensors of one slice "
-        f"and of scalars, or a full reduction; found {whose}. Call .full_tensor() for "
-        f"the whole tensor, .to_local() for the slice{within}"
+        f"and of scalars, or a full reduction; found {described}. Call .full_tensor() for "
+        f"the full tensor, .to_local() for the slice{within}"
     )
     setattr(error, _MARK, True)
     return error
 
 
 def refuses(error: ValueError) -> bool:
-    """Whether :func:`refusal` made it."""
+    """Whether the error is one of :func:`refusal`."""
     return hasattr(error, _MARK)
 
 
@@ -142,12 +148,15 @@ def refuse(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 
 def with_full_parameters(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Arguments with full parameters in place of sharded ones, where they can be had: within the
-    model's forward (``runtime/implicit_uses.py``). None: where not, and for in-place functions."""
+    """The arguments with full parameters instead of sharded ones, gathered if necessary. None for
+    in-place functions, and if parameters cannot be gathered (outside the model's forward; see
+    ``runtime/implicit_uses.py``)."""
     if is_inplace(func):
         return None
     found = [value for value in tree_leaves((args, kwargs)) if isinstance(value, cls)]
-    full = {id(value): value._home.brought() if value._home else None for value in found}
+    full = {
+        id(value): value._backref.gathered_param() if value._backref else None for value in found
+    }
     if None in full.values():
         return None
     return tree_map_only(cls, lambda value: full[id(value)], (args, kwargs))
@@ -155,22 +164,21 @@ def with_full_parameters(cls: Any, func: Function, args: Args, kwargs: Kwargs) -
 
 def refuse_random(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Raises the ValueError of a function that draws random numbers."""
-    why = "random values would depend on how the tensor is cut (initialise full parameters instead)"
+    why = "random values would depend on the sharding (initialize full parameters instead)"
     raise refusal(cls, func, (args, kwargs), why)
 
 
 def is_inplace(func: Function) -> bool:
-    """Whether a torch function changes its first argument, by its name."""
+    """Whether a torch function modifies its first argument, according to its name."""
     name = func.__name__
     return (name[-1] == "_" and name[-2] != "_") or name in _INPLACE_OPERATORS
 
 
 def check_inplace(func: Function, tensor: Any) -> None:
-    """Autograd's rule for in-place functions, which would not see the change of a slice.
+    """Apply autograd's rule for in-place functions, which cannot detect the change of a slice.
 
     Raises:
-        RuntimeError: ``func`` changes its first argument and autograd follows ``tensor``, which is
-            any of its arguments.
+        RuntimeError: ``func`` is in-place and ``tensor``, one of its arguments, requires grad.
     """
     if torch.is_grad_enabled() and tensor.requires_grad and is_inplace(func):
         flat = getattr(tensor, "_flat", None)

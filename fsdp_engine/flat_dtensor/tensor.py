@@ -1,12 +1,12 @@
-"""The sharded tensor that users see: a DTensor whose local part is a flat slice.
+"""``FlatDTensor``: a DTensor whose local tensor is a flat slice.
 
-Shape, dtype and device are those of the whole parameter; the local part is the 1-D piece
-``[start, stop)`` of its row-major elements that this rank owns, possibly empty. Worked example, a
+Shape, dtype and device are those of the full parameter; the local tensor is the 1-D range
+``[start, stop)`` of its row-major elements that this rank holds, possibly empty. Worked example, a
 parameter of shape (4, 5) over two ranks with shards of 64 elements, starting at offset 50 of its
 buffer: rank 0 holds elements [0, 14), rank 1 holds [14, 20).
 
 Optimizers, ``clip_grad_norm_``, ``state_dict``, EMA and ``torch.distributed.checkpoint`` work as on
-any tensor. Which functions do, and how, is told in ``functions.py``; all others raise ValueError.
+any tensor. ``functions.py`` lists the supported functions; all others raise ValueError.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from torch.utils import _foreach_utils
 from torch.utils.hooks import RemovableHandle
 
 from fsdp_engine.flat_dtensor import functions
+from fsdp_engine.flat_dtensor.flat_placement import Box, FlatPlacement, FlatShard, _on_mesh
 from fsdp_engine.flat_dtensor.full_reductions import mean_over_mesh
-from fsdp_engine.flat_dtensor.outside_reads import Home
-from fsdp_engine.flat_dtensor.placement import Box, FlatPlacement, FlatShard, _on_mesh
+from fsdp_engine.flat_dtensor.parameter_access import ParameterBackref
 from fsdp_engine.flat_dtensor.slices import refusal, unwrap
-from fsdp_engine.flat_dtensor.spread import Spread
+from fsdp_engine.flat_dtensor.tensor_parallel_spec import TensorParallelSpec
 
 _NoTorchFunction = torch._C.DisableTorchFunctionSubclass  # type: ignore[attr-defined]
 
@@ -45,9 +45,9 @@ class FlatDTensor(DTensor):
     """A row-major tensor of which this rank holds one flat slice. See the module docstring.
 
     Attributes:
-        takes_slices: whole plain tensors beside it are the same on every rank, as a mask on a
-            gradient is, and give their slice. So are those beside what is computed from it.
-        _home: of an engine's parameter, where it belongs.
+        takes_slices: full plain operands are equal on all ranks, like a mask of a gradient, and
+            their slice is used. Results of elementwise functions inherit this.
+        _backref: a reference to the engine's buffer, for an engine's parameter.
     """
 
     _flat: FlatPlacement
@@ -55,21 +55,23 @@ class FlatDTensor(DTensor):
     _whole: Tensor | None = None
     _whole_at: int | None = None
     takes_slices: bool = False
-    _home: Home | None = None
+    _backref: ParameterBackref | None = None
 
-    # --- making and looking ---
+    # --- construction and conversion ---
 
     @classmethod
     def from_flat_local(
         cls, local: Tensor, placement: FlatPlacement, requires_grad: bool = False
     ) -> FlatDTensor:
-        """A FlatDTensor over ``local``, with which it shares memory and version counter.
+        """A FlatDTensor that shares memory and version counter with ``local``.
 
         Args:
             local: plain, contiguous, shape ``(placement.stop - placement.start,)``.
+            placement: the slice.
+            requires_grad: of the result.
 
         Raises:
-            ValueError: ``local`` has another shape, is not contiguous, or has a graph.
+            ValueError: ``local`` has another shape, is not contiguous, or requires grad.
         """
         if local.shape != (placement.numel,) or not local.is_contiguous():
             raise ValueError(
@@ -78,15 +80,15 @@ class FlatDTensor(DTensor):
             )
         if local.requires_grad:
             raise ValueError("local: expected a tensor that does not require grad; found one")
-        return _following(cls._wrap(local, placement), requires_grad)
+        return _with_requires_grad(cls._wrap(local, placement), requires_grad)
 
     @classmethod
     def _wrap(cls, local: Tensor, flat: FlatPlacement) -> FlatDTensor:
-        # DTensor.__init__ does nothing and costs twice as much as this.
+        # Skips DTensor.__init__, which does nothing and takes twice as long as this function.
         tensor: Any = cls.__new__(cls, local, flat.spec(local.dtype), requires_grad=False)
         tensor._flat = flat
-        made: FlatDTensor = tensor
-        return made
+        result: FlatDTensor = tensor
+        return result
 
     @classmethod
     def __torch_function__(  # type: ignore[override]
@@ -96,7 +98,7 @@ class FlatDTensor(DTensor):
 
     @property
     def flat_placement(self) -> FlatPlacement:
-        """Which slice this is."""
+        """The placement of the slice."""
         return self._flat
 
     @property
@@ -106,11 +108,11 @@ class FlatDTensor(DTensor):
 
     @property
     def local(self) -> Tensor:
-        """This rank's slice, shape ``(stop - start,)``: the memory itself."""
+        """This rank's slice, shape ``(stop - start,)``, without a copy."""
         return self._local_tensor
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """This rank's slice; differentiable where autograd follows this tensor.
+        """This rank's slice; differentiable if this tensor requires grad.
 
         Raises:
             ValueError: ``grad_placements`` other than None or those of this tensor.
@@ -122,10 +124,10 @@ class FlatDTensor(DTensor):
         return unwrap(self)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """The whole tensor, bit by bit, on every rank; differentiable. Every rank must call.
+        """The full tensor on every rank, bit for bit; differentiable. Collective.
 
-        Where ranks compute different things with it, its gradient is the mean over the ranks, as
-        that of a parameter in forward.
+        Its gradient is the mean over the ranks, like that of a parameter in forward; ranks may use
+        the result differently.
 
         Raises:
             ValueError: ``grad_placements`` other than None or all ``Replicate()``.
@@ -135,14 +137,14 @@ class FlatDTensor(DTensor):
                 f"grad_placements: expected all Replicate() or None; found {grad_placements}"
             )
         if torch.is_grad_enabled() and self.requires_grad:
-            if self._home is not None:
-                values = self._flat.whole_of(self._local_tensor)
-                followed = self._home.followed(values, self._flat.spread)
-                if followed is not None:
-                    return followed
+            if self._backref is not None:
+                values = self._flat.gather_full(self._local_tensor)
+                values_with_graph = self._backref.differentiable(values, self._flat.spread)
+                if values_with_graph is not None:
+                    return values_with_graph
             result: Tensor = _FullTensor.apply(self)
             return result
-        return self._flat.whole_of(self._local_tensor)
+        return self._flat.gather_full(self._local_tensor)
 
     def redistribute(  # type: ignore[override]
         self,
@@ -150,7 +152,7 @@ class FlatDTensor(DTensor):
         placements: Sequence[Placement] | None = None,
         **options: Any,
     ) -> DTensor:
-        """A replicated DTensor of the whole tensor, or this tensor if nothing changes.
+        """A replicated DTensor of the full tensor, or this tensor if placements are unchanged.
 
         Raises:
             ValueError: any other placements or mesh, or options other than None and False.
@@ -177,12 +179,12 @@ class FlatDTensor(DTensor):
     def __format__(self, spec: str) -> str:
         return format(repr(self), spec)
 
-    # --- properties that the optimizer asks for thousands of times ---
-    # Through __torch_function__ each would take 1 us; like this 0.05 to 0.2.
+    # --- properties that optimizers read thousands of times ---
+    # Through __torch_function__ each would take 1 us; these take 0.05 to 0.2 us.
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        """Shape of the whole tensor."""
+        """Shape of the full tensor."""
         return self._flat.shape
 
     @property
@@ -192,7 +194,7 @@ class FlatDTensor(DTensor):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """Where this rank's slice is."""
+        """The device of this rank's slice."""
         return self._local_tensor.device
 
     @property
@@ -206,10 +208,10 @@ class FlatDTensor(DTensor):
 
     @property
     def zeroed(self) -> bool:
-        """Whether ``zero_()`` or ``torch._foreach_zero_`` was the last that changed it.
+        """Whether the last modification was ``zero_()`` or ``torch._foreach_zero_``, by which
+        ``optimizer.zero_grad(set_to_none=False)`` clears gradients.
 
-        That is how ``optimizer.zero_grad(set_to_none=False)`` clears gradients. Who changes the
-        memory where the version counter does not show it sets it to False.
+        Code that modifies the memory without incrementing the version counter sets it to False.
         """
         return self._zeroed_at == self._local_tensor._version
 
@@ -219,7 +221,7 @@ class FlatDTensor(DTensor):
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
-        """Whether autograd follows this tensor."""
+        """Whether this tensor requires grad."""
         with _NoTorchFunction():
             return bool(_get_requires_grad(self))
 
@@ -230,15 +232,15 @@ class FlatDTensor(DTensor):
     @property
     def grad(self) -> Tensor | None:
         """The gradient, a FlatDTensor of the same slice, or None."""
-        home = self._home
-        if home is not None and home.gradients.in_flight is not None:
-            home.gradients.wait()
+        backref = self._backref
+        if backref is not None and backref.gradients.in_flight is not None:
+            backref.gradients.wait()
         with _NoTorchFunction():
             grad: Tensor | None = _get_grad(self)
-            if grad is not None and home is not None:
-                home.gradients.were_asked = True
+            if grad is not None and backref is not None:
+                backref.gradients.were_accessed = True
             if type(grad) is DTensor:
-                # The autograd engine has added two gradients.
+                # The autograd engine has summed two gradients.
                 grad = self._wrap(grad._local_tensor, self._flat)
                 _set_grad(self, grad)
             return grad
@@ -247,15 +249,15 @@ class FlatDTensor(DTensor):
     def grad(self, value: Tensor | None) -> None:
         if value is not None and not (
             isinstance(value, FlatDTensor)
-            # The engine's own gradients share the object, which is found out sooner.
+            # The engine's own gradients share the object; the identity check is faster.
             and (value._flat is self._flat or value._flat == self._flat)
         ):
             raise TypeError(f"grad: expected None or a FlatDTensor of the slice of {self}")
         with _NoTorchFunction():
             is_new = value is not None or _get_grad(self) is not None
             _set_grad(self, value)
-        if is_new and self._home is not None:
-            self._home.gradient_was_set(value is not None)
+        if is_new and self._backref is not None:
+            self._backref.notify_grad_set(value is not None)
 
     @grad.deleter
     def grad(self) -> None:
@@ -263,47 +265,48 @@ class FlatDTensor(DTensor):
 
     @property
     def main_grad(self) -> Tensor:
-        """Of parameters under ``DistributedDataParallel`` only: this rank's slice of what is
-        accumulated. It is ``.grad`` where that is there, zeros where nothing is accumulated.
+        """This rank's slice of the accumulated gradient, for parameters of a
+        ``DistributedDataParallel``. ``.grad`` if that is not None; zeros if no gradient has been
+        accumulated.
 
         Raises:
-            AttributeError: of any other tensor.
+            AttributeError: any other tensor.
         """
-        main_grad = self._home.main_grad if self._home is not None else None
+        main_grad = self._backref.main_grad if self._backref is not None else None
         if main_grad is None:
             raise AttributeError("main_grad")
         return main_grad
 
     @main_grad.setter
     def main_grad(self, value: Tensor) -> None:
-        """Copies: the memory belongs to a flat buffer.
+        """Copies ``value``, since the memory belongs to a flat buffer.
 
         Raises:
-            TypeError: other than ``copy_`` takes.
-            AttributeError: of any other tensor.
+            TypeError: as in ``copy_``.
+            AttributeError: any other tensor.
         """
-        if self._home is None or not self._home.set_main_grad(value):
+        if self._backref is None or not self._backref.set_main_grad(value):
             raise AttributeError("main_grad: expected a parameter of a DistributedDataParallel")
 
     @main_grad.deleter
     def main_grad(self) -> None:
-        """The parameter has no such attribute until one is assigned; ``.grad`` stays."""
-        if self._home is None or not self._home.delete_main_grad():
+        """Removes the attribute until a value is assigned; ``.grad`` is unchanged."""
+        if self._backref is None or not self._backref.delete_main_grad():
             raise AttributeError("main_grad")
 
     @property
     def whole(self) -> Tensor | None:
-        """The whole value of a gradient that every rank has gathered
-        (``finish_grad_sync(force_all_reduce=True)``).
+        """The full value of a gathered gradient (``finish_grad_sync(force_all_reduce=True)``); None
+        if it was not gathered.
 
         Raises:
-            RuntimeError: the slice was changed since.
+            RuntimeError: the slice was modified after the gather.
         """
         if self._whole is not None and self._whole_at != self._local_tensor._version:
             raise RuntimeError(
                 "main_grad: expected no change since finish_grad_sync(force_all_reduce=True) "
-                "gathered it; found one. Read it before the optimizer's step, and let "
-                "fsdp_engine.finalize_model_grads sum it over model-parallel ranks"
+                "gathered it; found one. Read it before the optimizer's step, and use "
+                "fsdp_engine.finalize_model_grads to sum it over model-parallel ranks"
             )
         return self._whole
 
@@ -313,7 +316,7 @@ class FlatDTensor(DTensor):
         self._whole_at = None if value is None else self._local_tensor._version
 
     def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
-        """A copy in the CPU's memory: of ``whole``, a plain tensor, where it is there."""
+        """A copy in CPU memory; of ``whole`` (a plain tensor) if that is not None."""
         whole = self.whole
         if whole is not None:
             return whole.detach().cpu().clone(memory_format=memory_format)
@@ -321,42 +324,42 @@ class FlatDTensor(DTensor):
 
     @property
     def data(self) -> FlatDTensor:  # type: ignore[override]
-        """This tensor without its history. Unlike torch's, changes to it count as changes."""
+        """This tensor without a graph. Unlike torch's, it shares the version counter."""
         return self._wrap(self._local_tensor, self._flat)
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """Copies: the memory belongs to a flat buffer.
+        """Copies ``value``, since the memory belongs to a flat buffer.
 
         Raises:
-            TypeError: another dtype or device, or other than ``copy_`` takes.
+            TypeError: another dtype or device, or as in ``copy_``.
         """
         if value.dtype != self.dtype or value.device != self.device:
             raise TypeError(
                 f"data: expected {self.dtype} on {self.device}; found {value.dtype} on "
                 f"{value.device}. The memory of a sharded tensor belongs to a flat buffer: convert "
-                "the whole model (model.to(dtype)), or compute in another dtype by mp_policy"
+                "the entire model (model.to(dtype)), or set the compute dtype in mp_policy"
             )
         self.data.copy_(value.detach())
 
     def register_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Of a sharded parameter: ``hook(gradient)`` runs once a step, on the reduced gradient, a
-        FlatDTensor. What it returns, unless None, takes the gradient's place."""
-        if self._home is None or not self.requires_grad:
+        """Register ``hook(gradient)``. For a sharded parameter it runs once per step on the reduced
+        gradient, a FlatDTensor. A result other than None replaces the gradient."""
+        if self._backref is None or not self.requires_grad:
             handle: RemovableHandle = super().register_hook(hook)
             return handle
-        return self._home.add_hook(hook, on_param=False)
+        return self._backref.add_hook(hook, on_param=False)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Of a sharded parameter: ``hook(param)`` runs once a step, when its gradient has been
-        reduced. An optimizer may step within it."""
-        if self._home is None or not self.requires_grad:
+        """Register ``hook(param)``. For a sharded parameter it runs once per step, after the
+        reduction of its gradient. The hook may run an optimizer's step."""
+        if self._backref is None or not self.requires_grad:
             handle: RemovableHandle = super().register_post_accumulate_grad_hook(hook)
             return handle
-        return self._home.add_hook(hook, on_param=True)
+        return self._backref.add_hook(hook, on_param=True)
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused; a method, since torch does not ask ``__torch_function__`` for it.
+        """Not supported. A method because torch does not call ``__torch_function__`` for it.
 
         Raises:
             ValueError: always.
@@ -372,7 +375,7 @@ class FlatDTensor(DTensor):
         if not self.is_leaf:
             raise RuntimeError("deepcopy: expected a leaf; found a FlatDTensor with a graph")
         new = self._wrap(self._local_tensor.clone(), self._flat)
-        memo[id(self)] = _following(new, self.requires_grad)
+        memo[id(self)] = _with_requires_grad(new, self.requires_grad)
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         new.grad = copy.deepcopy(self.grad, memo)
         return new
@@ -383,8 +386,9 @@ class FlatDTensor(DTensor):
 
     @property
     def __tensor_flatten__(self) -> Any:  # type: ignore[override]
-        # Hidden: torch.compile would rebuild a DTensor from it, with wrong elements, where now it
-        # runs functions of FlatDTensors eagerly; and module.to() would swap parameters by it.
+        # Hides DTensor's method: with it, torch.compile would rebuild a DTensor with other elements
+        # instead of running functions of FlatDTensors eagerly, and module.to() would swap
+        # parameters.
         raise AttributeError("__tensor_flatten__")
 
     # --- torch.distributed.checkpoint ---
@@ -393,7 +397,7 @@ class FlatDTensor(DTensor):
         shape = self._flat.shape
         boxes = self._flat.boxes
         if not math.prod(shape):
-            # Nobody holds an element, but somebody must say that the tensor exists.
+            # No rank holds an element, but the tensor has to be listed in the checkpoint.
             boxes = (Box((0,) * len(shape), tuple(shape), 0, 0),)
         return [
             (ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)), box)
@@ -429,7 +433,7 @@ _get_grad, _set_grad = _tensor_class.grad.__get__, _tensor_class.grad.__set__
 _get_requires_grad = _tensor_class.requires_grad.__get__
 
 
-def _following(tensor: FlatDTensor, requires_grad: bool) -> FlatDTensor:
+def _with_requires_grad(tensor: FlatDTensor, requires_grad: bool) -> FlatDTensor:
     if requires_grad:
         tensor.requires_grad_()
     return tensor
@@ -440,15 +444,15 @@ class _FullTensor(torch.autograd.Function):
     def forward(ctx: Any, tensor: FlatDTensor) -> Tensor:
         ctx.cls, ctx.flat = type(tensor), tensor._flat
         ctx.set_materialize_grads(False)
-        return tensor._flat.whole_of(tensor._local_tensor)
+        return tensor._flat.gather_full(tensor._local_tensor)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor | None) -> Any:
-        if grad is None:  # of a function without one, on all ranks (norm(p=0))
+        if grad is None:  # on all ranks, for functions without a gradient (norm(p=0))
             return None
-        local = ctx.flat.part_of(mean_over_mesh(grad, ctx.flat))
-        # A clone, so that the whole gradient need not live as long as its slice.
+        local = ctx.flat.slice_of_full(mean_over_mesh(grad, ctx.flat))
+        # A clone, so that the slice does not keep the full gradient alive.
         return ctx.cls._wrap(local.clone(), ctx.flat)
 
 
@@ -459,14 +463,16 @@ def _rebuild(
     requires_grad: bool,
     state: dict[str, Any],
 ) -> FlatDTensor:
-    tensor = _following(cls._wrap(local, flat), requires_grad)
+    tensor = _with_requires_grad(cls._wrap(local, flat), requires_grad)
     tensor.__dict__.update(state)
     return tensor
 
 
-torch.serialization.add_safe_globals([FlatDTensor, FlatShard, Spread, _rebuild, _on_mesh])
+torch.serialization.add_safe_globals(
+    [FlatDTensor, FlatShard, TensorParallelSpec, _rebuild, _on_mesh]
+)
 
-# As torch does for DTensor: optimizers and clip_grad_norm_ then prefer their foreach forms.
+# As torch does for DTensor, so that optimizers and clip_grad_norm_ use their foreach versions.
 for _types in (_foreach_utils._foreach_supported_types, _torch_optimizer._foreach_supported_types):
     if FlatDTensor not in _types:
         _types.append(FlatDTensor)  # type: ignore[arg-type]

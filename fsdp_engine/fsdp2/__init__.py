@@ -1,4 +1,4 @@
-"""FSDP2's calls over this engine: one import changed, and a script of its kind runs.
+"""FSDP2's interface to this engine. An FSDP2 script runs after changing its import:
 
     from fsdp_engine.fsdp2 import fully_shard, MixedPrecisionPolicy
 
@@ -6,7 +6,7 @@
         fully_shard(block)
     fully_shard(model)
 
-See docs/fsdp2.md for what is the same, call by call, and what is not.
+docs/fsdp2.md compares the two implementations call by call.
 """
 
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy

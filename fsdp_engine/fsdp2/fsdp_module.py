@@ -1,4 +1,4 @@
-"""``FSDPModule``: what modules can be asked once ``fully_shard`` was called on them."""
+"""``FSDPModule``: the methods that ``fully_shard`` adds to modules."""
 
 from __future__ import annotations
 
@@ -16,25 +16,29 @@ from torch.distributed._composable.contract import STATE_KEY
 
 from fsdp_engine.codecs.phase import FORWARD
 from fsdp_engine.devices.lanes import compute_waits_for
-from fsdp_engine.fsdp2.conversion import convert
-from fsdp_engine.fsdp2.errors import WrongUse
-from fsdp_engine.fsdp2.group import Group, group_of
-from fsdp_engine.fsdp2.outermost import ensure_engine
+from fsdp_engine.fsdp2.dtype_conversion import convert
+from fsdp_engine.fsdp2.param_group import ParamGroup, group_of
+from fsdp_engine.fsdp2.root_module import ensure_engine
+from fsdp_engine.fsdp2.usage_error import UsageError
 from fsdp_engine.runtime.hooks import hooks_of
 from fsdp_engine.runtime.unit import Unit
 
-# torch's fully_shard.state(module) is stored under the function that its decorator wraps.
-_TORCHS_KEY: Any = inspect.unwrap(fsdp.fully_shard)
+# The key of torch's fully_shard.state(module): the function inside torch's decorator.
+_TORCH_STATE_KEY: Any = inspect.unwrap(fsdp.fully_shard)
+_USE_NCCL_UB = (
+    "registered memory is an option of "
+    "fsdp_engine.shard(model, config=DistributedDataParallelConfig(nccl_ub=True))"
+)
 
 
 class UnshardHandle(fsdp.UnshardHandle):
-    """Of an :meth:`FSDPModule.unshard` that is under way."""
+    """Handle of an asynchronous :meth:`FSDPModule.unshard`."""
 
     def __init__(self, unit: Unit | None = None) -> None:
         self._unit = unit
 
     def wait(self) -> None:
-        """On return compute may use the full parameters, and the modules have them."""
+        """Make compute wait for the gather, and install the full parameters in the modules."""
         unit, self._unit = self._unit, None
         if unit is not None and unit.unsharded is not None:
             unit.wait()
@@ -44,26 +48,26 @@ class UnshardHandle(fsdp.UnshardHandle):
 class FSDPModule(fsdp.FSDPModule):
     """Methods that ``fully_shard`` adds to the class of a module.
 
-    A subclass of ``torch.distributed.fsdp.FSDPModule``: programs that test for torch's class treat
-    these modules as FSDP2's. Every method of torch's class is overridden.
+    A subclass of ``torch.distributed.fsdp.FSDPModule``, so that programs that test for torch's
+    class treat these modules as FSDP2's. Overrides every method of torch's class.
     """
 
     _orig_cls_mro_index = 3  # [FSDP<Class>, FSDPModule, torch's FSDPModule, Class, ...]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """A new module of the class is one that ``fully_shard`` was not called on: slices of a
-        container, say, are made so."""
+        """Construct a module of the original class, without ``fully_shard``. Slicing a container,
+        for example, constructs modules this way."""
         own: Any = cls.__mro__[cls._orig_cls_mro_index]
         module = own.__new__(own)
         module.__init__(*args, **kwargs)
         return module
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this module's parameters. They stay until :meth:`reshard`, or until its next
-        forward or backward is over. Collective.
+        """Gather this module's parameters until :meth:`reshard`, or until the end of its next
+        forward or backward. Collective.
 
         Args:
-            async_op: return at once, with a handle to wait on; forward waits by itself.
+            async_op: return a handle to wait on. Without a call of its ``wait``, forward waits.
         """
         unit = _unit_of(self)
         if unit.needs_gather(FORWARD):
@@ -75,15 +79,15 @@ class FSDPModule(fsdp.FSDPModule):
         return None
 
     def reshard(self) -> None:
-        """Let the full parameters of this module go, and put the sharded ones back.
+        """Free this module's full parameters and install the sharded ones.
 
         Raises:
-            RuntimeError: its forward or backward is under way.
+            RuntimeError: its forward or backward is in progress.
         """
         unit = _unit_of(self)
         if unit.uses:
             raise RuntimeError(
-                f"reshard() of {unit.label}: expected no forward or backward of it under way; "
+                f"reshard() of {unit.label}: expected no forward or backward of it in progress; "
                 "found one"
             )
         unit.release()
@@ -91,22 +95,23 @@ class FSDPModule(fsdp.FSDPModule):
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Whether the next backwards reduce gradients along all axes. Axes that cut gradients are
-        reduced all the same, so that nothing grows."""
+        """Whether the next backwards reduce gradients along all axes. Along axes over which
+        gradients are sharded they are always reduced, so that memory does not grow."""
         for unit in _units(self, recurse):
             unit.options.syncs = bool(requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether the next backwards reduce gradients along axes that do not cut them."""
+        """Whether the next backwards reduce gradients along axes over which they are not
+        sharded."""
         for unit in _units(self, recurse):
             unit.options.syncs = bool(requires_all_reduce)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Taken for what it is, a hint: every backward ends with what it has sent."""
+        """Has no effect: every backward finishes the reductions that it issued."""
         _unit_of(self)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether full parameters go when forward is over.
+        """Whether to free full parameters after forward.
 
         Raises:
             ValueError: not a bool.
@@ -118,29 +123,28 @@ class FSDPModule(fsdp.FSDPModule):
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Whether full parameters go when backward is over."""
+        """Whether to free full parameters after backward."""
         for unit in _units(self, recurse):
             unit.options.keeps_after_backward = not reshard_after_backward
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether backward reads this module's parameters."""
+        """Whether backward needs this module's parameters, and gathers them."""
         _unit_of(self).options.gathers_in_backward = bool(unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[fsdp.FSDPModule]) -> None:
-        """Modules to prefetch when this module's forward begins, in place of the next ones of the
-        recorded order."""
+        """Set the modules to prefetch when this module's forward begins, instead of those that
+        followed in the recorded order."""
         group = _group_of(self)
-        prefetched = _of_one_model(group, _all_groups("forward", modules))
-        group.unit.options.prefetch_in_forward = prefetched
+        group.unit.options.prefetch_in_forward = _prefetched(group, "forward", modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[fsdp.FSDPModule]) -> None:
-        """Modules to prefetch when this module's backward begins."""
+        """Set the modules to prefetch when this module's backward begins, instead of those that
+        followed in the recorded order."""
         group = _group_of(self)
-        prefetched = _of_one_model(group, _all_groups("backward", modules))
-        group.unit.options.prefetch_in_backward = prefetched
+        group.unit.options.prefetch_in_backward = _prefetched(group, "backward", modules)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Sums of gradients are divided by ``factor`` instead of the number of ranks.
+        """Divide sums of gradients by ``factor`` instead of by the number of ranks.
 
         Raises:
             ValueError: not a positive number.
@@ -156,110 +160,113 @@ class FSDPModule(fsdp.FSDPModule):
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Whether collectives only ever sum: they do, whatever is asked."""
+        """Has no effect: the engine's collectives always sum."""
         _check_bool("enable", enable)
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Whether ranks may use different parameters: they may, whatever is asked."""
+        """Has no effect: ranks may always use different parameters."""
         _check_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
-        """Reductions have a process group of their own.
+        """Has no effect: reductions always have a separate process group.
 
         Raises:
-            NotImplementedError: they are not to have one.
+            NotImplementedError: ``enable`` is False.
         """
         if not enable:
-            _refuse("set_separate_reduce_scatter_group(False)", "reductions keep their own group")
+            _refuse(
+                "set_separate_reduce_scatter_group(False)",
+                "reductions always have a separate process group",
+            )
 
     def set_post_optim_event(self, event: Any) -> None:
-        """What computes from here on, gathers included, waits for ``event``, which is
-        on the optimizer's stream behind its step."""
+        """Make subsequent computation and gathers wait for ``event``, which the caller recorded on
+        the optimizer's stream after its step."""
         compute_waits_for(event)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """False is what there is.
+        """Has no effect: memory is never allocated from the process group.
 
         Raises:
-            NotImplementedError: True.
+            NotImplementedError: ``enable`` is True.
         """
         if enable:
             _refuse(
                 "set_allocate_memory_from_process_group_for_comm(True)",
-                "use fsdp_engine.shard(model, config=DistributedDataParallelConfig(nccl_ub=True))",
+                _USE_NCCL_UB,
             )
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Raises NotImplementedError: registered memory is ``nccl_ub`` here."""
+        """Raises NotImplementedError: use ``nccl_ub`` for registered memory."""
         _refuse(
             "set_symm_mem_for_comm()",
-            "use fsdp_engine.shard(model, config=DistributedDataParallelConfig(nccl_ub=True))",
+            _USE_NCCL_UB,
         )
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """Raises NotImplementedError: staging has a budget of elements."""
+        """Raises NotImplementedError: the limit on staging buffers is in elements."""
         _refuse(
             "set_reduce_scatter_max_input_buffers()",
-            "staged gradients have a budget of two mean units; for another one use "
+            "staging buffers are limited to the size of two mean units; for another limit use "
             "fsdp_engine.shard with suggested_communication_unit_size",
         )
 
     def set_custom_all_gather(self, comm: object) -> None:
-        """Raises NotImplementedError: gathers are the engine's."""
-        _refuse("set_custom_all_gather()", "gathers are the engine's own, in place")
+        """Raises NotImplementedError: the engine implements all-gathers itself."""
+        _refuse("set_custom_all_gather()", "the engine implements all-gathers itself, in place")
 
     def set_custom_reduce_scatter(self, comm: object) -> None:
-        """Raises NotImplementedError: reductions are the engine's."""
-        _refuse("set_custom_reduce_scatter()", "reductions are the engine's own, in place")
+        """Raises NotImplementedError: the engine implements reductions itself."""
+        _refuse("set_custom_reduce_scatter()", "the engine implements reductions itself, in place")
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: object = None
     ) -> None:
-        """Raises NotImplementedError: reductions along a second axis are a mesh of two axes."""
+        """Raises NotImplementedError: use a mesh of two axes for a second reduction."""
         _refuse(
             "set_all_reduce_hook()",
-            "give a 2-D mesh for a second axis; hooks on sharded parameters "
-            "(register_post_accumulate_grad_hook) see reduced gradients",
+            "a 2-D mesh reduces along its second axis, and hooks on sharded parameters "
+            "(register_post_accumulate_grad_hook) receive reduced gradients",
         )
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Whether gathers are asynchronous: they are, whatever is asked."""
+        """Has no effect: gathers are always asynchronous."""
         _check_bool("async_op", async_op)
 
     def reset_iter_state(self) -> None:
-        """Back to rest after an exception in forward or backward; gradients are dropped, weights
-        stay. On all ranks.
+        """Reset the engine after an exception in forward or backward. Drops gradients and keeps
+        weights. Call on all ranks.
 
         Raises:
-            RuntimeError: the module is not the outermost one.
+            RuntimeError: the module is not the root module.
         """
         group = _group_of(self)
         if group.engine is None:
             return
         if group.engine.model is not self:
             raise RuntimeError(
-                f"reset_iter_state() of {group.unit.label}: expected the outermost module; found "
+                f"reset_iter_state() of {group.unit.label}: expected the root module; found "
                 f"one within a {type(group.engine.model).__name__}"
             )
         group.engine.reset()
 
     def _get_fsdp_state(self) -> Any:
-        return vars(self)[STATE_KEY][_TORCHS_KEY]
+        return vars(self)[STATE_KEY][_TORCH_STATE_KEY]
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        # Past torch's class, whose own _apply looks for FSDP2's state.
+        # Skips torch's FSDPModule, whose _apply requires FSDP2's state.
         plain_apply = super(fsdp.FSDPModule, self)._apply  # type: ignore[misc]
         apply = functools.partial(plain_apply, fn, recurse)
         if _group_of(self).engine is None:
             convert(cast(nn.Module, self), fn, apply)
         else:
-            apply()  # within the conversion of the model
+            apply()  # the engine converts its parameters
         return self
 
 
@@ -268,9 +275,9 @@ class _TorchState:
 
     - ``register_fsdp_forward_method``: ``_pre_forward`` and ``_post_forward``.
     - ``share_comm_ctx``: ``_comm_ctx``, which has no effect since units share their queues.
-    - the pipeline stage of ``torch.distributed.pipelining``: at the end of a step it runs FSDP2's
-      reductions by hand (``perform_reduce_grad``), those of each unit, of which there are none
-      here, then the root's final callback.
+    - the pipeline stage of ``torch.distributed.pipelining``: at the end of a step its
+      ``perform_reduce_grad`` calls FSDP2's reductions of each entry of ``all_states``, which is
+      empty, then the root's final callback.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -297,11 +304,11 @@ class _TorchState:
 
 
 def become_fsdp_module(module: nn.Module) -> None:
-    """Insert FSDPModule before the class of ``module``."""
+    """Change the class of ``module`` to a subclass of it and of FSDPModule."""
     own: Any = type(module)
     module.__class__ = _fsdp_class(own)
     states: Any = module.__dict__.setdefault(STATE_KEY, {})
-    states[_TORCHS_KEY] = _TorchState(module)
+    states[_TORCH_STATE_KEY] = _TorchState(module)
 
 
 @functools.cache
@@ -310,20 +317,20 @@ def _fsdp_class(own: Any) -> Any:
 
 
 def _refuse_deepcopy(self: object, memo: object) -> NoReturn:
-    raise WrongUse(
+    raise UsageError(
         "deepcopy: expected a module that is not sharded, since FSDP does not support deepcopy; "
-        "found one that fully_shard() was called on. Copy it before, and shard the copy alike; or "
+        "found one that fully_shard() was called on. Copy the module before, and shard both; or "
         "save a state dict"
     )
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let ``module.method_name(...)`` gather the module's parameters, as its forward does.
+    """Make ``module.method_name(...)`` gather the module's parameters, as its forward does.
 
-    Nothing is done if ``fully_shard`` was not called on ``module``.
+    Has no effect if ``fully_shard`` was not called on ``module``.
 
     Raises:
-        ValueError: it has no such method.
+        ValueError: the module has no such method.
     """
     if not isinstance(module, FSDPModule):
         return
@@ -343,7 +350,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
-    """Units on one device share their queues of communication anyway.
+    """Has no effect: units on one device always share their communication lanes.
 
     Raises:
         ValueError: ``fully_shard`` was not called on one of the modules.
@@ -351,7 +358,7 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
     _all_groups("share_comm_ctx", modules)
 
 
-def _group_of(module: object) -> Group:
+def _group_of(module: object) -> ParamGroup:
     group = group_of(cast(nn.Module, module))
     assert group is not None, "fully_shard() gives a module its class and its group together"
     return group
@@ -367,7 +374,7 @@ def _units(module: object, recurse: bool) -> Iterable[Unit]:
     return [group.unit for group in groups.values()]
 
 
-def _all_groups(what: str, modules: Sequence[Any]) -> list[Group]:
+def _all_groups(what: str, modules: Sequence[Any]) -> list[ParamGroup]:
     for each in modules:
         if not isinstance(each, FSDPModule):
             raise ValueError(
@@ -377,12 +384,13 @@ def _all_groups(what: str, modules: Sequence[Any]) -> list[Group]:
     return [_group_of(each) for each in modules]
 
 
-def _of_one_model(group: Group, ahead: list[Group]) -> list[Group]:
-    if group.engine is not None and any(each.engine is not group.engine for each in ahead):
+def _prefetched(group: ParamGroup, what: str, modules: Sequence[Any]) -> list[ParamGroup]:
+    prefetched = _all_groups(what, modules)
+    if group.engine is not None and any(each.engine is not group.engine for each in prefetched):
         raise ValueError(
-            f"modules: expected those of one model with {group.unit.label}; found others"
+            f"modules: expected modules of the same model as {group.unit.label}; found others"
         )
-    return ahead
+    return prefetched
 
 
 def _check_bool(name: str, value: object) -> None:
@@ -390,5 +398,5 @@ def _check_bool(name: str, value: object) -> None:
         raise ValueError(f"{name}: expected a bool; found {value!r}")
 
 
-def _refuse(call: str, instead: str) -> NoReturn:
-    raise NotImplementedError(f"{call}: expected not to be called, since {instead}; found a call")
+def _refuse(call: str, reason: str) -> NoReturn:
+    raise NotImplementedError(f"{call}: expected not to be called, since {reason}; found a call")

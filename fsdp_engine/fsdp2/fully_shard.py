@@ -1,4 +1,4 @@
-"""``fully_shard``: what is asked is checked, a unit is made, and modules change their class."""
+"""``fully_shard``: checks its arguments, builds a unit, and changes the class of the modules."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch.distributed.tensor import Shard
 from fsdp_engine.devices import memory
 from fsdp_engine.devices.mesh import DataMesh, ranks_that_meet
 from fsdp_engine.devices.rendezvous import reporting
-from fsdp_engine.fsdp2.errors import WrongUse
 from fsdp_engine.fsdp2.fsdp_module import become_fsdp_module
-from fsdp_engine.fsdp2.group import WHAT, Group, group_of, make_group
-from fsdp_engine.fsdp2.outermost import await_first_call
+from fsdp_engine.fsdp2.param_group import WHAT, ParamGroup, group_of, make_group
 from fsdp_engine.fsdp2.policies import check_offload, engine_policy
+from fsdp_engine.fsdp2.root_module import build_engine_on_first_call
+from fsdp_engine.fsdp2.usage_error import UsageError
 from fsdp_engine.sharding import keeps_after_forward
 from fsdp_engine.strategies import Strategy
 
@@ -39,38 +39,40 @@ def fully_shard(
     strategy: str = "optim_grads_params",
     outer_strategy: str = "no_shard",
 ) -> M:
-    """Shard the parameters of ``module`` that no inner call has taken, at once; inner modules
-    first, then what contains them. The module is changed in place: its class, and its parameters.
-    Collective.
+    """Shard the parameters of ``module`` that no call on an inner module has sharded. Call it on
+    inner modules first, then on the modules that contain them. Modifies the module in place: its
+    class and its parameters. Collective.
 
     Args:
-        module: a module, or several that are gathered and reduced as one.
+        module: a module, or several modules that form one unit.
         mesh: data-parallel ranks: (inner,), or (outer, inner) for HSDP. None: all ranks.
-        reshard_after_forward: whether full parameters go when forward is over, to be gathered again
-            for backward. None: True, but the outermost module's stay if backward begins with it. A
-            number of ranks to reshard to is taken as True, with a warning.
-        shard_placement_fn: asked for each parameter, and what it returns is checked. Where elements
-            lie is the engine's to decide all the same.
-        mp_policy: dtypes of this unit, and what its modules' inputs and outputs are cast to.
-        offload_policy: ``OffloadPolicy()``, which offloads nothing.
-        ignored_params: stay as they are.
+        reshard_after_forward: whether to free full parameters after forward and gather them again
+            for backward. None: True, except for the root module if backward begins with it. A
+            number of ranks to reshard to is treated as True, with a warning.
+        shard_placement_fn: called for each parameter; its result is checked but has no effect,
+            since the engine assigns elements to ranks itself.
+        mp_policy: dtypes of this unit, and the dtypes to which its modules' inputs and outputs are
+            cast.
+        offload_policy: ``OffloadPolicy()``; offloading is not supported.
+        ignored_params: parameters that are not sharded.
         dp_mesh_dims: None.
         strategy: level of the inner axis: "no_shard", "optim", "optim_grads" or
-            "optim_grads_params", as of :func:`fsdp_engine.shard`.
+            "optim_grads_params", as in :func:`fsdp_engine.shard`.
         outer_strategy: level of the outer axis, at most ``strategy``.
 
     Returns:
         ``module``.
 
     Raises:
-        ValueError: an argument, or how arguments of ranks differ; on all ranks,
-            before anything is changed.
-        TypeError, NotImplementedError: likewise.
-        RuntimeError: a rank did not come; names it.
+        ValueError: an argument is invalid, or arguments differ between ranks; on all ranks,
+            before anything is modified.
+        TypeError, NotImplementedError: an argument has another type, or is not supported; on all
+            ranks, as above.
+        RuntimeError: a rank did not make the call; names it.
     """
     with reporting(WHAT, ranks_that_meet(mesh)):
         levels = Strategy.from_names(strategy, outer_strategy)
-        modules = _outermost(module)
+        modules = _without_inner(module)
         if isinstance(mesh, DeviceMesh) and mesh.ndim > 2:
             raise ValueError(
                 "mesh: expected one axis or two, (outer, inner), since fully_shard expects a 1D or "
@@ -96,16 +98,16 @@ def fully_shard(
     _move_buffers(group)
     for each in modules:
         become_fsdp_module(each)
-    await_first_call(group)
+    build_engine_on_first_call(group)
     return module
 
 
-# As torch's composable calls have it: what a call has made of a module.
+# torch's composable functions have this attribute, which returns the state of a module.
 fully_shard.state = group_of  # type: ignore[attr-defined]
 
 
-def _outermost(module: object) -> list[nn.Module]:
-    """The modules that are meant, without those within others."""
+def _without_inner(module: object) -> list[nn.Module]:
+    """The given modules as a list, without those that are inside others of the list."""
     given: Sequence[Any] = list(module) if isinstance(module, (list, tuple)) else [module]
     for each in given:
         if not isinstance(each, nn.Module):
@@ -117,7 +119,7 @@ def _outermost(module: object) -> list[nn.Module]:
             raise ValueError(
                 "module: expected one that is called, since fully_shard does not support "
                 "containers that do not implement forward; found a "
-                f"{type(each).__name__}. Call it on what is in there"
+                f"{type(each).__name__}. Call fully_shard() on the modules in it"
             )
     if not given:
         raise ValueError("module: expected at least one; found an empty list")
@@ -127,20 +129,20 @@ def _outermost(module: object) -> list[nn.Module]:
 
 
 def _check_placements(
-    asked: Callable[[nn.Parameter], Any] | None,
+    placement_fn: Callable[[nn.Parameter], Any] | None,
     modules: Sequence[nn.Module],
     ignored: Iterable[nn.Parameter],
     size: int,
 ) -> None:
-    """Ask for the placement of each parameter, and check it."""
-    if asked is None:
+    """Check the placement of each parameter that ``placement_fn`` returns."""
+    if placement_fn is None:
         return
-    left_out = {id(param) for param in ignored}
+    ignored_ids = {id(param) for param in ignored}
     for module in modules:
         for name, param in module.named_parameters():
-            if id(param) in left_out or isinstance(param, torch.distributed.tensor.DTensor):
+            if id(param) in ignored_ids or isinstance(param, torch.distributed.tensor.DTensor):
                 continue
-            found = asked(param)
+            found = placement_fn(param)
             if found is None:
                 continue
             if not isinstance(found, Shard):
@@ -151,7 +153,7 @@ def _check_placements(
                 )
             dim = found.dim + param.ndim if found.dim < 0 else found.dim
             if not 0 <= dim < max(param.ndim, 1):
-                raise WrongUse(
+                raise UsageError(
                     f"shard_placement_fn: expected a dim of {name}, of shape {tuple(param.shape)}, "
                     f"since Shard dim {found.dim} is invalid for {param.ndim}D tensor; found "
                     f"{found!r}"
@@ -164,8 +166,8 @@ def _check_placements(
                 )
 
 
-def _move_buffers(group: Group) -> None:
-    """Buffers of the group's modules go where its parameters are."""
+def _move_buffers(group: ParamGroup) -> None:
+    """Move the buffers of the group's modules to the device of its parameters."""
     device = group.resources.memory.device
     for module in group.modules:
         for inner in module.modules():

@@ -1,4 +1,4 @@
-"""FSDP2's policies in this engine's words."""
+"""Converts FSDP2's policies to this engine's."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from fsdp_engine.precision import MixedPrecisionPolicy
 
 
 def engine_policy(policy: object) -> MixedPrecisionPolicy:
-    """What an ``mp_policy`` of FSDP2's means here: main weights and gradients in the parameter's
-    dtype, sums in ``reduce_dtype``, else in ``param_dtype``.
+    """Convert an ``mp_policy`` of FSDP2: main weights and gradients in the parameter's dtype,
+    reductions in ``reduce_dtype``, or in ``param_dtype`` if that is None.
 
     Raises:
-        TypeError: it is another kind of policy.
+        TypeError: ``policy`` is not FSDP2's.
     """
     if not isinstance(policy, fsdp.MixedPrecisionPolicy):
         raise TypeError(
             "mp_policy: expected a torch.distributed.fsdp.MixedPrecisionPolicy (fsdp_engine.fsdp2 "
-            f"has it, too); found {policy!r}"
+            f"also exports it); found {policy!r}"
         )
     return MixedPrecisionPolicy(
         param_dtype=policy.param_dtype,
@@ -29,20 +29,20 @@ def engine_policy(policy: object) -> MixedPrecisionPolicy:
 
 
 def check_offload(policy: object) -> None:
-    """Whether nothing is to be offloaded.
+    """Check that the policy offloads nothing.
 
     Raises:
-        NotImplementedError: something is.
-        TypeError: it is another kind of policy.
+        NotImplementedError: the policy offloads state.
+        TypeError: ``policy`` is not FSDP2's.
     """
     if not isinstance(policy, fsdp.OffloadPolicy):
         raise TypeError(
             "offload_policy: expected a torch.distributed.fsdp.OffloadPolicy (fsdp_engine.fsdp2 "
-            f"has it, too); found {policy!r}"
+            f"also exports it); found {policy!r}"
         )
     if type(policy) is not fsdp.OffloadPolicy:
         raise NotImplementedError(
-            f"offload_policy: expected OffloadPolicy(), since no state is offloaded; found "
-            f"{policy!r}. Main weights and optimizer state are cut over all ranks of the mesh: use "
-            "more ranks, or outer_strategy='optim' on a 2-D mesh to cut them over both axes"
+            f"offload_policy: expected OffloadPolicy(), since offloading is not supported; found "
+            f"{policy!r}. Main weights and optimizer state are sharded over the ranks of the mesh: "
+            "use more ranks, or outer_strategy='optim' on a 2-D mesh to shard them over both axes"
         )

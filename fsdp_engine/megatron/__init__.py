@@ -1,4 +1,4 @@
-"""Megatron-Core's names for the engine, and what belongs to its parallelism."""
+"""Megatron-Core's interface to the engine, with the parts that its model parallelism needs."""
 
 from fsdp_engine.megatron.distributed_data_parallel import DistributedDataParallel
 from fsdp_engine.megatron.finalize_model_grads import finalize_model_grads
@@ -7,7 +7,7 @@ from fsdp_engine.megatron.fully_sharded_data_parallel import (
     TorchFullyShardedDataParallel,
 )
 from fsdp_engine.megatron.get_optimizer import get_megatron_optimizer
-from fsdp_engine.megatron.groups import ModelParallelGroups
+from fsdp_engine.megatron.model_parallel_groups import ModelParallelGroups
 
 __all__ = [
     "DistributedDataParallel",

@@ -1,10 +1,10 @@
-"""What is left to do to gradients when the last microbatch is done: :func:`finalize_model_grads`.
+"""Final reductions of gradients after the last microbatch: :func:`finalize_model_grads`.
 
-Data parallelism alone needs none of it. Model parallelism leaves partial gradients behind: layers
-that every tensor rank has whole but feeds with its part of the sequence, weights of which several
-pipeline stages have a copy. Which ones, attributes of the parameters say:
+Data parallelism alone needs none of them. Model parallelism produces partial gradients: of layers
+that are replicated on all tensor ranks and process a part of the sequence on each, and of weights
+that are replicated on several pipeline stages. Attributes of the parameters mark them:
 
-    mark                                  group                what happens
+    mark                                  group                reduction
     pipeline_parallel                     pipeline             sum
     sequence_parallel                     tensor               sum
     average_gradients_across_tp_domain    tensor               average
@@ -12,14 +12,14 @@ pipeline stages have a copy. Which ones, attributes of the parameters say:
     position_embedding                    position_embedding   sum
 
 [Note: Token weighting]
-With ``num_tokens`` a rank's loss is the *sum* over its tokens. The engine has averaged gradients
-over the R ranks of its mesh, so what is there is ``1/R * sum over ranks``. What is wanted is
-``1/N * sum over ranks``, N being the tokens of all ranks together: the factor is ``R / N``. A chunk
-whose config has ``calculate_per_token_loss`` has summed gradients, as Megatron-Core's own
-``finalize_model_grads`` expects: there the factor is ``1 / N``. N is
-known on the last stage only, and differs between ranks of data and context parallelism; one
-all-reduce over stages, data and context, to which the other stages add 0, is a broadcast and a
-sum at once. The factor stays on the device: nobody waits for it.
+With ``num_tokens`` a rank's loss is the *sum* over its tokens. The engine averages gradients over
+the R ranks of its mesh, so they are ``1/R * sum over ranks``. The mean over all N tokens of all
+ranks is ``1/N * sum over ranks``, so the factor is ``R / N``. A chunk whose config has
+``calculate_per_token_loss`` sums gradients, as Megatron-Core's own ``finalize_model_grads``
+expects; its factor is ``1 / N``. Only the last stage has the number of tokens, and it differs
+between ranks of data and context parallelism. One all-reduce over stages, data and context, to
+which the other stages contribute 0, is both the broadcast and the sum. The factor stays on the
+device, without a host sync.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from torch.distributed import ProcessGroup
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.devices.collectives import all_reduce_
 from fsdp_engine.engine import Engine
-from fsdp_engine.megatron.groups import ModelParallelGroups, spanned_group
-from fsdp_engine.megatron.marks import MarkedGrad, compare_over, sum_over
+from fsdp_engine.megatron.marked_gradients import MarkedGrad, check_equal_over_group, sum_over_group
+from fsdp_engine.megatron.model_parallel_groups import ModelParallelGroups, spanned_group
 from fsdp_engine.megatron.process_groups import CollectedGroups, collect_groups
 from fsdp_engine.megatron.router_bias import Router, router_of, update_expert_biases
 
 AVERAGE_MARK = "average_gradients_across_tp_domain"
-# Of each mark the field of ModelParallelGroups; its parts run in the order of FIELDS.
+# The field of ModelParallelGroups for each mark. Groups are reduced in the order of FIELDS.
 MARKS = {
     "pipeline_parallel": "pipeline",
     "sequence_parallel": "tensor",
@@ -56,32 +56,33 @@ QK_LAYER_NORMS = ("q_layernorm", "k_layernorm")
 
 
 class ModelChunk(Protocol):
-    """What is asked of the elements of ``model_chunks``."""
+    """Interface of the elements of ``model_chunks``."""
 
     @property
     def engine(self) -> Engine:
-        """Its engine."""
+        """The chunk's engine."""
 
     @property
     def sums_gradients(self) -> bool:
-        """Whether gradients are sums over data-parallel ranks; means otherwise."""
+        """Whether gradients are sums over data-parallel ranks instead of means."""
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
-        """On return gradients are final, as far as data parallelism goes."""
+        """Finish the data-parallel reductions of gradients."""
 
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiply all main gradients, in place."""
 
 
 @dataclass(frozen=True)
-class _Known:
-    """What stays the same about an engine; nothing here refers to it.
+class _EngineCache:
+    """Cached properties of an engine, without a strong reference to it.
 
     Attributes:
-        positions: of parameters, by name, in the order of registration, which stages share.
+        positions: of parameters, by name, in the order of registration, which is the same on all
+            stages.
         routers: modules that may have an expert bias, by name.
-        trackers: modules that keep an auxiliary loss over a step.
-        compared: what has been compared over which group.
+        trackers: modules that track a global auxiliary loss over a step.
+        compared: keys of the comparisons between ranks that were made.
     """
 
     positions: dict[str, int]
@@ -90,7 +91,7 @@ class _Known:
     compared: set[tuple[object, ...]]
 
 
-_KNOWN: weakref.WeakKeyDictionary[Engine, _Known] = weakref.WeakKeyDictionary()
+_ENGINE_CACHES: weakref.WeakKeyDictionary[Engine, _EngineCache] = weakref.WeakKeyDictionary()
 
 
 def finalize_model_grads(
@@ -102,9 +103,10 @@ def finalize_model_grads(
     groups: ModelParallelGroups | None = None,
     config: object | None = None,
 ) -> None:
-    """Make the gradients of a step final. Once per step, after the last microbatch; collective.
+    """Finish the gradients of a step. Call once per step, after the last microbatch. Collective.
 
-    In this order, each part in at most one all-reduce (the first call compares a few things, too):
+    In this order, each item with at most one all-reduce (the first call also compares the ranks'
+    marks):
 
     1. ``finish_grad_sync`` of every chunk.
     2. Parameters marked ``pipeline_parallel``: summed over the stages (and over this rank's
@@ -117,32 +119,33 @@ def finalize_model_grads(
     5. Modules with buffers ``expert_bias`` and ``local_tokens_per_expert``, each of shape
        ``(experts,)``: counts are summed over tensor x context x data, then
        ``bias += rate * sign(mean count - count)`` and counts are zeroed. (Loss-free balancing,
-       Wang et al. 2024, arXiv:2408.15664.) Modules with ``reset_global_aux_loss_tracker`` have it
-       called, where ``config.moe_router_load_balancing_type`` says so.
-    6. ``num_tokens``: gradients become those of the mean over all tokens, where every rank's loss
-       was the sum over its own. See [Note: Token weighting].
+       Wang et al. 2024, arXiv:2408.15664.) ``reset_global_aux_loss_tracker`` of modules is called
+       if ``config.moe_router_load_balancing_type`` contains "global_aux_loss".
+    6. ``num_tokens``: gradients are scaled to those of the mean over all tokens, if every rank's
+       loss is the sum over its tokens. See [Note: Token weighting].
 
     Frozen parameters are skipped. A gradient that no rank of a group has stays None.
 
     Args:
         model_chunks: the chunks of this rank (several with a virtual pipeline).
-        num_tokens: tokens of this rank in all microbatches together; only that of the last stage
-            counts. A number or a tensor of one element; on all ranks or on none.
+        num_tokens: this rank's number of tokens in all microbatches together; only the last
+            stage's is used. A number or a tensor of one element; on all ranks or on none.
         pg_collection: Megatron-Core's ``ProcessGroupCollection``. Without it and without
-            ``groups``: those that the chunks were wrapped with, or ``parallel_state`` has.
+            ``groups``: the groups that the chunks were wrapped with, or those of
+            ``parallel_state``.
         force_all_reduce: see :meth:`~.DistributedDataParallel.finish_grad_sync`.
-        groups: this rank's process groups, by our own names.
-        config: anything with the attributes ``qk_layernorm`` (False), ``sequence_parallel`` (True:
-            marks of that name count) and ``moe_router_bias_update_rate`` (1e-3); where one is
-            missing: these defaults. None: the first chunk's, if it was wrapped with Megatron-Core's
-            ``TransformerConfig``.
+        groups: this rank's process groups, as this package's class.
+        config: any object with the attributes ``qk_layernorm`` (default False),
+            ``sequence_parallel`` (default True: marks of that name are used) and
+            ``moe_router_bias_update_rate`` (default 1e-3). None: the first chunk's config, if it
+            was wrapped with Megatron-Core's ``TransformerConfig``.
 
     Raises:
-        ValueError: there are ``groups`` and a ``pg_collection``; a parameter is marked and its
-            group is None; marks contradict each other; ranks of a group hold different slices;
-            ``data`` and ``context`` are not the ranks of a chunk's mesh where token counts are
-            needed; ``num_tokens`` has several elements; an ``expert_bias`` does not fit its
-            counts. Nothing was changed.
+        ValueError: both ``groups`` and ``pg_collection`` are given; the group of a marked parameter
+            is None; marks contradict each other; ranks of a group hold different slices; token
+            counts are needed and ``data`` and ``context`` do not contain the ranks of a chunk's
+            mesh; ``num_tokens`` has several elements; an ``expert_bias`` and its counts differ in
+            shape. Gradients are unchanged.
         TypeError: an argument has another type.
     """
     chunks = list(model_chunks) if isinstance(model_chunks, Iterable) else [model_chunks]
@@ -157,7 +160,7 @@ def finalize_model_grads(
     routers = [
         router
         for chunk in chunks
-        for name, module in _known(chunk.engine).routers.items()
+        for name, module in _cache_of(chunk.engine).routers.items()
         if (router := router_of(name, module())) is not None
     ]
     if routers or num_tokens is not None:
@@ -172,14 +175,14 @@ def finalize_model_grads(
             chunk.finish_grad_sync()
         for field in FIELDS:
             if marked[field]:
-                sum_over(marked[field], getattr(groups, field), device)
+                sum_over_group(marked[field], getattr(groups, field), device)
         if routers:
             update_expert_biases(routers, counts_group, rate, device)
         if "global_aux_loss" in getattr(config, "moe_router_load_balancing_type", ()):
             for chunk in chunks:
                 _reset_trackers(chunk.engine)
         if num_tokens is not None:
-            _scale(chunks, _on_last_stage(num_tokens, groups, device), tokens_group)
+            _scale(chunks, _tokens_of_last_stage(num_tokens, groups, device), tokens_group)
         if force_all_reduce:
             for chunk in chunks:
                 chunk.finish_grad_sync(force_all_reduce=True)
@@ -231,7 +234,7 @@ def _check_data_groups(
 def _find_marked(
     chunks: Sequence[ModelChunk], groups: ModelParallelGroups, config: object
 ) -> dict[str, list[MarkedGrad]]:
-    """What is to be summed over which group, by the group's field."""
+    """The gradients to reduce over each group, by the group's field."""
     has_qk_norms = bool(getattr(config, "qk_layernorm", False))
     marks = [*MARKS]
     if not getattr(config, "sequence_parallel", True):
@@ -246,13 +249,13 @@ def _find_marked(
             for index, record in enumerate(buffer.records)
             if has_qk_norms or set(marks) & vars(buffer.sharded_params[index]).keys()
         ]
-        positions = _known(chunk.engine).positions
+        positions = _cache_of(chunk.engine).positions
         for name, buffer, index in sorted(candidates, key=lambda each: positions[each[0]]):
             param = buffer.sharded_params[index]
             found = [mark for mark in marks if getattr(param, mark, False)]
             sums = _sums_of(name, param, found, groups, has_qk_norms)
             for field, average in sums.items():
-                # Replicas in the chunks of a virtual pipeline are known by their names.
+                # Replicas in the chunks of a virtual pipeline have the same name.
                 key = (-1 if field == "pipeline" else number, name, average)
                 places[field].setdefault(key, []).append((buffer, index))
     sums_by_field = {}
@@ -271,7 +274,7 @@ def _sums_of(
     groups: ModelParallelGroups,
     has_qk_norms: bool,
 ) -> dict[str, bool]:
-    """The groups' fields over which a parameter's gradient is summed: whether to average."""
+    """For each group's field over which the parameter's gradient is reduced, whether to average."""
     if not param.requires_grad:
         return {}
     if AVERAGE_MARK in marks and "sequence_parallel" in marks:
@@ -294,11 +297,12 @@ def _sums_of(
 def _compare(
     chunks: Sequence[ModelChunk], marked: dict[str, list[MarkedGrad]], groups: ModelParallelGroups
 ) -> None:
-    """[Note: Equal slices], once for each set of parameters and group."""
-    compared = _known(chunks[0].engine).compared
+    """Compare slices between ranks, once per set of parameters and group; see
+    [Note: Equal slices]."""
+    compared = _cache_of(chunks[0].engine).compared
     for field in FIELDS:
         group: ProcessGroup | None = getattr(groups, field)
-        # A rank that has marked nothing takes part: its partners may have.
+        # Ranks without marked parameters take part as well: others of the group may have some.
         if group is None or (group.size() == 1 and not marked[field]):
             continue
         ids = [id(b.sharded_params[i]) for each in marked[field] for b, i in each.places]
@@ -306,14 +310,14 @@ def _compare(
         if key in compared:
             continue
         for each in marked[field]:
-            if len(set(each.lines())) > 1:
+            if len(set(each.descriptions())) > 1:
                 raise ValueError(
                     f"{each.name}: expected the same slice in all chunks, since it is marked "
-                    f"pipeline_parallel; found {each.lines()}"
+                    f"pipeline_parallel; found {each.descriptions()}"
                 )
         names = [each.name for each in marked[field]]
-        lines = [each.lines()[0] for each in marked[field]]
-        compare_over(f"marked parameters of groups.{field}", names, lines, group)
+        slices = [each.descriptions()[0] for each in marked[field]]
+        check_equal_over_group(f"marked parameters of groups.{field}", names, slices, group)
         compared.add(key)
 
 
@@ -323,18 +327,18 @@ def _counts_group(
     routers: Sequence[Router],
     device: torch.device,
 ) -> ProcessGroup | None:
-    """The ranks whose token counts are summed."""
+    """The group over which experts' token counts are summed."""
     if not routers:
         return None
     group = spanned_group(device, groups.tensor, groups.context, groups.data, groups.expert)
-    compared = _known(chunks[0].engine).compared
+    compared = _cache_of(chunks[0].engine).compared
     key = ("routers", group and group.group_name, *(id(router.bias) for router in routers))
     if key not in compared:
         _check_covers_meshes(chunks, group)
         if group is not None:
-            lines = [f"{router.bias.numel()} experts" for router in routers]
+            counts = [f"{router.bias.numel()} experts" for router in routers]
             names = [router.name for router in routers]
-            compare_over("modules with an expert_bias", names, lines, group)
+            check_equal_over_group("modules with an expert_bias", names, counts, group)
         compared.add(key)
     return group
 
@@ -345,11 +349,11 @@ def _tokens_group(
     num_tokens: object,
     device: torch.device,
 ) -> ProcessGroup | None:
-    """The ranks to which the number of tokens matters."""
+    """The group over which the number of tokens is summed."""
     if num_tokens is None:
         return None
     group = spanned_group(device, groups.pipeline, groups.data, groups.context)
-    compared = _known(chunks[0].engine).compared
+    compared = _cache_of(chunks[0].engine).compared
     key = ("tokens", group and group.group_name, *(id(chunk.engine) for chunk in chunks))
     if key not in compared:
         _check_covers_meshes(chunks, group)
@@ -363,26 +367,26 @@ def _check_covers_meshes(chunks: Sequence[ModelChunk], group: ProcessGroup | Non
         reached = dist.get_process_group_ranks(group) if group is not None else [dist.get_rank()]
         if not set(ranks) <= set(reached):
             raise ValueError(
-                "groups.data, groups.context: expected that they reach all ranks of the chunk's "
+                "groups.data, groups.context: expected groups that span all ranks of the chunk's "
                 f"mesh, {ranks[:16]}; found {reached[:16]}, the other axes included"
             )
 
 
-def _on_last_stage(
+def _tokens_of_last_stage(
     num_tokens: int | float | Tensor, groups: ModelParallelGroups, device: torch.device
 ) -> Tensor:
-    """What this rank adds to the number of tokens, 0-d fp64."""
+    """This rank's contribution to the number of tokens, 0-d fp64: 0 unless on the last stage."""
     pipeline = groups.pipeline
     if pipeline is not None and pipeline.rank() != pipeline.size() - 1:
         return torch.zeros((), dtype=torch.float64, device=device)
     if isinstance(num_tokens, Tensor):
-        # A copy: what the user gave stays as it is.
+        # A copy, so that the all-reduce does not modify the user's tensor.
         return num_tokens.detach().reshape(()).to(device, torch.float64, copy=True)
     return torch.full((), num_tokens, dtype=torch.float64, device=device)
 
 
 def _scale(chunks: Sequence[ModelChunk], tokens: Tensor, group: ProcessGroup | None) -> None:
-    """See [Note: Token weighting]."""
+    """Scale gradients to the mean over all tokens; see [Note: Token weighting]."""
     total = all_reduce_(tokens, group).clamp_(min=1.0)
     for chunk in chunks:
         dtypes = {b.kind.dtypes.main_grad for b in chunk.engine.buffers if b.grads is not None}
@@ -391,14 +395,14 @@ def _scale(chunks: Sequence[ModelChunk], tokens: Tensor, group: ProcessGroup | N
 
 
 def _reset_trackers(engine: Engine) -> None:
-    for reference in _known(engine).trackers:
+    for reference in _cache_of(engine).trackers:
         module: Any = reference()
         if module is not None:
             module.reset_global_aux_loss_tracker()
 
 
-def _known(engine: Engine) -> _Known:
-    if engine not in _KNOWN:
+def _cache_of(engine: Engine) -> _EngineCache:
+    if engine not in _ENGINE_CACHES:
         names = (name for name, _ in engine.model.named_parameters())
         routers = {
             name or "the root module": weakref.ref(module)
@@ -411,5 +415,5 @@ def _known(engine: Engine) -> _Known:
             if hasattr(module, "reset_global_aux_loss_tracker")
         ]
         positions = {name: at for at, name in enumerate(names)}
-        _KNOWN[engine] = _Known(positions, routers, trackers, set())
-    return _KNOWN[engine]
+        _ENGINE_CACHES[engine] = _EngineCache(positions, routers, trackers, set())
+    return _ENGINE_CACHES[engine]

@@ -1,4 +1,4 @@
-"""``get_megatron_optimizer`` by Megatron-Core's name: its optimizers over sharded parameters."""
+"""``get_megatron_optimizer``: Megatron-Core's optimizers over sharded parameters."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from fsdp_engine.megatron.distributed_data_parallel import DistributedDataParall
 from fsdp_engine.optimizer import shard_optimizer
 
 _OPTIMIZERS = ("adam", "sgd")
-# Fields of an OptimizerConfig that ask for another optimizer, or for timing that the wrapper's
-# config decides; with what to do instead.
-_NOT_HERE = {
+# Fields of an OptimizerConfig that are not supported because they select another optimizer, or a
+# schedule that the wrapper's config sets; with the end of the error, which names the alternative.
+_UNSUPPORTED = {
     "optimizer_cpu_offload": "",
     "use_precision_aware_optimizer": "",
     "overlap_param_gather_with_optimizer_step": "; set overlap_param_gather for the wrapper",
@@ -27,27 +27,27 @@ def get_megatron_optimizer(
     pg_collection: object | None = None,
     dump_param_to_param_group_map: str | None = None,
 ) -> Any:
-    """Megatron-Core's optimizer for wrapped chunks, in the place of its function of that name.
+    """Returns Megatron-Core's optimizer for wrapped chunks; replaces its function of this name.
 
-    Groups, scaler and steps are Megatron-Core's own. ``use_distributed_optimizer`` is taken:
-    the wrapper's level shards the state, at every level and with every optimizer. See
-    ``sharded_optimizers.py`` for what differs.
+    Parameter groups, gradient scaler and step are Megatron-Core's own. With or without
+    ``use_distributed_optimizer``, the wrapper's level determines how the state is sharded, for
+    every optimizer. ``sharded_optimizers.py`` lists the differences.
 
     Args:
-        config: Megatron-Core's ``OptimizerConfig``: optimizer "adam" or "sgd".
-        model_chunks: what ``DistributedDataParallel`` of this package returned.
+        config: Megatron-Core's ``OptimizerConfig`` with optimizer "adam" or "sgd".
+        model_chunks: modules wrapped in ``DistributedDataParallel`` of this package.
         config_overrides, use_gloo_process_groups, pg_collection, dump_param_to_param_group_map:
-            as of Megatron-Core's function.
+            as in Megatron-Core's function.
 
     Returns:
         A subclass of Megatron-Core's ``ChainedOptimizer``.
 
     Raises:
-        TypeError: a chunk is wrapped by something else.
-        ValueError: a field of ``config`` asks for an optimizer that is not here, or the wrapper has
-            no fp32 main weights for parameters in bf16 or fp16.
+        TypeError: a chunk is not wrapped in ``DistributedDataParallel`` of this package.
+        ValueError: a field of ``config`` selects an unsupported optimizer, or the wrapper has no
+            fp32 main weights for parameters in bf16 or fp16.
     """
-    from megatron.core.optimizer import get_megatron_optimizer as get_theirs
+    from megatron.core.optimizer import get_megatron_optimizer as get_from_megatron
 
     from fsdp_engine.megatron.sharded_optimizers import sharded_optimizer
 
@@ -63,20 +63,20 @@ def get_megatron_optimizer(
             f"config.optimizer: expected one of {', '.join(_OPTIMIZERS)}; "
             f"found {config.optimizer!r}"
         )
-    for name, instead in _NOT_HERE.items():
+    for name, instead in _UNSUPPORTED.items():
         if getattr(config, name, False):
             raise ValueError(f"config.{name}: expected False{instead}; found True")
-    plain = copy.copy(config)
-    plain.use_distributed_optimizer = False
-    theirs = get_theirs(
-        plain,
+    plain_config = copy.copy(config)
+    plain_config.use_distributed_optimizer = False
+    megatron_optimizer = get_from_megatron(
+        plain_config,
         chunks,
         config_overrides=config_overrides,
         use_gloo_process_groups=use_gloo_process_groups,
         pg_collection=pg_collection,
         dump_param_to_param_group_map=dump_param_to_param_group_map,
     )
-    optimizer = sharded_optimizer(theirs, chunks, config)
+    optimizer = sharded_optimizer(megatron_optimizer, chunks, config)
     for each in getattr(optimizer, "chained_optimizers", [optimizer]):
         if each.optimizer is not None:
             shard_optimizer(each.optimizer, elementwise=True)

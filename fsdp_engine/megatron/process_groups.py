@@ -1,7 +1,6 @@
-"""Megatron-Core's process groups, by its names: from a ``ProcessGroupCollection``, or as its
-``parallel_state`` has them.
+"""Megatron-Core's process groups, from a ``ProcessGroupCollection`` or from ``parallel_state``.
 
-Megatron-Core is not imported: whoever has made groups with it has done so.
+This file does not import Megatron-Core: a program that created groups with it has imported it.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from fsdp_engine.megatron.groups import ModelParallelGroups
+from fsdp_engine.megatron.model_parallel_groups import ModelParallelGroups
 
-# Fields of a collection, and how parallel_state is asked for each: its getter, and with what.
+# Fields of a collection, with the getter of parallel_state and its arguments.
 _MAY_BE_MISSING = {"check_initialized": False}
 _GETTERS: dict[str, tuple[str, dict[str, bool]]] = {
     "tp": ("get_tensor_model_parallel_group", _MAY_BE_MISSING),
@@ -31,12 +30,12 @@ _GETTERS: dict[str, tuple[str, dict[str, bool]]] = {
 
 @dataclass(frozen=True)
 class CollectedGroups:
-    """This rank's groups by the names of a ``ProcessGroupCollection``; None: not there.
+    """This rank's groups by the field names of a ``ProcessGroupCollection``. None: no such group.
 
     Attributes:
-        tp, pp, ep: tensor, pipeline, expert parallel.
+        tp, pp, ep: tensor, pipeline and expert parallelism.
         embd, pos_embd: stages that hold a copy of the word or the position embedding.
-        dp, dp_cp: data parallel, and with context parallel.
+        dp, dp_cp: data parallelism without and with context parallelism.
         expt_dp: ranks that hold the same experts.
     """
 
@@ -55,7 +54,7 @@ class CollectedGroups:
         return self.dp_cp if self.dp_cp is not None else self.dp
 
     def for_gradients(self) -> ModelParallelGroups:
-        """As :func:`~.finalize_model_grads.finalize_model_grads` takes them."""
+        """The groups for :func:`~.finalize_model_grads.finalize_model_grads`."""
         return ModelParallelGroups(
             tensor=self.tp,
             pipeline=self.pp,
@@ -67,12 +66,14 @@ class CollectedGroups:
 
 
 def collect_groups(collection: object | None) -> CollectedGroups | None:
-    """The groups of ``collection``; where it is None, those of Megatron-Core's ``parallel_state``;
-    None where that has none either.
+    """The groups of ``collection``, or of Megatron-Core's ``parallel_state`` if it is None.
+
+    Returns:
+        None if there is neither a collection nor an initialized ``parallel_state``.
 
     Raises:
-        ValueError: there is a collection without ``dp`` and ``dp_cp``.
-        TypeError: one of its fields is something else than a group.
+        ValueError: the collection has neither ``dp`` nor ``dp_cp``.
+        TypeError: a field of the collection is neither a ``ProcessGroup`` nor None.
     """
     if collection is None:
         return _of_parallel_state()

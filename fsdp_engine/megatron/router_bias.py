@@ -1,8 +1,8 @@
-"""Experts' biases, moved towards an even load without a loss for it.
+"""Updates of routers' expert biases for load balancing without an auxiliary loss.
 
 Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts"
-(arXiv:2408.15664): ``bias += rate * sign(mean count - count)``, by the names of Megatron-Core's
-router.
+(arXiv:2408.15664): ``bias += rate * sign(mean count - count)``, with the attribute names of
+Megatron-Core's router.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Router:
-    """A module that steers tokens to experts by a bias, and counts them.
+    """A module that routes tokens to experts with a bias, and counts the tokens of each expert.
 
     Attributes:
         name: of the module.
         bias: shape ``(experts,)``.
-        counts: tokens of this rank since the last update, shape ``(experts,)``.
+        counts: this rank's tokens per expert since the last update, shape ``(experts,)``.
     """
 
     name: str
@@ -37,10 +37,10 @@ class Router:
 
 
 def router_of(name: str, module: nn.Module | None) -> Router | None:
-    """The router that ``module`` is; None if its ``expert_bias`` is None or missing.
+    """``module`` as a router; None if its ``expert_bias`` is None or missing.
 
     Raises:
-        ValueError: ``expert_bias`` and ``local_tokens_per_expert`` do not fit each other.
+        ValueError: ``expert_bias`` and ``local_tokens_per_expert`` differ in shape.
     """
     bias = getattr(module, "expert_bias", None)
     if bias is None:
@@ -59,15 +59,23 @@ def router_of(name: str, module: nn.Module | None) -> Router | None:
 def update_expert_biases(
     routers: Sequence[Router], group: ProcessGroup | None, rate: float, device: torch.device
 ) -> None:
-    """Move all biases by the counts of the whole group, in one all-reduce, and zero the counts."""
+    """Update all biases from the counts of all ranks of the group in one all-reduce, and zero the
+    counts.
+
+    Args:
+        routers: in the same order on all ranks.
+        group: ranks whose counts are summed. None: this rank only.
+        rate: absolute change of a bias per update.
+        device: of the biases and counts.
+    """
     all_counts = [router.counts for router in routers]
     narrow = all(counts.dtype in _NARROW for counts in all_counts)
     dtype = torch.float32 if narrow else torch.float64
     sizes = [counts.numel() for counts in all_counts]
-    message = memory.empty(sum(sizes), dtype, device)
-    sums = message.split(sizes)
+    buffer = memory.empty(sum(sizes), dtype, device)
+    sums = buffer.split(sizes)
     torch._foreach_copy_(list(sums), all_counts)
-    all_reduce_(message, group)
+    all_reduce_(buffer, group)
     for router, counts in zip(routers, sums, strict=True):
         offset = torch.sign(counts.mean() - counts)
         router.bias.add_(offset.to(router.bias.dtype), alpha=rate)

@@ -1,24 +1,23 @@
-"""Megatron-Core's optimizers over sharded parameters. Imports Megatron-Core.
+"""Megatron-Core's optimizers over sharded parameters. This file imports Megatron-Core.
 
-Its classes step the wrapper's parameters: the main weights, of which a rank holds slices, in fp32
-also where modules compute in bf16 or fp16. They need nothing else for a step. What differs:
+The optimizers step the wrapper's parameters, which are the main weights: each rank holds slices of
+them, in fp32 also if modules compute in bf16 or fp16. Differences from Megatron-Core:
 
-    norm, zeros         summed over the ranks that share a parameter, then over model-parallel ranks
-    master weights      are the parameters themselves: nothing is copied before or after a step
-    sharded_state_dict  whole tensors on the host, by the keys of Megatron-Core's own optimizers
+    norm, zeros         summed over the ranks that shard a parameter, then over model-parallel ranks
+    master weights      are the parameters themselves: no copy before or after a step
+    sharded_state_dict  full tensors on the host, with the keys of Megatron-Core's own optimizers
 
-Inf and NaN that one rank finds in its slices reach the others in
-``torch._amp_foreach_non_finite_check_and_unscale_`` of sharded tensors, then Megatron-Core's own
-all-reduce over model-parallel ranks.
+``torch._amp_foreach_non_finite_check_and_unscale_`` on sharded tensors reduces Inf and NaN over
+the data-parallel ranks, then Megatron-Core's own all-reduce over model-parallel ranks.
 
 [Note: Optimizer state in Megatron-Core's checkpoints]
-Entries have the keys and the shapes of those of ``Float16OptimizerWithFloat16Params``:
-``optimizer.state.exp_avg.<key>``, ``optimizer.state.fp32_param.<key>``, ``<key>`` being that of the
-model's entry. Where the metadata ask for the format ``fully_reshardable``, they are those of
-``DistributedOptimizer``, which says ``param`` for ``fp32_param`` and keeps the step in param
-groups. So checkpoints load at any level and number of ranks, and those of Megatron-Core's own
-optimizers load here. Each rank holds the whole state of its model-parallel part on the host while
-it saves or loads, as with ``fully_reshardable``; on the device one buffer at a time is whole.
+Entries have the keys and shapes of ``Float16OptimizerWithFloat16Params``:
+``optimizer.state.exp_avg.<key>`` and ``optimizer.state.fp32_param.<key>`` with the ``<key>`` of the
+model's entry. If the metadata select the format ``fully_reshardable``, they have those of
+``DistributedOptimizer``, with ``param`` instead of ``fp32_param`` and the step in the param groups.
+Checkpoints therefore load at any level and number of ranks, including those of Megatron-Core's own
+optimizers. While a rank saves or loads, it holds the full state of its model-parallel shard on the
+host, as with ``fully_reshardable``; on the device the state of one buffer at a time is full.
 """
 
 from __future__ import annotations
@@ -47,23 +46,23 @@ from fsdp_engine.devices import memory
 from fsdp_engine.devices.collectives import all_reduce_
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.megatron.distributed_data_parallel import DistributedDataParallel
-from fsdp_engine.megatron.whole_weights import entries_by_parameter
+from fsdp_engine.megatron.full_weights import entries_by_parameter
 from fsdp_engine.optimizer.clip import total_norm
 
 _STATE, _GROUPS, _STEP = "state", "param_groups", "step"
 _MAIN_WEIGHTS = "fp32_param"
-# The metadata's field that names a format of DistributedOptimizer, and the one that has the same
-# entries as ours; see [Note: Optimizer state in Megatron-Core's checkpoints].
+# The metadata's field for the format of DistributedOptimizer, and its supported value; see
+# [Note: Optimizer state in Megatron-Core's checkpoints].
 _FORMAT, _FULLY_RESHARDABLE = "distrib_optim_sharding_type", "fully_reshardable"
-# Where an optimizer keeps main weights in its state dict: Megatron-Core's name, for bf16, too.
+# Megatron-Core's key of the main weights in a state dict, also for bf16.
 _MASTERS = "fp32_from_fp16_params"
 
 
-class _Sharded:
-    """Mixed into Megatron-Core's optimizers; see the module docstring.
+class _ShardedOptimizer:
+    """Mixin for Megatron-Core's optimizers; see the module docstring.
 
     Attributes:
-        chunks: wrapped modules whose parameters it steps some of.
+        chunks: wrapped modules; the optimizer steps some or all of their parameters.
     """
 
     chunks: Sequence[DistributedDataParallel]
@@ -74,22 +73,23 @@ class _Sharded:
     get_grad_stats_parallel_group: Any
 
     def get_grad_norm(self) -> float:
-        """The norm of all gradients: those of every parameter once. Collective."""
+        """The 2-norm of all gradients; each parameter counts once. Collective."""
         return math.sqrt(self._sum_over_ranks(_squared_norm))
 
     def clip_grad_norm(self, clip_grad: float) -> float:
-        """Clip to a norm of ``clip_grad``; returns the norm before. Collective."""
+        """Clip gradients to a norm of ``clip_grad``. Returns the norm before clipping.
+        Collective."""
         norm = self.get_grad_norm()
         if params := self.get_parameters():
             clip_grad_by_total_norm_fp32(params, clip_grad, norm)
         return norm
 
     def count_zeros(self) -> float:
-        """How many elements of all gradients are zero. Collective."""
+        """The number of zeros in all gradients. Collective."""
         return self._sum_over_ranks(_num_zeros)
 
     def _sum_over_ranks(self, of_slices: Any) -> float:
-        """The sum of ``of_slices(slices)`` over the ranks that have parts of the gradients."""
+        """The sum of ``of_slices(slices)`` over the ranks that hold shards of the gradients."""
         grads = self.get_main_grads_for_grad_norm()
         by_groups: dict[tuple[ProcessGroup, ...], list[Tensor]] = {}
         for grad in grads:
@@ -108,14 +108,14 @@ class _Sharded:
         return float(total)
 
     def reload_model_params(self, state_dict: Any = None) -> None:
-        """Nothing is left to do: the model's parameters are the main weights, in full precision.
+        """Does nothing: the model's parameters are the main weights, in full precision.
 
         Args:
-            state_dict: not looked at; loaded into the model it has changed them already.
+            state_dict: ignored; loading it into the model has set the main weights.
         """
 
     def save_parameter_state(self, filename: str) -> NoReturn:
-        """Refused: one file for the state of all data-parallel ranks.
+        """Not supported: one file with the state of all data-parallel ranks.
 
         Raises:
             RuntimeError: always.
@@ -123,7 +123,7 @@ class _Sharded:
         raise RuntimeError(_NO_STATE_FILE)
 
     def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> None:
-        """Refused: see :meth:`save_parameter_state`.
+        """Not supported; see :meth:`save_parameter_state`.
 
         Raises:
             RuntimeError: always.
@@ -135,15 +135,15 @@ class _Sharded:
     def _sharded_state(
         self, entries: Any, is_loading: bool, metadata: dict[str, Any] | None
     ) -> tuple[dict[str, Any], list[Any]]:
-        """State and groups of the torch optimizer, and main weights by group, as entries of a
-        checkpoint. Collective unless it is loading.
+        """The state and param groups of the torch optimizer, and the main weights by group, as
+        entries of a checkpoint. Collective unless ``is_loading``.
 
         Args:
             entries: Megatron-Core's sharded state dict of the model.
-            is_loading: the entries are to be filled: their values are not gathered.
+            is_loading: entries get uninitialized tensors to load into, without a gather.
             metadata: of the checkpoint.
         """
-        is_theirs = (metadata or {}).get(_FORMAT) == _FULLY_RESHARDABLE
+        is_fully_reshardable = (metadata or {}).get(_FORMAT) == _FULLY_RESHARDABLE
         sharded, _ = extract_sharded_tensors_and_factories(entries)
         by_param = entries_by_parameter(nested_values(sharded))
         params = self.get_parameters()
@@ -152,17 +152,17 @@ class _Sharded:
             if id(param) not in by_param:
                 raise ValueError(
                     f"model_sharded_state_dict: expected an entry for {names[id(param)]}; found "
-                    "none. Pass what sharded_state_dict() of the wrapped modules returned, all "
+                    "none. Pass the result of sharded_state_dict() of the wrapped modules, of all "
                     "chunks together, before another call of it"
                 )
         packed = self.optimizer.state_dict()
         steps = [state[_STEP] for state in packed[_STATE].values() if _STEP in state]
         keys = self._state_keys()
-        whole = self._empty(keys) if is_loading else self._gathered(keys)
+        full_state = self._empty_full_state(keys) if is_loading else self._gather_full_state(keys)
 
         def entry(param: Tensor, key: str) -> Any:
-            value = whole[key][id(param)]
-            name = "param" if is_theirs and key == _MAIN_WEIGHTS else key
+            value = full_state[key][id(param)]
+            name = "param" if is_fully_reshardable and key == _MAIN_WEIGHTS else key
             prefix = f"optimizer.state.{name}"
             return make_sharded_optimizer_tensor(by_param[id(param)], value, prefix)
 
@@ -172,20 +172,21 @@ class _Sharded:
         if steps:
             if any(step != steps[0] for step in steps):
                 raise ValueError(
-                    "sharded_state_dict: expected one step for all parameters, which is all that "
-                    f"Megatron-Core's format has; found {sorted({float(each) for each in steps})}"
+                    "sharded_state_dict: expected the same step for all parameters, since "
+                    "Megatron-Core's format stores one step; found "
+                    f"{sorted({float(each) for each in steps})}"
                 )
             state["common_step"] = copy.deepcopy(steps[0])
         groups = copy.deepcopy(packed[_GROUPS])
         for group in groups:
             group["params"] = LocalNonpersistentObject(group["params"])
-            if is_theirs and steps:
+            if is_fully_reshardable and steps:
                 group[_STEP] = float(steps[0])
-        masters = [[entry(param, _MAIN_WEIGHTS) for param in row] for row in self._masters()]
+        masters = [[entry(param, _MAIN_WEIGHTS) for param in row] for row in self._master_params()]
         return {_STATE: state, _GROUPS: groups}, masters
 
     def _state_keys(self) -> list[str]:
-        """Names of the state that lies as parameters do; also before the first step."""
+        """Names of the state tensors with the parameter's shape; also before the first step."""
         keys: dict[str, None] = {}
         if self.config.optimizer == "adam":
             keys = dict.fromkeys(("exp_avg", "exp_avg_sq"))
@@ -197,13 +198,13 @@ class _Sharded:
                     keys[key] = None
         return list(keys)
 
-    def _masters(self) -> list[list[Tensor]]:
-        """Of each group the parameters that modules compute with in a narrower dtype."""
-        low = {id(param) for buffer, param in self._places() if _is_narrow(buffer)}
+    def _master_params(self) -> list[list[Tensor]]:
+        """Each group's parameters whose compute dtype is narrower than their main dtype."""
+        low = {id(param) for buffer, param in self._params_by_buffer() if _is_narrow(buffer)}
         groups = self.optimizer.param_groups if self.optimizer is not None else []
         return [[param for param in group["params"] if id(param) in low] for group in groups]
 
-    def _places(self) -> Iterator[tuple[ParamAndGradBuffer, Tensor]]:
+    def _params_by_buffer(self) -> Iterator[tuple[ParamAndGradBuffer, Tensor]]:
         for chunk in self.chunks:
             for buffer in chunk.engine.buffers:
                 for param in buffer.sharded_params:
@@ -217,8 +218,8 @@ class _Sharded:
             for record, param in zip(buffer.records, buffer.sharded_params, strict=True)
         }
 
-    def _empty(self, keys: list[str]) -> dict[str, dict[int, Tensor]]:
-        """Memory on the host for the whole of each state of each parameter."""
+    def _empty_full_state(self, keys: list[str]) -> dict[str, dict[int, Tensor]]:
+        """Uninitialized full tensors on the host, by key and ``id`` of the parameter."""
         return {
             key: {
                 id(param): memory.empty(tuple(param.shape), param.dtype, "cpu")
@@ -227,8 +228,8 @@ class _Sharded:
             for key in [*keys, _MAIN_WEIGHTS]
         }
 
-    def _gathered(self, keys: list[str]) -> dict[str, dict[int, Tensor]]:
-        """The whole of each state of each parameter, on the host. Collective."""
+    def _gather_full_state(self, keys: list[str]) -> dict[str, dict[int, Tensor]]:
+        """The full state on the host, by key and ``id`` of the parameter. Collective."""
         own = {id(param) for param in self.get_parameters()}
         found: dict[str, dict[int, Tensor]] = {key: {} for key in [*keys, _MAIN_WEIGHTS]}
         for chunk in self.chunks:
@@ -242,23 +243,23 @@ class _Sharded:
                         state: list[Tensor | None] = [param.detach() for param in params]
                     else:
                         state = [self.optimizer.state.get(param, {}).get(key) for param in params]
-                    whole = buffer.gather_state(key, state)
+                    full_state = buffer.gather_state(key, state)
                     for index in places:
-                        found[key][id(params[index])] = whole[index].to("cpu", copy=True)
+                        found[key][id(params[index])] = full_state[index].to("cpu", copy=True)
         return found
 
-    def _take_state(self, state_dict: dict[str, Any], masters: Any) -> dict[str, Any]:
-        """Loaded state as the torch optimizer takes it: of whole values this rank's slices. Main
-        weights are changed.
+    def _load_sharded_state(self, state_dict: dict[str, Any], masters: Any) -> dict[str, Any]:
+        """Returns the loaded state with this rank's slices, for the torch optimizer. Copies the
+        loaded main weights into the parameters.
 
         Args:
-            state_dict: of the torch optimizer; its groups' parameters are numbers.
-            masters: main weights by group, whole; empty where there are none.
+            state_dict: of the torch optimizer; parameters in its groups are numbers.
+            masters: full main weights by group; empty if the checkpoint has none.
         """
         params = self.get_parameters()
         step = state_dict[_STATE].pop("common_step", None)
         for group in state_dict[_GROUPS]:
-            # Of Megatron-Core's distributed optimizer over torch's Adam.
+            # Written by Megatron-Core's distributed optimizer over torch's Adam.
             if isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW):
                 in_group = group.pop(_STEP, None)
                 step = in_group if step is None else step
@@ -268,10 +269,10 @@ class _Sharded:
             if step is not None:
                 states[index][_STEP] = torch.as_tensor(step, dtype=torch.float32).clone()
             elif isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW):
-                # Saved before the first step: there is no state.
+                # Saved before the first step: empty state.
                 states[index] = states[index] if _STEP in state else {}
         with torch.no_grad():
-            for row, values in zip(self._masters(), masters, strict=False):
+            for row, values in zip(self._master_params(), masters, strict=False):
                 for param, value in zip(row, values, strict=True):
                     param.copy_(_slice_like(param, value))
         if masters:
@@ -281,41 +282,43 @@ class _Sharded:
         return {**state_dict, _STATE: {index: state for index, state in states.items() if state}}
 
 
-class ShardedFP32Optimizer(_Sharded, FP32Optimizer):
+class ShardedFP32Optimizer(_ShardedOptimizer, FP32Optimizer):
     """Megatron-Core's ``FP32Optimizer`` over sharded parameters."""
 
     def sharded_state_dict(
         self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
     ) -> dict[str, Any]:
-        """See [Note: Optimizer state in Megatron-Core's checkpoints]. Collective."""
+        """The optimizer's entries of a checkpoint. Collective unless ``is_loading``. See
+        [Note: Optimizer state in Megatron-Core's checkpoints]."""
         return self._sharded_state(model_sharded_state_dict, is_loading, metadata)[0]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what :meth:`state_dict` or, loaded, :meth:`sharded_state_dict` returned."""
+        """Load the result of :meth:`state_dict`, or of a loaded :meth:`sharded_state_dict`."""
         state_dict = dict(state_dict)
         if "optimizer" in state_dict:  # of DistributedOptimizer, which has no groups elsewhere
-            theirs = state_dict.pop("optimizer")[_GROUPS]
-            pairs = zip(theirs, state_dict[_GROUPS], strict=True)
+            saved_groups = state_dict.pop("optimizer")[_GROUPS]
+            pairs = zip(saved_groups, state_dict[_GROUPS], strict=True)
             state_dict[_GROUPS] = [{**group, **own} for group, own in pairs]
-        super().load_state_dict(self._take_state(state_dict, []))
+        super().load_state_dict(self._load_sharded_state(state_dict, []))
 
 
-class ShardedFloat16Optimizer(_Sharded, Float16OptimizerWithFloat16Params):
+class ShardedFloat16Optimizer(_ShardedOptimizer, Float16OptimizerWithFloat16Params):
     """Megatron-Core's ``Float16OptimizerWithFloat16Params`` over sharded parameters in fp32."""
 
     def _copy_main_params_to_model_params(self) -> None:
-        """They are the same; the engine casts when it gathers."""
+        """Does nothing: they are the same tensors, and the engine casts during gathers."""
 
     def _copy_main_params_to_param_buffer(self) -> None:
-        """They are the same; the engine casts when it gathers."""
+        """Does nothing: they are the same tensors, and the engine casts during gathers."""
 
     def _copy_model_params_to_main_params(self, state_dict: Any = None) -> None:
-        """They are the same."""
+        """Does nothing: they are the same tensors."""
 
     def sharded_state_dict(
         self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
     ) -> dict[str, Any]:
-        """See [Note: Optimizer state in Megatron-Core's checkpoints]. Collective."""
+        """The optimizer's entries of a checkpoint. Collective unless ``is_loading``. See
+        [Note: Optimizer state in Megatron-Core's checkpoints]."""
         inner, masters = self._sharded_state(model_sharded_state_dict, is_loading, metadata)
         found: dict[str, Any] = {"optimizer": inner, _MASTERS: masters}
         if (metadata or {}).get(_FORMAT) == _FULLY_RESHARDABLE:
@@ -325,18 +328,20 @@ class ShardedFloat16Optimizer(_Sharded, Float16OptimizerWithFloat16Params):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what :meth:`state_dict` or, loaded, :meth:`sharded_state_dict` returned.
+        """Load the result of :meth:`state_dict`, or of a loaded :meth:`sharded_state_dict`.
 
-        Collective, where it has main weights.
+        Collective if it contains main weights.
         """
         masters = state_dict.get(_MASTERS, ())
-        inner = self._take_state(dict(state_dict["optimizer"]), masters if any(masters) else [])
+        inner = self._load_sharded_state(
+            dict(state_dict["optimizer"]), masters if any(masters) else []
+        )
         super().load_state_dict({**state_dict, "optimizer": inner, _MASTERS: []})
 
 
 class ShardedChainedOptimizer(ChainedOptimizer):
-    """Megatron-Core's ``ChainedOptimizer`` of such optimizers: their statistics add up, also where
-    Megatron-Core reduces them over one group at once."""
+    """Megatron-Core's ``ChainedOptimizer`` of sharded optimizers. Sums the optimizers' statistics,
+    also if Megatron-Core would reduce them over one group at once."""
 
     @torch.no_grad()
     def get_grad_norm(self) -> float:
@@ -346,35 +351,39 @@ class ShardedChainedOptimizer(ChainedOptimizer):
 
     @torch.no_grad()
     def count_zeros(self) -> float:
-        """How many elements of all gradients are zero. Collective."""
+        """The number of zeros in all gradients. Collective."""
         return float(sum(optimizer.count_zeros() for optimizer in self.chained_optimizers))
 
 
-def sharded_optimizer(theirs: Any, chunks: Sequence[DistributedDataParallel], config: Any) -> Any:
-    """One of Megatron-Core's optimizers as one over sharded parameters, with the same torch
-    optimizer, scaler and groups.
+def sharded_optimizer(
+    megatron_optimizer: Any, chunks: Sequence[DistributedDataParallel], config: Any
+) -> Any:
+    """Convert one of Megatron-Core's optimizers to one over sharded parameters, with the same torch
+    optimizer, gradient scaler and process groups.
 
     Raises:
-        ValueError: it keeps fp32 copies of parameters in a narrower dtype.
+        ValueError: the optimizer has fp32 copies of parameters in a narrower dtype.
     """
-    if isinstance(theirs, ChainedOptimizer):
-        each = [sharded_optimizer(one, chunks, config) for one in theirs.chained_optimizers]
+    if isinstance(megatron_optimizer, ChainedOptimizer):
+        each = [
+            sharded_optimizer(one, chunks, config) for one in megatron_optimizer.chained_optimizers
+        ]
         return ShardedChainedOptimizer(each)
-    inner, init_state = theirs.optimizer, theirs.init_state_fn
-    ours: Any
-    if isinstance(theirs, Float16OptimizerWithFloat16Params):
-        if any(map(len, getattr(theirs, "float16_groups", ()))):
+    inner, init_state = megatron_optimizer.optimizer, megatron_optimizer.init_state_fn
+    sharded: Any
+    if isinstance(megatron_optimizer, Float16OptimizerWithFloat16Params):
+        if any(map(len, getattr(megatron_optimizer, "float16_groups", ()))):
             raise ValueError(
-                "preserve_fp32_weights: expected True, since Megatron-Core's optimizer steps fp32 "
-                "weights, which would be kept beside main weights in a narrower dtype; found False"
+                "preserve_fp32_weights: expected True, since Megatron-Core's optimizer would make "
+                "fp32 copies of main weights in a narrower dtype; found False"
             )
-        ours = ShardedFloat16Optimizer(inner, config, theirs.grad_scaler, init_state)
+        sharded = ShardedFloat16Optimizer(inner, config, megatron_optimizer.grad_scaler, init_state)
     else:
-        ours = ShardedFP32Optimizer(inner, config, init_state)
-    ours.chunks = chunks
-    ours.grad_stats_parallel_group = theirs.grad_stats_parallel_group
-    ours.tp_group = theirs.tp_group
-    return ours
+        sharded = ShardedFP32Optimizer(inner, config, init_state)
+    sharded.chunks = chunks
+    sharded.grad_stats_parallel_group = megatron_optimizer.grad_stats_parallel_group
+    sharded.tp_group = megatron_optimizer.tp_group
+    return sharded
 
 
 _NO_STATE_FILE = (
@@ -396,12 +405,12 @@ def _num_zeros(slices: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def _is_narrow(buffer: ParamAndGradBuffer) -> bool:
-    """Whether modules compute in a narrower dtype than main weights have."""
+    """Whether the compute dtype differs from the main weights' dtype."""
     return buffer.kind.dtypes.compute != buffer.kind.dtypes.main
 
 
 def _slice_like(param: Tensor, value: Any) -> Any:
-    """What this rank holds of a whole value of the parameter's shape; any other value as it is."""
+    """This rank's shard of a full value with the parameter's shape; any other value unchanged."""
     if (
         not isinstance(value, Tensor)
         or isinstance(value, FlatDTensor)
@@ -411,5 +420,5 @@ def _slice_like(param: Tensor, value: Any) -> Any:
     if not isinstance(param, FlatDTensor):
         return value.to(param.device)
     placement = param.flat_placement
-    local = placement.part_of(value).to(param.device, copy=True)
+    local = placement.slice_of_full(value).to(param.device, copy=True)
     return FlatDTensor.from_flat_local(local, placement)

@@ -87,7 +87,7 @@ def _slice_of(value: Tensor, placement: FlatPlacement) -> tuple[Tensor | None, F
     if isinstance(value, DTensor):
         return slice_of_distributed(value, placement), placement
     fits = value.ndim > 0 and value.shape == placement.shape
-    return placement.part_of(value) if fits else None, placement
+    return placement.slice_of_full(value) if fits else None, placement
 
 
 def _values_of(value: Any) -> Any:

@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_engine.flat_dtensor import FlatDTensor, clear_gradients, gradients_of, set_gradients
-from fsdp_engine.flat_dtensor.outside_reads import GradientReads
+from fsdp_engine.flat_dtensor.parameter_access import GradientAccess
 from fsdp_engine.optimizer.quantized_state import (
     is_blockwise,
     is_blockwise_class,
@@ -279,7 +279,7 @@ class _Slot:
         if isinstance(value, Tensor) and value.ndim and value.shape == placement.shape:
             # Unsharded, as loaded from an unsharded checkpoint.
             full = value.full_tensor() if isinstance(value, DTensor) else value
-            local = placement.part_of(full).clone()
+            local = placement.slice_of_full(full).clone()
             return FlatDTensor.from_flat_local(local, placement), local
         return value, value
 
@@ -383,7 +383,7 @@ class _LocalStep:
         self._params: list[Tensor] = []
         self._slots: list[_Slot] = []
         self._flat_params: list[FlatDTensor] = []
-        self._reads: list[GradientReads] = []
+        self._reads: list[GradientAccess] = []
         self._locals: list[Tensor] = []
         self._local_of: dict[int, Tensor] = {}  # by id of the FlatDTensor
         self._dtypes: list[torch.dtype] = []
@@ -448,8 +448,8 @@ class _LocalStep:
         self._params = params
         self._slots = [known.get(id(p)) or _Slot(p) for p in params if isinstance(p, FlatDTensor)]
         self._flat_params = [slot.param for slot in self._slots]
-        homes = [param._home for param in self._flat_params if param._home is not None]
-        self._reads = list({id(home.gradients): home.gradients for home in homes}.values())
+        backrefs = [param._backref for param in self._flat_params if param._backref is not None]
+        self._reads = list({id(each.gradients): each.gradients for each in backrefs}.values())
         self._locals = [slot.local for slot in self._slots]
         self._dtypes = [local.dtype for local in self._locals]
         self._local_of = {id(slot.param): slot.local for slot in self._slots}

@@ -1,1 +1,1 @@
-"""Which strategy to take: bytes and traffic by formulas, and the engine's own simulated steps."""
+"""Selects a strategy for a job: bytes and traffic by formulas, and simulated training steps."""

@@ -1,4 +1,4 @@
-"""What there is to choose from: meshes, strategies, activation checkpointing, microbatch sizes."""
+"""The candidates: meshes, strategies, activation checkpointing, microbatch sizes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Mesh = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run a job.
+    """One configuration of a job.
 
     Attributes:
         mesh: ranks on each axis, (inner,) or (outer, inner).
         strategy, outer_strategy: names of the levels.
-        checkpointing: each unit's activations are computed again in backward.
-        microbatch_size: what the batch was made for; None: it has one size.
+        checkpointing: each unit's activations are recomputed in backward.
+        microbatch_size: the argument of the batch function; None: the batch has one size.
     """
 
     mesh: Mesh
@@ -32,14 +32,14 @@ class Candidate:
 
     @property
     def levels(self) -> str:
-        """The strategy in a word or two: "optim", or "optim_grads_params + optim" on two axes."""
+        """The strategy as text: "optim", or "optim_grads_params + optim" on two axes."""
         if len(self.mesh) == 1:
             return self.strategy
         return f"{self.strategy} + {self.outer_strategy}"
 
     @property
     def ranks(self) -> str:
-        """The mesh as people write it: "1024", or "128 x 8" (outer x inner)."""
+        """The mesh as text: "1024", or "128 x 8" (outer x inner)."""
         return " x ".join(map(str, self.mesh))
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ class Candidate:
 
 
 def fitting_meshes(world_size: int, ranks_per_node: int) -> list[Mesh]:
-    """One axis, and nodes x ranks of a node where the ranks fill two nodes or more."""
+    """One axis; also nodes x ranks per node if the ranks fill two or more nodes."""
     meshes: list[Mesh] = [(world_size,)]
     if 1 < ranks_per_node < world_size and world_size % ranks_per_node == 0:
         meshes.append((world_size // ranks_per_node, ranks_per_node))
@@ -59,10 +59,10 @@ def fitting_meshes(world_size: int, ranks_per_node: int) -> list[Mesh]:
 
 
 def check_meshes(meshes: Iterable[Sequence[int]], world_size: int) -> list[Mesh]:
-    """Meshes of a user.
+    """Returns the user's meshes as tuples.
 
     Raises:
-        ValueError: one has not ``world_size`` ranks, or neither one nor two axes.
+        ValueError: a mesh does not have ``world_size`` ranks, or has neither one nor two axes.
     """
     expected = f"one or two sizes of {world_size} ranks each"
     found = [tuple(listed("meshes", mesh, expected)) for mesh in listed("meshes", meshes, expected)]
@@ -83,4 +83,4 @@ def candidates(
 
 
 def _pairs(mesh: Mesh) -> list[Strategy]:
-    return [s for s in ALL_STRATEGIES if len(mesh) == 2 or not s.cuts(Role.OPTIM, Axis.OUTER)]
+    return [s for s in ALL_STRATEGIES if len(mesh) == 2 or not s.shards(Role.OPTIM, Axis.OUTER)]

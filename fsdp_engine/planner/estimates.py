@@ -1,21 +1,21 @@
-"""Will it fit? Bytes and traffic of one rank, for any strategy and number of ranks, on one machine.
+"""Estimates of one rank's bytes and traffic by formulas, for any strategy and number of ranks.
 
-Nothing is allocated and no process group is needed. A model (also on the meta device) is laid out
-as ``shard()`` would do it, so bytes at rest are exact, padding included; a number of elements is
-laid out as so many equal units. Formulas are those of ``strategies/``:
+Does not allocate tensors or need a process group. A model (also on the meta device) is laid out as
+in ``shard()``, so bytes at rest are exact, including padding. A number of elements is laid out as
+equal units. Formulas are those of ``strategies/``:
 
     at rest     elements of a buffer x ``Level.fraction(role, ranks)`` for both axes x bytes
-    transient   full parameters of the units in use and gathered ahead, full gradients until they
-                are reduced: the prefetch windows and the budget of the engine, walked through
-    traffic     elements x ``Level.traffic(ranks)`` x bytes on the wire
+    transient   full parameters of the units in use and of prefetched ones, and full gradients
+                until they are reduced, from the engine's prefetch window and staging budget
+    traffic     elements x ``Level.traffic(ranks)`` x bytes per element of the collectives
 
-Along the outer axis a buffer's inner part travels where the inner axis cuts anything.
+Along the outer axis a buffer's inner shard is communicated if the inner axis shards any role.
 
-Activations are not included, nor what kernels and allocators take for themselves.
+Activations, and memory of kernels and allocators, are not included.
 
 Worked example, 8e9 elements in 32 units on 64 ranks, bf16 with fp32 main weights and gradients and
-AdamW: level 3 holds 8e9 x (4 + 4 + 8) / 64 bytes = 1.9 GiB and for a moment the bf16 weights of
-two units, 0.9 GiB; level 0 holds 8e9 x (4 + 2 + 4 + 8) bytes = 134.1 GiB.
+AdamW: level 3 holds 8e9 x (4 + 4 + 8) / 64 bytes = 1.9 GiB and temporarily the bf16 weights of two
+units, 0.9 GiB; level 0 holds 8e9 x (4 + 2 + 4 + 8) bytes = 134.1 GiB.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.simulation.arguments import check_callable, check_count, check_type, listed
 from fsdp_engine.strategies import ALL_STRATEGIES, NO_SHARD, Axis, Role, Strategy
 
-NOT_INCLUDED = "Activations are not included, nor what kernels and allocators take for themselves."
+NOT_INCLUDED = "Activations are not included, nor is memory of kernels and allocators."
 
 
-# Name and buffers of one unit to be, the root first.
+# The buffers of one planned unit; the root is the first unit.
 class _Unit(NamedTuple):
     buffers: list[BufferPlan]
     is_loose: bool = False
@@ -57,21 +57,21 @@ class _Unit(NamedTuple):
 
 @dataclass(frozen=True)
 class Estimate:
-    """What one rank holds and sends. Bytes; every rank holds as much.
+    """Memory and traffic of one rank in bytes; equal on all ranks.
 
     Attributes:
         strategy: the levels.
         inner_size: ranks on the inner axis.
         outer_size: ranks on the outer axis.
-        num_elements: parameter elements of the whole model.
-        padding: elements that flat buffers add, over all ranks.
-        weight_bytes: main weights and whatever persists of the compute weights, at rest.
+        num_elements: parameter elements of the full model.
+        padding: elements of padding in flat buffers, over all ranks.
+        weight_bytes: main weights and persistent compute weights, at rest.
         grad_bytes: gradients, from their first reduction until they are cleared.
-        optimizer_bytes: optimizer state at rest, if it were padded as the weights are.
-        full_bytes: most that full parameters take at a time, beyond those at rest.
-        staging_bytes: most that full gradients take until they are reduced, beyond those at rest.
-        inner_traffic_bytes: sent along the inner axis in a step.
-        outer_traffic_bytes: sent along the outer axis in a step.
+        optimizer_bytes: optimizer state at rest, with the padding of the weights.
+        full_bytes: peak of full parameters, in addition to those at rest.
+        staging_bytes: peak of full gradients before their reduction, in addition to those at rest.
+        inner_traffic_bytes: sent along the inner axis per step.
+        outer_traffic_bytes: sent along the outer axis per step.
     """
 
     strategy: Strategy
@@ -89,13 +89,13 @@ class Estimate:
 
     @property
     def rest_bytes(self) -> int:
-        """Held as the optimizer steps: weights, gradients and optimizer state."""
+        """Weights, gradients and optimizer state, which are held during the optimizer's step."""
         return self.weight_bytes + self.grad_bytes + self.optimizer_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """At most held within a step, without activations: the peaks of full parameters and of
-        staging need not fall on one moment."""
+        """Upper bound of the peak in a step, without activations. (The peaks of full parameters and
+        of staging may be at different times.)"""
         return self.rest_bytes + self.full_bytes + self.staging_bytes
 
 
@@ -117,29 +117,29 @@ def estimate(
     num_units: int = 32,
     dtype: torch.dtype = torch.float32,
 ) -> Estimate:
-    """What one rank would hold and send.
+    """Estimate the memory and traffic of one rank.
 
     Args:
-        model: a module, not changed, also on the meta device; or a number of elements. Of
-            parameters that are DTensors this rank's shards count.
-        world_size: data-parallel ranks in all.
-        outer_size: how many of them are on the outer axis; the others are on the inner one.
+        model: a module, also on the meta device, which is not modified; or a number of elements.
+            For parameters that are DTensors, this rank's shards are counted.
+        world_size: number of data-parallel ranks.
+        outer_size: number of ranks on the outer axis.
         strategy, outer_strategy, units, mp_policy, config, granule, codec_rules, min_unit_size: as
             for :func:`~fsdp_engine.sharding.shard`.
         optimizer_bytes_per_element: 8 for AdamW in fp32, 4 for SGD with momentum, 0 for plain SGD.
-        num_microbatches: microbatches of a step.
-        num_units: for a number of elements: equal units that they are in.
+        num_microbatches: microbatches per step.
+        num_units: for a number of elements: the number of equal units.
         dtype: for a number of elements: the parameters' own dtype.
 
     Raises:
-        ValueError: ranks that do not make a mesh, a number that is not positive, an unknown
-            strategy, or what ``shard()`` would refuse in ``units`` and ``granule``.
+        ValueError: ``outer_size`` does not divide ``world_size``, a number is not positive, the
+            strategy is unknown, or ``units`` or ``granule`` are invalid for ``shard()``.
         TypeError: ``model`` is neither a module nor a number.
     """
     sizes = _axis_sizes(world_size, outer_size)
     levels = Strategy.from_names(strategy, outer_strategy).on(outer_size)
     if outer_size == 1:
-        levels = Strategy(levels.inner, NO_SHARD)  # as the engine has it: nothing to cut
+        levels = Strategy(levels.inner, NO_SHARD)  # as in the engine
     for name, value, kind in (
         ("mp_policy", mp_policy, MixedPrecisionPolicy),
         ("config", config, DistributedDataParallelConfig),
@@ -176,7 +176,7 @@ def estimate(
     ]
     blocks = [unit.numel for unit in footprints[1:] if not unit.is_loose]
     others = [unit.numel for unit in footprints if unit.buffers]
-    ahead, staged = options.budgets(blocks, others)
+    prefetched, staged = options.budgets(blocks, others)
     every = [each for unit in footprints for each in unit.buffers]
     state = sum(each.held(Role.OPTIM) for each in every if each.buffer.trainable)
 
@@ -198,7 +198,7 @@ def estimate(
         weight_bytes=sum(each.weight_bytes for each in every),
         grad_bytes=sum(each.grad_bytes for each in every),
         optimizer_bytes=math.ceil(optimizer_bytes_per_element * state),
-        full_bytes=peak_full_bytes(footprints, expected, ahead),
+        full_bytes=peak_full_bytes(footprints, expected, prefetched),
         staging_bytes=peak_staging_bytes(footprints, expected, staged),
         inner_traffic_bytes=traffic(Axis.INNER),
         outer_traffic_bytes=traffic(Axis.OUTER),
@@ -208,12 +208,12 @@ def estimate(
 def compare(
     model: nn.Module | float, *, world_size: int, outer_size: int = 1, **options: Any
 ) -> tuple[Estimate, ...]:
-    """An estimate for each of the ten pairs of levels; the four levels where one axis is all.
+    """Estimates for each of the ten pairs of levels, or of the four levels on one axis.
 
     Args:
         model, world_size, outer_size, options: as for :func:`estimate`, without strategies.
     """
-    pairs = [s for s in ALL_STRATEGIES if outer_size > 1 or not s.cuts(Role.OPTIM, Axis.OUTER)]
+    pairs = [s for s in ALL_STRATEGIES if outer_size > 1 or not s.shards(Role.OPTIM, Axis.OUTER)]
     return tuple(
         estimate(
             model,
@@ -249,7 +249,7 @@ def _units_of(
     selectors: UnitSelector | Iterable[UnitSelector] | None,
     settings: PlanSettings,
 ) -> tuple[list[_Unit], Expected]:
-    """As ``plan.make_plan``, whose other checks (of values, of optimizers) do not matter here."""
+    """Plan units like ``plan.make_plan``, without its checks of values and optimizers."""
     records = collect_records(model)
     if not records:
         raise ValueError(f"model: expected parameters; found none in {type(model).__name__}")
@@ -273,7 +273,7 @@ def _units_of(
 def _equal_units(
     num_elements: int, num_units: int, dtype: torch.dtype, settings: PlanSettings
 ) -> list[_Unit]:
-    """A root without parameters and equal units, of one tensor each."""
+    """A root without parameters, and equal units of one tensor each."""
     param = torch.empty(0, dtype=dtype, device="meta").requires_grad_()
     narrow = settings.config.reduce_scatter_with_fp32_accumulation
     dtypes = settings.policy.resolve(param, narrow)

@@ -1,4 +1,4 @@
-"""A planning as a picture: memory by kind against what there is, and where the step's time goes."""
+"""Figure of a plan: memory by kind with the limit, and the breakdown of the step time."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_engine.planner.outcome import KINDS, Outcome
-from fsdp_engine.planner.planning import Planning
+from fsdp_engine.planner.strategy_plan import StrategyPlan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's colours, which most people tell apart.
+# Okabe and Ito's palette for colour-blind readers.
 _KIND_COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#E69F00")
 _TIME_COLOURS = {
     "compute": "#0072B2",
@@ -24,15 +24,15 @@ _ROW_INCHES, _FADED = 0.28, 0.35
 _GIB = 2**30
 
 
-def save_figure(planning: Planning, path: str | Path) -> None:
-    """Draw it, in the format that the ending of ``path`` says.
+def save_figure(planning: StrategyPlan, path: str | Path) -> None:
+    """Save the figure in the format of the suffix of ``path``.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
     from matplotlib.figure import Figure
 
-    outcomes = planning.outcomes[::-1]  # bars go up
+    outcomes = planning.outcomes[::-1]  # the y axis is upwards
     has_times = all(each.times is not None for each in outcomes)
     height = 1.8 + _ROW_INCHES * len(outcomes)
     figure = Figure(figsize=(13 if has_times else 9, height), layout="constrained")
@@ -46,26 +46,24 @@ def save_figure(planning: Planning, path: str | Path) -> None:
     figure.savefig(str(path), dpi=150)
 
 
-def _draw_memory(axes: Axes, planning: Planning, outcomes: Sequence[Outcome]) -> None:
+def _draw_memory(axes: Axes, planning: StrategyPlan, outcomes: Sequence[Outcome]) -> None:
     limit = planning.setting.memory / _GIB
     ends = [0.0] * len(outcomes)
     for kind, colour in zip(KINDS, _KIND_COLOURS, strict=True):
         sizes = [each.memory.get(kind, 0) / _GIB for each in outcomes]
         _draw_part(axes, outcomes, ends, sizes, colour, kind)
-    if 2 * max(ends) < limit:  # a line so far off would leave no room for the bars
-        there = f"{limit:,.0f} GiB there are \u2192"
+    if 2 * max(ends) < limit:  # the limit is outside the axes, to leave room for the bars
+        label = f"limit {limit:,.0f} GiB \u2192"
         axes.set_xlim(0, 1.2 * max(ends))
-        axes.text(1.19 * max(ends), len(outcomes) - 0.3, there, fontsize=8, ha="right")
+        axes.text(1.19 * max(ends), len(outcomes) - 0.3, label, fontsize=8, ha="right")
     else:
-        # What does not fit by far is cut off, so that one sees what does.
+        # Truncates bars far beyond the limit, so that the others are readable.
         axes.set_xlim(0, min(1.15 * max(*ends, limit), 2.5 * limit))
         axes.axvline(limit, color="black", linestyle="--", linewidth=1)
-        axes.text(
-            limit, len(outcomes) - 0.3, f"{limit:,.0f} GiB there are ", fontsize=8, ha="right"
-        )
+        axes.text(limit, len(outcomes) - 0.3, f"limit {limit:,.0f} GiB ", fontsize=8, ha="right")
     axes.set_yticks(range(len(outcomes)), [_label(each) for each in outcomes], fontsize=8)
     axes.set_ylim(-0.6, len(outcomes) + 0.4)
-    axes.set_xlabel("GiB of one rank, at the moment when most is held")
+    axes.set_xlabel("peak memory of one rank (GiB)")
     _add_legend(axes)
 
 
@@ -79,7 +77,7 @@ def _draw_times(axes: Axes, outcomes: Sequence[Outcome]) -> None:
         if name == "compute" or any(spent):
             label = name if name in ("compute", "host") else f"waits for the {name}"
             _draw_part(axes, outcomes, ends, spent, colour, label)
-    axes.set_xlabel("ms of a step")
+    axes.set_xlabel("step time (ms)")
     _add_legend(axes)
 
 
@@ -91,7 +89,7 @@ def _draw_part(
     colour: str,
     label: str,
 ) -> None:
-    """One part of every bar, from where the last one ended; what does not fit is faded."""
+    """Draw one segment of every bar and update ``ends``; candidates that do not fit are faded."""
     bars = axes.barh(range(len(outcomes)), sizes, left=ends, color=colour, label=label)
     for bar, outcome in zip(bars, outcomes, strict=True):
         bar.set_alpha(_FADED if outcome.lacking else 1.0)

@@ -1,8 +1,9 @@
-"""What planned buffers take on one rank: the rules of weights and gradients, as numbers.
+"""Memory of planned buffers on one rank, from the rules for weights and gradients.
 
-``buffers/weights.py`` and ``gradients.py`` say which tensors a buffer has at rest and for a moment,
-``scheduler.py`` and ``reductions.py`` how many of the momentary ones there are at a time. Here the
-same is counted without making any; ``tests/planner/test_estimates.py`` holds the two together.
+``buffers/weights.py`` and ``gradients.py`` determine which tensors a buffer has at rest and
+temporarily; ``scheduler.py`` and ``reductions.py`` determine how many temporary ones exist at a
+time. This file counts the same bytes without allocating; ``tests/planner/test_estimates.py``
+compares both.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ AxisSizes = dict[Axis, int]
 
 @dataclass(frozen=True)
 class BufferPlan:
-    """One flat buffer to be."""
+    """One planned flat buffer."""
 
     layout: Layout
     dtypes: ParamDtypes
@@ -33,10 +34,10 @@ class BufferPlan:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What one buffer takes on one rank.
+    """Memory and traffic of one buffer on one rank.
 
     Attributes:
-        buffer: which.
+        buffer: the buffer.
         strategy: the levels.
         sizes: ranks on each axis.
     """
@@ -58,7 +59,7 @@ class Footprint:
 
     @property
     def weight_bytes(self) -> int:
-        """Main weights and what persists of the compute weights, at rest."""
+        """Main weights and persistent compute weights, at rest."""
         codec, dtypes = self.buffer.codec, self.buffer.dtypes
         total = 0 if codec.is_identity else self.held(Role.OPTIM) * dtypes.main.itemsize
         if codec.decodes and not self._reshards:
@@ -70,7 +71,7 @@ class Footprint:
 
     @property
     def full_bytes(self) -> int:
-        """Full parameters, of all planes, and the wire that they are decoded from."""
+        """Full parameters of all planes, and the encoded tensor that they are decoded from."""
         if not self._reshards:
             return 0
         codec = self.buffer.codec
@@ -91,14 +92,14 @@ class Footprint:
 
     @property
     def staged_elements(self) -> int:
-        """Elements of full gradients that count against the budget."""
+        """Elements of full gradients that count against the staging budget."""
         if not self.buffer.trainable or self.strategy.depth(Role.GRAD) == 0:
             return 0
         return self.buffer.layout.numel
 
     @property
     def staging_bytes(self) -> int:
-        """Full gradients on their way, and the copy that the last reduction sends."""
+        """Full gradients in flight, and the converted copy for the last reduction."""
         if not self.buffer.trainable:
             return 0
         dtypes, depth = self.buffer.dtypes, self.strategy.depth(Role.GRAD)
@@ -109,14 +110,14 @@ class Footprint:
         return elements * dtypes.comm.itemsize
 
     def traffic_bytes(self, axis: Axis, num_microbatches: int, num_gathers: int) -> float:
-        """Sent along ``axis`` in a step. Along the outer one the inner part travels, if there is
-        one. Frozen weights do not change, so what is gathered once a step is not gathered again.
+        """Bytes sent along ``axis`` per step. Along the outer axis the inner shard is sent, if
+        there is one. Frozen weights do not change, so gathers that run once per step are omitted.
 
         Args:
-            axis: which.
-            num_microbatches: of a step.
-            num_gathers: how often cut parameters are gathered for a microbatch; formulas of the
-                levels have 2, for forward and for backward.
+            axis: the axis.
+            num_microbatches: per step.
+            num_gathers: gathers of sharded parameters per microbatch. The levels' formulas have 2,
+                for forward and for backward.
         """
         size = self.sizes[axis]
         traffic = self.strategy.level(axis).traffic(size)
@@ -124,9 +125,9 @@ class Footprint:
         if axis is Axis.OUTER:
             elements *= self.strategy.inner.fraction(Role.OPTIM, self.sizes[Axis.INNER])
         codec = self.buffer.codec
-        # What is gathered once a step is gathered in all planes, what is for each use in one.
+        # A gather per step gathers all planes; a gather per use gathers one plane.
         params = traffic.params_per_step * codec.num_planes if self.buffer.trainable else 0.0
-        # A unit that stays full for its backward still needs what only backward reads.
+        # A unit that is not resharded before backward still gathers the planes of backward.
         times = max(num_gathers, codec.num_planes)
         params += num_microbatches * traffic.params_per_microbatch * times / 2
         sent = params * codec.wire_dtype.itemsize
@@ -136,11 +137,12 @@ class Footprint:
         return elements * sent
 
     def _grad_itemsize(self, axis: Axis, elements: int) -> float:
-        """Bytes of an element of gradients along ``axis``, the mean of both halves of an
-        all-reduce: where sums are wider than summands (``redistribute.py``), the second half
-        carries sums, and ``elements`` that ranks cannot divide equally are sent as wide in both."""
+        """Bytes per element of gradients along ``axis``, averaged over both halves of an
+        all-reduce. If sums have a wider dtype than summands (``redistribute.py``), the second half
+        sends sums; if the ranks do not divide ``elements`` evenly, both halves use the wider
+        dtype."""
         dtypes = self.buffer.dtypes
-        if self.strategy.cuts(Role.OPTIM, axis) or dtypes.reduce == dtypes.comm:
+        if self.strategy.shards(Role.OPTIM, axis) or dtypes.reduce == dtypes.comm:
             return dtypes.comm.itemsize
         if elements % self.sizes[axis]:
             return dtypes.main_grad.itemsize
@@ -149,11 +151,11 @@ class Footprint:
 
 @dataclass(frozen=True)
 class UnitFootprint:
-    """One unit to be.
+    """One planned unit.
 
     Attributes:
-        buffers: what its buffers take.
-        is_loose: some of its modules lie beside the model's blocks.
+        buffers: memory and traffic of its buffers.
+        is_loose: some of its modules are not in the model's blocks.
     """
 
     buffers: tuple[Footprint, ...]
@@ -161,16 +163,16 @@ class UnitFootprint:
 
     @property
     def numel(self) -> int:
-        """Elements of its buffers, padding included."""
+        """Elements of its buffers, including padding."""
         return self.total(lambda each: each.buffer.layout.numel)
 
     def total(self, count: Callable[[Footprint], int]) -> int:
-        """``count`` over its buffers."""
+        """The sum of ``count`` over its buffers."""
         return sum(count(each) for each in self.buffers)
 
 
 def peak_full_bytes(units: Sequence[UnitFootprint], expected: Expected, budget: int) -> int:
-    """Full parameters of a unit, of those around it, and of those gathered ahead, at most."""
+    """Peak bytes of full parameters: of a unit, of enclosing units, and of prefetched ones."""
     sizes = [unit.total(lambda each: each.full_bytes) for unit in units]
     elements = [unit.numel if size else 0 for unit, size in zip(units, sizes, strict=True)]
     moments = full_moments(expected, elements, budget)
@@ -180,7 +182,7 @@ def peak_full_bytes(units: Sequence[UnitFootprint], expected: Expected, budget: 
 def peak_staging_bytes(
     units: Sequence[UnitFootprint], expected: Expected, budget: StagingBudget
 ) -> int:
-    """Full gradients at most, if no reduction were done before somebody waits for it."""
+    """Peak bytes of full gradients if every reduction completes only when it is waited for."""
     staged = [unit.total(lambda each: each.staged_elements) for unit in units]
     sizes = [unit.total(lambda each: each.staging_bytes) for unit in units]
     moments = staged_moments(expected, staged, budget)

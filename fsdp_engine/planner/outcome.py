@@ -1,4 +1,4 @@
-"""What one candidate would take: memory by kind, time, bytes on the wire."""
+"""The result of one candidate: memory by kind, time, bytes sent."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from fsdp_engine.planner.candidates import Candidate
 from fsdp_engine.planner.estimates import Estimate
 from fsdp_engine.simulation.clock import axis_of
-from fsdp_engine.simulation.memory_watch import KINDS
+from fsdp_engine.simulation.memory_tracker import KINDS
 from fsdp_engine.simulation.result import Simulation
 from fsdp_engine.strategies import Strategy
 
@@ -19,19 +19,19 @@ AXES = ("inner", "outer")
 
 @dataclass(frozen=True)
 class Setting:
-    """What was planned for.
+    """The planned job.
 
     Attributes:
-        model: what people call it.
+        model: name of the model's class.
         num_elements: parameter elements.
-        machine: its name.
+        machine: name of the machine.
         world_size: data-parallel ranks.
         ranks_per_node: consecutive ranks that share a node.
-        memory: bytes that a rank may hold.
-        item: what a batch is counted in: "tokens" or "samples".
-        microbatches: of a step.
-        why_unknown: why activations and times, and so whether anything fits, are not known; empty:
-            they are.
+        memory: memory limit of a rank in bytes.
+        item: unit of batch sizes: "tokens" or "samples".
+        microbatches: per step.
+        why_unknown: why activations and times, and therefore whether a candidate fits, are
+            unknown. Empty: they are known.
     """
 
     model: str
@@ -55,12 +55,12 @@ class Setting:
 
 @dataclass(frozen=True)
 class Times:
-    """Where one rank's step goes. Seconds.
+    """Breakdown of one rank's step time in seconds.
 
     Attributes:
-        step: from the end of the step before to the end of this one.
-        compute: what the compute lane was busy for.
-        exposed: what it waited for messages along each axis.
+        step: from the end of the previous step to the end of this one.
+        compute: busy time of the compute lane.
+        exposed: time in which it waited for communication, by axis.
     """
 
     step: float
@@ -69,16 +69,17 @@ class Times:
 
     @property
     def host(self) -> float:
-        """When compute had neither work nor a message to wait for: the host issued it too late."""
+        """Time in which compute had no work and did not wait for communication, because the host
+        had not issued the work yet."""
         return max(self.step - self.compute - sum(self.exposed.values()), 0.0)
 
     @property
     def exposed_sum(self) -> float:
-        """What compute waited for messages, in all."""
+        """Total time in which compute waited for communication."""
         return sum(self.exposed.values())
 
     def shares(self) -> dict[str, float]:
-        """Fractions of the step, by what it was spent on."""
+        """Fractions of the step time: "compute", "inner link", "outer link", "host"."""
         waits = {f"{axis} link": seconds for axis, seconds in self.exposed.items()}
         parts = {"compute": self.compute, **waits, "host": self.host}
         return {name: seconds / self.step for name, seconds in parts.items()}
@@ -86,16 +87,15 @@ class Times:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One candidate, tried.
+    """The result of one candidate.
 
     Attributes:
-        candidate: which.
-        memory: bytes by kind (``KINDS``) at the moment when most is held; without "activations"
-            where they are unknown.
-        sent: bytes that a rank sends in a step, by axis.
-        lacking: bytes that it needs beyond what there is, of what is known.
-        items: tokens, or samples, of a step on all ranks.
-        times: None: unknown.
+        candidate: the candidate.
+        memory: bytes by kind (``KINDS``) at the peak; without "activations" if they are unknown.
+        sent: bytes that a rank sends per step, by axis.
+        lacking: bytes by which the known memory exceeds the limit; 0 if it does not.
+        items: tokens or samples per step on all ranks.
+        times: the step time; None if it is unknown.
     """
 
     candidate: Candidate
@@ -109,7 +109,7 @@ class Outcome:
     def of_simulation(
         cls, candidate: Candidate, found: Simulation, items: int, memory: float
     ) -> Outcome:
-        """What a simulation found, without its timeline."""
+        """The result of a simulation, without its timeline."""
         exposed = dict.fromkeys(AXES[: len(candidate.mesh)], 0.0)
         for each in found.exposed:
             exposed[axis_of(each.lane)] += each.seconds
@@ -124,7 +124,7 @@ class Outcome:
 
     @classmethod
     def of_estimate(cls, candidate: Candidate, found: Estimate, memory: float) -> Outcome:
-        """What formulas say: everything but activations and time."""
+        """The result of formulas, without activations and time."""
         held = {
             "weights": found.weight_bytes,
             "gradients": found.grad_bytes,
@@ -137,7 +137,7 @@ class Outcome:
 
     @classmethod
     def from_plain(cls, content: Mapping[str, Any]) -> Outcome:
-        """Of what ``dataclasses.asdict`` made."""
+        """The inverse of ``dataclasses.asdict``."""
         values = dict(content)
         candidate = dict(values.pop("candidate"))
         candidate["mesh"] = tuple(candidate["mesh"])
@@ -148,11 +148,11 @@ class Outcome:
         return found
 
     def check(self) -> None:
-        """Of what was read from a file.
+        """Check values that were read from a file.
 
         Raises:
-            TypeError: a value of another type.
-            ValueError: a strategy that is none.
+            TypeError: a value has another type.
+            ValueError: there is no such strategy.
         """
         candidate = self.candidate
         Strategy.from_names(candidate.strategy, candidate.outer_strategy)
@@ -165,26 +165,25 @@ class Outcome:
 
     @property
     def fits(self) -> bool | None:
-        """Whether it needs no more than there is. None: unknown, since activations are, and what
-        else it holds fits."""
+        """Whether it is within the memory limit. None: unknown, because activations are unknown and
+        the other memory fits."""
         if self.lacking:
             return False
         return True if ACTIVATIONS in self.memory else None
 
     @property
     def peak_bytes(self) -> int:
-        """Most that is held at one moment, of what is known."""
+        """Peak of the known memory."""
         return sum(self.memory.values())
 
     @property
     def largest_kind(self) -> str:
-        """What most of the memory is for."""
+        """The kind with the most bytes at the peak."""
         return max(self.memory, key=lambda kind: self.memory[kind])
 
     @property
     def rate(self) -> float:
-        """Tokens, or samples, a second on all ranks; where times are unknown, the fewer bytes are
-        sent, the more."""
+        """Tokens or samples per second on all ranks. If times are unknown, minus the bytes sent."""
         if self.times is None:
             return -sum(self.sent.values())
         return self.items / self.times.step
@@ -192,12 +191,12 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Trial:
-    """The chosen candidate with something changed.
+    """A variation of the chosen candidate.
 
     Attributes:
-        change: what, in words.
-        speedup: its rate over the chosen one's.
-        lacking: bytes that it needs beyond what there is.
+        change: the difference as text.
+        speedup: ratio of its rate to the chosen candidate's.
+        lacking: bytes by which its memory exceeds the limit.
     """
 
     change: str
@@ -206,11 +205,11 @@ class Trial:
 
 
 def sorted_outcomes(outcomes: Iterable[Outcome]) -> tuple[Outcome, ...]:
-    """Those that lack nothing, as far as is known, the fastest first, of equally fast ones the
-    smallest; then the others, by what they lack."""
+    """Sort outcomes: first those whose known memory is within the limit, by rate, then by peak
+    memory; then the others by the bytes that exceed the limit."""
     found = list(outcomes)
     fastest = max(found, key=lambda each: each.rate)
-    # Within a thousandth rates are equal.
+    # Rates that differ by less than 0.1 % are considered equal.
     step = abs(fastest.rate) / 1000 or 1.0
     return tuple(
         sorted(found, key=lambda each: (each.lacking, -round(each.rate / step), each.peak_bytes))
@@ -218,5 +217,6 @@ def sorted_outcomes(outcomes: Iterable[Outcome]) -> tuple[Outcome, ...]:
 
 
 def is_faster(outcome: Outcome, other: Outcome) -> bool:
-    """Whether it is, by more than what :func:`sorted_outcomes` takes for equal."""
+    """Whether the rate of ``outcome`` is higher by more than the tolerance of
+    :func:`sorted_outcomes`."""
     return outcome.rate - other.rate > 2 * abs(other.rate) / 1000

@@ -345,7 +345,7 @@ def same_on_replicas(buffer: ParamAndGradBuffer) -> None:
     """Ranks that hold the same main weights get those of the first of them. Collective."""
     mesh = buffer.mesh
     for axis in Axis:
-        if not buffer.strategy.cuts(Role.OPTIM, axis):
+        if not buffer.strategy.shards(Role.OPTIM, axis):
             broadcast_(buffer.weights.main.tensor, mesh.axis(axis).reduce_group)
 
 

@@ -1,6 +1,6 @@
 """Parameters that are DTensors already: what they must be like, and which ranks they bring in.
 
-See [Note: Parameters that are DTensors] in ``flat_dtensor/spread.py``.
+See [Note: Parameters that are DTensors] in ``flat_dtensor/tensor_parallel_spec.py``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fsdp_engine.buffers.param_record import ParamRecord
 from fsdp_engine.devices.mesh import DataMesh, joint_mesh
 from fsdp_engine.devices.ranks import Ranks, members_of
 from fsdp_engine.flat_dtensor import FlatDTensor
-from fsdp_engine.flat_dtensor.spread import Spread
+from fsdp_engine.flat_dtensor.tensor_parallel_spec import TensorParallelSpec
 
 
 def ranks_of_model(
@@ -112,6 +112,6 @@ def set_spreads(records: Sequence[ParamRecord]) -> None:
     for record in records:
         if isinstance(record.param, DTensor) and not isinstance(record.param, FlatDTensor):
             try:
-                record.spread = Spread.of(record.param)
+                record.spread = TensorParallelSpec.of(record.param)
             except ValueError as error:
                 raise ValueError(f"{record.name}: {error}") from error

@@ -44,8 +44,8 @@ class WatchedParameters(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         found = dict.__getitem__(self, name)
-        if type(found) is FlatDTensor and found._home is not None:
-            full = found._home.brought()
+        if type(found) is FlatDTensor and found._backref is not None:
+            full = found._backref.gathered_param()
             return found if full is None else full
         return found
 

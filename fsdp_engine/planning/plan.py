@@ -77,7 +77,7 @@ class AxisPlan:
 
     def cut(self, axis: Axis) -> int:
         """Parts that the optimizer state is cut into along ``axis``."""
-        return self.sizes[axis] if self.strategy.cuts(Role.OPTIM, axis) else 1
+        return self.sizes[axis] if self.strategy.shards(Role.OPTIM, axis) else 1
 
 
 @dataclass(frozen=True)

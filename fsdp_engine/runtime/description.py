@@ -149,9 +149,9 @@ def count_gathers(
     for axis in Axis:
         if mesh.axis(axis).size == 1:
             continue
-        if strategy.cuts(Role.PARAM, axis):
+        if strategy.shards(Role.PARAM, axis):
             total += max(num_uses, num_wires)
-        elif changes and strategy.cuts(Role.OPTIM, axis):
+        elif changes and strategy.shards(Role.OPTIM, axis):
             total += num_wires
     return total
 

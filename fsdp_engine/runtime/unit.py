@@ -424,7 +424,7 @@ class Unit:
             return True
         if self.num_unrecorded and self.num_missing_grads:
             return True  # the model's forward can have read parameters that calls did not
-        return any(buffer.reads.num_open for buffer in self.trainable)
+        return any(buffer.reads.num_pending_reads for buffer in self.trainable)
 
     @property
     def num_missing_grads(self) -> int:

@@ -1,1 +1,1 @@
-"""Bytes, traffic and time without running: formulas and tables."""
+"""Simulation of training steps: the engine on fake tensors and a simulated clock."""

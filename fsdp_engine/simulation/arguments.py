@@ -1,5 +1,5 @@
-"""Checks of arguments that planning and simulations share: each error names the argument, what was
-expected and what was found."""
+"""Argument checks of ``plan`` and ``simulate``. Each error contains the argument's name, the
+expected value and the found one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 def check_count(name: str, value: object, expected: str) -> None:
     """Raises:
-    TypeError: ``value`` is no whole number.
+    TypeError: ``value`` is not an integer.
     ValueError: it is less than 1.
     """
     if not isinstance(value, int) or isinstance(value, bool):
@@ -24,7 +24,7 @@ def check_count(name: str, value: object, expected: str) -> None:
 
 def check_memory(value: object) -> None:
     """Raises:
-    TypeError: it is no number.
+    TypeError: ``value`` is not a number.
     ValueError: it is not positive, or not finite.
     """
     if not isinstance(value, int | float) or isinstance(value, bool):
@@ -35,17 +35,17 @@ def check_memory(value: object) -> None:
 
 def check_callable(name: str, value: object, expected: str) -> None:
     """Raises:
-    TypeError: ``value`` cannot be called.
+    TypeError: ``value`` is not callable.
     """
     if not callable(value):
         raise TypeError(f"{name}: expected {expected}; found {value!r}")
 
 
 def listed(name: str, value: object, expected: str) -> list[Any]:
-    """The items of ``value``.
+    """The items of ``value`` as a list.
 
     Raises:
-        TypeError: it has none: no sequence, or a string.
+        TypeError: ``value`` is not iterable, or is a string.
     """
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):
         raise TypeError(f"{name}: expected {expected}; found {value!r}")
@@ -53,10 +53,10 @@ def listed(name: str, value: object, expected: str) -> list[Any]:
 
 
 def check_sizes(name: str, sizes: tuple[Any, ...], expected: str) -> None:
-    """Sizes of one or two axes.
+    """Check the types of the sizes of mesh axes.
 
     Raises:
-        TypeError: one is no whole number.
+        TypeError: a size is not an integer.
     """
     if not all(isinstance(size, int) and not isinstance(size, bool) for size in sizes):
         raise TypeError(f"{name}: expected {expected}; found {sizes}")
@@ -64,25 +64,25 @@ def check_sizes(name: str, sizes: tuple[Any, ...], expected: str) -> None:
 
 def check_type(name: str, value: object, kind: type, expected: str) -> None:
     """Raises:
-    TypeError: ``value`` is of another type.
+    TypeError: ``value`` is not of type ``kind``.
     """
     if not isinstance(value, kind):
         raise TypeError(f"{name}: expected {expected}; found {value!r}")
 
 
 def read_json(path: str | Path, expected: str) -> dict[str, Any]:
-    """The object in a file of JSON.
+    """Read the JSON object in a file.
 
     Raises:
         OSError: there is no such file.
-        TypeError: ``path`` is no path.
-        ValueError: it has no JSON, or no object.
+        TypeError: ``path`` is not a path.
+        ValueError: the file does not contain a JSON object.
     """
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"path: expected the path of {expected}; found {path!r}")
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # bytes that are no text, no JSON, too deep
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deeply
         raise ValueError(f"{path}: expected {expected}; found {error!r}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected {expected}; found a {type(content).__name__}")

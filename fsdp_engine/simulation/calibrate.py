@@ -1,17 +1,18 @@
-"""This machine, measured: the ranks of torchrun, on GPUs or on a CPU's cores; without it two gloo
-ranks of this machine.
+"""Measures this machine: the ranks of torchrun, on GPUs or CPU cores; without torchrun two gloo
+ranks.
 
-All ranks measure at the same time, since in training all compute at the same time; of each figure
-what the slowest needs is taken. Some twenty seconds in all. What is timed of one rank is in
-``kernels.py``; links are timed with the engine's own messages, which on a crowded machine wait for
-their turn: then only the processor's time for them is known, and taken for all of it.
+All ranks measure at the same time, since all compute at the same time in training; each figure is
+that of the slowest rank. Takes about twenty seconds. ``kernels.py`` times the operations of one
+rank. Links are timed with the engine's own collectives. If other programs use the processor, these
+are delayed; then only their processor time is known, and is used instead.
 
-[Note: What a message takes from compute]
-Where one processor does both, whoever sends loses its thread's own share of a message (issuing,
-copies, sums) in any case. What the backend's threads take is lost only where they have no core to
-themselves: of 2 ranks on 2 cores all of it, on 4 cores none. Both are processor times, which other
-programs change little. They are taken alone and beside products, where threads take turns and a
-message comes in smaller pieces; the longer counts.
+[Note: Compute time of communication]
+If one processor computes and communicates, the calling thread's share of a collective (issuing,
+copies, sums) always delays compute. The time of the backend's threads delays compute only if these
+threads have no cores of their own: all of it for 2 ranks on 2 cores, none of it on 4 cores. Both
+are processor times, on which other programs have little influence. They are measured without other
+work and concurrently with matrix products, where threads are preempted and data arrives in smaller
+pieces; the longer time is used.
 """
 
 from __future__ import annotations
@@ -41,47 +42,47 @@ from fsdp_engine.simulation.kernels import Kernels
 from fsdp_engine.simulation.machine import Link, Machine
 
 RANKS = 2
-_LARGE = {"cpu": 2**22, "cuda": 2**27}  # bytes: a unit's worth of message
+_LARGE = {"cpu": 2**22, "cuda": 2**27}  # bytes, about those of a unit
 _SMALL = 2**12
 _CACHES = 2**27
 _LEAST, _MOST = 8, 100  # repetitions
 _PRODUCTS, _IN_A_ROW = 4, 4
 _SECONDS_BESIDE = 0.1
-_CROWDED = 0.1  # a share of the processor that others take
+_CROWDED = 0.1  # fraction of the processor time used by other programs
 _DTYPES = {
     "cpu": (torch.float32, torch.bfloat16),
     "cuda": (torch.float32, torch.float16, torch.bfloat16),
 }
 
 
-def calibrate(threads: int = 1, *, seconds: float = 1.0, tell: bool = False) -> Machine:
+def calibrate(threads: int = 1, *, seconds: float = 1.0, verbose: bool = False) -> Machine:
     """Measure this machine.
 
-    Under torchrun all ranks must call it, and all get the same machine: ranks of one node within a
-    node, and where there are several nodes, those between them. Ranks that have GPUs measure these,
-    and NCCL. Elsewhere two gloo ranks are started on this machine's CPU.
+    Under torchrun all ranks have to call this function, and all return the same machine: the link
+    within a node, and the one between nodes if there are several. Ranks with GPUs measure these and
+    NCCL. Without torchrun, two gloo ranks are started on this machine's CPU.
 
     Args:
         threads: of each rank on a CPU.
-        seconds: how long to measure each of its figures.
-        tell: the first rank says what it measures, on stderr.
+        seconds: measurement time of each figure.
+        verbose: the first rank prints progress to stderr.
 
     Raises:
         ValueError: nodes have different numbers of ranks.
     """
     if dist.is_initialized() or ("RANK" in os.environ and "WORLD_SIZE" in os.environ):
-        return _measure(threads, seconds, tell)
+        return _measure(threads, seconds, verbose)
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "machine.json"
-        mp.spawn(_measure_spawned, (port, threads, seconds, tell, str(path)), RANKS)
+        mp.spawn(_measure_spawned, (port, threads, seconds, verbose, str(path)), RANKS)
         return Machine.load(path)
 
 
 def _measure_spawned(
-    rank: int, port: int, threads: int, seconds: float, tell: bool, path: str
+    rank: int, port: int, threads: int, seconds: float, verbose: bool, path: str
 ) -> None:
     os.environ.update(
         RANK=str(rank),
@@ -89,55 +90,55 @@ def _measure_spawned(
         LOCAL_WORLD_SIZE=str(RANKS),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
-        CUDA_VISIBLE_DEVICES="",  # it is the cores that are measured
+        CUDA_VISIBLE_DEVICES="",  # measure the CPU
     )
-    machine = _measure(threads, seconds, tell)
+    machine = _measure(threads, seconds, verbose)
     if rank == 0:
         machine.save(Path(path))
 
 
-def _measure(threads: int, seconds: float, tell: bool) -> Machine:
+def _measure(threads: int, seconds: float, verbose: bool) -> Machine:
     is_guest = dist.is_initialized()
     num_ranks = dist.get_world_size() if is_guest else int(os.environ["WORLD_SIZE"])
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
     if num_ranks % per_node:
         raise ValueError(
-            f"calibrate: expected as many ranks on each node; found {num_ranks} ranks, of them "
-            f"{per_node} on this node"
+            f"calibrate: expected the same number of ranks on each node; found {num_ranks} ranks, "
+            f"{per_node} of them on this node"
         )
     mesh = DataMesh.create(None, num_instances=num_ranks // per_node, what="calibrate")
     if mesh.device.type == "cpu":
         torch.set_num_threads(threads)
-    meter = _Meter(mesh, threads, seconds, tell)
+    meter = _Meter(mesh, threads, seconds, verbose)
     machine = meter.measure()
-    meter.agree(0.0)  # all are done
+    meter.agree(0.0)  # a barrier
     if not is_guest:
         dist.destroy_process_group()
     return machine
 
 
 class _Meter:
-    """Measures one rank's share of this machine, while the others do the same.
+    """Measures one rank's part of this machine, concurrently with the other ranks.
 
     Args:
         mesh: all ranks: nodes on its outer axis, ranks of a node on the inner one.
         threads: of each rank on a CPU.
-        seconds: how long to measure each figure.
-        tell: say what is measured.
+        seconds: measurement time of each figure.
+        verbose: print progress.
     """
 
-    def __init__(self, mesh: DataMesh, threads: int, seconds: float, tell: bool) -> None:
+    def __init__(self, mesh: DataMesh, threads: int, seconds: float, verbose: bool) -> None:
         self._mesh = mesh
         self._device = mesh.device
         self._threads = threads
         self._seconds = seconds
-        self._tells = tell and mesh.rank == 0
+        self._prints = verbose and mesh.rank == 0
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         self._cores = cores or 1
         self._is_crowded = False
 
     def measure(self) -> Machine:
-        """All figures."""
+        """Measure all figures."""
         nodes, ranks = self._mesh.outer.size, self._mesh.inner.size
         on_host = self._device.type == "cpu"
         kind = f"gloo ranks of {self._threads} thread(s)"
@@ -147,7 +148,7 @@ class _Meter:
         turns = max(ranks * self._threads / self._cores, 1.0) if on_host else 1.0
         kernels = Kernels(self._device, turns, self._seconds, self.agree)
         if turns > 1:
-            self._say(f"  ranks take turns: {ranks * self._threads} threads, {self._cores} cores")
+            self._say(f"  ranks share cores: {ranks * self._threads} threads, {self._cores} cores")
         processor = kernels.processor(
             _DTYPES.get(self._device.type, _DTYPES["cuda"]), self._memory_bytes(ranks)
         )
@@ -156,18 +157,18 @@ class _Meter:
                 f"  products, {str(dtype).removeprefix('torch.')}: {flops / 1e9:,.1f} GFLOP/s"
             )
         self._say(f"  memory: {processor.memory_bandwidth / 1e9:,.1f} GB/s")
-        self._say(f"  of moving, beside computing: {processor.overlap:.0%}")
-        self._say(f"  attention: {processor.attention_share:.0%} of what products reach")
-        self._say(f"  functions: {processor.function_seconds * 1e9:.2f} ns an element")
+        self._say(f"  overlap of memory access and compute: {processor.overlap:.0%}")
+        self._say(f"  attention: {processor.attention_share:.0%} of the rate of products")
+        self._say(f"  functions: {processor.function_seconds * 1e9:.2f} ns per element")
         host = kernels.host_seconds()
-        self._say(f"  a call of the host: {host * 1e6:.1f} us")
+        self._say(f"  host time per call: {host * 1e6:.1f} us")
         self._is_crowded = (crowd := kernels.crowd()) > _CROWDED
         if self._is_crowded:
             self._say(
-                f"  other programs take {crowd:.0%} of the processor: of messages only the "
-                "processor's time is told from theirs. Better measure without them"
+                f"  other programs use {crowd:.0%} of the processor; communication is therefore "
+                "measured by processor time only. Measure without other programs if possible"
             )
-        alone = Link(processor.memory_bandwidth / 2, 0.0)  # of one rank, which sends nothing
+        alone = Link(processor.memory_bandwidth / 2, 0.0)  # for a single rank
         within = self._link("within a node", self._mesh.inner) or alone
         between = self._link("between nodes", self._mesh.outer) or within
         return Machine(
@@ -186,7 +187,8 @@ class _Meter:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks
 
     def _link(self, what: str, axis: MeshAxis) -> Link | None:
-        """Between the ranks of one axis, all rows or columns at once; None: there is one rank."""
+        """The link between the ranks of one axis, measured on all rows or columns at once; None for
+        one rank."""
         if axis.gather_group is None:
             return None
         self._say(f"link {what}: gathers of {axis.size} ranks")
@@ -197,23 +199,23 @@ class _Meter:
         if self._device.type == "cpu":
             busy = max(busy, self._beside_compute(comm, large_bytes))
             large = max(large, busy)
-        # In a message of N bytes over n ranks each sends (n - 1) / n of N, in n - 1 hops. Should
-        # small ones have met with a crowd, most of a large one's time is still its bytes'.
+        # In an all-gather of N bytes over n ranks each sends (n - 1) / n of N, in n - 1 hops. If
+        # small ones were delayed, half of a large one's time is still attributed to its bytes.
         small = min(small, large / 2)
         hops = comm.size - 1
         sent = [num_bytes * hops / comm.size for num_bytes in (large_bytes, _SMALL)]
         bandwidth = (sent[0] - sent[1]) / (large - small)
         latency = max(small - sent[1] / bandwidth, 0.0) / hops
         share = min(busy / large, 1.0)
-        self._say(f"  {bandwidth / 1e6:,.0f} MB/s, {latency * 1e6:,.0f} us a hop")
+        self._say(f"  {bandwidth / 1e6:,.0f} MB/s, {latency * 1e6:,.0f} us per hop")
         if self._device.type == "cpu":
-            self._say(f"  of a message's time compute pays {share:.0%}")
+            self._say(f"  {share:.0%} of communication time delays compute")
         return Link(bandwidth, latency, processor_share=share)
 
     def _message(self, comm: Communicator, num_bytes: int) -> tuple[float, float]:
-        """Seconds of a gather as the engine sends it, in place, and how many of them compute pays.
-        (Sums of reductions are operations of their own.) Nothing of it is in a cache, as where a
-        model has computed since the last one."""
+        """Seconds of an all-gather, in place as in the engine, and the seconds by which it delays
+        compute. (Sums of reductions are separate operations.) The data is not in caches, as after
+        the computation of a model."""
         send = partial(_send, comm, self._messages(num_bytes))
         others = [memory.zeros(_LARGE["cpu"], torch.float32, self._device) for _ in range(2)]
         for _ in range(3):
@@ -222,13 +224,12 @@ class _Meter:
         found = []
         for _ in range(min(max(round(self._seconds / once), _LEAST), _MOST)):
             others[0].copy_(others[1])
-            self.agree(0.0)  # ranks begin together
+            self.agree(0.0)  # a barrier
             thread, process = time.thread_time(), time.process_time()
             elapsed = self._elapsed(send)
             own = time.thread_time() - thread
             found.append((elapsed, own + self._stolen(time.process_time() - process - own)))
-        # Where a rank is late the others' threads look for its message again and again: the fast
-        # ones show what messages take.
+        # If a rank is late, threads of the others poll. The fast repetitions are without polling.
         low, busy = (statistics.quantiles(each, n=10)[0] for each in zip(*found, strict=True))
         if is_accelerator(self._device):
             busy = 0.0
@@ -237,8 +238,8 @@ class _Meter:
         return self.agree(low), self.agree(busy)
 
     def _beside_compute(self, comm: Communicator, num_bytes: int) -> float:
-        """Seconds that such a message takes from products that go on meanwhile, if the cores have
-        nothing to spare: threads that take turns with them get its bytes in smaller pieces."""
+        """Seconds by which an all-gather delays concurrent matrix products if there are no spare
+        cores. Threads that are preempted by the products receive its data in smaller pieces."""
         messages = self._messages(num_bytes)
         operands = [memory.zeros((512, 512), torch.float32, self._device) + 1 for _ in range(3)]
 
@@ -265,14 +266,15 @@ class _Meter:
         return self.agree(max(together - alone, 0.0) / _IN_A_ROW)
 
     def _messages(self, num_bytes: int) -> Iterator[Tensor]:
-        """In turn so many that none is in a cache when its turn comes."""
+        """A cycle of tensors whose total size exceeds the caches."""
         count = min(max(_CACHES // num_bytes, 2), 64)
         return itertools.cycle(
             [memory.zeros(num_bytes // 4, torch.float32, self._device) for _ in range(count)]
         )
 
     def _stolen(self, of_other_threads: float) -> float:
-        """See [Note: What a message takes from compute]."""
+        """The part of the backend threads' time that delays compute; see
+        [Note: Compute time of communication]."""
         spare = self._cores / self._mesh.inner.size - self._threads
         return of_other_threads * (1.0 - min(max(spare, 0.0), 1.0))
 
@@ -284,12 +286,12 @@ class _Meter:
         return time.perf_counter() - start
 
     def agree(self, value: float) -> float:
-        """The largest of all ranks'."""
+        """The maximum over all ranks."""
         found = memory.zeros(1, torch.float64, self._device).fill_(value)
         return float(all_reduce_(found, self._mesh.control_group, "max"))
 
     def _say(self, text: str) -> None:
-        if self._tells:
+        if self._prints:
             print(text, file=sys.stderr, flush=True)
 
 

@@ -1,18 +1,18 @@
-"""Simulated time: lanes that advance, and what compute waits for.
+"""The simulated clock: lanes that advance, and exposed communication.
 
 [Note: Two clocks]
-On a machine whose host runs ahead there are two clocks. The *host's* goes on with every call. The
-*device's* is that of its lanes: work on a lane begins when the host has issued it, what was before
-it on the lane is done, and the tickets that it comes after are reached. Waiting for a ticket costs
-nothing by itself: it holds up the next operation on the lane. So what is *exposed* is seen there:
-the time between the moment when compute could have begun, had it not to wait for communication
-(issued, and the lane free), and the moment when it did.
+On a machine whose host runs ahead there are two clocks. The *host's* clock advances with every
+call. The *device's* clock is that of its lanes: an operation on a lane starts when the host has
+issued it, previous operations on the lane are complete, and the tickets that it depends on are
+reached. Waiting for a ticket takes no time by itself; it delays the next operation on the lane.
+*Exposed* time is measured there: from the time at which compute could have started without the wait
+(issued, and the lane idle) to the time at which it starts.
 
-On a machine where the host computes, both clocks are one. Then lanes are FIFOs like those of
-``HostLane``: an operation begins at its submission if what it comes after is done, else with the
-next submission or wait on its lane, and waiting for it blocks. What it does when its messages have
-come (sums, casts) the host does when somebody has waited for it, and the scratch that it has taken
-stays until then. So nothing about memory depends on how long messages take.
+On a machine where the host computes, both clocks are the same. Lanes are then FIFOs like those of
+``HostLane``: an operation starts at its submission if its dependencies are complete, else at the
+next submission or wait on its lane, and waiting for it blocks the host. The host runs the part
+after its communication (sums, casts) when the operation is waited for, and its scratch memory is
+held until then. Memory therefore does not depend on the duration of communication.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ HOST = "host"
 
 @dataclass(frozen=True)
 class Span:
-    """One operation on one lane, from when to when."""
+    """The time interval of one operation on a lane."""
 
     lane: str
     label: str
@@ -46,14 +46,14 @@ class Span:
 
 @dataclass(frozen=True)
 class Exposed:
-    """Compute had nothing to do but to wait.
+    """A wait of compute for communication.
 
     Attributes:
-        unit: whose communication it waited for.
+        unit: the unit whose communication compute waited for.
         phase: "forward", "backward" or "step".
-        lane: which that was on.
-        seconds: how long.
-        start: since when, as of spans.
+        lane: the lane of the communication.
+        seconds: duration of the wait.
+        start: start of the wait, on the time axis of spans.
     """
 
     unit: str
@@ -65,14 +65,13 @@ class Exposed:
 
 @dataclass(frozen=True)
 class Moment:
-    """When an operation is done, and what that is due to: the longest of it and of those right
-    before it that it had to come after, since waiting for a cast of what was sent is waiting for
-    the message.
+    """The end time of an operation, and its cause: the longest of the operation and its direct
+    dependencies. (Waiting for the cast of a gathered tensor is attributed to the gather.)
 
     Attributes:
-        time: seconds since the simulation began.
-        label, lane: of the longest.
-        seconds: how long that took.
+        time: seconds since the start of the simulation.
+        label, lane: of the longest operation.
+        seconds: its duration.
     """
 
     time: float
@@ -82,7 +81,8 @@ class Moment:
 
 
 class SimulatedTicket:
-    """A moment of a lane's work; where the host computes, known once the work has begun."""
+    """The end of an operation on a lane. If the host computes, its time is known once the operation
+    has started."""
 
     __slots__ = ("_clock", "_lane", "_start", "_steps", "done", "moment")
 
@@ -92,19 +92,18 @@ class SimulatedTicket:
         self._lane = lane
         self._clock = clock
         self._start = start
-        self._steps: Steps | None = None  # what is to be done when its messages are
+        self._steps: Steps | None = None  # the part after its communication
         self.moment = moment
-        # Whether the host knows it to be reached. Like a HostTicket's: waiting tells, or that there
-        # was nothing to wait for.
+        # Whether the host has waited for it, or it had no communication; as in HostTicket.
         self.done = False
 
     @property
     def time(self) -> float:
-        """When it is reached."""
+        """The time at which it is reached."""
         return self.moment.time
 
     def begin(self) -> None:
-        """Begin what has waited at its lane."""
+        """Start the operation if it has not started."""
         if self._start is not None:
             start, self._start = self._start, None
             self.moment = start()
@@ -112,14 +111,14 @@ class SimulatedTicket:
             self.done = self._steps is None
 
     def finish(self) -> None:
-        """The host has waited for it, and does the rest."""
+        """Run the part after the communication, after the host has waited for it."""
         self.done = True
         if self._steps is not None:
             steps, self._steps = self._steps, None
             self._clock.run_rest(self._lane, steps)
 
     def begin_in_turn(self) -> None:
-        """Begin everything on its lane up to it."""
+        """Start all operations on its lane up to this one."""
         self._lane.begin_through(self)
 
 
@@ -127,7 +126,7 @@ class SimulatedLane:
     """A lane that advances in simulated time; see :class:`~fsdp_engine.devices.lanes.Lane`.
 
     Attributes:
-        free: when everything submitted so far will be done.
+        free: the time at which all submitted operations are complete.
         runs_ahead, meters: see :class:`~fsdp_engine.devices.lanes.Lane`.
     """
 
@@ -136,7 +135,7 @@ class SimulatedLane:
         self.name = name
         self.free = 0.0
         self.runs_ahead = clock.machine.host_runs_ahead
-        self.meters: tuple[Meter, ...] = ()  # the clock's own list of what is exposed says more
+        self.meters: tuple[Meter, ...] = ()  # empty: the clock records exposed communication
         self._waiting: deque[SimulatedTicket] = deque()
 
     def submit(
@@ -170,7 +169,7 @@ class SimulatedLane:
         return ticket
 
     def begin_through(self, ticket: SimulatedTicket) -> None:
-        """Begin everything up to and including ``ticket``."""
+        """Start all operations up to and including that of ``ticket``."""
         while ticket in self._waiting:
             self._waiting.popleft().begin()
 
@@ -178,7 +177,7 @@ class SimulatedLane:
         """See :class:`~fsdp_engine.devices.lanes.Lane`."""
         moment = Moment(self._clock.reached(self), self.name, self.name)
         ticket = SimulatedTicket(self, self._clock, moment, None)
-        ticket.done = not self.runs_ahead  # what the host has submitted it waits for by itself
+        ticket.done = not self.runs_ahead  # otherwise the host has computed it already
         return ticket
 
     def wait(self, *tickets: Any) -> None:
@@ -190,8 +189,8 @@ class SimulatedLane:
         """See :class:`~fsdp_engine.devices.lanes.Lane`."""
 
     def manage(self, label: str, action: Callable[[], None], storage: Any) -> None:
-        """See :class:`~fsdp_engine.devices.lanes.Lane`; memory comes and goes on the host's clock,
-        as a caching allocator sees it."""
+        """See :class:`~fsdp_engine.devices.lanes.Lane`. Memory is allocated and freed on the host's
+        clock, as in a caching allocator."""
         del label, storage
         action()
         self._clock.memory_changed()
@@ -205,8 +204,8 @@ class SimulatedLane:
 
 @dataclass
 class _Work:
-    """An operation that is carried out: seconds so far of its messages, of what it computes, and of
-    what it takes from compute."""
+    """The operation that runs: seconds so far of its communication, of its computation, and of the
+    delay of compute."""
 
     lane: SimulatedLane
     sending: float = 0.0
@@ -215,15 +214,15 @@ class _Work:
 
 
 class Clock:
-    """The time of one rank, and what happened in it. See [Note: Two clocks].
+    """The simulated time of one rank, with a record of operations. See [Note: Two clocks].
 
     Attributes:
         host: the host's time.
-        phase: what the program does: "build", "forward", "backward" or "step".
-        spans: what was done, in the order in which it was issued.
-        exposed: where compute waited for communication.
-        sent_bytes: of messages on lanes, by axis.
-        memory_changed: is called when the engine's memory came or went.
+        phase: of the program: "build", "forward", "backward" or "step".
+        spans: operations in the order of their submission.
+        exposed: waits of compute for communication.
+        sent_bytes: bytes sent on lanes, by axis.
+        memory_changed: called when the engine has allocated or freed memory.
     """
 
     def __init__(self, machine: Machine) -> None:
@@ -238,10 +237,10 @@ class Clock:
         names = (*LANES, COPY_IN) if machine.host_runs_ahead else LANES
         self.lanes = {name: SimulatedLane(self, name) for name in names}
         self._compute = self.lanes[COMPUTE]
-        # What compute's next operation comes after, and the phase in which somebody said so.
+        # The dependency of compute's next operation, and the phase in which it was added.
         self._awaited: SimulatedTicket | None = None
         self._awaited_in = ""
-        # The operation that runs on another lane right now, and what the last one left to be done.
+        # The operation that runs on another lane, and the rest of the last one.
         self._work: _Work | None = None
         self._rest: Steps | None = None
 
@@ -252,17 +251,17 @@ class Clock:
 
     @property
     def lane_at_work(self) -> str | None:
-        """The lane whose operation is carried out right now; None: compute's."""
+        """The lane whose operation runs; None: the compute lane."""
         return None if self._work is None else self._work.lane.name
 
     def call(self) -> None:
-        """The host calls something."""
+        """Advance the host's clock by the time of one call."""
         self.host += self.machine.host_seconds
         if not self.machine.host_runs_ahead:
             self._compute.free = self.host
 
     def compute(self, label: str, seconds: float) -> None:
-        """An operation of ``seconds`` on the lane that is at work."""
+        """Run an operation of ``seconds`` on the lane whose operation runs."""
         self.call()
         if self._work is not None:
             self._work.computed += seconds
@@ -275,12 +274,13 @@ class Clock:
             self.spans.append(Span(COMPUTE, label, self.phase, start, self._compute.free))
 
     def send(self, num_bytes: float, seconds: float, of_compute: float = 0.0) -> None:
-        """A message of ``seconds`` on the lane that is at work. Outside lanes messages are small,
-        go beside everything else, and nobody waits for them.
+        """Run communication of ``seconds`` on the lane whose operation runs. Of
+        communication outside of lanes, which is small, only the host time is counted.
 
         Args:
-            num_bytes: that this rank sends.
-            of_compute: what it takes from compute, where one processor does both.
+            num_bytes: bytes that this rank sends.
+            seconds: duration.
+            of_compute: the delay of compute, if one processor computes and communicates.
         """
         self.call()
         if self._work is not None:
@@ -292,8 +292,8 @@ class Clock:
     def run(
         self, lane: SimulatedLane, label: str, operation: Operation, after: Sequence[Any]
     ) -> Moment:
-        """Carry out an operation on ``lane``; returns when it is done. Where the host computes
-        itself, up to its first messages: see :meth:`take_rest`."""
+        """Run an operation on ``lane`` and return its end. If the host computes, run it up to its
+        first communication; see :meth:`take_rest`."""
         start = max(self.host, lane.free, *(ticket.time for ticket in after))
         steps = operation()
         with self._at_work(lane) as work:
@@ -305,7 +305,7 @@ class Clock:
         computed, stolen = work.computed, work.stolen
         seconds = work.sending + computed
         if not self.machine.host_runs_ahead:
-            # The host computes its part itself; only messages go on by themselves.
+            # The host runs the computation itself; only communication is asynchronous.
             self._host_computes(computed)
             start, seconds = max(start, self.host), seconds - computed
         lane.free = max(start + seconds, self.host) if seconds else start
@@ -319,17 +319,17 @@ class Clock:
         return Moment(lane.free, label, lane.name, seconds)
 
     def take_rest(self) -> Steps | None:
-        """What the operation that ran last does when its messages have come, if it waits for any;
-        what it has taken for itself it holds until then."""
+        """The rest of the last operation, after its communication; None if there is none. Its
+        scratch memory is held until the rest has run."""
         steps, self._rest = self._rest, None
         return steps
 
     def run_rest(self, lane: SimulatedLane, steps: Steps) -> None:
-        """The host goes on with an operation on ``lane``, and waits for what else it sends."""
-        goes_on = True
-        while goes_on:
+        """Run the rest of an operation on ``lane`` on the host, and wait for its communication."""
+        has_more = True
+        while has_more:
             with self._at_work(lane) as work:
-                goes_on = _issue(steps)
+                has_more = _issue(steps)
             self._host_computes(work.computed)
             lane.free = max(lane.free, self.host) + work.sending
             self._host_computes(lane.free - self.host if work.sending else 0.0)
@@ -339,7 +339,7 @@ class Clock:
         self._compute.free = self.host
 
     def wait(self, lane: SimulatedLane, ticket: SimulatedTicket) -> None:
-        """What ``lane`` does later comes after ``ticket``."""
+        """Make later operations on ``lane`` depend on ``ticket``."""
         ticket.begin_in_turn()
         if not self.machine.host_runs_ahead:
             self.block(ticket)
@@ -349,25 +349,25 @@ class Clock:
             self._awaited, self._awaited_in = ticket, self.phase
 
     def block(self, ticket: SimulatedTicket) -> None:
-        """Where the host computes: it waits for ``ticket``."""
+        """Make the host wait for ``ticket``, if the host computes."""
         ticket.begin_in_turn()
         self._note_exposed(ticket, self.host, self.phase)
         self.host = self._compute.free = max(self.host, ticket.time)
         ticket.finish()
 
     def reached(self, lane: SimulatedLane) -> float:
-        """When everything submitted to ``lane`` so far will be done."""
+        """The time at which all operations submitted to ``lane`` are complete."""
         if lane is self._compute and self._awaited is not None:
             return max(lane.free, self.host, self._awaited.time)
         return max(lane.free, self.host)
 
     def finish(self) -> float:
-        """Everything compute was given, or has to wait for, is done; returns when."""
+        """Wait for all operations and dependencies of compute, and return the time."""
         self._compute.free = self._settle()
         return self._compute.free
 
     def _settle(self) -> float:
-        """When compute begins what it is given now."""
+        """The start time of compute's next operation."""
         ready = max(self.host, self._compute.free)
         ticket, self._awaited = self._awaited, None
         if ticket is None:
@@ -380,7 +380,7 @@ class Clock:
         self._compute.free = start + seconds
         if not self.machine.host_runs_ahead:
             self.host = self._compute.free
-        self.spans.append(Span(COMPUTE, "moving bytes", self.phase, start, start + seconds))
+        self.spans.append(Span(COMPUTE, "moving data", self.phase, start, start + seconds))
 
     def _note_exposed(self, ticket: SimulatedTicket, ready: float, phase: str) -> None:
         due = ticket.moment
@@ -398,7 +398,7 @@ class Clock:
 
 
 def _issue(steps: Steps) -> bool:
-    """Take the next step of an operation; whether it waits for something then."""
+    """Run the next step of an operation. Returns whether it ended with communication."""
     works = next(steps, None)
     for work in works or ():
         work.wait()
@@ -406,5 +406,5 @@ def _issue(steps: Steps) -> bool:
 
 
 def axis_of(lane: str) -> str:
-    """The axis whose messages ``lane`` carries, "inner" or "outer"; of encodings the inner one."""
+    """The axis of the communication on ``lane``, "inner" or "outer"; "inner" for encodings."""
     return "inner" if lane == COPY_IN else lane.split()[0]

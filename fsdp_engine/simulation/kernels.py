@@ -1,7 +1,8 @@
-"""What ``calibrate`` times of one rank: products, memory, attention, functions, the host.
+"""Timings of one rank for ``calibrate``: matrix products, memory, attention, functions, the host.
 
-*Warm* operands are those of the call before, in caches; *cold* ones are others in each call, of
-more memory than caches hold, as in training, where a step comes past every tensor once.
+*Warm* operands are those of the previous call, in caches. *Cold* operands are different in each
+call, with a total size that exceeds the caches, as in training, where a step uses every tensor
+once.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from fsdp_engine.simulation.machine import Processor
 
 Action = Callable[[], object]
 
-_CACHES = 2**27  # bytes that no caches hold
+_CACHES = 2**27  # bytes, more than any cache
 _LEAST, _MOST = 5, 200  # repetitions
 
 
@@ -33,10 +34,10 @@ class Kernels:
     """Times kernels on one device.
 
     Args:
-        device: which.
-        turns: threads of all ranks for each core, at least 1: they wait for their turns.
-        seconds: how long to time each kernel.
-        agree: what all ranks take for the value of each; the largest, say.
+        device: the device.
+        turns: threads of all ranks per core, at least 1.
+        seconds: measurement time of each kernel.
+        agree: combines the ranks' values, for example by the maximum.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class Kernels:
         self._turns = turns
         self._seconds = seconds
         self._agree = agree
-        # Rows, inner and outer size of products: those of small transformers, of large ones.
+        # Rows, inner and outer size of products, as in small and in large transformers.
         self._sizes = (256, 256, 512) if self._on_host else (8192, 4096, 4096)
         # Batch, heads, sequence, size of heads.
         self._attention = (2, 4, 256, 64) if self._on_host else (4, 16, 2048, 128)
@@ -55,20 +56,21 @@ class Kernels:
         self._elements = 2**19 if self._on_host else 2**26
 
     def matrix_flops(self, dtype: torch.dtype) -> float:
-        """A second, of products with warm operands."""
+        """Floating-point operations per second of products with warm operands."""
         return self._flops() / self._time(partial(_product, *self._operands(dtype)))
 
     def memory_bandwidth(self) -> float:
-        """Bytes a second that copies of cold tensors read and write."""
+        """Bytes per second that copies of cold tensors read and write."""
         seconds = self._time(partial(_with_next, _copy, self._cold(partial(self._matrices, 2))))
         return 2 * 4 * self._elements / seconds
 
     def overlap(self, flops: float, bandwidth: float) -> float:
-        """Of moving operands, beside computing, of products with cold operands in fp32.
+        """The overlap of memory access and compute (see :class:`Processor`), from products with
+        cold operands in fp32.
 
         Args:
-            flops: a second, of warm ones.
-            bandwidth: bytes a second of the memory.
+            flops: floating-point operations per second with warm operands.
+            bandwidth: bytes per second of the memory.
         """
         if not self._on_host:
             return 1.0
@@ -80,7 +82,7 @@ class Kernels:
         return min(max(hidden / min(computing, moving), 0.0), 1.0)
 
     def attention_share(self, flops: float, dtype: torch.dtype) -> float:
-        """What attention reaches of products' ``flops`` a second."""
+        """The rate of attention as a fraction of ``flops``, the rate of products."""
         batch, heads, length, size = self._attention
         shape = (batch, heads, length, size)
         query, key, value = (memory.zeros(shape, dtype, self._device) + 1 for _ in range(3))
@@ -88,8 +90,12 @@ class Kernels:
         return min(4 * batch * heads * length**2 * size / seconds / flops, 1.0)
 
     def function_seconds(self, bandwidth: float) -> float:
-        """Of one element: the mean of gelu, its backward and softmax, of cold tensors, beyond what
-        moving takes. ``bandwidth``: bytes a second of the memory."""
+        """Seconds per element of functions, in addition to memory access: the mean of gelu, its
+        backward and softmax, with cold tensors.
+
+        Args:
+            bandwidth: bytes per second of the memory.
+        """
         if not self._on_host:
             return 0.0
         found = []
@@ -101,7 +107,7 @@ class Kernels:
         return statistics.mean(found)
 
     def call_seconds(self) -> float:
-        """The least that a kernel takes on a device, behind others; 0 on a host."""
+        """The minimum duration of a kernel in a queue of a device; 0 on a host."""
         if self._on_host:
             return 0.0
         tensor, large, count = self._ones(1), self._ones(2**28), 100
@@ -111,14 +117,14 @@ class Kernels:
                 tensor.add_(1)
 
         def all_of_them() -> None:
-            large.add_(1)  # while this goes on the host gets ahead
+            large.add_(1)  # a long kernel, so that the host runs ahead
             small_ones()
 
         return max(self._time(all_of_them) - self._time(lambda: large.add_(1)), 0.0) / count
 
     def host_seconds(self) -> float:
-        """Of one operation's call: the host's time of a step of a tiny network, forward, backward
-        and AdamW, modules and autograd included, over its operations."""
+        """Host time per operation: that of a step of a tiny network with forward, backward and
+        AdamW, including modules and autograd, divided by the number of operations."""
         layers = [each for _ in range(16) for each in (nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU())]
         model = nn.Sequential(*layers).to(self._device)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -135,7 +141,7 @@ class Kernels:
         return self._time(step, self._host_time) / calls.number
 
     def crowd(self) -> float:
-        """The share of a CPU's time that other programs took from products; 0 on a device."""
+        """The fraction of a CPU's time that other programs used during products; 0 on a device."""
         if not self._on_host:
             return 0.0
         operands = self._operands(torch.float32)
@@ -146,15 +152,15 @@ class Kernels:
         return self._agree(1.0 - own / (time.perf_counter() - wall))
 
     def processor(self, dtypes: Sequence[torch.dtype], memory_bytes: float) -> Processor:
-        """All of them.
+        """Measure all figures of the processor.
 
         Args:
-            dtypes: of products; attention is timed in the last.
-            memory_bytes: how much memory the rank has.
+            dtypes: of products; attention is timed in the last one.
+            memory_bytes: memory of the rank.
         """
         flops = {dtype: self.matrix_flops(dtype) for dtype in dtypes}
         bandwidth = self.memory_bandwidth()
-        # Attention of a CPU in fp32: its kernels have no matrix units for narrower dtypes.
+        # fp32 on a CPU, whose attention kernels do not use matrix units for narrower dtypes.
         dtype = torch.float32 if self._on_host else dtypes[-1]
         return Processor(
             flops,
@@ -181,13 +187,13 @@ class Kernels:
         return memory.zeros(numel, torch.float32, self._device) + 1
 
     def _cold(self, make: Callable[[], list[Tensor]]) -> itertools.cycle[list[Tensor]]:
-        """Sets of operands, in turn, so many that none is in a cache when its turn comes."""
+        """A cycle of operand sets whose total size exceeds the caches."""
         first = make()
         count = math.ceil(_CACHES / sum(each.nbytes for each in first))
         return itertools.cycle([first, *(make() for _ in range(count))])
 
     def _time(self, action: Action, timed: Callable[[Action], float] | None = None) -> float:
-        """Median of its seconds; the longest of all ranks'."""
+        """The median duration in seconds, combined over the ranks by ``agree``."""
         timed = timed or (self._host_time if self._on_host else self._device_time)
         for _ in range(2):
             action()
@@ -198,7 +204,7 @@ class Kernels:
         return self._agree(found)
 
     def _host_time(self, action: Action) -> float:
-        # The processor's time: what other programs take is none of this machine's.
+        # Processor time, to exclude other programs.
         start = time.thread_time()
         action()
         return (time.thread_time() - start) * self._turns
@@ -208,7 +214,7 @@ class Kernels:
 
 
 class _Calls(TorchDispatchMode):
-    """Counts what a simulation counts as calls; ``number``: so far."""
+    """Counts the operations that a simulation counts as calls, in ``number``."""
 
     number = 0
 

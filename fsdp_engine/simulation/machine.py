@@ -1,25 +1,26 @@
-"""What a simulation knows of a machine: a few figures, with their sources.
+"""The machine model of simulations: a few figures, with their sources.
 
-Peaks are those of vendors' data sheets, for dense matrices and one direction of a link. What
-programs reach of them is said apart, as a fraction: an assumption, to be replaced by measurements
-where there are some. "This machine" is measured (``calibrate.py``), and its fractions are 1.
+Peaks are those of vendors' data sheets, for dense matrices and one direction of a link. The
+fraction of a peak that programs achieve is a separate figure: an assumption, to be replaced by
+measurements if available. "This machine" is measured (``calibrate.py``), and its fractions are 1.
 
 [Note: Rings over nodes]
-NCCL runs a collective over several rings at once. Each ring enters and leaves a node once, and each
-through another port, as many as the group has ranks there. So a ring collective over m nodes is
-bounded by the ports of a node together, or by one rank's link within a node, whichever is less:
+NCCL runs a collective over several rings at once. Each ring enters and leaves a node once, through
+a different port each; there are as many as the group has ranks in the node. A ring collective over
+m nodes is therefore bounded by the sum of a node's ports, or by one rank's link within a node if
+that is slower:
 
     seconds = bytes that a rank sends / min(within, ranks in a node x between)
               + (n - m) hops within a node + (m - 1) hops between nodes
 
 NCCL's own model is the same: ``busBw = nChannels * bwInter``, ``latency = (nsteps - nInterSteps) *
 intraLat + nInterSteps * interLat`` (NCCL, ``src/graph/tuning.cc``, ``ncclTopoTuneModel``); channels
-are found in ``search.cc``. Bytes that go from one rank to another without a ring (gloo's parts, an
-all-to-all) leave the node through the port of the rank that sends them.
+are set up in ``search.cc``. Bytes that are sent from one rank to another without a ring (gloo's
+shards, an all-to-all) leave the node through the port of the sending rank.
 
-Worked example, 64 H100 in 8 nodes: eight ports of 50 GB/s, of which 0.9 are reached, carry 360
-GB/s; a link within a node reaches 0.8 of 450, 360 GB/s, too. Along an outer axis of one rank a
-node, each group has one port, 45 GB/s.
+Worked example, 64 H100 in 8 nodes: eight ports of 50 GB/s achieve 0.9 of it, 360 GB/s; a link
+within a node achieves 0.8 of 450, also 360 GB/s. Along an outer axis of one rank per node, each
+group has one port, 45 GB/s.
 """
 
 from __future__ import annotations
@@ -48,18 +49,18 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class Link:
-    """How bytes get from one rank to the next of a ring.
+    """The link from one rank to the next of a ring.
 
     Attributes:
-        bandwidth: bytes a second that one rank sends, while it receives as many, and while the
-            other ranks of its node do so, too.
-        latency: seconds of one hop, whatever is sent.
-        achievable: the fraction of ``bandwidth`` that collectives reach.
-        processor_share: the fraction of a message's time that it takes from compute, where one
-            processor does both.
+        bandwidth: bytes per second that one rank sends while it receives at the same rate, and
+            while the other ranks of its node do the same.
+        latency: seconds per hop, independent of the size.
+        achievable: the fraction of ``bandwidth`` that collectives achieve.
+        processor_share: the fraction of communication time that delays compute, if one processor
+            computes and communicates.
 
     Raises:
-        ValueError: a figure that cannot be.
+        ValueError: a figure is out of range.
     """
 
     bandwidth: float
@@ -75,35 +76,35 @@ class Link:
 
     @property
     def rate(self) -> float:
-        """Bytes a second that collectives reach."""
+        """Bytes per second that collectives achieve."""
         return self.bandwidth * self.achievable
 
     def seconds(self, num_bytes: float, num_hops: int) -> float:
-        """For ``num_bytes`` that a rank sends in ``num_hops`` messages, one after the other."""
+        """Seconds for ``num_bytes`` that a rank sends in ``num_hops`` successive hops."""
         return num_bytes / self.rate + num_hops * self.latency
 
 
 @dataclass(frozen=True)
 class Processor:
-    """What computes, and its memory.
+    """The processor of one rank, and its memory.
 
     Attributes:
-        matrix_flops: floating-point operations a second of matrix products, by dtype.
-        memory_bandwidth: bytes a second, read and written together.
-        memory_bytes: how much there is.
-        call_seconds: the least that any operation takes, however small.
-        achievable_flops: the fraction of ``matrix_flops`` that large products reach.
-        achievable_bandwidth: the fraction of ``memory_bandwidth`` that large operations reach.
-        overlap: of an operation that both computes and moves bytes, the fraction of the shorter of
-            the two that goes on beside the longer. 1 is a roofline, as of a GPU, where thousands of
-            threads wait for memory while others compute. 0 is a core that computes with what it
-            has waited for: then operations take as long as both.
-        attention_share: the fraction of what products reach that attention kernels reach.
-        function_seconds: of one element of a function such as gelu, softmax or a norm, beyond
-            moving it. 0 where there are processors enough to hide it.
+        matrix_flops: floating-point operations per second of matrix products, by dtype.
+        memory_bandwidth: bytes per second, reads and writes together.
+        memory_bytes: size of the memory.
+        call_seconds: minimum duration of an operation.
+        achievable_flops: the fraction of ``matrix_flops`` that large products achieve.
+        achievable_bandwidth: the fraction of ``memory_bandwidth`` that large operations achieve.
+        overlap: of an operation that computes and accesses memory, the fraction of the shorter of
+            the two times that overlaps with the longer. 1 is a roofline, as for a GPU, where
+            thousands of threads wait for memory while others compute. 0 is a core that computes
+            only after memory access: operations take the sum of both times.
+        attention_share: the rate of attention kernels as a fraction of that of products.
+        function_seconds: seconds per element of a function such as gelu, softmax or a norm, in
+            addition to memory access. 0 if enough processors hide it.
 
     Raises:
-        ValueError: a figure that cannot be, or no flops of fp32.
+        ValueError: a figure is out of range, or there is no figure for fp32.
     """
 
     matrix_flops: Mapping[torch.dtype, float]
@@ -119,8 +120,8 @@ class Processor:
     def __post_init__(self) -> None:
         if torch.float32 not in self.matrix_flops:
             raise ValueError(
-                "matrix_flops: expected torch.float32 among its dtypes, which stands for those "
-                f"that are not there; found {sorted(map(str, self.matrix_flops))}"
+                "matrix_flops: expected torch.float32 among its dtypes, the default for missing "
+                f"ones; found {sorted(map(str, self.matrix_flops))}"
             )
         for dtype, flops in self.matrix_flops.items():
             _check_rate(f"matrix_flops of {dtype}", flops)
@@ -142,15 +143,15 @@ class Processor:
         is_attention: bool = False,
         function_elements: int = 0,
     ) -> float:
-        """Of one operation: what it computes and what it moves, one beside the other as far as
-        ``overlap`` says.
+        """Seconds of one operation: those of computation and memory access, less their
+        ``overlap``.
 
         Args:
-            flops: of matrix products.
-            num_bytes: read and written.
+            flops: floating-point operations of matrix products.
+            num_bytes: bytes read and written.
             dtype: of the products.
-            is_attention: it is attention.
-            function_elements: of a function's result.
+            is_attention: the operation is attention.
+            function_elements: elements of a function's result.
         """
         peak = self.matrix_flops.get(dtype, self.matrix_flops[torch.float32])
         peak *= self.achievable_flops * (self.attention_share if is_attention else 1.0)
@@ -165,18 +166,18 @@ class Machine:
     """A machine of many ranks.
 
     Attributes:
-        name: for people.
+        name: for titles and errors.
         processor: of one rank.
         within_node: the link between ranks of one node.
         between_nodes: the link between ranks of two nodes: the port of one rank, or its share of
-            a port that the node's ranks have together.
+            the node's port.
         ranks_per_node: consecutive ranks that share a node.
-        host_seconds: what a call of one operation costs the host.
-        host_runs_ahead: the host issues work to a device and goes on. False: the host computes
+        host_seconds: host time per operation.
+        host_runs_ahead: the host issues work to a device asynchronously. False: the host computes
             itself, and its time is the compute lane's.
 
     Raises:
-        ValueError: a figure that cannot be.
+        ValueError: a figure is out of range.
     """
 
     name: str
@@ -198,8 +199,8 @@ class Machine:
             raise ValueError(f"host_runs_ahead: expected a bool; found {self.host_runs_ahead!r}")
 
     def link(self, num_ranks: int, stride: int) -> Link:
-        """Returns the link that times a ring collective over ``num_ranks`` ranks, each ``stride``
-        after the other; see [Note: Rings over nodes]."""
+        """Returns the effective link of a ring collective over ``num_ranks`` ranks with a stride of
+        ``stride``; see [Note: Rings over nodes]."""
         fewest, num_nodes = _in_nodes(num_ranks, stride, self.ranks_per_node)
         within, between = self.within_node, self.between_nodes
         if num_nodes == 1:
@@ -207,7 +208,7 @@ class Machine:
         if num_nodes == num_ranks:
             return between
         hops = (num_ranks - num_nodes) * within.latency + (num_nodes - 1) * between.latency
-        # Of one rank in some node, the ring has one port there.
+        # If a node has only one of the ranks, the ring has one port there.
         ports = between.rate if fewest == 1 else min(within.rate, fewest * between.rate)
         return Link(
             ports,
@@ -220,7 +221,7 @@ class Machine:
         return self.within_node if distance < self.ranks_per_node else self.between_nodes
 
     def save(self, path: Path) -> None:
-        """Write it as JSON."""
+        """Write the machine as JSON."""
         content = dataclasses.asdict(self)
         flops = content["processor"]["matrix_flops"]
         names = {dtype: name for name, dtype in _DTYPES.items()}
@@ -229,10 +230,11 @@ class Machine:
 
     @classmethod
     def named(cls, name: str) -> Machine:
-        """A preset, such as "h100", or what :meth:`load` reads from a file.
+        """A preset, such as "h100", or a machine from a file; see :meth:`load`.
 
         Raises:
-            ValueError: there is no such preset or file, or the file says something else.
+            TypeError: ``name`` is not a string.
+            ValueError: there is no such preset or file, or the file has other contents.
         """
         if not isinstance(name, str):
             raise TypeError(
@@ -250,13 +252,13 @@ class Machine:
 
     @classmethod
     def load(cls, path: str | Path) -> Machine:
-        """Read what :meth:`save`, or ``python -m fsdp_engine calibrate``, wrote.
+        """Read a file that :meth:`save` or ``python -m fsdp_engine calibrate`` wrote.
 
         Raises:
             OSError: there is no such file.
-            ValueError: it says something else.
+            ValueError: the file has other contents.
         """
-        content = read_json(path, "a machine as `calibrate` writes it")
+        content = read_json(path, "a machine as written by `calibrate`")
         try:
             processor = content.pop("processor")
             flops = {_DTYPES[name]: each for name, each in processor.pop("matrix_flops").items()}
@@ -268,13 +270,13 @@ class Machine:
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(
-                f"{path}: expected a machine as `calibrate` writes it; found {error!r}"
+                f"{path}: expected a machine as written by `calibrate`; found {error!r}"
             ) from error
 
 
 @functools.cache
 def _in_nodes(num_ranks: int, stride: int, ranks_per_node: int) -> tuple[int, int]:
-    """How many of these ranks the node with fewest of them has, and how many nodes there are."""
+    """The smallest number of these ranks in a node, and the number of nodes."""
     ranks_by_node = Counter(rank * stride // ranks_per_node for rank in range(num_ranks))
     return min(ranks_by_node.values()), len(ranks_by_node)
 
@@ -298,13 +300,13 @@ def _check_seconds(name: str, value: float) -> None:
         raise ValueError(f"{name}: expected 0 or a larger number; found {value!r}")
 
 
-# Fractions that all presets assume. Large bf16 products reach some 70 % of an H100's peak, which it
-# cannot hold within its power; streaming kernels some 90 % of the memory's bandwidth. NCCL's
-# all-gather reports a bus bandwidth of some 360 of NVLink 4's 450 GB/s, and close to a 400 Gb/s
-# link's line rate. None of them was measured by this project.
+# Fractions of all presets. Large bf16 products achieve about 70 % of an H100's peak, which it
+# cannot sustain within its power limit; streaming kernels achieve about 90 % of the memory
+# bandwidth. NCCL's all-gather reports a bus bandwidth of about 360 of NVLink 4's 450 GB/s, and
+# close to the line rate of a 400 Gb/s link. None of them was measured by this project.
 _FLOPS, _MEMORY, _NVLINK, _NETWORK = 0.70, 0.90, 0.80, 0.90
-# A small kernel takes about so long from its start to its end; one hop of a ring within a node and
-# over a network; the host, from Python through autograd to a launch.
+# Duration of a small kernel; of one hop of a ring within a node and over a network; host time of an
+# operation, from Python through autograd to the launch.
 _KERNEL, _NVLINK_HOP, _NETWORK_HOP, _HOST = 3e-6, 2e-6, 6e-6, 8e-6
 
 # 400 Gb/s: one ConnectX-7 port for each GPU, as in the DGX H100 and B200 data sheets.

@@ -1,10 +1,10 @@
-"""What operations cost: flops and bytes of the model's, bytes, ranks and links of messages.
+"""The cost of operations: flops and bytes of computation; bytes, ranks and links of collectives.
 
-Matrix products and attention take their flops from ``torch.utils.flop_counter``; anything else none
-and the time of the bytes that it reads and writes, and a function (gelu, softmax, a norm) that of
-its elements. Causal attention counts in full, as it does there. Messages take the time of a ring:
-of an all-gather and a reduce-scatter of N bytes over n ranks each rank sends (n - 1) / n of N in
-n - 1 hops, of an all-reduce twice that.
+The flops of matrix products and attention are those of ``torch.utils.flop_counter``; causal
+attention is counted in full, as there. Other operations have no flops and take the time of the
+bytes that they read and write; functions (gelu, softmax, norms) also take time per element.
+Collectives take the time of a ring: for an all-gather or a reduce-scatter of N bytes over n ranks
+each rank sends (n - 1) / n of N in n - 1 hops, and twice that for an all-reduce.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fsdp_engine.simulation.clock import Clock, axis_of
-from fsdp_engine.simulation.known_operations import KnownOperations, Recipe
 from fsdp_engine.simulation.machine import Link, Machine
-from fsdp_engine.simulation.memory_watch import MemoryWatch
+from fsdp_engine.simulation.memory_tracker import MemoryTracker
+from fsdp_engine.simulation.operation_cache import OperationCache, Recipe
 from fsdp_engine.simulation.workspaces import as_returned
 
 _aten = torch.ops.aten
 
-# They read the rows that they return, not all there are.
+# Operations that read only the rows that they return.
 _LOOKUPS = {"embedding", "index", "index_select", "gather"}
-# They make or name memory, and move nothing.
+# Operations that allocate or view memory without accessing it.
 _NOTHING = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _NOTHING |= {"set_", "resize_", "detach", "detach_", "alias", "lift_fresh", "_unsafe_view"}
-# They compute each element at length, and so do their backwards.
+# Functions with a cost per element, also in backward.
 _FUNCTIONS = {"gelu", "silu", "sigmoid", "tanh", "elu", "softplus", "mish", "hardswish", "glu"}
 _FUNCTIONS |= {"_softmax", "_log_softmax", "logsumexp", "log_sigmoid_forward", "log_sigmoid"}
 _FUNCTIONS |= {"exp", "expm1", "log", "log1p", "pow", "sin", "cos", "erf", "rsqrt"}
 _FUNCTIONS |= {"native_layer_norm", "_fused_rms_norm", "native_batch_norm", "native_group_norm"}
-# By how many (n - 1) / n of a message's bytes each rank sends, in how many times n - 1 hops.
+# The factor of (n - 1) / n of the bytes that each rank sends, and of n - 1 hops.
 _RINGS = {
     "_allgather_base_": 1,
     "_reduce_scatter_base_": 1,
@@ -59,7 +59,7 @@ def _attention_backward(
     return flop_counter.sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
 
 
-# Attention on fake tensors takes the CPU's kernel, which flop_counter does not list.
+# Attention on fake tensors uses the CPU's kernel, which flop_counter does not list.
 _MORE_FLOPS: dict[Any, Callable[..., int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
@@ -71,24 +71,24 @@ _DEVICE = torch.ops.prim.device.default
 
 
 class Operations(TorchDispatchMode):
-    """Within it, every operation takes its time on the clock.
+    """Mode in which every operation advances the clock.
 
     Args:
-        clock: whose lanes advance.
-        memory: sees what operations allocate.
-        inner_size: ranks on the inner axis, which are neighbours; those of the outer one lie so
-            many apart.
-        fake: the mode of the tensors that there are.
-        known: what it need not work out.
+        clock: the clock of the lanes.
+        memory: tracks the results of operations.
+        inner_size: number of ranks on the inner axis, which are consecutive; also the stride of
+            ranks on the outer axis.
+        fake: the mode of the tensors.
+        known: a cache of operations.
     """
 
     def __init__(
         self,
         clock: Clock,
-        memory: MemoryWatch,
+        memory: MemoryTracker,
         inner_size: int,
         fake: FakeTensorMode,
-        known: KnownOperations,
+        known: OperationCache,
     ) -> None:
         super().__init__()
         self._fake = fake
@@ -100,17 +100,17 @@ class Operations(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # True has every call say so to the compiler, which takes longer than all else here.
+        # True would call into the compiler for every operation, which is slower than this class.
         return False
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        """An operation of the model, of autograd, the optimizer or the engine."""
+        """Run an operation of the model, of autograd, the optimizer or the engine."""
         if func is _DEVICE and type(args[0]) is FakeTensor:
-            return args[0].fake_device  # autograd asks it of every tensor, more than once
+            return args[0].fake_device  # autograd calls this several times per tensor
         if not _OURS.issuperset(types):
-            return NotImplemented  # what the subclass makes of it comes here again
+            return NotImplemented  # the operations of the subclass are dispatched here again
         kwargs = kwargs or {}
         out, recipe = self._known.run(self._fake, func, args, kwargs)
         out = as_returned(func, args, out)
@@ -137,7 +137,7 @@ class Operations(TorchDispatchMode):
         self._memory.made(results)
 
     def _seconds(self, func: Any, args: Any, kwargs: Any, out: Any) -> float | None:
-        """None: it is a call for the host, and nothing for the device."""
+        """Device time of the operation; None if it only takes host time."""
         packet = func._overloadpacket
         name = packet.__name__
         if func.is_view or name in _NOTHING:
@@ -168,13 +168,13 @@ class Operations(TorchDispatchMode):
     def _message(self, func: Any, args: Any) -> None:
         name = func._overloadpacket.__name__
         if name not in _RINGS and name not in (_ALL_TO_ALL, _SEND):
-            return  # no message of its own: a barrier, a wait, the other end of one
+            return  # sends no data: a barrier, a wait, a receive
         num_bytes = max(_num_bytes(each) for each in _tensors(args))
         num_ranks = next(each for each in map(_as_group, args) if each is not None).size()
         stride = self._stride
         machine = self._clock.machine
         if name == _SEND:
-            link = machine.link_to(args[2] * stride)  # this rank is the first of its node
+            link = machine.link_to(args[2] * stride)  # the simulated rank is the first of its node
             sent, seconds = float(num_bytes), link.seconds(num_bytes, 1)
         else:
             link = machine.link(num_ranks, stride)
@@ -188,19 +188,20 @@ class Operations(TorchDispatchMode):
 
     @property
     def _stride(self) -> int:
-        """How far the ranks of the lane that is at work lie apart."""
+        """The stride between the ranks of the running lane's axis."""
         lane = self._clock.lane_at_work
         return self._inner_size if lane is not None and axis_of(lane) == "outer" else 1
 
 
 def message_seconds(link: Link, num_bytes: int, num_ranks: int, ring: int = 1) -> float:
-    """Of a collective of ``num_bytes`` over ``num_ranks``: ``ring`` times around a ring."""
+    """Seconds of a collective of ``num_bytes`` over ``num_ranks`` with ``ring`` passes of a
+    ring."""
     return link.seconds(sent_bytes(num_bytes, num_ranks, ring), ring * (num_ranks - 1))
 
 
 def all_to_all_seconds(machine: Machine, num_bytes: int, num_ranks: int, stride: int) -> float:
-    """Of an all-to-all of ``num_bytes`` over ``num_ranks``, each ``stride`` after the other: parts
-    within the node go beside those to other nodes."""
+    """Seconds of an all-to-all of ``num_bytes`` over ``num_ranks`` with a stride of ``stride``.
+    Communication within the node overlaps with that to other nodes."""
     part = num_bytes / num_ranks
     near = min(num_ranks, math.ceil(machine.ranks_per_node / stride)) - 1
     far = num_ranks - 1 - near
@@ -209,7 +210,7 @@ def all_to_all_seconds(machine: Machine, num_bytes: int, num_ranks: int, stride:
 
 
 def sent_bytes(num_bytes: float, num_ranks: int, ring: int = 1) -> float:
-    """What each rank sends of such a collective."""
+    """Bytes that each rank sends in such a collective."""
     return ring * num_bytes * (num_ranks - 1) / num_ranks
 
 

@@ -1,4 +1,4 @@
-"""What a simulation found: times, what was exposed, memory, and a timeline."""
+"""The result of a simulation: times, exposed communication, memory, and a timeline."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ _WAITS = "compute waits for"
 
 @dataclass(frozen=True)
 class Simulation:
-    """One step of training, the last that was simulated; times in seconds since it began, memory
-    in bytes.
+    """The last simulated training step. Times are in seconds since its start, memory in bytes.
 
     Attributes:
-        title: what was simulated.
-        machine: on what.
-        seconds: from the end of the step before to the end of this one.
-        spans: what each lane did in it.
-        exposed: where compute waited for communication.
-        memory: by kind, at the moment when most was held.
-        sent_bytes: what a rank sends, by axis ("inner", "outer").
-        budget: elements that the engine gathers ahead.
-        staging_budget: gradients that it has on their way at a time.
+        title: strategy and ranks.
+        machine: the simulated machine.
+        seconds: from the end of the previous step to the end of this one.
+        spans: operations of each lane.
+        exposed: waits of compute for communication.
+        memory: by kind, at the peak.
+        sent_bytes: bytes that a rank sends, by axis ("inner", "outer").
+        budget: elements in the engine's prefetch window.
+        staging_budget: the engine's limit on gradients in flight.
     """
 
     title: str
@@ -44,27 +43,27 @@ class Simulation:
 
     @property
     def compute_seconds(self) -> float:
-        """What the compute lane was busy for."""
+        """Busy time of the compute lane."""
         return self._busy(COMPUTE)
 
     @property
     def message_seconds(self) -> dict[str, float]:
-        """What each of the other lanes was busy for."""
+        """Busy time of each of the other lanes."""
         names = sorted({span.lane for span in self.spans} - {COMPUTE})
         return {name: self._busy(name) for name in names}
 
     @property
     def exposed_seconds(self) -> float:
-        """What compute waited for communication, in all."""
+        """Total time in which compute waited for communication."""
         return sum(each.seconds for each in self.exposed)
 
     @property
     def peak_bytes(self) -> int:
-        """Most that was held at one moment."""
+        """Peak memory in bytes."""
         return sum(self.memory.values())
 
     def trace(self) -> dict[str, Any]:
-        """The timeline in Chrome's trace event format: a row for each lane, and one for waiting."""
+        """The timeline in Chrome's trace event format: a row for each lane, and one for waits."""
         rows = [COMPUTE, _WAITS, *self.message_seconds]
         events: list[dict[str, Any]] = [
             {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": self.title}}
@@ -83,7 +82,7 @@ class Simulation:
         return {"traceEvents": events, "displayTimeUnit": "ms"}
 
     def save_trace(self, path: str | Path) -> None:
-        """Write :meth:`trace` as JSON, which Perfetto (ui.perfetto.dev) opens."""
+        """Write :meth:`trace` as JSON, for Perfetto (ui.perfetto.dev)."""
         Path(path).write_text(json.dumps(self.trace()))
 
     def __str__(self) -> str:
@@ -92,8 +91,8 @@ class Simulation:
         lines += [f"{name:<12}{_ms(busy)}" for name, busy in self.message_seconds.items()]
         lines.append(f"exposed     {_ms(self.exposed_seconds)}{self._worst()}")
         kinds = ", ".join(f"{kind} {_gib(n)}" for kind, n in self.memory.items() if n)
-        there = _gib(self.machine.processor.memory_bytes)
-        lines.append(f"memory      {_gib(self.peak_bytes)} of {there} at most: {kinds}")
+        size = _gib(self.machine.processor.memory_bytes)
+        lines.append(f"memory      {_gib(self.peak_bytes)} of {size} at most: {kinds}")
         return "\n".join(lines)
 
     def _worst(self) -> str:

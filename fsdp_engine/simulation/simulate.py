@@ -1,9 +1,9 @@
-"""``simulate``: the real engine on a machine that is not there.
+"""``simulate``: runs the engine on a simulated machine.
 
-The model is built, sharded and trained for two steps in this process, with fake tensors
-(``FakeTensorMode``: shapes and dtypes without memory) over ranks that do not exist. Lanes advance a
-clock instead of doing anything, and every operation costs what the machine's figures say. Since the
-engine itself runs, what is found cannot drift from what it does.
+The model is build_fake_model, sharded and trained for two steps in this process, with fake tensors
+(``FakeTensorMode``: shapes and dtypes without memory) over simulated ranks. Lanes advance a clock
+instead of running work, and the machine's figures determine the time of every operation. Since the
+engine itself runs, the simulation follows its implementation.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from fsdp_engine.simulation.arguments import (
     check_type,
     listed,
 )
-from fsdp_engine.simulation.building import built, on_no_device
 from fsdp_engine.simulation.clock import Clock
-from fsdp_engine.simulation.errors import explained
-from fsdp_engine.simulation.known_operations import KnownOperations
+from fsdp_engine.simulation.fake_model import build_fake_model, to_fake
 from fsdp_engine.simulation.machine import H100, Machine
-from fsdp_engine.simulation.memory_watch import MemoryWatch
+from fsdp_engine.simulation.memory_tracker import MemoryTracker
+from fsdp_engine.simulation.operation_cache import OperationCache
 from fsdp_engine.simulation.operations import Operations
 from fsdp_engine.simulation.result import Simulation
+from fsdp_engine.simulation.simulation_error import as_simulation_error
 
-# The first records the order of units, in the second weights are gathered along it. A third is like
-# the second: `test_a_third_step_adds_nothing`.
+# The first step records the order of units, and the second prefetches in that order. A third step
+# would be like the second: `test_a_third_step_adds_nothing`.
 STEPS = 2
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -59,49 +59,49 @@ def simulate(
     loss: Callable[[Any], Tensor] | None = None,
     optimizer: MakeOptimizer | None = None,
     microbatches: int = 1,
-    known: KnownOperations | None = None,
+    known: OperationCache | None = None,
     **options: Any,
 ) -> Simulation:
-    """A step of training, simulated: its time, what communication it exposes, its memory.
+    """Simulate a training step: its time, exposed communication and memory.
 
-    One process, without process groups of its own; nothing is allocated or sent.
+    Runs in one process, without process groups, allocation or communication.
 
     Args:
-        build: makes the model, on no device in particular.
+        build: returns the model, on any device.
         world_size: data-parallel ranks.
-        batch: what the model is called with on one rank: a tuple of arguments, a dict of named
-            ones, or a single one. Of tensors only shapes and dtypes count. A function is called
-            for it.
-        mesh: ranks on each axis, (inner,) or (outer, inner). None: all on one.
-        machine: what it would run on.
-        loss: makes the loss from what the model returns. None: that is the loss, or has it as
-            ``loss``; else its sum is.
-        optimizer: makes the optimizer from the sharded parameters. None: AdamW.
-        microbatches: forwards and backwards in a step, all but the last under ``no_sync``.
-        known: operations worked out in earlier simulations, which those of this one join; saves
-            time where there are many. None: none.
+        batch: the model's inputs on one rank: a tuple of arguments, a dict of keyword arguments, a
+            single argument, or a function that returns one of these. Only the shapes and dtypes of
+            tensors are used.
+        mesh: ranks on each axis, (inner,) or (outer, inner). None: one axis.
+        machine: the simulated machine.
+        loss: returns the loss for the model's output. None: the output, or its attribute ``loss``,
+            summed if it has several elements.
+        optimizer: returns the optimizer for the sharded parameters. None: AdamW.
+        microbatches: forwards and backwards per step, all but the last under ``no_sync``.
+        known: a cache of operations, which this simulation extends. Sharing one saves time if there
+            are many simulations. None: a new one.
         **options: of :func:`~fsdp_engine.sharding.shard`: ``strategy``, ``outer_strategy``,
             ``units``, ``mp_policy``, ``config``, ...
 
     Raises:
-        SimulationError: the model, the loss or the optimizer cannot be run with fake tensors (they
-            read values, say), or raised anything themselves; names the line.
-        RuntimeError: torch.distributed is initialised in this process.
-        TypeError: ``build`` makes no module, its forward does not take ``batch``, or an argument is
-            of another type.
-        ValueError: ``mesh`` has not ``world_size`` ranks, or there is no microbatch, or the config
-            has values of gradients looked at, or nothing is trained, or there is no loss, or none
+        SimulationError: the model, the loss or the optimizer cannot run with fake tensors (for
+            example, they read values), or raised an exception; names the line.
+        RuntimeError: torch.distributed is initialized in this process.
+        TypeError: ``build`` does not return a module, its forward does not accept ``batch``, or an
+            argument has another type.
+        ValueError: ``mesh`` does not have ``world_size`` ranks, there is no microbatch, the config
+            enables checks of gradients' values, no parameter requires grad, or there is no loss
             that requires grad.
     """
     check_count("world_size", world_size, "1 rank or more")
     check_count("microbatches", microbatches, "at least 1")
-    check_callable("build", build, "a function that makes a torch.nn.Module")
+    check_callable("build", build, "a function that returns a torch.nn.Module")
     check_type("machine", machine, Machine, "a Machine, such as fe.H100")
     for name, function in (("loss", loss), ("optimizer", optimizer)):
         if function is not None:
             check_callable(name, function, "a function, or None")
     if known is not None:
-        check_type("known", known, KnownOperations, "KnownOperations, or None")
+        check_type("known", known, OperationCache, "an OperationCache, or None")
     expected = f"one or two sizes of {world_size} ranks"
     sizes = (world_size,) if mesh is None else tuple(listed("mesh", mesh, expected))
     check_sizes("mesh", sizes, expected)
@@ -114,29 +114,29 @@ def simulate(
         )
     if config is not None and (config.check_for_nan_in_grad or config.check_for_large_grads):
         raise ValueError(
-            "config: expected no check of gradients, whose values are fake; found "
+            "config: expected no checks of gradients, since they have no values; found "
             "check_for_nan_in_grad or check_for_large_grads"
         )
-    clock, memory = Clock(machine), MemoryWatch()
+    clock, memory = Clock(machine), MemoryTracker()
     clock.memory_changed = memory.sample
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with (
         simulated_ranks(sizes, on_host=not machine.host_runs_ahead) as device_mesh,
         lanes_made_by(clock.make_lanes),
         fake,
-        Operations(clock, memory, sizes[-1], fake, known or KnownOperations()),
+        Operations(clock, memory, sizes[-1], fake, known or OperationCache()),
     ):
-        model = built(build)
+        model = build_fake_model(build)
         signature = _signature(model)
-        # Values are fake: nobody can compare them, and nothing tells ranks apart.
+        # Fake tensors have no values to compare between ranks.
         engine = shard(model, device_mesh, **options, initial_values="rank0")
-        memory.watch(lambda: _held_by(engine))
-        with explained("making the optimizer"):
+        memory.watch(lambda: _held_bytes(engine))
+        with as_simulation_error("making the optimizer"):
             trained = (optimizer or _adamw)(model.parameters())
         shard_optimizer(trained)
         memory.settle("optimizer")
-        with explained("making the batch"):
-            inputs = on_no_device(batch() if callable(batch) else batch, fake)
+        with as_simulation_error("making the batch"):
+            inputs = to_fake(batch() if callable(batch) else batch, fake)
         memory.made([leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)])
         _check_call(signature, inputs, model)
         step = _Step(engine, trained, inputs, loss, microbatches)
@@ -181,23 +181,23 @@ class _Step:
         self._loss = loss
         self._microbatches = microbatches
 
-    def run(self, clock: Clock, memory: MemoryWatch) -> None:
-        """All microbatches, then the optimizer's step."""
+    def run(self, clock: Clock, memory: MemoryTracker) -> None:
+        """Run all microbatches, then the optimizer's step."""
         for number in range(self._microbatches):
             is_last = number == self._microbatches - 1
             with nullcontext() if is_last else self._engine.no_sync():
                 clock.phase = "forward"
-                with explained("forward"):
-                    output = _called(self._engine.model, self._inputs)
+                with as_simulation_error("forward"):
+                    output = _call(self._engine.model, self._inputs)
                 loss = self._loss_of(output)
                 del output
                 clock.phase = "backward"
-                with explained("backward"):
+                with as_simulation_error("backward"):
                     loss.backward()
                 del loss
         clock.phase = "step"
         before = memory.known()
-        with explained("the optimizer's step"):
+        with as_simulation_error("the optimizer's step"):
             self._optimizer.step()
         memory.settle("optimizer", but=before)
         self._optimizer.zero_grad()
@@ -206,41 +206,41 @@ class _Step:
         """The loss of the model's ``output``.
 
         Raises:
-            ValueError: there is none, or it needs no gradient.
-            SimulationError: the user's function raised.
+            ValueError: there is no loss, or it does not require grad.
+            SimulationError: the user's function raised an exception.
         """
         if self._loss is None:
-            found = _loss_in(output)
+            found = _loss_of_output(output)
         else:
-            with explained("the loss"):
+            with as_simulation_error("the loss"):
                 found = self._loss(output)
             if not isinstance(found, Tensor) or found.numel() != 1:
                 raise ValueError(
-                    "loss: expected a function that makes a tensor of one element; found "
-                    f"{_described(found)}"
+                    "loss: expected a function that returns a tensor of one element; found "
+                    f"{_describe(found)}"
                 )
         if not found.requires_grad:
             raise ValueError(
-                "loss: expected one that requires grad; found one that no parameter of "
-                f"{type(self._engine.model).__name__} takes part in (detached, within no_grad(), "
-                "or of frozen parameters alone)"
+                "loss: expected one that requires grad; found one that does not depend on "
+                f"trainable parameters of {type(self._engine.model).__name__} (detached, within "
+                "no_grad(), or all parameters frozen)"
             )
         return found
 
 
-def _described(value: object) -> str:
+def _describe(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     return f"a {type(value).__name__}"
 
 
-def _held_by(engine: Engine) -> dict[str, int]:
-    """Bytes by role, with what the engine keeps to fill transient storages from."""
+def _held_bytes(engine: Engine) -> dict[str, int]:
+    """The engine's bytes by role, with its idle memory for transient storages."""
     return {**engine.memory_bytes(), "idle": engine.idle_memory_bytes}
 
 
 def _signature(model: nn.Module) -> inspect.Signature | None:
-    """Of its forward; None: hooks of the user's may change what it is called with."""
+    """The signature of the forward; None if the user's pre-hooks may change the arguments."""
     return inspect.signature(model.forward) if not model._forward_pre_hooks else None
 
 
@@ -252,25 +252,25 @@ def _check_call(signature: inspect.Signature | None, inputs: Any, model: nn.Modu
     try:
         signature.bind(*(() if isinstance(inputs, dict) else given), **named)
     except TypeError as error:
-        found = ", ".join(map(str, named)) if named else f"{len(given)} without names"
+        found = ", ".join(map(str, named)) if named else f"{len(given)} positional ones"
         raise TypeError(
             f"batch: expected arguments of {type(model).__name__}.forward("
             f"{', '.join(signature.parameters)}); found {found}: {error}"
         ) from None
 
 
-def _called(model: nn.Module, inputs: Any) -> Any:
+def _call(model: nn.Module, inputs: Any) -> Any:
     if isinstance(inputs, dict):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 
 
-def _loss_in(output: Any) -> Tensor:
+def _loss_of_output(output: Any) -> Tensor:
     found = output if isinstance(output, Tensor) else getattr(output, "loss", None)
     if not isinstance(found, Tensor):
         raise ValueError(
-            "loss: expected a function that makes the loss, or a model that returns a tensor or "
-            f"something with a tensor `loss`; found a {type(output).__name__}"
+            "loss: expected a function that returns the loss, or a model that returns a tensor or "
+            f"an object with a tensor `loss`; found a {type(output).__name__}"
         )
     return found if found.ndim == 0 else found.sum()
 

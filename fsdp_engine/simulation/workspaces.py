@@ -1,8 +1,8 @@
-"""What kernels on the host return beside what their fake versions know of.
+"""Workspaces that CPU kernels return and their fake versions do not.
 
-oneDNN's LSTM, which torch takes on CPUs, keeps a workspace for backward, and its fake version an
-empty one. In training on fp32 it has these parts, each rounded up to pages, as read off what the
-kernel returns for many sizes (``tests/simulation/test_memory.py`` asks it again):
+oneDNN's LSTM, which torch uses on CPUs, returns a workspace for backward; its fake version returns
+an empty one. In training in fp32 the workspace has these parts, each rounded up to pages. They were
+determined from the kernel's results for many sizes (``tests/simulation/test_memory.py`` compares):
 
     gates                              T x B x ld(4 H)
     states of layers, of iterations,
@@ -10,8 +10,8 @@ kernel returns for many sizes (``tests/simulation/test_memory.py`` asks it again
     cells and their gradients          2 times 2 x (T + 1) x B x H
     outputs                            T x B x ld(H)
 
-for T steps of B rows of I numbers and H hidden ones. ld is a row in multiples of 64 bytes, and one
-multiple more where rows would lie multiples of 1,024 bytes apart.
+for T steps, batch size B, input size I and hidden size H. ld is the size of a row rounded up to
+64 bytes, plus 64 bytes if the result is a multiple of 1,024 bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LINE = 16  # numbers of fp32 in 64 bytes
 
 
 def as_returned(func: Any, args: Sequence[Any], out: Any) -> Any:
-    """``out`` of a fake operation ``func(*args)``, with what the kernel keeps."""
+    """The result ``out`` of a fake operation ``func(*args)``, with the kernel's workspace."""
     if func is not torch.ops.aten.mkldnn_rnn_layer.default:
         return out
     steps, hidden, keeps = args[0], args[10], args[15]
@@ -40,14 +40,14 @@ def as_returned(func: Any, args: Sequence[Any], out: Any) -> Any:
 
 
 def lstm_workspace(steps: Tensor, hidden: int) -> int:
-    """Bytes for the input ``steps``, (steps, rows, numbers), and so many hidden numbers."""
+    """Bytes of the workspace for an input of shape (T, B, I) and a hidden size."""
     num_steps, rows, width = steps.shape
     states = 2 * (num_steps + 1) * rows
-    parts = [num_steps * rows * _row(4 * hidden), num_steps * rows * _row(hidden)]
-    parts += 3 * [states * _row(max(width, hidden))] + 2 * [states * hidden]
+    parts = [num_steps * rows * _padded_row(4 * hidden), num_steps * rows * _padded_row(hidden)]
+    parts += 3 * [states * _padded_row(max(width, hidden))] + 2 * [states * hidden]
     return sum(-(-4 * part // _PAGE) * _PAGE for part in parts)
 
 
-def _row(numbers: int) -> int:
+def _padded_row(numbers: int) -> int:
     rounded = -(-numbers // _LINE) * _LINE
     return rounded + _LINE if rounded % 256 == 0 else rounded

@@ -1,4 +1,4 @@
-"""Sharding levels, one small file each, and their pairing over two axes."""
+"""Sharding levels, one file each, and strategies: a level for each of two mesh axes."""
 
 from fsdp_engine.strategies.level import Axis, Level, Role, Traffic
 from fsdp_engine.strategies.no_shard import NO_SHARD

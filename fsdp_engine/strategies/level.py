@@ -1,15 +1,15 @@
-"""Roles, axes, and what one sharding level means on one axis.
+"""Roles, mesh axes, and sharding levels of one axis.
 
-A *level* says which roles are cut along an axis. Optimizer state is cut from level 1 on,
-gradients from level 2 on, parameters at level 3:
+A *level* determines which roles are sharded along an axis: optimizer state at level 1 and above,
+gradients at level 2 and above, parameters at level 3.
 
     =====================  =====  =========  =========  ==========
     level                  value  optimizer  gradients  parameters
     =====================  =====  =========  =========  ==========
-    ``no_shard``           0      whole      whole      whole
-    ``optim``              1      cut        whole      whole
-    ``optim_grads``        2      cut        cut        whole
-    ``optim_grads_params`` 3      cut        cut        cut
+    ``no_shard``           0      full       full       full
+    ``optim``              1      sharded    full       full
+    ``optim_grads``        2      sharded    sharded    full
+    ``optim_grads_params`` 3      sharded    sharded    sharded
     =====================  =====  =========  =========  ==========
 """
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 
 class Role(enum.IntEnum):
-    """What a flat range holds; the value is the first level that cuts it."""
+    """The contents of a flat range; the value is the lowest level that shards it."""
 
     OPTIM = 1
     GRAD = 2
@@ -38,9 +38,9 @@ class Axis(enum.Enum):
 class Traffic:
     """Elements that one rank sends along one axis of ``size`` ranks, per element of a buffer.
 
-    ``per_step`` counts what travels once per optimizer step, ``per_microbatch`` what travels
-    in every forward and backward. Each figure is a factor: multiply it by the buffer's padded
-    number of elements and by the bytes of the dtype that travels.
+    ``per_step`` counts communication once per optimizer step, ``per_microbatch`` communication in
+    every forward and backward. Each figure is a factor: multiply it by the buffer's padded number
+    of elements and by the bytes per element that are sent.
     """
 
     params_per_step: float
@@ -56,14 +56,14 @@ class Level:
     name: str
     value: int
 
-    def cuts(self, role: Role) -> bool:
-        """Whether this level cuts ``role`` along its axis."""
+    def shards(self, role: Role) -> bool:
+        """Whether this level shards ``role`` along its axis."""
         return self.value >= role
 
     def fraction(self, role: Role, size: int) -> float:
-        """Part of ``role`` that a rank holds at rest on an axis of ``size`` ranks."""
-        return 1.0 / size if self.cuts(role) else 1.0
+        """Fraction of ``role`` that a rank holds at rest on an axis of ``size`` ranks."""
+        return 1.0 / size if self.shards(role) else 1.0
 
     def traffic(self, size: int) -> Traffic:
-        """What travels along an axis of ``size`` ranks; see each level's module for its formula."""
+        """Communication along an axis of ``size`` ranks; each level's module has the formula."""
         raise NotImplementedError

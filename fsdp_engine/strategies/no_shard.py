@@ -1,11 +1,11 @@
-"""Level 0, ``no_shard``: nothing is cut. Plain data parallelism (DDP).
+"""Level 0, ``no_shard``: nothing is sharded. Plain data parallelism (DDP).
 
 A rank holds every parameter, gradient and optimizer state: for ``P`` elements with compute weights
-of ``p`` bytes, main weights of ``m``, gradients of ``g`` and optimizer state of ``s`` bytes an
-element, ``P(p+m+g+s)``. Where main weights are the compute weights, ``m`` is 0.
+of ``p`` bytes, main weights of ``m``, gradients of ``g`` and optimizer state of ``s`` bytes per
+element, ``P(p+m+g+s)``. If main weights are the compute weights, ``m`` is 0.
 
 Once per step gradients are all-reduced, as a reduce-scatter and an all-gather: a rank of ``n``
-sends ``2 P (n-1)/n`` elements. Parameters never travel.
+sends ``2 P (n-1)/n`` elements. Parameters are not communicated.
 """
 
 from __future__ import annotations

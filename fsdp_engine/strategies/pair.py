@@ -1,17 +1,17 @@
 """A strategy: one level for the inner axis and one, at most as high, for the outer axis.
 
 [Note: Depth]
-Because the outer level never exceeds the inner one, a role that is cut along the outer axis is
-cut along the inner axis too. So a flat buffer knows only three ranges, by *depth*:
+Because the outer level does not exceed the inner one, a role that is sharded along the outer axis
+is also sharded along the inner axis. A flat buffer therefore has only three ranges, by *depth*:
 
-    depth 0   the whole buffer
-    depth 1   this rank's inner part
-    depth 2   this rank's outer part of its inner part
+    depth 0   the full buffer
+    depth 1   this rank's inner shard
+    depth 2   this rank's outer shard of its inner shard
 
-and each lies inside the one before. A strategy is then three integers, the depth of each role,
-with ``depth(PARAM) <= depth(GRAD) <= depth(OPTIM)``. Going one depth down means cutting, or
-reducing, along one axis (0 -> 1 inner, 1 -> 2 outer); going up means gathering along it. Nothing
-else in the engine needs to know which strategy runs.
+each of which contains the next. A strategy is then three integers, the depth of each role, with
+``depth(PARAM) <= depth(GRAD) <= depth(OPTIM)``. From one depth to the next, a tensor is sharded or
+reduce-scattered along one axis (0 -> 1 inner, 1 -> 2 outer); in the other direction it is gathered
+along it. The rest of the engine depends on depths only, not on the strategy.
 
 Worked example, a buffer of 1024 elements on 2 (outer) x 4 (inner) ranks, HFSDP = (3, 1): the rank
 at outer 1, inner 2 keeps parameters and gradients at depth 1, elements [512, 768), and optimizer
@@ -37,10 +37,10 @@ AXIS_BELOW_DEPTH = (Axis.INNER, Axis.OUTER)
 
 
 def level_from_name(name: str, field: str) -> Level:
-    """The level called ``name``.
+    """The level with this name.
 
     Raises:
-        ValueError: there is no such level; names ``field`` and the legal names.
+        ValueError: there is no such level; names ``field`` and the valid names.
     """
     try:
         return LEVELS[name]
@@ -68,24 +68,25 @@ class Strategy:
 
     @classmethod
     def from_names(cls, inner: str, outer: str = "no_shard") -> Strategy:
-        """The strategy of two level names, as users give them."""
+        """The strategy of two level names."""
         return cls(level_from_name(inner, "strategy"), level_from_name(outer, "outer_strategy"))
 
     def on(self, outer_size: int) -> Strategy:
-        """The same on an outer axis of ``outer_size`` ranks: along a single one nothing is cut."""
+        """The strategy for an outer axis of ``outer_size`` ranks: ``no_shard`` on an axis of one
+        rank."""
         return self if outer_size > 1 else Strategy(self.inner, NO_SHARD)
 
     def level(self, axis: Axis) -> Level:
         """The level on ``axis``."""
         return self.inner if axis is Axis.INNER else self.outer
 
-    def cuts(self, role: Role, axis: Axis) -> bool:
-        """Whether ``role`` is cut along ``axis``."""
-        return self.level(axis).cuts(role)
+    def shards(self, role: Role, axis: Axis) -> bool:
+        """Whether ``role`` is sharded along ``axis``."""
+        return self.level(axis).shards(role)
 
     def depth(self, role: Role) -> int:
-        """How many axes cut ``role``: 0, 1 or 2. See [Note: Depth]."""
-        return int(self.inner.cuts(role)) + int(self.outer.cuts(role))
+        """The number of axes over which ``role`` is sharded: 0, 1 or 2. See [Note: Depth]."""
+        return int(self.inner.shards(role)) + int(self.outer.shards(role))
 
     def __str__(self) -> str:
         return f"({self.inner.name}, {self.outer.name})"

@@ -251,7 +251,7 @@ def test_what_has_no_place_in_a_checkpoint_is_refused(tmp_path: Path) -> None:
         fe.save_checkpoint(tmp_path / "checkpoint", engine)
 
 
-class Spread(nn.Module):
+class TensorParallelSpec(nn.Module):
     """A linear that all share, and experts in one tensor, as a DTensor or marked as not shared."""
 
     def __init__(self, experts: DeviceMesh, *, as_dtensor: bool) -> None:
@@ -278,7 +278,7 @@ def with_and_without_dtensors(folder: str, level: str) -> None:
     runs = []
     for as_dtensor in (False, True):
         torch.manual_seed(3)
-        model = Spread(mesh["experts"], as_dtensor=as_dtensor)
+        model = TensorParallelSpec(mesh["experts"], as_dtensor=as_dtensor)
         engine = fe.shard(model, strategy=level, expert_mesh=mesh["copies"])
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         norms = []

@@ -89,13 +89,13 @@ WEIGHTS: dict[str, tuple[Callable[[], nn.Parameter], str]] = {
     ),
     "mxfp8 of fp32": (
         lambda: make_weight(fp32((64, 64)), "mxfp8"),
-        "weight: expected a nominal dtype of torch.bfloat16, which is what the kernels of the "
-        "mxfp8 recipe take; found torch.float32",
+        "weight: expected a nominal dtype of torch.bfloat16, since the kernels of the mxfp8 "
+        "recipe support no others; found torch.float32",
     ),
     "block of fp16": (
         lambda: make_weight(fp32((64, 64)).half(), "block"),
-        "weight: expected a nominal dtype of torch.bfloat16 or torch.float32, which is what the "
-        "kernels of the block recipe take; found torch.float16",
+        "weight: expected a nominal dtype of torch.bfloat16 or torch.float32, since the kernels of "
+        "the block recipe support no others; found torch.float16",
     ),
 }
 

@@ -162,7 +162,7 @@ def expected_peak(
     _, compute, _, _, wire = POLICIES[policy]
     rest = expected_rest(strategy, root + NUM_BLOCKS * block, policy, True)
     kept = POLICIES[policy][3] * part(strategy, Role.GRAD)  # bytes of gradients by element
-    is_cut = strategy.cuts(Role.GRAD, Axis.INNER)
+    is_cut = strategy.shards(Role.GRAD, Axis.INNER)
     moments = []  # when the first gradient of each block comes, from the last block on; the end
     for done in range(NUM_BLOCKS + 1):
         # Of blocks that are reduced, or that are being written where gradients are whole.
@@ -172,7 +172,7 @@ def expected_peak(
             moment["grad"] += round(kept * root)  # written first, reduced last
         if part(strategy, Role.OPTIM) == 1:
             moment["grad"] = rest["grad"]
-        if strategy.cuts(Role.PARAM, Axis.INNER):
+        if strategy.shards(Role.PARAM, Axis.INNER):
             # The root, the block in use, and those gathered ahead while they are below the budget.
             num_ahead = min(-(-budget // block), NUM_BLOCKS - 1 - done)
             moment["full"] = compute * (root + (1 + num_ahead) * block)

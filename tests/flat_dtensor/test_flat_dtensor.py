@@ -99,7 +99,7 @@ def test_boxes_outside_the_tensor_are_refused() -> None:
         flat_range_boxes((4, 5), 3, 21)
 
 
-def test_a_placement_names_the_axes_that_cut(mesh: DeviceMesh) -> None:
+def test_a_placement_names_the_sharded_axes(mesh: DeviceMesh) -> None:
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     flats = [FlatPlacement.on_mesh((4,), 0, 1, square, cut) for cut in (0, 1, 2)]
     assert [flat.placements for flat in flats] == [
@@ -111,11 +111,11 @@ def test_a_placement_names_the_axes_that_cut(mesh: DeviceMesh) -> None:
     assert groups == (square.get_group("inner"), square.get_group("outer"))
 
 
-def test_a_placement_refuses_what_cannot_be(mesh: DeviceMesh) -> None:
+def test_an_invalid_placement_raises(mesh: DeviceMesh) -> None:
     with pytest.raises(ValueError, match=r"stop <= 30 .* found \[4, 31\)"):
         FlatPlacement(torch.Size((6, 5)), 4, 31, mesh)
-    with pytest.raises(ValueError, match="0 to 1 cut axes; found 2"):
-        FlatPlacement(torch.Size((6, 5)), 4, 5, mesh, num_cut_axes=2)
+    with pytest.raises(ValueError, match="0 to 1 sharded axes; found 2"):
+        FlatPlacement(torch.Size((6, 5)), 4, 5, mesh, num_sharded_axes=2)
 
 
 def test_a_flat_shard_is_a_shard_of_no_dim() -> None:
@@ -195,7 +195,7 @@ INPUTS: dict[str, Callable[[], list[Any]]] = {
 }
 
 
-def inputs_of(name: str) -> list[list[Any]]:
+def example_inputs(name: str) -> list[list[Any]]:
     """Arguments to try: the listed ones, else tensors until the function takes them."""
     if name in INPUTS:
         return [INPUTS[name]()]
@@ -207,7 +207,7 @@ def inputs_of(name: str) -> list[list[Any]]:
 @pytest.mark.parametrize("name", sorted(functions._ELEMENTWISE))
 def test_a_listed_function_is_elementwise(mesh: DeviceMesh, name: str) -> None:
     function = torch_function(name)
-    for args in inputs_of(name):
+    for args in example_inputs(name):
         try:
             expected = function(*args)
         except (RuntimeError, TypeError):
@@ -288,7 +288,9 @@ REFUSED: list[Callable[[Any], Any]] = [
 
 
 @pytest.mark.parametrize("index", range(len(REFUSED)))
-def test_what_a_slice_cannot_answer_is_refused_by_name(mesh: DeviceMesh, index: int) -> None:
+def test_functions_not_defined_for_slices_raise_with_their_name(
+    mesh: DeviceMesh, index: int
+) -> None:
     flat = flat_of(torch.rand(SHAPE), mesh)
     before = flat.local.clone()
     with torch.no_grad(), pytest.raises(ValueError, match=r"Call \.full_tensor\(\)"):
@@ -296,11 +298,11 @@ def test_what_a_slice_cannot_answer_is_refused_by_name(mesh: DeviceMesh, index: 
     assert torch.equal(flat.local, before)
 
 
-def test_a_refusal_says_what_was_expected_and_found(mesh: DeviceMesh) -> None:
+def test_the_error_contains_expected_and_found(mesh: DeviceMesh) -> None:
     flat = flat_of(torch.rand(SHAPE), mesh)
     with pytest.raises(ValueError, match=r"^layer_norm: not defined .*shape \(6, 5\), el"):
         F.layer_norm(flat, (5,))
-    with pytest.raises(ValueError, match="initialise full parameters instead"):
+    with pytest.raises(ValueError, match="initialize full parameters instead"):
         torch.randn_like(flat)
 
 
@@ -421,7 +423,7 @@ def test_to_local_is_differentiable(mesh: DeviceMesh) -> None:
         assert param.to_local() is param.local
 
 
-def test_changing_what_autograd_follows_is_refused(mesh: DeviceMesh) -> None:
+def test_in_place_changes_under_autograd_raise(mesh: DeviceMesh) -> None:
     param = param_of(torch.rand(SHAPE), mesh)
     before = param.local.clone()
     for change in (
@@ -463,7 +465,7 @@ def test_the_node_at_which_autograd_accumulates_is_not_shown(mesh: DeviceMesh) -
         torch.autograd.graph.get_gradient_edge(param_of(torch.ones(SHAPE), mesh))
 
 
-def test_backward_to_sharded_inputs_says_what_to_do_instead(mesh: DeviceMesh) -> None:
+def test_backward_with_sharded_inputs_raises_and_names_an_alternative(mesh: DeviceMesh) -> None:
     param, x = param_of(torch.ones(SHAPE), mesh), torch.ones(2, requires_grad=True)
     for backward in (
         lambda: (2 * x).sum().backward(inputs=[param, x]),
@@ -473,7 +475,7 @@ def test_backward_to_sharded_inputs_says_what_to_do_instead(mesh: DeviceMesh) ->
             backward()
 
 
-def test_gradients_of_another_dtype_may_be_asked_for(mesh: DeviceMesh) -> None:
+def test_gradients_may_have_another_dtype(mesh: DeviceMesh) -> None:
     param = param_of(torch.rand(SHAPE), mesh)
     param.grad_dtype = torch.bfloat16
     param.grad = flat_of(torch.ones(SHAPE, dtype=torch.bfloat16), mesh)
@@ -483,7 +485,7 @@ def test_gradients_of_another_dtype_may_be_asked_for(mesh: DeviceMesh) -> None:
 # --- copying ---
 
 
-def test_copying_takes_the_slice_of_a_whole_tensor(mesh: DeviceMesh) -> None:
+def test_copy_takes_the_slice_of_a_full_tensor(mesh: DeviceMesh) -> None:
     full = torch.rand(SHAPE)
     flat = flat_of(torch.zeros(SHAPE), mesh)
     check(flat.copy_(full), full)
@@ -542,7 +544,7 @@ def test_setting_data_copies(mesh: DeviceMesh) -> None:
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save", "copy"])
-def test_a_copy_is_alike(mesh: DeviceMesh, way: str) -> None:
+def test_a_copy_is_equal(mesh: DeviceMesh, way: str) -> None:
     full = torch.rand(SHAPE)
     param = param_of(full, mesh)
     param.mark = "mine"
@@ -568,7 +570,7 @@ def test_a_copy_is_alike(mesh: DeviceMesh, way: str) -> None:
     assert (other.local.data_ptr() == param.local.data_ptr()) == (way == "copy")
 
 
-def test_a_shared_parameter_stays_shared_in_a_deep_copy(mesh: DeviceMesh) -> None:
+def test_a_shared_parameter_is_shared_in_a_deep_copy(mesh: DeviceMesh) -> None:
     param = param_of(torch.rand(SHAPE), mesh)
     a, b = copy.deepcopy([param, param])
     assert a is b
@@ -580,7 +582,7 @@ def test_new_tensors_of_other_shapes_are_plain(mesh: DeviceMesh) -> None:
         assert type(new) is Tensor
 
 
-def test_redistribute_goes_nowhere_else(mesh: DeviceMesh) -> None:
+def test_redistribute_to_other_placements_raises(mesh: DeviceMesh) -> None:
     flat = flat_of(torch.rand(SHAPE), mesh)
     assert flat.redistribute(placements=flat.placements) is flat
     for placements in ([Shard(0)], [Shard(1)], [Replicate(), Replicate()], None):
@@ -588,7 +590,7 @@ def test_redistribute_goes_nowhere_else(mesh: DeviceMesh) -> None:
             flat.redistribute(placements=placements)
 
 
-def test_a_repr_tells_the_slice(mesh: DeviceMesh) -> None:
+def test_the_repr_contains_the_slice(mesh: DeviceMesh) -> None:
     text = repr(param_of(torch.rand(SHAPE), mesh))
     assert "shape=(6, 5), elements [7, 19) here" in text
     assert "requires_grad=True" in text

@@ -1,4 +1,4 @@
-"""FlatDTensor on several ranks: whole tensors, reductions, checkpoints."""
+"""FlatDTensor on several ranks: full tensors, reductions, checkpoints."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement, full_reductions
-from fsdp_engine.flat_dtensor.whole_norm import WholeNorm
+from fsdp_engine.flat_dtensor.full_norm import FullNorm
 from tests.pool import Ranks
 
 SHAPES: list[tuple[int, ...]] = [(), (1,), (3,), (17,), (4, 5), (2, 3, 7), (0,), (2, 0, 3), (1, 64)]
-# (mesh shape, axes that cut)
+# (mesh shape, number of sharded axes)
 MESHES: list[tuple[tuple[int, ...], int]] = [
     ((4,), 1),
     ((4,), 0),
@@ -40,7 +40,7 @@ def bounds(numel: int, parts: int, seed: object) -> list[int]:
 
 
 def flat_of(full: Tensor, mesh: DeviceMesh, num_cut: int, seed: int = 0) -> FlatDTensor:
-    """This rank's slice of ``full``, cut unevenly over the innermost ``num_cut`` axes."""
+    """This rank's slice of ``full``, sharded unevenly over the innermost ``num_cut`` axes."""
     start, stop = 0, full.numel()
     for axis in range(mesh.ndim - 1, mesh.ndim - 1 - num_cut, -1):
         cuts = bounds(stop - start, mesh.size(axis), (seed, axis, full.shape, start))
@@ -60,7 +60,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))
 
 
-# --- whole tensors ---
+# --- full tensors ---
 
 DTYPES = [
     torch.float32,
@@ -94,7 +94,7 @@ def whole_tensors_are_exact(mesh_shape: tuple[int, ...], num_cut: int) -> None:
 
 
 @pytest.mark.parametrize(("mesh_shape", "num_cut"), MESHES)
-def test_whole_tensors_are_exact_for_every_dtype(
+def test_full_tensors_are_exact_for_every_dtype(
     ranks: Ranks, mesh_shape: tuple[int, ...], num_cut: int
 ) -> None:
     ranks.run(whole_tensors_are_exact, mesh_shape, num_cut, world_size=math.prod(mesh_shape))
@@ -111,7 +111,7 @@ def whole_tensors_are_differentiable() -> None:
     torch.testing.assert_close(param.grad.full_tensor(), full.grad)
 
 
-def test_a_whole_tensor_is_differentiable(ranks: Ranks) -> None:
+def test_a_full_tensor_is_differentiable(ranks: Ranks) -> None:
     ranks.run(whole_tensors_are_differentiable)
 
 
@@ -183,13 +183,13 @@ def reductions_agree(mesh_shape: tuple[int, ...], num_cut: int) -> None:
                         reduction(flat)
                     continue
                 found = reduction(flat)
-                assert type(found) in (Tensor, WholeNorm), index
+                assert type(found) in (Tensor, FullNorm), index
                 where = f"reduction {index} of shape {shape}"
                 torch.testing.assert_close(found, expected, equal_nan=True, msg=where)
 
 
 @pytest.mark.parametrize(("mesh_shape", "num_cut"), MESHES)
-def test_reductions_are_those_of_the_whole_tensor(
+def test_reductions_equal_those_of_the_full_tensor(
     ranks: Ranks, mesh_shape: tuple[int, ...], num_cut: int
 ) -> None:
     ranks.run(reductions_agree, mesh_shape, num_cut, world_size=math.prod(mesh_shape))
@@ -269,7 +269,7 @@ def clipping(foreach: bool | None, norm_type: float) -> int:
     finally:
         full_reductions.reduce_over = reduce_over
     expected = nn.utils.clip_grad_norm_(full, 1.0, norm_type)
-    assert type(norm) is WholeNorm
+    assert type(norm) is FullNorm
     torch.testing.assert_close(norm, expected)
     for p, q in zip(full, flat, strict=True):
         assert p.grad is not None
@@ -280,7 +280,7 @@ def clipping(foreach: bool | None, norm_type: float) -> int:
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
-def test_clipping_is_that_of_whole_gradients_in_one_reduction(
+def test_clipping_equals_that_of_full_gradients_with_one_reduction(
     ranks: Ranks, norm_type: float
 ) -> None:
     assert ranks.run(clipping, None, norm_type) == [1] * 4
@@ -456,7 +456,7 @@ def distributed_values_are_copied() -> None:
     assert torch.equal(flat.full_tensor(), full + 1)
 
 
-def test_copying_takes_the_slice_of_any_distributed_tensor(ranks: Ranks) -> None:
+def test_copy_takes_the_slice_of_any_distributed_tensor(ranks: Ranks) -> None:
     ranks.run(distributed_values_are_copied)
 
 
@@ -474,9 +474,9 @@ def plain_tensors_are_changed_as_a_whole() -> None:
         row.mul_(flat)  # as torch does
     large = torch.rand(300, 300)
     assert torch.equal(torch.ones(300, 300).mul_(flat_of(large, mesh, 1)), large)
-    with pytest.raises(ValueError, match="not gathered without being asked for"):
+    with pytest.raises(ValueError, match="not gathered implicitly"):
         torch.ones(300).mul_(flat_of(large, mesh, 1))
 
 
-def test_a_plain_tensor_that_is_changed_in_place_is_changed_as_a_whole(ranks: Ranks) -> None:
+def test_a_plain_tensor_is_modified_in_place_with_full_operands(ranks: Ranks) -> None:
     ranks.run(plain_tensors_are_changed_as_a_whole)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fsdp_engine.flat_dtensor import gathered
-from fsdp_engine.flat_dtensor.gathered import GatheredView
+from fsdp_engine.flat_dtensor import gathered_functions
+from fsdp_engine.flat_dtensor.gathered_functions import GatheredView
 from fsdp_engine.fsdp2 import fully_shard
 from tests.pool import on_ranks
 
@@ -43,14 +43,14 @@ _FUNCTIONS: list[Callable[[Any], Any]] = [
 
 
 def _model() -> tuple[nn.Module, Tensor, Any]:
-    """A sharded model, one of its weights, and the same weight whole."""
+    """A sharded model, one of its weights, and the same full weight."""
     model = nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 3))
     whole = model[0].weight.detach().clone()
     fully_shard(model)
     return model, whole, model[0].weight
 
 
-@pytest.mark.filterwarnings("ignore:.*gathers the whole tensor")
+@pytest.mark.filterwarnings("ignore:.*gathers the full tensor")
 @on_ranks(2)
 def test_functions_along_dims_answer_as_plain_torch() -> None:
     _, whole, param = _model()
@@ -66,7 +66,7 @@ def test_functions_along_dims_answer_as_plain_torch() -> None:
         torch.testing.assert_close(param.grad.full_tensor(), plain.grad)
 
 
-@pytest.mark.filterwarnings("ignore:.*gathers the whole tensor")
+@pytest.mark.filterwarnings("ignore:.*gathers the full tensor")
 @on_ranks(2)
 def test_a_change_that_would_be_lost_raises() -> None:
     _, whole, param = _model()
@@ -84,7 +84,7 @@ def test_a_change_that_would_be_lost_raises() -> None:
     torch.testing.assert_close(param.full_tensor().detach(), whole)
 
 
-@pytest.mark.filterwarnings("ignore:.*gathers the whole tensor")
+@pytest.mark.filterwarnings("ignore:.*gathers the full tensor")
 @on_ranks(2)
 def test_a_view_is_a_tensor_for_everything_else() -> None:
     model, whole, param = _model()
@@ -102,9 +102,9 @@ def test_a_view_is_a_tensor_for_everything_else() -> None:
 
 
 @on_ranks(2)
-def test_gathering_is_said_once_for_each_function() -> None:
+def test_the_warning_about_a_gather_is_shown_once_per_function() -> None:
     _, _, param = _model()
-    gathered._warned.clear()
+    gathered_functions._warned.clear()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -120,7 +120,5 @@ def test_an_optimizer_that_needs_matrices_is_refused_in_one_sentence() -> None:
     model, _, param = _model()
     model(torch.ones(2, 8)).sum().backward()
     optimizer = torch.optim.Muon([param], lr=0.1)
-    with pytest.raises(
-        RuntimeError, match=r"Muon: expected .* found one that needs whole matrices"
-    ):
+    with pytest.raises(RuntimeError, match=r"Muon: expected .* found one that needs full matrices"):
         optimizer.step()

@@ -1,6 +1,7 @@
-"""A training script of torchtitan's pattern, which runs with FSDP2 and with this engine's face.
+"""A training script of torchtitan's pattern, which runs with FSDP2 and with this package's
+``fsdp2``.
 
-Nothing in it asks which of the two it has: it is given a module with FSDP2's names.
+It gets a module with FSDP2's names as an argument, and is independent of the implementation.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Model(nn.Module):
         return torch.arange(LENGTH * DIM, dtype=torch.float32).view(LENGTH, DIM) / 100
 
     def init_weights(self) -> None:
-        """Values for everything, wherever it lies."""
+        """Initialize all parameters, sharded or not."""
         with torch.device(self.angles.device):
             self.angles = self._angles()
         nn.init.normal_(self.embeddings.weight)
@@ -95,7 +96,7 @@ def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
 
 
 def parallelize(api: Any, model: Model, mesh: DeviceMesh | None = None, **options: Any) -> Any:
-    """Each layer, then embeddings, then what comes last as one group, then the model."""
+    """Shard each layer, then embeddings, then norm and head as one group, then the model."""
     if mesh is not None:
         options["mesh"] = mesh
     for layer in model.layers.values():
@@ -109,7 +110,7 @@ def parallelize(api: Any, model: Model, mesh: DeviceMesh | None = None, **option
 
 @dataclass
 class Log:
-    """What a run has shown."""
+    """Results of a run."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)

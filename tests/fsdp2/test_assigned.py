@@ -145,7 +145,7 @@ def _assign_again() -> None:
     model.load_state_dict(_distributed(model, values), assign=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     first = _losses(model, optimizer)
-    # After a forward the engine takes them, and the same optimizer goes on.
+    # After a forward the engine handles assignments; the same optimizer remains valid.
     model.load_state_dict(_distributed(model, values), assign=True)
     optimizer.state.clear()
     torch.testing.assert_close(_losses(model, optimizer), first)
@@ -177,7 +177,7 @@ def _hold_the_assigned() -> None:
     state = _distributed(model, _values(_plain))
     model.load_state_dict(state, assign=True)
     optimizer = torch.optim.AdamW(list(state.values()), lr=0.05)
-    with pytest.raises(RuntimeError, match=r"found a AdamW that holds [02]\.(weight|bias)"):
+    with pytest.raises(RuntimeError, match=r"found a AdamW that references [02]\.(weight|bias)"):
         model(torch.zeros(1, 6))
     del optimizer
 

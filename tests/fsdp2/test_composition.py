@@ -1,4 +1,4 @@
-"""The face beside other calls: activation checkpoints, other meshes, torch.compile."""
+"""``fully_shard`` with activation checkpointing, other meshes, and torch.compile."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_activation_checkpoints(how: str, reshards: bool) -> None:
 
 
 class Experts(nn.Module):
-    """An expert of this rank's own beside a layer that all share."""
+    """An expert of this rank and a layer that all ranks share."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def test_modules_of_one_model_on_other_meshes() -> None:
 
 
 @on_ranks(2)
-def test_units_of_two_models_share_queues_and_no_message() -> None:
+def test_units_of_two_models_share_lanes_but_no_collective() -> None:
     """Teacher and student in one loss, with other units in between."""
 
     def script(api: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What FSDPModules are asked: each gives what FSDP2 gives, or raises and says what to do."""
+"""Methods of FSDPModule: each has FSDP2's results, or raises and names an alternative."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_divisor_outlasts_a_conversion() -> None:
 
 
 @on_ranks(2)
-def test_full_parameters_stay_as_long_as_asked() -> None:
+def test_full_parameters_are_kept_as_long_as_requested() -> None:
     model = parallelize(fsdp2, seeded())
     layer = model.layers["0"]
     unit = fsdp2.fully_shard.state(layer).unit  # type: ignore[attr-defined]
@@ -134,7 +134,7 @@ def test_an_inner_module_runs_by_itself_after_the_model() -> None:
 @pytest.mark.parametrize("keeps", [False, True])
 @on_ranks(2)
 def test_heads_are_called_in_chunks(keeps: bool) -> None:
-    """The model stops before its head, which is called with parts of what it returned."""
+    """The model without its head, which is called with parts of the output."""
 
     class Headless(Model):
         def forward(self, tokens: Tensor) -> Tensor:
@@ -191,7 +191,7 @@ def test_two_forwards_before_a_backward() -> None:
 
 @on_ranks(2)
 def test_one_module_may_hold_back_its_gradients() -> None:
-    """Per module: what is not synced in the first backward is in the second."""
+    """Per module: gradients that are not reduced in the first backward are in the second."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
 
     def script(api: Any) -> Any:
@@ -251,7 +251,7 @@ def test_other_methods_are_forwards() -> None:
 
 
 @on_ranks(2)
-def test_ignored_parameters_stay_as_they_are() -> None:
+def test_ignored_parameters_are_unchanged() -> None:
     def script(api: Any) -> Any:
         model = seeded()
         ignored = {model.head.weight, *model.layers["1"].parameters()}
@@ -328,16 +328,16 @@ def test_a_tie_is_one_group_or_an_error() -> None:
 
 
 @on_ranks(2)
-def test_what_has_no_meaning_raises_and_says_what_has() -> None:
+def test_unsupported_methods_raise_and_name_an_alternative() -> None:
     model = parallelize(fsdp2, seeded())
     calls: dict[str, Callable[[], Any]] = {
         "nccl_ub": lambda: model.set_allocate_memory_from_process_group_for_comm(True),
         "set_symm_mem_for_comm.*nccl_ub": lambda: model.set_symm_mem_for_comm(),
         "suggested_communication": lambda: model.set_reduce_scatter_max_input_buffers(2),
-        "gathers are the engine's": lambda: model.set_custom_all_gather(None),
-        "reductions are the engine's": lambda: model.set_custom_reduce_scatter(None),
+        "implements all-gathers itself": lambda: model.set_custom_all_gather(None),
+        "implements reductions itself": lambda: model.set_custom_reduce_scatter(None),
         "2-D mesh": lambda: model.set_all_reduce_hook(print),
-        "own group": lambda: model.set_separate_reduce_scatter_group(False),
+        "separate process group": lambda: model.set_separate_reduce_scatter_group(False),
     }
     for message, call in calls.items():
         with pytest.raises(NotImplementedError, match=message):
@@ -360,13 +360,13 @@ def test_what_has_no_meaning_raises_and_says_what_has() -> None:
             call()
     stranger = parallelize(fsdp2, seeded())
     model.layers["0"].set_modules_to_forward_prefetch([stranger.layers["1"]])
-    with pytest.raises(ValueError, match="within the outermost one; found another"):
+    with pytest.raises(ValueError, match="within the root module; found another"):
         loss_of(model, *batch(0, 0, 0))
     model.layers["0"].set_modules_to_forward_prefetch([model.layers["1"]])
     loss_of(model, *batch(0, 0, 0)).backward()
-    with pytest.raises(ValueError, match="expected those of one model"):
+    with pytest.raises(ValueError, match="expected modules of the same model"):
         model.layers["0"].set_modules_to_backward_prefetch([stranger.layers["1"]])
-    with pytest.raises(RuntimeError, match="outermost"):
+    with pytest.raises(RuntimeError, match="expected the root module"):
         model.layers["0"].reset_iter_state()
     with pytest.raises((RuntimeError, AssertionError), match="deepcopy"):
         copy.deepcopy(model)

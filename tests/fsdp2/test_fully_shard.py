@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_engine as fe
 from fsdp_engine import fsdp2
-from fsdp_engine.fsdp2.outermost import moved
+from fsdp_engine.fsdp2.root_module import inputs_on
 from tests.fsdp2.programs import APIS, Log, Model, adamw, parallelize, sgd, train
 from tests.pool import on_ranks
 
@@ -88,7 +88,7 @@ def test_mixed_precision_is_fsdp2s(dtypes: dict[str, torch.dtype]) -> None:
 
 
 @on_ranks(2)
-def test_bf16_parameters_stay_bf16() -> None:
+def test_bf16_parameters_remain_bf16() -> None:
     """Main weights have the parameter's dtype, sums ``reduce_dtype``."""
 
     def script(api: Any) -> Log:
@@ -171,7 +171,7 @@ def test_several_roots() -> None:
             api.fully_shard(layer)
         api.fully_shard(model.embeddings)
         api.fully_shard(model.head)
-        # A norm that nobody shards, alike on all ranks as long as it is frozen.
+        # A norm that is not sharded, equal on all ranks because it is frozen.
         model.norm.requires_grad_(False)
         parameters = [each for each in model.parameters() if each.requires_grad]
         return train(model, sgd(parameters), range(3), max_norm=1e6, num_microbatches=2)
@@ -187,7 +187,7 @@ def test_each_rank_keeps_slices_of_its_own_values(api: str) -> None:
         linear.weight.fill_(dist.get_rank())
     if api == "fsdp2":
         APIS[api].fully_shard(linear)
-    else:  # FSDP2 says nothing
+    else:  # FSDP2 does not warn
         with pytest.warns(UserWarning, match="weight: expected the same initial values"):
             APIS[api].fully_shard(linear)
     assert linear.weight.to_local().unique().tolist() == [dist.get_rank()]
@@ -209,10 +209,10 @@ def test_a_module_without_parameters() -> None:
 
 def test_inputs_are_moved_to_the_parameters_device() -> None:
     x = torch.ones(3)
-    args, kwargs = moved(((x, [x]), {"y": (x, 2)}), torch.device("meta"))
+    args, kwargs = inputs_on(((x, [x]), {"y": (x, 2)}), torch.device("meta"))
     assert [args[0].is_meta, args[1][0].is_meta, kwargs["y"][0].is_meta] == [True] * 3
     inputs = ((x,), {})
-    assert moved(inputs, torch.device("cpu")) is inputs
+    assert inputs_on(inputs, torch.device("cpu")) is inputs
 
 
 @on_ranks(2)

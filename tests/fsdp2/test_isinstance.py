@@ -1,4 +1,4 @@
-"""Modules of ``fully_shard`` beside programs that test for torch's own classes."""
+"""Modules of ``fully_shard`` in programs that test for torch's own classes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _gradients_without_division() -> float:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_programs_that_ask_for_torchs_class_find_the_modules(ranks: Ranks, world_size: int) -> None:
+def test_isinstance_holds_for_torchs_class(ranks: Ranks, world_size: int) -> None:
     found = ranks.run(_gradients_without_division, world_size=world_size)
     assert found == [float(world_size)] * world_size
 

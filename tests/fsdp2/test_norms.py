@@ -1,4 +1,4 @@
-"""The norm that ``torch.nn.utils.clip_grad_norm_`` returns, beside FSDP2's own."""
+"""The norm that ``torch.nn.utils.clip_grad_norm_`` returns, compared with FSDP2's."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_norm_is_a_dtensor_as_fsdp2_returns_it(
 
 
 @on_ranks(2)
-def test_the_norm_is_plain_by_shard_and_beside_plain_gradients() -> None:
+def test_the_norm_is_a_plain_tensor_with_shard_and_with_plain_gradients() -> None:
     model = nn.Linear(4, 4)
     fe.shard(model)
     model(torch.ones(2, 4)).sum().backward()

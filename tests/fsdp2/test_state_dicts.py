@@ -74,7 +74,7 @@ def test_state_dicts_are_of_sharded_tensors_and_load() -> None:
     other.load_state_dict(state)
     tokens = batch(0, 0, 0)[0]
     torch.testing.assert_close(other(tokens), model(tokens))
-    # Also while full parameters stay.
+    # Also while full parameters are installed.
     model.set_reshard_after_forward(False)
     loss = loss_of(model, *batch(0, 0, 0))
     assert all(isinstance(each, DTensor) for each in model.state_dict().values())
@@ -82,7 +82,7 @@ def test_state_dicts_are_of_sharded_tensors_and_load() -> None:
 
 
 @on_ranks(2)
-def test_whole_state_dicts_are_loaded_from_the_first_rank() -> None:
+def test_full_state_dicts_are_loaded_from_the_first_rank() -> None:
     reference = seeded()
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     model = parallelize(fsdp2, on_meta())
@@ -125,7 +125,7 @@ def test_conversions() -> None:
 
 
 @on_ranks(2)
-def test_training_goes_on_in_another_dtype() -> None:
+def test_training_continues_in_another_dtype() -> None:
     """Also where it was begun: FSDP2's own gathers fail then, so plain torch has the reference."""
 
     def script(model: Any) -> list[float]:
@@ -168,7 +168,7 @@ def test_meta_parameters_are_looked_at_and_moved() -> None:
 
 @on_ranks(2)
 def test_tensors_are_distributed_by_placements_and_assigned() -> None:
-    """As tutorials load whole checkpoints into models on the meta device."""
+    """Load a full checkpoint into a model on the meta device, as in tutorials."""
     reference = seeded()
     for model in (parallelize(fsdp2, on_meta()), parallelize(fsdp2, Model())):
         state = {

@@ -45,7 +45,7 @@ def run_step(
     total = torch.zeros(())
     for index, parts in enumerate(microbatches):
         last = index == len(microbatches) - 1
-        # Without overlap nothing is reduced before finish_grad_sync, whoever says so.
+        # Without overlap no reduction is issued before finish_grad_sync.
         needs_no_sync = ddp.ddp_config.overlap_grad_reduce and not last
         with ddp.no_sync() if needs_no_sync else nullcontext():
             loss = ddp(*parts[rank]) / len(microbatches)

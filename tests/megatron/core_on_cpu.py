@@ -1,9 +1,8 @@
 """Megatron-Core itself, on a CPU: the real model, schedules, wrapper and optimizers over gloo.
 
-What it asks of CUDA is little: devices named ``"cuda"``, ``tensor.cuda()``, names of tensor types,
-the number of the current device. :func:`on_cpu` answers that, within it only. Transformer Engine
-counts as absent, so that Megatron-Core takes its local layers, in whose place no other library
-comes.
+It uses a small part of CUDA: devices named ``"cuda"``, ``tensor.cuda()``, names of tensor types,
+the number of the current device. :func:`on_cpu` replaces these in its context. Transformer Engine
+is treated as missing, so that Megatron-Core uses its local layers.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class _Stream:
         """It has nothing to wait for."""
 
     def record_event(self, event: object = None) -> _Stream:
-        """An event that has come."""
+        """An event that has been reached."""
         return self
 
     def synchronize(self) -> None:

@@ -76,7 +76,7 @@ class Job:
 
 @dataclass
 class Report:
-    """What a job printed, by step: the loss, whether weights were updated, the gradients' norm and
+    """Results of a job by step: the loss, whether weights were updated, the gradients' norm and
     zeros, the loss scale."""
 
     losses: list[float]
@@ -199,7 +199,7 @@ class Training:
         return Report(*([row[column] for row in rows] for column in range(5)))
 
     def generate_state_dict(self, *, is_loading: bool) -> dict[str, Any]:
-        """What is saved or to be loaded."""
+        """The state dict to save or to load."""
         metadata: dict[str, Any] = {"chained_optim_avoid_prefix": True}
         if self.job.distributed_optimizer:
             metadata["distrib_optim_sharding_type"] = "fully_reshardable"
@@ -262,7 +262,7 @@ class Training:
         self._checkpointer(folder).save(self.steps)
 
     def load_by_checkpointer(self, folder: str) -> None:
-        """From what :meth:`save_by_checkpointer` has saved."""
+        """Load a checkpoint of :meth:`save_by_checkpointer`."""
         self.scheduler.num_steps = 0  # it adds what it loads
         report = self._checkpointer(folder).load()
         assert report.step is not None
@@ -388,8 +388,8 @@ def compare(jobs: list[tuple[Job, Job]], limit: float) -> list[str]:
 
 @contextlib.contextmanager
 def may_have_children() -> Iterator[None]:
-    """Within it this process of the pool may start others, as the client's writer does. Results
-    come by a queue here, since a manager of one would take a process that imports everything."""
+    """Context in which this process of the pool may start others, as Megatron-Core's writer does.
+    Results are passed by a queue, since a manager would need a process that imports everything."""
     writer = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
     results: queue.Queue[Any] = queue.Queue()
     with (

@@ -1,6 +1,6 @@
-"""Megatron-Core's GPT, trained by its own loop, with its own wrapper or with ours in its place.
+"""Megatron-Core's GPT, trained by its own loop, with its own wrapper or with this package's.
 
-What differs between the two is an import, and what the case says about levels.
+The two differ by an import, and by the levels of the case.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Case:
 
 @dataclass
 class Trained:
-    """What a rank saw: by step the losses of its microbatches, and the gradients' norm."""
+    """Results of a rank by step: the losses of its microbatches, and the gradients' norm."""
 
     losses: list[list[float]]
     norms: list[float]
@@ -81,7 +81,7 @@ class Trained:
 def make_gpt(
     *, dtype: torch.dtype, virtual: int | None, tied: bool, experts: dict[str, Any], **fields: Any
 ) -> tuple[Any, list[Any]]:
-    """Megatron-Core's config and this rank's part of a small GPT, in chunks.
+    """Megatron-Core's config and this rank's shard of a small GPT, in chunks.
 
     Args:
         dtype: of its weights.

@@ -1,6 +1,6 @@
-"""Small models that are cut by hand over tensor, pipeline and expert ranks, and their pieces.
+"""Small models that are manually sharded over tensor, pipeline and expert ranks, and their layers.
 
-Each is written once: over one rank it is the single process that the others must come to.
+Over one rank each model is the reference for the results of several ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdp_engine as fe
-from fsdp_engine.megatron.groups import ModelParallelGroups
+from fsdp_engine.megatron.model_parallel_groups import ModelParallelGroups
 from tests.megatron.configs import config_of
 
 DIM, HIDDEN, HEAD, VOCAB, TOKENS = 6, 16, 4, 10, 8

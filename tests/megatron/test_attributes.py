@@ -24,7 +24,7 @@ def test_the_table_in_the_documentation_is_that_of_the_installed_wheel(ranks: Ra
     assert attributes.with_table(text, lines) == text, "tools/megatron_attributes.py --write"
 
 
-def test_reasons_are_given_for_attributes_that_are_used_and_not_there(ranks: Ranks) -> None:
+def test_the_page_gives_reasons_for_used_attributes_that_are_missing(ranks: Ranks) -> None:
     (lines,) = ranks.run(table_of_installed, world_size=1)
     used = {line.split("`")[1] for line in lines[2:] if "| yes |" not in line}
     assert attributes.NOT_THERE.keys() <= used

@@ -1,4 +1,4 @@
-"""finalize_model_grads: each part against one process, by values, by messages, and its errors."""
+"""finalize_model_grads: each part compared with one process, its collectives, and its errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_engine as fe
 from fsdp_engine.megatron.finalize_model_grads import finalize_model_grads
-from fsdp_engine.megatron.groups import ModelParallelGroups, spanned_group
+from fsdp_engine.megatron.model_parallel_groups import ModelParallelGroups, spanned_group
 from fsdp_engine.strategies import LEVELS
 from tests.megatron.model_parallel import (
     DIM,
@@ -42,7 +42,7 @@ QK = SimpleNamespace(qk_layernorm=True)
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    # Weight decay moves what should have no gradient; SGD shows factors that Adam would hide.
+    # Weight decay detects gradients that should be None; SGD detects factors that Adam would hide.
     return torch.optim.SGD(model.parameters(), lr=0.05, weight_decay=0.1)
 
 
@@ -131,7 +131,7 @@ def test_pipeline_2_x_data_2_with_a_tied_embedding_trains_as_one_process(
         theirs.step()
         theirs.zero_grad()
         run_stage(part, mesh.get_group("pipeline"), (lengths[place], DIM), batches[place])
-        # What stages other than the last say does not count.
+        # The values of stages other than the last are ignored.
         finalize_model_grads([chunk], lengths[place] if stage else 10**6, groups=groups)
         ours.step()
         ours.zero_grad()
@@ -436,7 +436,7 @@ def test_replicas_in_the_chunks_of_a_virtual_pipeline_are_one_parameter(strategy
 
 
 @on_ranks(world_size=2)
-def test_a_message_is_as_wide_as_its_widest_gradient_but_at_least_fp32() -> None:
+def test_the_all_reduce_has_the_widest_gradient_dtype_and_at_least_fp32() -> None:
     mesh = grid(tensor=2, data=1)
     for dtypes, itemsize in (
         ((torch.bfloat16, torch.bfloat16), 4),
@@ -459,7 +459,7 @@ def test_a_message_is_as_wide_as_its_widest_gradient_but_at_least_fp32() -> None
         assert list(messages.sent.values()) == [(2 * 15 + 2) * itemsize]
 
 
-# --- gradients that are not there ---
+# --- missing gradients ---
 
 
 @pytest.mark.parametrize("strategy", LEVELS)
@@ -475,7 +475,7 @@ def test_a_gradient_that_one_rank_of_a_group_has_all_of_them_get(strategy: str) 
     place = mesh.get_local_rank("tensor")
     expected = dict.fromkeys(names, torch.ones(3, 5))
     for step in range(3):
-        # Ranks take turns; in the second step nobody uses it.
+        # Ranks use it alternately; in the second step no rank uses it.
         used = [name for name in names if name == "everywhere" or (name == "here" and step != 1)]
         if place != step // 2:
             used = ["everywhere"]
@@ -494,7 +494,7 @@ def test_a_gradient_that_one_rank_of_a_group_has_all_of_them_get(strategy: str) 
 
 @pytest.mark.parametrize("strategy", LEVELS)
 @on_ranks(world_size=2)
-def test_a_gradient_that_came_from_elsewhere_is_added_to_or_cleared_like_any_other(
+def test_a_gradient_from_another_source_is_accumulated_and_cleared(
     strategy: str,
 ) -> None:
     mesh = grid(tensor=2, data=1)
@@ -515,12 +515,12 @@ def test_a_gradient_that_came_from_elsewhere_is_added_to_or_cleared_like_any_oth
     assert_values(model, weight=1.0)
 
 
-# --- messages ---
+# --- collectives ---
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
 @on_ranks()
-def test_each_part_is_one_message_from_the_second_call_on(strategy: str) -> None:
+def test_each_part_is_one_all_reduce_after_the_first_call(strategy: str) -> None:
     mesh = grid(tensor=2, data=2)
     place = mesh.get_local_rank("data")
     # With four ranks, the same two play all parts of model parallelism; the groups differ.
@@ -602,7 +602,7 @@ def filled_trainable(model: nn.Module, mesh: Any) -> Chunk:
 
 
 @on_ranks()
-def test_the_group_that_several_span_is_made_once_and_only_where_it_is_new() -> None:
+def test_the_spanned_group_is_created_once_and_only_if_it_is_new() -> None:
     mesh = grid(pipeline=2, data=2)
     cpu = torch.device("cpu")
     pipeline, data = mesh.get_group("pipeline"), mesh.get_group("data")
@@ -630,7 +630,7 @@ def test_the_group_that_several_span_is_made_once_and_only_where_it_is_new() -> 
     ],
 )
 @on_ranks(world_size=2)
-def test_a_missing_group_is_told_before_anything_is_sent(parameter_mark: str, field: str) -> None:
+def test_a_missing_group_raises_before_any_communication(parameter_mark: str, field: str) -> None:
     model = Bag("weight", "other")
     setattr(model.other, parameter_mark, True)
     chunk = filled(model, 1.0, None, "optim")
@@ -713,7 +713,7 @@ def test_unequal_slices_raise_on_every_rank_of_the_group(what: str) -> None:
 
 
 @on_ranks(world_size=1)
-def test_wrong_arguments_are_told() -> None:
+def test_wrong_arguments_raise() -> None:
     model = Bag("weight")
     chunk = filled(model, 1.0, None, "optim")
     groups = ModelParallelGroups()
@@ -733,7 +733,7 @@ def test_wrong_arguments_are_told() -> None:
 
 
 @on_ranks(world_size=1)
-def test_marks_that_contradict_each_other_are_told() -> None:
+def test_contradicting_marks_raise() -> None:
     model = Bag("weight")
     mark(model, sequence_parallel=True, average_gradients_across_tp_domain=True)
     chunk = filled(model, 1.0, None, "optim")
@@ -742,7 +742,7 @@ def test_marks_that_contradict_each_other_are_told() -> None:
 
 
 @on_ranks(world_size=1)
-def test_a_bias_that_does_not_fit_its_counts_is_told() -> None:
+def test_a_bias_and_counts_of_different_shapes_raise() -> None:
     model = nn.ModuleDict({"gate": Gate(2)})
     chunk = Chunk(model, None, "optim")
     for wrong in (torch.zeros(3), torch.zeros(2, 1), None):

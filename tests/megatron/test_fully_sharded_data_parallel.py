@@ -1,4 +1,4 @@
-"""``FullyShardedDataParallel`` and ``TorchFullyShardedDataParallel``: what they take and hold."""
+"""``FullyShardedDataParallel`` and ``TorchFullyShardedDataParallel``: arguments and attributes."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_its_helpers_unwrap_it_as_the_class_it_replaces(cls: Any) -> None:
 
 
 @on_ranks(2)
-def test_the_class_says_that_it_is_fsdp() -> None:
+def test_isinstance_holds_for_megatron_cores_class() -> None:
     for flags in ({}, {"use_custom_fsdp": True}, {"use_megatron_fsdp": True}):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -164,7 +164,7 @@ def test_arguments_by_position() -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("level", LEVEL_NAMES)
 @pytest.mark.parametrize("overlap", [False, True])
-def test_stop_communication_waits_and_frees_what_was_gathered_ahead(
+def test_stop_communication_waits_and_frees_prefetched_parameters(
     level: str, overlap: bool
 ) -> None:
     config = their_config(
@@ -296,7 +296,7 @@ def test_sub_modules_to_wrap() -> None:
 
 
 @on_ranks(4)
-def test_process_group_says_the_ranks() -> None:
+def test_process_group_selects_the_ranks() -> None:
     config = their_config("TorchFullyShardedDataParallelConfig")
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     group = mesh.get_group("dp")
@@ -342,7 +342,7 @@ def test_its_config_does_not_choose_a_level_of_another_wrapper() -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("cls", [FullyShardedDataParallel, TorchFullyShardedDataParallel])
-def test_an_error_on_one_rank_is_told_to_all(cls: Any) -> None:
+def test_an_error_on_one_rank_raises_on_all(cls: Any) -> None:
     model = Model()
     given: dict[str, Any] = {"no_such": 1} if dist.get_rank() else {}
     with pytest.raises((TypeError, RuntimeError), match="no_such"):

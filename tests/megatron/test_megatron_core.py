@@ -1,8 +1,8 @@
-"""Megatron-Core's own client (0.16.1: GPT model, schedules, optimizers, checkpoints), of which
-nothing changes but where ``DistributedDataParallel`` and ``finalize_model_grads`` come from.
+"""Megatron-Core's own client code (0.16.1: GPT model, schedules, optimizers, checkpoints), with
+``DistributedDataParallel`` and ``finalize_model_grads`` imported from this package.
 
-Losses and norms are those of its own wrapper, to the rounding of fp32. The first call of a rank
-imports the client, in some seconds.
+Losses and norms equal those of its own wrapper up to fp32 rounding. The first call of a rank
+imports Megatron-Core, which takes some seconds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.megatron.configs import LEVEL_NAMES
 from tests.megatron.core_training import Case, compare, make_models, model_parallel, wrap
 from tests.pool import Ranks, on_ranks
 
-# What each shows is told by the fields; where it is not said, at 2 microbatches, fp32, SGD, tied.
+# Fields describe each case; the defaults are 2 microbatches, fp32, SGD, tied.
 TWO_RANKS = {
     "one_bucket": Case(),
     "buckets": Case(overlap=True, bucket_size=300),
@@ -234,7 +234,7 @@ def full(tensor: Tensor) -> Tensor:
 
 @on_ranks(2)
 @pytest.mark.parametrize("level", LEVEL_NAMES)
-def test_gradients_memory_goes_and_comes_back(level: str) -> None:
+def test_memory_of_gradients_is_freed_and_allocated_again(level: str) -> None:
     ddp = small(level)
     expected = gradients(ddp)
     held = ddp.engine.memory_bytes()["grad"]
@@ -264,7 +264,7 @@ def whole_grads(ddp: fe.DistributedDataParallel) -> dict[str, Tensor]:
 
 @on_ranks(2)
 @pytest.mark.parametrize("level", LEVEL_NAMES)
-def test_force_all_reduce_gives_every_rank_whole_gradients(level: str) -> None:
+def test_force_all_reduce_gathers_full_gradients_on_every_rank(level: str) -> None:
     ddp = small(level, bucket_size=10)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     for step in range(2):
@@ -365,7 +365,7 @@ def test_its_config_is_taken_for_ours() -> None:
 
 
 @on_ranks(4)
-def test_groups_come_from_the_collection() -> None:
+def test_groups_are_those_of_the_collection() -> None:
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     groups = SimpleNamespace(
         dp=mesh.get_group("dp"), dp_cp=mesh.get_group("dp"), tp=mesh.get_group("tp")
@@ -468,7 +468,7 @@ def test_a_float16_module_around_or_within_the_wrapper_loads(level: str, is_arou
 
 @on_ranks(2)
 @pytest.mark.parametrize("level", LEVEL_NAMES)
-def test_an_unwrapped_float16_module_saves_whole_weights_that_the_optimizer_finds(
+def test_an_unwrapped_float16_module_saves_full_weights_for_the_optimizer(
     level: str,
 ) -> None:
     case = Case(level=level, bf16=True)
@@ -492,7 +492,8 @@ def test_an_unwrapped_float16_module_saves_whole_weights_that_the_optimizer_find
 
 
 def save_and_load(case: Case, folder: str) -> list[str]:
-    """Saves by its ``dist_checkpointing`` and loads into another model: names of what differs."""
+    """Save by its ``dist_checkpointing`` and load into another model. Returns names of tensors that
+    differ."""
     # Its writer has a child, which the pool's daemons may not have.
     may_have_children = mock.patch.dict(multiprocessing.current_process()._config, daemon=False)
     with may_have_children, model_parallel(case):
@@ -521,7 +522,7 @@ def save_and_load(case: Case, folder: str) -> list[str]:
 
 @pytest.mark.parametrize("level", LEVEL_NAMES)
 @pytest.mark.parametrize("bf16", [False, pytest.param(True, marks=pytest.mark.thorough)])
-def test_its_checkpoints_hold_whole_weights(
+def test_its_checkpoints_contain_full_weights(
     ranks: Ranks, tmp_path: Path, level: str, bf16: bool
 ) -> None:
     found = ranks.run(save_and_load, Case(level=level, bf16=bf16), str(tmp_path), world_size=2)

@@ -210,7 +210,7 @@ def test_state_is_resumed_with_other_model_parallel_ranks(
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_what_is_saved_before_the_first_step_is_resumed(
+def test_a_checkpoint_from_before_the_first_step_is_resumed(
     ranks: Ranks, tmp_path: Path, optimizer: str
 ) -> None:
     job = Job(dtype="bf16", optimizer=optimizer, level="optim_grads")
@@ -245,7 +245,7 @@ def test_entries_are_those_of_its_distributed_optimizer() -> None:
 
 
 @on_ranks(2)
-def test_a_checkpoint_takes_one_message_for_a_buffer_and_none_to_load() -> None:
+def test_saving_takes_one_gather_per_buffer_and_loading_none() -> None:
     job = Job(dtype="bf16", level="optim_grads_params")
     with groups_of(job):
         training = Training(job)
@@ -302,14 +302,14 @@ def test_a_checkpoint_without_a_scaler_is_refused_or_leaves_the_scaler_as_it_is(
             own.load()
         assert own.load(strict=False).problems
         assert float(training.optimizer.get_loss_scale()) == scale
-        # The other way: torch's optimizer takes what was saved with a scaler.
+        # The reverse: torch's optimizer loads state that was saved with a scaler.
         own.save(4)
         plain.load()
         assert len(inner.state) == len([*training.ddp.parameters()])
 
 
 @on_ranks(2)
-def test_what_is_not_here_is_refused() -> None:
+def test_unsupported_options_raise() -> None:
     job = Job(dtype="bf16", level="optim")
     with groups_of(job):
         from megatron.core.optimizer import OptimizerConfig

@@ -30,7 +30,7 @@ CUTS |= {"out.weight": 1, "down.weight": 1}
 
 
 def own_part(name: str, whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-    """What a tensor rank has of a parameter or of its gradient."""
+    """A tensor rank's shard of a parameter or of its gradient."""
     layer = name.split(".", 3)[-1] if name.startswith("blocks") else name
     if layer not in CUTS:
         return whole
@@ -92,7 +92,7 @@ def refuse_three_ranks() -> None:
         TensorParallelGPT(TINY, group)
 
 
-def test_what_comes_after_the_last_newline_of_a_sequence_is_not_counted() -> None:
+def test_tokens_after_the_last_newline_of_a_sequence_are_not_counted() -> None:
     rows = [b"ab\ncd", b"abcd\n", b"\nabcd", b"abcde"]
     targets = torch.tensor([list(row) for row in rows])
     kept = only_whole_lines(Batch(targets.clone(), targets)).targets

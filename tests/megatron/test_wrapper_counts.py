@@ -1,7 +1,7 @@
-"""Collectives and bytes per step of the wrapper, exact, and in which phase of the step they come.
+"""Exact collectives and bytes per step of the wrapper, by phase of the step.
 
-Levels x overlap x one axis or two x microbatches. Expected is what follows from the levels, as in
-``test_counts.py``; the wrapper only changes when.
+Levels x overlap x one axis or two x microbatches. The expected values follow from the levels, as in
+``test_counts.py``; the wrapper only changes the phase.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CUT_MODEL = {"bucket_size": 300}  # three buckets where parameters are whole
 
 
 def on_axes(counts: Counter[Any], num_axes: int) -> Counter[Any]:
-    """Without what travels along an outer axis of one rank: nothing."""
+    """Counts without those along an outer axis of one rank, which are zero."""
     if num_axes == 2:
         return counts
     return Counter({k: v for k, v in counts.items() if "outer" not in str(k).lower()})
@@ -151,7 +151,7 @@ def test_calls_that_have_nothing_to_do_send_nothing(level: str) -> None:
             ddp.zero_grad_buffer()
         assert not messages.calls
         assert not messages.operations
-        # What was gathered is not gathered again while weights are as they were.
+        # Gathered weights are not gathered again until they change.
         ddp.start_param_sync(force_sync=True)
         with messages.counting():
             ddp.start_param_sync()

@@ -117,7 +117,7 @@ def test_loaded_values_are_used_by_the_very_next_forward(level: str, overlap: bo
 
 
 @on_ranks(2)
-def test_loading_names_what_does_not_fit() -> None:
+def test_loading_names_missing_and_mismatched_keys() -> None:
     ddp = wrapped("optim")
     state = ddp.state_dict()
     del state["norm.bias"]
@@ -128,7 +128,7 @@ def test_loading_names_what_does_not_fit() -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("level", LEVEL_NAMES)
-def test_no_sync_nests_and_restores_what_was_before_after_an_exception(level: str) -> None:
+def test_no_sync_nests_and_is_restored_after_an_exception(level: str) -> None:
     ddp = wrapped(level, overlap=True)
     alone = copy.deepcopy(Transformer(2))
     torch.manual_seed(5)
@@ -148,7 +148,7 @@ def test_no_sync_nests_and_restores_what_was_before_after_an_exception(level: st
 
 @on_ranks(2)
 @pytest.mark.parametrize(("level", "overlap"), CASES)
-def test_start_grad_sync_issues_what_backward_left_and_finish_ends_it_once(
+def test_start_grad_sync_issues_the_remaining_reductions_and_finish_waits_once(
     level: str, overlap: bool
 ) -> None:
     ddp = wrapped(level, overlap)
@@ -174,7 +174,7 @@ def test_start_grad_sync_issues_what_backward_left_and_finish_ends_it_once(
 @on_ranks(2)
 @pytest.mark.parametrize(("level", "overlap"), CASES)
 @pytest.mark.parametrize("tensor", [False, True])
-def test_scale_gradients_scales_whatever_is_there(level: str, overlap: bool, tensor: bool) -> None:
+def test_scale_gradients_scales_all_gradients(level: str, overlap: bool, tensor: bool) -> None:
     ddp = wrapped(level, overlap)
     torch.manual_seed(5)
     expected = mean_gradients(Transformer(2))
@@ -217,7 +217,7 @@ def test_zero_grad_buffer_begins_an_iteration(level: str, overlap: bool, zero: b
 
 @on_ranks(2)
 @pytest.mark.parametrize(("level", "overlap"), CASES)
-def test_full_parameters_keep_no_grad_and_show_main_grad_where_it_is_whole(
+def test_full_parameters_have_no_grad_and_main_grad_if_it_is_full(
     level: str, overlap: bool
 ) -> None:
     ddp = wrapped(level, overlap)
@@ -280,7 +280,7 @@ def _slice() -> Any:
 
 @on_ranks(2)
 @pytest.mark.parametrize(("level", "overlap"), CASES)
-def test_finishing_within_a_backward_that_failed_names_what_is_missing(
+def test_finishing_after_a_failed_backward_names_the_missing_parameters(
     level: str, overlap: bool
 ) -> None:
     class Failing(Regression):

@@ -72,7 +72,7 @@ def test_a_wrapped_model_has_no_race(level: str, overlap: bool) -> None:
 @on_ranks(4)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("level", LEVEL_NAMES)
-def test_late_weight_gradients_make_no_race(level: str, overlap: bool) -> None:
+def test_delayed_weight_gradients_have_no_race(level: str, overlap: bool) -> None:
     for planned in (False, True):
         config = config_of(
             level,
@@ -85,7 +85,7 @@ def test_late_weight_gradients_make_no_race(level: str, overlap: bool) -> None:
 
 
 @on_ranks(4)
-def test_bf16_gradients_handed_over_in_fp32_make_no_race() -> None:
+def test_bf16_gradients_converted_to_fp32_have_no_race() -> None:
     for level in LEVEL_NAMES:
         for overlap in (False, True):
             traced(

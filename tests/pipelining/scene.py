@@ -1,8 +1,8 @@
 """A model in stages, trained by a schedule on many ranks and by plain torch on one.
 
-The model is cut into stages; each stage's data-parallel ranks shard it. What comes out, the losses
-of every step and the weights in the end, must be what one process gets that runs the whole model
-on the batches of all ranks.
+The model is split into stages; each stage's data-parallel ranks shard it. The losses of every step
+and the final weights have to equal those of one process that runs the full model on the batches of
+all ranks.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def marked(schedules: Sequence[str], *, default: Sequence[str]) -> list[Any]:
 
 
 class Block(nn.Module):
-    """A residual block; its norm has a weight between the input and what is multiplied with."""
+    """A residual block whose norm has a weight between the input and the matrix products."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 def train_alone(
     stages: list[Stage], num_data_ranks: int, dtype: torch.dtype | None = None
 ) -> list[float]:
-    """Train the whole model in place, in one process; returns the mean loss of each step.
+    """Train the full model in place, in one process. Returns the mean loss of each step.
 
     Args:
         stages: of it, in their order.
@@ -254,7 +254,7 @@ def stage_indices(schedule: str, rank: int, num_ranks: int) -> list[int]:
 
 
 def train(pipeline: Pipeline, num_data_ranks: int) -> None:
-    """All steps, each stage with an optimizer of its own."""
+    """Run all steps, with an optimizer per stage."""
     optimizers = [make_optimizer(module) for module in pipeline.modules]
     for x, y in batches(num_data_ranks):
         pipeline.step(x, y)

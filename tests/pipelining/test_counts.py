@@ -1,4 +1,4 @@
-"""What travels in a step of a pipeline, and how much is staged: what follows from the levels."""
+"""Collectives and staging in a step of a pipeline, as expected from the levels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a stage cannot do right raises, by name, on every rank."""
+"""Unsupported uses of a stage raise on every rank, with the name of the argument."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.pool import on_ranks
 
 
 def messages(error: BaseException | None) -> str:
-    """Of an error and of what it came from: torch's stage puts its own around it."""
+    """The texts of an error and of its causes; torch's stage wraps errors."""
     text = ""
     while error is not None:
         text += f"{error}\n"
@@ -26,7 +26,7 @@ def messages(error: BaseException | None) -> str:
 
 
 def step(pipeline: scene.Pipeline) -> str:
-    """What the first step raises."""
+    """The error of the first step."""
     with pytest.raises((RuntimeError, ValueError)) as caught:
         pipeline.step(*next(scene.batches(2)))
     return messages(caught.value)
@@ -45,7 +45,7 @@ def test_torchs_own_stage_that_splits_backwards_raises(schedule: str) -> None:
 
 @scene.passes_on_to_itself
 @on_ranks(2)
-def test_gradients_that_somebody_else_computes_later_raise() -> None:
+def test_dw_builder_raises() -> None:
     class Later(PipelineStage):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, dw_builder=lambda: lambda: None, **kwargs)
@@ -63,7 +63,7 @@ def test_a_stage_of_another_module_than_the_sharded_one_raises(wraps: bool) -> N
             super().__init__(nn.Sequential(module) if wraps else module.first, *args, **kwargs)
 
     text = step(scene.make_pipeline("Interleaved1F1B", "optim", stage_class=Other))
-    assert "submodule: expected the very module that was given to shard()" in text
+    assert "submodule: expected the module that was passed to shard()" in text
     assert ("of which 0 was sharded" if wraps else "of which the root module") in text
 
 
@@ -113,7 +113,7 @@ def test_after_an_error_among_the_gradients_of_weights_a_reset_leads_back() -> N
     assert "call engine.reset() before the next forward" in step(pipeline)
     for engine in pipeline.engines:
         engine.reset()
-    # What torch's schedule had under way is lost, too.
+    # The state of torch's schedule is lost as well.
     group = pipeline.schedule._stages[0].group
     pipeline.schedule = scene.make_schedule(
         "InterleavedZeroBubble", pipeline.modules, pipeline.indices, group, PipelineStage

@@ -120,7 +120,9 @@ def test_steps_of_a_schedule_accumulate_within_no_sync() -> None:
 
 
 @on_ranks(4)
-def test_a_module_may_be_evaluated_checkpointed_and_sharded_after_the_stage_was_made() -> None:
+def test_a_module_may_be_evaluated_checkpointed_and_sharded_after_the_stage_was_constructed() -> (
+    None
+):
     for level in scene.LEVELS:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))
         rank = mesh.get_local_rank("pipeline")

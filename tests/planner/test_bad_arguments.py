@@ -1,4 +1,4 @@
-"""Every argument of the planner, given what it does not take: an error that names the argument."""
+"""Invalid values for every argument of the planner: the error names the argument."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PLAN: dict[str, tuple[object, ...]] = {
     "formulas": (1, "no", None),
     "progress": (1, "no", None),
     "config": (3, "x", {}),
-    "units": ("nobody.*", 3),
+    "units": ("missing.*", 3),
     "mp_policy": (3, "bf16"),
     "min_unit_size": (-1, "x"),
 }
@@ -128,19 +128,19 @@ FILES = {
 def test_a_file_that_is_something_else_is_named(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "file.json"
     path.write_bytes(content)
-    for load, expected in ((fe.Planning.load, "a planning"), (fe.Machine.load, "a machine")):
+    for load, expected in ((fe.StrategyPlan.load, "a plan"), (fe.Machine.load, "a machine")):
         with pytest.raises(ValueError, match=rf"file\.json: expected {expected}.*found"):
             load(path)
     for wrong in (3, None, [], b"x"):
         with pytest.raises(TypeError, match="path: expected the path of"):
-            fe.Planning.load(wrong)  # type: ignore[arg-type]
+            fe.StrategyPlan.load(wrong)  # type: ignore[arg-type]
 
 
 def test_values_of_other_types_in_a_saved_planning_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     fe.plan(Small, torch.zeros(2, 4), world_size=2, formulas=True).save(path)
     whole = json.loads(path.read_text())
-    fe.Planning.load(path)
+    fe.StrategyPlan.load(path)
     for place in (
         ("setting", "memory"),
         ("setting", "world_size"),
@@ -158,5 +158,5 @@ def test_values_of_other_types_in_a_saved_planning_are_refused(tmp_path: Path) -
                 target = target[key]
             target[place[-1]] = value
             path.write_text(json.dumps(damaged))
-            with pytest.raises(ValueError, match=r"plan\.json: expected a planning.*found"):
-                fe.Planning.load(path)
+            with pytest.raises(ValueError, match=r"plan\.json: expected a plan.*found"):
+                fe.StrategyPlan.load(path)

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 import fsdp_engine as fe
-from fsdp_engine.planner.command_line import FIT_UNKNOWN, NOTHING_FITS, app, build_on_meta
+from fsdp_engine.planner.planner_cli import FIT_UNKNOWN, NOTHING_FITS, app, build_on_meta
 from fsdp_engine.strategies import ALL_STRATEGIES, LEVELS
 from fsdp_engine.terminal import format_bytes
 
@@ -140,11 +140,11 @@ def test_memory_that_does_not_suffice_is_shown_as_missing() -> None:
     assert [row[-1].startswith("-") for row in table] == [True, False, False, False]
 
 
-def test_where_nothing_fits_there_is_the_table_and_a_status_that_says_so() -> None:
+def test_if_no_candidate_fits_the_table_is_printed_and_the_status_differs() -> None:
     assert len(cells(run("plan --elements 8e9 --world 8 --memory 1", status=NOTHING_FITS))) == 4
 
 
-def test_a_table_is_never_cut_short_by_a_narrow_terminal() -> None:
+def test_a_narrow_terminal_does_not_truncate_the_table() -> None:
     output = run("plan --elements 1e9 --world 64 --outer 8")
     assert "…" not in output
     assert all(len(row) == 11 for row in cells(output))
@@ -178,25 +178,25 @@ def test_with_a_batch_every_strategy_is_simulated(folder: Path) -> None:
         [level, recompute] for level in LEVELS for recompute in ("blocks", "no")
     )
     assert "Counting, 4.16k parameters, on 2 ranks of 8 x H100" in output
-    assert "Take " in output
+    assert "Use " in output
     assert "Bottleneck: " in output
     assert "plan.svg" in {path.name for path in folder.iterdir()}
     assert json.loads((folder / "step.json").read_text())["traceEvents"]
-    planning = fe.Planning.load(folder / "plan.json")
+    planning = fe.StrategyPlan.load(folder / "plan.json")
     assert planning.chosen is not None
-    assert f"Take {planning.chosen.candidate}: " in output
+    assert f"Use {planning.chosen.candidate}: " in output
 
 
 def test_a_model_that_fails_is_an_error_with_its_line(folder: Path) -> None:
     narrow = "plan --model planned_models:Narrow --batch planned_models:batch --world 2"
     output = run(narrow, status=2)
-    assert "Take " not in output
+    assert "Use " not in output
     words = " ".join(re.sub("[│|╭╮╰╯─]", " ", output).split())
     assert "planned_models.py" in words.replace(" ", "")
     assert "--formulas" in words
     asked = run(f"{narrow} --formulas", status=FIT_UNKNOWN)
     assert len(cells(asked)) == 4
-    assert "Whether anything fits is unknown" in asked
+    assert "Whether any candidate fits is therefore unknown" in asked
 
 
 def test_a_forward_that_depends_on_data_is_planned_by_formulas_and_whether_it_fits_is_unknown(
@@ -205,20 +205,20 @@ def test_a_forward_that_depends_on_data_is_planned_by_formulas_and_whether_it_fi
     branching = "plan --model planned_models:Branching --batch planned_models:batch --world 2"
     output = run(branching, status=FIT_UNKNOWN)
     assert "if tokens.sum() > 0" in output
-    assert "Whether anything fits is unknown" in output
-    assert "Take " not in output
-    assert "Nothing fits" in run(f"{branching} --memory 0.000001", status=NOTHING_FITS)
+    assert "Whether any candidate fits is therefore unknown" in output
+    assert "Use " not in output
+    assert "No candidate fits" in run(f"{branching} --memory 0.000001", status=NOTHING_FITS)
 
 
 def test_a_model_that_reads_a_row_of_numbers_while_it_is_built_is_planned(folder: Path) -> None:
     dropping = "plan --model planned_models:Dropping --world 2 --recompute off"
-    assert "Take " in run(f"{dropping} --batch planned_models:batch")
+    assert "Use " in run(f"{dropping} --batch planned_models:batch")
 
 
-def test_too_little_memory_gives_the_table_and_a_status(folder: Path) -> None:
+def test_too_little_memory_prints_the_table_and_sets_the_status(folder: Path) -> None:
     output = run(f"{COUNTING} --recompute off --memory 0.000001", status=NOTHING_FITS)
     assert len(cells(output)) == 4
-    assert "Nothing fits 1.0 KiB." in output
+    assert "No candidate fits 1.0 KiB." in output
 
 
 def test_sizes_optimizer_and_loss_may_be_named(folder: Path) -> None:
@@ -251,7 +251,7 @@ BAD: list[tuple[str, str]] = [
     ("--world 8 --model nowhere_at_all:f", "found 'nowhere_at_all' (No module named"),
     ("--world 8 --model planned_models:f", "expected a function 'f' in planned_models; found None"),
     ("--world 8 --model planned_models:not_callable", "found 3"),
-    ("--world 8 --model planned_models:number", "that makes a torch.nn.Module; found int"),
+    ("--world 8 --model planned_models:number", "that returns a torch.nn.Module; found int"),
     ("--world 8 --model planned_models:fails", "found KeyError: 'config.json'"),
     ("--world 8 --model planned_models:needs", "without arguments; found TypeError"),
     ("--world 8 --model planned_models:build --units x.*", "units: expected pattern 'x.*'"),
@@ -307,7 +307,7 @@ BAD: list[tuple[str, str]] = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), BAD)
-def test_mistakes_are_told_without_a_traceback(folder: Path, arguments: str, message: str) -> None:
+def test_errors_are_printed_without_a_traceback(folder: Path, arguments: str, message: str) -> None:
     (folder / "binary.json").write_bytes(b"\x80\xffPK")
     output = run(f"plan {arguments}", status=2)
     # The box around an error breaks lines; only the words matter.
@@ -315,7 +315,7 @@ def test_mistakes_are_told_without_a_traceback(folder: Path, arguments: str, mes
     assert "Traceback" not in output
 
 
-def test_a_module_beside_the_user_is_found_once(folder: Path) -> None:
+def test_a_module_in_the_working_directory_is_found(folder: Path) -> None:
     before = len(sys.path)
     build_on_meta("planned_models:build")
     build_on_meta("planned_models:build")

@@ -1,4 +1,4 @@
-"""What the planner says is what the engine then holds and sends, to the byte."""
+"""Estimates equal the bytes that the engine holds and sends."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def check(case: str, planned: Estimate, engine: fe.Engine, found: dict[str, int]
 
 
 @pytest.mark.parametrize(("strategy", "outer", "all_ways"), PAIRS_AND_WAYS)
-def test_an_engine_holds_and_sends_what_was_planned(
+def test_an_engine_holds_and_sends_the_planned_bytes(
     ranks: Ranks, strategy: str, outer: str, all_ways: bool
 ) -> None:
     results = ranks.run(compare_with_engines, strategy, outer, all_ways)
@@ -272,12 +272,13 @@ def compare_all_reduces() -> list[str]:
     return lines
 
 
-def test_staging_that_is_described_is_what_a_unit_takes(ranks: Ranks) -> None:
+def test_described_staging_equals_the_staging_of_a_unit(ranks: Ranks) -> None:
     ranks.run(compare_staging)
 
 
 def compare_staging() -> None:
-    """Where gradients are staged, and the last reduction sends a copy of what accumulates."""
+    """With staged gradients and a converted copy of the accumulation buffer in the last
+    reduction."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     model = nn.Linear(16, 16, bias=False)
     engine = fe.shard(model, mesh, "optim_grads", "no_shard", mp_policy=POLICIES["bf16 wire"])
@@ -287,7 +288,7 @@ def compare_staging() -> None:
     assert engine.peak_memory_bytes()["staging"] == row.staging_bytes
 
 
-def test_frozen_weights_that_are_never_cut_are_not_planned_to_travel(ranks: Ranks) -> None:
+def test_frozen_weights_that_are_not_sharded_have_no_planned_traffic(ranks: Ranks) -> None:
     results = ranks.run(compare_adapters)
     assert not any(results), "\n".join(results[0])
 
@@ -322,7 +323,7 @@ def test_bytes_at_rest_follow_the_formulas_of_the_levels(world_size: int) -> Non
     assert (world_size == 1) == (each.inner_traffic_bytes == 0)
 
 
-def test_microbatches_multiply_only_what_travels_in_each() -> None:
+def test_microbatches_multiply_only_the_traffic_of_each() -> None:
     for once, thrice in zip(
         compare(10**8, world_size=8),
         compare(10**8, world_size=8, num_microbatches=3),
@@ -336,7 +337,7 @@ def test_microbatches_multiply_only_what_travels_in_each() -> None:
         assert thrice.peak_bytes == once.peak_bytes
 
 
-def test_ten_pairs_are_compared_where_there_are_two_axes_and_four_where_there_is_one() -> None:
+def test_compare_returns_ten_pairs_on_two_axes_and_four_on_one() -> None:
     two = compare(10**8, world_size=32, outer_size=4)
     assert [each.strategy for each in two] == list(ALL_STRATEGIES)
     assert {(each.inner_size, each.outer_size) for each in two} == {(8, 4)}
@@ -402,7 +403,7 @@ BAD: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("model", "options", "error", "match"), BAD)
-def test_what_cannot_be_planned_is_refused(
+def test_invalid_arguments_of_estimate_raise(
     model: Any, options: dict[str, Any], error: type[Exception], match: str
 ) -> None:
     with pytest.raises(error, match=match):

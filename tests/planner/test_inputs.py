@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 
 import fsdp_engine as fe
-from fsdp_engine.planner.inputs import any_loss, batch_shape, inputs_of
+from fsdp_engine.planner.command_inputs import batch_shape, default_loss, example_inputs
 
 _TEXT = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
 _TEXT |= {"intermediate_size": 32, "vocab_size": 64}
@@ -68,7 +68,7 @@ FAMILIES: dict[str, tuple[str, Any, tuple[int, ...], dict[str, tuple[int, ...]]]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_is_called_with_what_it_takes(family: str) -> None:
+def test_example_inputs_match_the_forward_of_a_model(family: str) -> None:
     name, config, sizes, shapes = FAMILIES[family]
     architecture = getattr(transformers, name)
 
@@ -77,9 +77,9 @@ def test_a_model_is_called_with_what_it_takes(family: str) -> None:
             model: nn.Module = architecture(config)
         return model
 
-    inputs = inputs_of(build(), sizes)
+    inputs = example_inputs(build(), sizes)
     assert {key: tuple(value.shape) for key, value in inputs.items()} == shapes
-    found = fe.simulate(build, 2, batch=inputs, loss=any_loss)
+    found = fe.simulate(build, 2, batch=inputs, loss=default_loss)
     assert found.seconds > 0
 
 
@@ -91,11 +91,11 @@ def test_sizes_are_read() -> None:
 
 def test_other_models_need_a_function() -> None:
     with pytest.raises(ValueError, match=r"batch: .* not of transformers; found the sizes 2x8"):
-        inputs_of(nn.Linear(2, 2), (2, 8))
+        example_inputs(nn.Linear(2, 2), (2, 8))
     with pytest.raises(ValueError, match="batch: expected rows x length, such as 4x4096; found 4"):
-        inputs_of(transformers.LlamaForCausalLM(transformers.LlamaConfig(**_TEXT)), (4,))
+        example_inputs(transformers.LlamaForCausalLM(transformers.LlamaConfig(**_TEXT)), (4,))
 
 
 def test_an_output_without_numbers_has_no_loss() -> None:
     with pytest.raises(ValueError, match="loss: expected a tensor in the output; found dict"):
-        any_loss({"tokens": torch.zeros(2, dtype=torch.long)})
+        default_loss({"tokens": torch.zeros(2, dtype=torch.long)})

@@ -1,4 +1,4 @@
-"""``fe.plan``: rows, the choice, what is said of it, and what ``fe.shard`` makes of it."""
+"""``fe.plan``: outcomes, the choice, the recommendation, and ``fe.shard`` with a plan."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ OPTIONS = {"mp_policy": POLICY, "min_unit_size": 0}
 
 
 @functools.cache
-def planned() -> fe.Planning:
+def planned() -> fe.StrategyPlan:
     """Of the model above, its blocks apart, with memory for all."""
     return fe.plan(build, batch, world_size=WORLD, machine=MACHINE, memory=2.0**30, **OPTIONS)
 
 
 @functools.cache
-def planned_tightly() -> fe.Planning:
-    """The same with too little for the fastest."""
+def planned_tightly() -> fe.StrategyPlan:
+    """The same plan with a memory limit that excludes the fastest candidate."""
     return planned().within(a_limit())
 
 
@@ -98,7 +98,7 @@ def test_meshes_that_fit(world: int, node: int, expected: list[tuple[int, ...]])
     assert fitting_meshes(world, node) == expected
 
 
-def test_a_row_is_what_a_simulation_of_it_finds() -> None:
+def test_an_outcome_equals_its_simulation() -> None:
     for outcome in planned().outcomes[::9]:
         candidate = outcome.candidate
         found = fe.simulate(
@@ -135,7 +135,7 @@ def test_bytes_sent_are_those_of_the_formulas() -> None:
         assert outcome.sent.get("outer", 0) == formula.outer_traffic_bytes, candidate
 
 
-def test_those_that_fit_come_first_and_the_fastest_of_them_is_chosen() -> None:
+def test_outcomes_that_fit_are_first_and_the_fastest_is_chosen() -> None:
     limit = a_limit()
     outcomes = planned_tightly().outcomes
     fits = [each.fits for each in outcomes]
@@ -149,23 +149,23 @@ def test_those_that_fit_come_first_and_the_fastest_of_them_is_chosen() -> None:
     assert chosen.rate >= 0.998 * max(each.rate for each in outcomes if each.fits)
 
 
-def test_words_say_what_why_and_what_would_help() -> None:
+def test_the_recommendation_contains_choice_reason_and_changes() -> None:
     text = str(planned_tightly())
     chosen, *_ = planned_tightly().outcomes
-    assert f"Take {chosen.candidate}: " in text
+    assert f"Use {chosen.candidate}: " in text
     faster = [
         each for each in planned_tightly().outcomes if not each.fits and is_faster(each, chosen)
     ]
     nearest = min(faster, key=lambda each: each.rate)
-    assert f"The next faster one, {nearest.candidate}, is " in text
-    assert f"most of what it holds is {nearest.largest_kind}" in text
+    assert f"The next faster candidate, {nearest.candidate}, is " in text
+    assert f"the largest part of its memory is {nearest.largest_kind}" in text
     assert "Bottleneck: the host; compute takes" in text  # so small a model on so large a machine
     for row in (line for line in text.splitlines() if ", " in line and "│" in line):
         assert re.search(rf"│ -[\d,]+, ({'|'.join(KINDS)}) │", row), row
     lacking = [each for each in planned_tightly().outcomes if not each.fits]
     assert text.count(f", {lacking[0].largest_kind} │") > 0
     loose = str(planned())
-    assert "Nothing that does not fit would be faster." in loose
+    assert "No candidate that does not fit would be faster." in loose
     assert "With a microbatch twice as large: " in loose
     assert "With 4 microbatches a step: " in loose
 
@@ -205,7 +205,7 @@ def test_a_batch_that_cannot_be_doubled_is_no_advice() -> None:
     assert [each.change for each in planning.trials] == ["4 microbatches a step"]
 
 
-def test_what_is_waited_for_is_named() -> None:
+def test_the_bottleneck_is_named() -> None:
     slow = fe.A100.between_nodes.__class__(1e6, 0.0)
     runs = {"world_size": WORLD, "checkpointing": (False,), "min_unit_size": 0}
     between = fe.plan(build, batch, machine=replace(MACHINE, between_nodes=slow), **runs)
@@ -218,7 +218,7 @@ def test_what_is_waited_for_is_named() -> None:
     )
 
 
-def test_microbatch_sizes_are_tried_and_compared_by_what_they_get_done() -> None:
+def test_microbatch_sizes_are_compared_by_their_rate() -> None:
     planning = fe.plan(
         build,
         batch,
@@ -238,7 +238,7 @@ def test_microbatch_sizes_are_tried_and_compared_by_what_they_get_done() -> None
 
 
 class Searching(nn.Module):
-    """Goes on as long as a value says."""
+    """A loop whose length depends on a value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -264,17 +264,17 @@ def test_a_model_that_reads_values_is_planned_by_formulas() -> None:
     assert_fit_is_unknown(planning)
 
 
-def assert_fit_is_unknown(planning: fe.Planning) -> None:
+def assert_fit_is_unknown(planning: fe.StrategyPlan) -> None:
     assert [each.fits for each in planning.outcomes] == [None] * len(planning.outcomes)
     assert planning.chosen is None
     text = str(planning)
-    assert "Whether anything fits is unknown" in text
-    assert "Take " not in text
-    with pytest.raises(ValueError, match="found none known to fit, since activations are unknown"):
+    assert "Whether any candidate fits is therefore unknown" in text
+    assert "Use " not in text
+    with pytest.raises(ValueError, match="none that is known to fit, since activations"):
         _ = planning.best
     small = planning.within(1.0)
     assert [each.fits for each in small.outcomes] == [False] * len(small.outcomes)
-    assert "Nothing fits 1 B." in str(small)
+    assert "No candidate fits 1 B." in str(small)
 
 
 class Mistaken(nn.Module):
@@ -324,8 +324,8 @@ class Reading(nn.Module):
 @pytest.mark.parametrize(
     ("build", "error", "message"),
     [
-        (int, TypeError, "build: expected a function that makes a torch.nn.Module; found int"),
-        (Reading, fe.SimulationError, "building the model cannot go on at .*test_plan.py"),
+        (int, TypeError, "build: expected a function that returns a torch.nn.Module; found int"),
+        (Reading, fe.SimulationError, "building the model failed at .*test_plan.py"),
     ],
 )
 def test_a_model_that_cannot_be_built(
@@ -336,7 +336,7 @@ def test_a_model_that_cannot_be_built(
 
 
 def test_a_batch_of_a_wrong_shape_is_an_error() -> None:
-    with pytest.raises(fe.SimulationError, match="forward cannot go on"):
+    with pytest.raises(fe.SimulationError, match="forward failed"):
         fe.plan(Searching, torch.ones(2, 7), world_size=WORLD, machine=MACHINE)
 
 
@@ -344,24 +344,24 @@ def test_nothing_fits() -> None:
     planning = planned().within(2.0**10)
     assert planning.chosen is None
     text = str(planning)
-    assert "Nothing fits 1.0 KiB. The nearest is" in text
-    with pytest.raises(ValueError, match="plan: expected a way that fits; found none"):
+    assert "No candidate fits 1.0 KiB. The nearest is" in text
+    with pytest.raises(ValueError, match="plan: expected a candidate that fits; found none"):
         _ = planning.best
 
 
 def test_it_is_saved_and_loaded(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     planned_tightly().save(path)
-    loaded = fe.Planning.load(path)
+    loaded = fe.StrategyPlan.load(path)
     assert loaded.setting == planned_tightly().setting
     assert loaded.outcomes == planned_tightly().outcomes
     assert str(loaded) == str(planned_tightly())
     path.write_text(json.dumps({"setting": {}}))
-    with pytest.raises(ValueError, match=r"plan\.json: expected a planning as `save` writes it"):
-        fe.Planning.load(path)
+    with pytest.raises(ValueError, match=r"plan\.json: expected a plan as written by `save`"):
+        fe.StrategyPlan.load(path)
     path.write_text("{")
-    with pytest.raises(ValueError, match="expected a planning"):
-        fe.Planning.load(path)
+    with pytest.raises(ValueError, match="expected a plan"):
+        fe.StrategyPlan.load(path)
 
 
 def test_its_picture_shows_every_row_and_the_limit(tmp_path: Path) -> None:
@@ -382,7 +382,7 @@ def test_its_picture_shows_every_row_and_the_limit(tmp_path: Path) -> None:
     drawn = (tmp_path / "plan.svg").read_text()
     for outcome in planning.outcomes:
         assert outcome.candidate.levels in drawn
-    for word in (*KINDS, "compute", "waits for the inner link", "there are", "ms of a step"):
+    for word in (*KINDS, "compute", "waits for the inner link", "limit ", "step time (ms)"):
         assert word in drawn
     unknown = fe.plan(Searching, torch.ones(2, 8), world_size=WORLD, machine=MACHINE)
     save_figure(unknown, tmp_path / "unknown.png")
@@ -406,13 +406,13 @@ def test_the_chosen_step_can_be_simulated_again() -> None:
         ({"world_size": 0}, "world_size: expected 1 rank or more; found 0"),
         ({"machine": "abacus"}, "machine: expected one of a100, h100, h200, b200, or a file"),
         ({"meshes": [(3,)]}, "meshes: expected one or two sizes of 4 ranks each; found"),
-        ({"meshes": []}, "expected something to try; found nothing"),
+        ({"meshes": []}, "expected at least one candidate; found none"),
         ({"microbatch_sizes": (1,), "batch": batch()}, "batch: expected a function of the"),
         ({"microbatches": 0}, "microbatches: expected at least 1; found 0"),
         ({"build": "tests.models:nothing"}, "build: expected a function 'nothing'"),
         ({"build": "tests.models"}, "build: expected module:function"),
         ({"batch": 3}, "batch: expected tensors; found none"),
-        ({"units": "nobody.*"}, "units: expected pattern"),
+        ({"units": "missing.*"}, "units: expected pattern"),
     ],
 )
 def test_wrong_arguments(changes: dict[str, object], message: str) -> None:
@@ -423,7 +423,7 @@ def test_wrong_arguments(changes: dict[str, object], message: str) -> None:
 
 
 def _shard_by_plan(path: str, mesh_sizes: tuple[int, ...] | None) -> tuple[object, ...]:
-    planning = fe.Planning.load(path)
+    planning = fe.StrategyPlan.load(path)
     mesh = None if mesh_sizes is None else init_device_mesh("cpu", mesh_sizes)
     model = build()
     engine = fe.shard(
@@ -437,7 +437,7 @@ def _shard_by_plan(path: str, mesh_sizes: tuple[int, ...] | None) -> tuple[objec
 
 
 @pytest.mark.parametrize("mesh", [None, (4,), (2, 2)])
-def test_auto_takes_the_best_of_a_planning(
+def test_auto_uses_the_best_candidate_of_a_plan(
     ranks: Ranks, tmp_path: Path, mesh: tuple[int, ...] | None
 ) -> None:
     planning = planned_tightly()
@@ -453,7 +453,7 @@ def test_auto_takes_the_best_of_a_planning(
 
 
 def _refusals(path: str, small: str) -> list[str]:
-    planning, nothing = fe.Planning.load(path), fe.Planning.load(small)
+    planning, nothing = fe.StrategyPlan.load(path), fe.StrategyPlan.load(small)
     told = []
     tries = [
         {"strategy": "auto"},
@@ -481,23 +481,30 @@ def test_auto_refuses_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
         assert "plan: expected what fe.plan found" in told[0]
         assert 'strategy: expected "auto" with a plan' in told[1]
         assert "outer_strategy: expected None with" in told[2]
-        assert "expected a way that fits; found none" in told[3]
-        assert "Nothing fits 1.0 KiB" in told[3]
-        assert "expected a way that fits; found none" in told[4]
+        assert "expected a candidate that fits; found none" in told[3]
+        assert "No candidate fits 1.0 KiB" in told[3]
+        assert "expected a candidate that fits; found none" in told[4]
 
 
 def _shard_on_two(path: str) -> None:
     dist.get_rank()
-    fe.shard(build(), strategy="auto", plan=fe.Planning.load(path))
+    fe.shard(build(), strategy="auto", plan=fe.StrategyPlan.load(path))
 
 
 def test_a_planning_for_other_ranks_is_refused(ranks: Ranks, tmp_path: Path) -> None:
     planned().save(tmp_path / "plan.json")
-    with pytest.raises(RankError, match="plan: expected a planning for 2 ranks; found one for 4"):
+    with pytest.raises(RankError, match="plan: expected a plan for 2 ranks; found one for 4"):
         ranks.run(_shard_on_two, str(tmp_path / "plan.json"), world_size=2)
 
 
-def test_best_gives_what_was_planned_with() -> None:
+def test_the_previous_name_of_the_class_is_deprecated() -> None:
+    with pytest.warns(DeprecationWarning, match=r"use fsdp_engine\.StrategyPlan"):
+        assert fe.Planning is fe.StrategyPlan
+    with pytest.raises(AttributeError, match="has no attribute 'Plannings'"):
+        _ = fe.Plannings
+
+
+def test_best_contains_the_options_of_the_plan() -> None:
     best = planned().best
     assert best["mp_policy"] is POLICY
     assert best["min_unit_size"] == 0

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp_engine as fe
-from fsdp_engine.flat_dtensor.outside_reads import GradientReads
+from fsdp_engine.flat_dtensor.parameter_access import GradientAccess
 from tests import reference
 from tests.devices.happens_before import RaceError
 from tests.models import vector_batch
@@ -112,7 +112,7 @@ def test_reductions_are_in_flight_until_the_next_backward_stages_gradients(
         for number in range(2):
             microbatch(model, engine, number)
             found.append(len(in_flight))
-            assert first(model)._home.gradients.in_flight is not None
+            assert first(model)._backref.gradients.in_flight is not None
         model(*vector_batch(2, 20 + dist.get_rank())).backward()
         assert min(found) > 0
         assert len(in_flight) == 0
@@ -157,12 +157,12 @@ def test_a_look_that_does_not_wait_is_caught(look: str) -> None:
         microbatch(model, engine, 0)
         LOOKS[look](model, engine, optimizer)
 
-    before, GradientReads.wait = GradientReads.wait, lambda self: None  # type: ignore[method-assign]
+    before, GradientAccess.wait = GradientAccess.wait, lambda self: None  # type: ignore[method-assign]
     try:
         with pytest.raises((RaceError, AssertionError)):
             traced(Small, body)
     finally:
-        GradientReads.wait = before  # type: ignore[method-assign]
+        GradientAccess.wait = before  # type: ignore[method-assign]
 
 
 @on_ranks(world_size=2)

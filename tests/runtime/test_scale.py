@@ -70,7 +70,7 @@ def test_a_rank_of_a_thousand_trains_with_its_part(
             for buffer in engine.buffers:
                 held = buffer.layout.numel
                 for axis, size in sizes.items():
-                    held //= size if levels.cuts(Role.OPTIM, axis) else 1
+                    held //= size if levels.shards(Role.OPTIM, axis) else 1
                 assert buffer.weights.main.tensor.numel() == held
                 assert buffer.grads is not None
                 assert buffer.grads.optim_grads is not None

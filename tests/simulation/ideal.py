@@ -1,20 +1,19 @@
-"""What a schedule cannot avoid to expose: computed from the order of uses alone.
+"""The minimum exposed communication of a schedule, computed from the order of uses alone.
 
-Nothing of the engine is used here but the table of levels. A model is a row of units, a microbatch
-the row of their uses: forward in order, backward in reverse. What is known of the schedule:
+Uses only the table of levels of the engine. A model is a sequence of units, and a microbatch the
+sequence of their uses: forward in order, backward in reverse. The schedule:
 
-- Compute does one use after the other, as soon as what it needs is there.
+- Compute runs one use after the other, as soon as its inputs are available.
 - Each axis has a lane for gathers and one for reductions, and each lane is a FIFO.
-- At the beginning of a use its own weights are asked for, then those of the uses that follow, while
-  the elements asked for ahead are below the budget. Weights that are cut go after a use, unless the
-  next use is of the same unit; then memory is free for what follows. What is whole but was changed
-  by the optimizer is gathered once a step: at its beginning or, where nothing may be gathered ahead
-  (budget 0), when it is used.
-- A unit's gradients leave when its backward is over. Where they are cut, no more of them may be on
-  their way than a second budget, the unit itself not counted if it is larger, unless it is the last
-  so many reductions: its first gradient waits.
-- What a microbatch left on its way is over before the next one's first gradient.
-- The optimizer waits for everything.
+- At the start of a use its own weights are requested, then those of the following uses, while the
+  prefetched elements are below the budget. Sharded weights are freed after a use, unless the next
+  use is of the same unit. Weights that are not sharded but were changed by the optimizer are
+  gathered once per step: at its start or, without prefetch (budget 0), when they are used.
+- A unit's gradients are reduced after its backward. If they are sharded, the gradients in flight
+  are limited by a second budget, which does not count the unit itself if it is larger, and does not
+  apply to the last reductions: the unit's first gradient waits.
+- Reductions of a microbatch are complete before the next one's first gradient.
+- The optimizer waits for all reductions.
 """
 
 from __future__ import annotations
@@ -61,14 +60,14 @@ class Network:
 
 
 class Ideal:
-    """A step as it must be, at the least.
+    """The ideal step.
 
     Args:
         units: in the order of forward.
         strategy: the levels.
         network: ranks and links.
-        budgets: elements gathered ahead; elements of gradients on their way, and how many
-            reductions are not waited for.
+        budgets: prefetched elements; elements of gradients in flight, and the number of reductions
+            that are not waited for.
         microbatches: of the step.
 
     Attributes:
@@ -90,7 +89,7 @@ class Ideal:
         self._budget, (self._staging_budget, self._least) = budgets
         self.seconds = self.exposed = 0.0
         self._free = {(kind, axis): 0.0 for kind in "gr" for axis in (INNER, OUTER)}
-        # When a unit's weights will be there; what is cut is asked for anew for each use.
+        # When a unit's weights are ready; sharded weights are requested for each use.
         self._there: dict[int, float] = {}
         self._stale = set(range(len(units)))
         self._last: dict[int, float] = {}
@@ -132,7 +131,7 @@ class Ideal:
             if unit == last:
                 continue  # it stays
             if ahead >= self._budget or not self._depths[Role.PARAM] or unit in before:
-                break  # what has to go first cannot be asked for, and nothing overtakes it
+                break  # the first request is blocked, and lanes are FIFOs
             before.add(unit)
             ahead += self._units[unit].numel
             self._ask_for(unit)

@@ -1,9 +1,9 @@
-"""What tensors really hold in a step: every storage that is alive, looked at after every operation.
+"""Measured memory of tensors in a step: all live storages after every operation.
 
-It knows nothing of the engine, its ledger or the simulation. Storages are held weakly, and asked
-for their size each time, since the engine's come and go by being resized or swapped. Those made
-outside dispatch are found as soon as an operation reads them, and by a look at all objects when a
-step begins. What a kernel takes and frees within itself nobody sees.
+Independent of the engine, its ledger and the simulation. Storages are referenced weakly, and their
+sizes are read each time, since the engine resizes and swaps storages. Storages created outside of
+dispatch are found when an operation reads them, and by a search of all objects at the start of a
+step. Memory that a kernel allocates and frees is not included.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveStorages(TorchDispatchMode):
-    """Within it, storages that operations read and make are watched.
+    """Mode that tracks the storages that operations read and create.
 
     Attributes:
-        peak: most bytes at once since :meth:`restart`.
-        where: the operation after which that was.
+        peak: peak bytes since :meth:`restart`.
+        where: the operation at the peak.
     """
 
     def __init__(self) -> None:
@@ -36,8 +36,8 @@ class LiveStorages(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(each not in (Tensor, nn.Parameter) for each in types):
-            return NotImplemented  # what the subclass makes of it comes here again
-        self._look(str(func))  # what came outside operations
+            return NotImplemented  # the operations of the subclass are dispatched here again
+        self._look(str(func))  # storages created outside operations
         out = func(*args, **kwargs)
         self._note(each for each in tree_leaves((args, kwargs, out)) if isinstance(each, Tensor))
         self._look(str(func))

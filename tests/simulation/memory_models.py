@@ -19,12 +19,12 @@ WORDS = 2048
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """One of them.
+    """One model.
 
     Attributes:
-        what: what it is there for.
-        build: makes it.
-        batch: makes what it is called with, named.
+        what: the feature that it covers.
+        build: returns the model.
+        batch: returns its keyword arguments.
     """
 
     what: str
@@ -165,7 +165,7 @@ class LSTMModel(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A frozen linear with a trained product of two thin ones beside it."""
+    """A frozen linear plus a trained product of two thin ones."""
 
     def __init__(self, linear: nn.Linear, rank: int = 8) -> None:
         super().__init__()

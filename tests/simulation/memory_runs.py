@@ -26,14 +26,14 @@ HOST = Machine("a host", Processor(_SPEED, 1e10, 1e10), _LINK, _LINK, NUM_RANKS,
 
 @dataclass(frozen=True)
 class Run:
-    """What is trained, and how.
+    """The configuration of a run.
 
     Attributes:
         name: of the model.
         level: of the strategy.
         checkpointed: ``fe.checkpoint_units`` was called.
-        in_bf16: compute and messages in bf16.
-        microbatches: of a step.
+        in_bf16: compute and communication in bf16.
+        microbatches: per step.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Run:
 
 
 def planned(run: Run) -> fe.Simulation:
-    """What ``fe.simulate`` says."""
+    """Memory by ``fe.simulate``."""
     return fe.simulate(
         run.build,
         NUM_RANKS,

@@ -1,4 +1,4 @@
-"""A model whose times are known, simulated and computed by hand."""
+"""A model with known times, simulated and computed by hand."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BACKWARD = 2 * LINEARS * _PRODUCT
 
 
 class LinearBlock(nn.Sequential):
-    """Linears one after another, so that a unit's first gradient comes long before its last."""
+    """A sequence of linears, so that a unit's first gradient is ready long before its last."""
 
     def __init__(self) -> None:
         super().__init__(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LINEARS)))
@@ -97,7 +97,7 @@ def simulated(
 
 
 def budgets_of(found: Simulation) -> tuple[int, tuple[int, int]]:
-    """Elements gathered ahead, and gradients on their way."""
+    """The prefetch window in elements, and the limit on gradients in flight."""
     return found.budget, found.staging_budget
 
 
@@ -115,6 +115,6 @@ def ideal(
     if has_embedding:
         units = [IdealUnit(VOCABULARY * WIDTH, 0.0, 0.0, 0.0, reads_in_backward=False), *units]
     else:
-        # Nobody wants the gradient of the model's input.
+        # The model's input needs no gradient.
         units[0] = IdealUnit(BLOCK_NUMEL, LINEARS * _PRODUCT, 2 * _PRODUCT, BACKWARD - _PRODUCT)
     return Ideal(units, Strategy.from_names(*pair), net, budgets, microbatches)

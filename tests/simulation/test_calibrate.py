@@ -1,4 +1,4 @@
-"""What ``calibrate`` measures, and what a machine makes of it."""
+"""Measurements of ``calibrate``, and times of a machine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def machine_of(processor: Processor) -> Machine:
     return Machine("a host", processor, link, link, 8, host_runs_ahead=False)
 
 
-def test_an_operation_computes_beside_what_it_moves_as_far_as_it_overlaps() -> None:
+def test_compute_and_memory_access_overlap_by_the_figure_of_the_machine() -> None:
     computing, moving = 3.0, 2.0
     for overlap, seconds in ((1.0, 3.0), (0.5, 4.0), (0.0, 5.0)):
         processor = dataclasses.replace(HOST, overlap=overlap)
@@ -85,7 +85,7 @@ class Parts(torch.nn.Module):
         return F.gelu(F.scaled_dot_product_attention(x, x, x)).sum()
 
 
-def test_a_simulation_takes_these_times() -> None:
+def test_a_simulation_uses_the_measured_machine() -> None:
     def spans(**figures: float) -> dict[str, float]:
         processor = Processor({F32: 1e9}, 1e30, 1e9, overlap=0.0)
         found = fe.simulate(
@@ -142,7 +142,7 @@ def test_ranks_measure_together_and_nodes_apart() -> None:
         assert 0 < link.processor_share <= 1
     with (
         patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "3"}),
-        pytest.raises(ValueError, match="expected as many ranks on each node; found 4 ranks, of"),
+        pytest.raises(ValueError, match="same number of ranks on each node; found 4 ranks, 3"),
     ):
         fe.simulation.calibrate.calibrate(seconds=0.02)
 
@@ -172,5 +172,5 @@ def test_torchrun_measures_its_ranks_and_the_first_one_writes(tmp_path: Path) ->
     machine = Machine.load(path)
     assert machine.name == "this machine, 2 gloo ranks of 1 thread(s)"
     assert done.stdout == path.read_text()
-    assert done.stderr.count("GB/s") == 1  # one rank says what it measures
+    assert done.stderr.count("GB/s") == 1  # one rank prints progress
     assert "link within a node" in done.stderr

@@ -1,4 +1,4 @@
-"""Models and arguments that cannot be simulated say which line, and why."""
+"""Errors of models and arguments that cannot be simulated: line and reason."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ def in_backward(x: Tensor) -> Tensor:
     [
         (reads_item, "forward", "it reads a value"),
         (branches, "forward", "it reads a value"),
-        (loops, "forward", "as many elements as values say"),
-        (selects, "forward", "as many elements as values say"),
+        (loops, "forward", "depends on values"),
+        (selects, "forward", "depends on values"),
         (raises, "forward", "RuntimeError: "),
         (in_backward, "backward", "it reads a value"),
     ],
 )
 @pytest.mark.parametrize("level", ["no_shard", "optim_grads_params"])
-def test_what_cannot_run_says_which_line_and_why(
+def test_the_error_names_the_line_and_the_reason(
     then: Callable[[Tensor], Tensor], phase: str, reason: str, level: str
 ) -> None:
     with pytest.raises(fe.SimulationError) as caught:
@@ -106,7 +106,7 @@ class Listening(logging.Handler):
         self.heard.append(record.getMessage())
 
 
-def test_torch_logs_no_traceback_of_its_own() -> None:
+def test_torch_does_not_log_a_traceback() -> None:
     log, handler = logging.getLogger("torch._subclasses.fake_tensor"), Listening()
     log.addHandler(handler)
     try:
@@ -118,7 +118,7 @@ def test_torch_logs_no_traceback_of_its_own() -> None:
     assert not log.disabled
 
 
-def test_loss_build_batch_and_optimizer_may_fail_too() -> None:
+def test_errors_of_loss_build_batch_and_optimizer_are_converted() -> None:
     def fails(*_: Any) -> Any:
         raise KeyError("mine")
 
@@ -165,12 +165,17 @@ def frozen() -> nn.Module:
             lambda: Transformer(2),
             (torch.zeros(2), torch.zeros(2), 3),
             TypeError,
-            "found 3 without names: too many positional arguments",
+            "found 3 positional ones: too many positional arguments",
         ),
         (Constant, torch.zeros(2, WIDTH), ValueError, "loss: expected one that requires grad"),
         (nn.Identity, torch.zeros(2), ValueError, "that require grad; found none among 0 of Ident"),
         (frozen, torch.zeros(2, WIDTH), ValueError, "found none among 2 of Linear"),
-        (lambda: 3, torch.zeros(2), TypeError, "build: expected a function that makes a torch.nn"),
+        (
+            lambda: 3,
+            torch.zeros(2),
+            TypeError,
+            "build: expected a function that returns a torch.nn",
+        ),
     ],
 )
 def test_arguments_that_do_not_fit(
@@ -226,7 +231,7 @@ def test_a_model_that_reads_drawn_values_while_it_is_built() -> None:
         width = int(torch.rand(()) * 8) + 1  # here
         return nn.Linear(width, width)
 
-    with pytest.raises(fe.SimulationError, match=r"building the model cannot go on at .*# here`"):
+    with pytest.raises(fe.SimulationError, match=r"building the model failed at .*# here`"):
         fe.simulate(build, 2, batch=torch.zeros(2, 2))
 
 

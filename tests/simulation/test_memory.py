@@ -1,6 +1,6 @@
-"""Planned memory against what two gloo ranks hold, and which kind it is.
+"""Planned memory by kind, compared with that of two gloo ranks.
 
-The whole table is ``benchmarks/planner_memory.py``'s, and that of the thorough test.
+The full table is in ``benchmarks/planner_memory.py`` and in the thorough test.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.simulation.live_storages import LiveStorages
 from tests.simulation.memory_models import MODELS
 from tests.simulation.memory_runs import NUM_RANKS, Run, measured_all, planned
 
-# What is promised is 5 % too much and 2 % too little; what is found is next to nothing.
+# The documented limits are 5 % above and 2 % below; the measured differences are much smaller.
 MOST = 0.005
 
 SOME = [
@@ -49,7 +49,7 @@ def compare(ranks: Ranks, runs: list[Run]) -> None:
         assert held == [pytest.approx(planned(run).peak_bytes, rel=MOST)] * NUM_RANKS, run
 
 
-def test_the_watch_sees_memory_that_comes_and_goes_outside_operations() -> None:
+def test_the_tracker_records_memory_that_is_freed_outside_operations() -> None:
     before = torch.zeros(100)
     with LiveStorages() as watch:
         watch.restart()
@@ -66,7 +66,7 @@ def test_the_watch_sees_memory_that_comes_and_goes_outside_operations() -> None:
     assert watch.peak >= held + 40
 
 
-def test_planned_memory_is_what_ranks_hold(ranks: Ranks) -> None:
+def test_planned_memory_equals_that_of_ranks(ranks: Ranks) -> None:
     compare(ranks, SOME)
 
 
@@ -104,7 +104,7 @@ class Kinds(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
         self.register_buffer("scale", torch.ones(WIDTH, WIDTH))
-        self.kept = [torch.ones(WIDTH, WIDTH)]  # a tensor that nobody has registered
+        self.kept = [torch.ones(WIDTH, WIDTH)]  # an unregistered tensor
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -119,7 +119,7 @@ def kinds(level: str) -> dict[str, int]:
 
 def test_kinds_of_memory_by_hand() -> None:
     one = WIDTH * WIDTH * 4
-    # The peak is in the optimizer's step, or in backward just before: all gradients are there.
+    # The peak is in the optimizer's step, or at the end of backward, when all gradients exist.
     whole = kinds("no_shard")
     assert whole["weights"] == 4 * one
     assert whole["gradients"] == 2 * one
@@ -149,7 +149,7 @@ def test_a_batch_counts() -> None:
     assert found.memory["activations"] >= 4016
 
 
-def test_a_host_holds_what_a_device_does_not() -> None:
+def test_a_host_holds_memory_that_a_device_frees() -> None:
     """Idle memory, which a device's allocator keeps itself, and scratch of gloo's reductions."""
     runs = [Run("custom function", "optim", checkpointed=True)]
     if hasattr(torch.UntypedStorage, "_swap_data_ptr_"):  # before 2.13 nothing is kept idle
@@ -160,7 +160,7 @@ def test_a_host_holds_what_a_device_does_not() -> None:
         assert planned(run).peak_bytes > 1.03 * on_device.peak_bytes
 
 
-def test_what_oneDNN_s_LSTM_keeps() -> None:
+def test_the_workspace_of_the_lstm_of_onednn() -> None:
     choose = random.Random(0)
     sizes = [1, 3, 16, 33, 64, 100, 128, 250, 256]
     for _ in range(20):

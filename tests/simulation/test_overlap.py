@@ -1,8 +1,8 @@
-"""Communication is exposed where the schedule cannot avoid it, and nowhere else.
+"""The exposed communication of the engine is the minimum.
 
-The engine runs on the simulated machine of ``scene.py``; what a schedule cannot avoid comes from
-``ideal.py``, which does not know the engine. Compute takes twice the time of messages, so that what
-is asked for in time is there in time.
+The engine runs on the simulated machine of ``scene.py``; ``ideal.py`` computes the minimum
+independently of the engine. Compute takes twice the time of communication, so that communication
+that is issued in time is hidden.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ def test_nothing_more_is_exposed_than_must_be(
 
 
 @pytest.mark.parametrize("pair", FEW_PAIRS, ids="-".join)
-def test_nothing_more_where_messages_take_twice_the_time_of_compute(pair: tuple[str, str]) -> None:
+def test_exposure_is_minimal_if_communication_takes_twice_the_time_of_compute(
+    pair: tuple[str, str],
+) -> None:
     slow = network(2.0)
     found = simulated(pair, slow)
     must = ideal(pair, slow, budgets=budgets_of(found))
@@ -96,7 +98,7 @@ def test_the_default_exposes_nothing_that_a_larger_budget_would_hide(
 def test_a_smaller_budget_than_the_default_exposes_more(pair: tuple[str, str]) -> None:
     found = simulated(pair, NETWORK)
     one = simulated(pair, NETWORK, budget=found.budget)
-    assert one.exposed_seconds > found.exposed_seconds + 1e-9  # too little is staged at a time
+    assert one.exposed_seconds > found.exposed_seconds + 1e-9  # the staging budget is too small
     none = simulated(pair, NETWORK, budget=0)
     assert none.exposed_seconds > found.exposed_seconds + 1e-9
 
@@ -138,8 +140,8 @@ def test_gathers_one_unit_late_are_caught(monkeypatch: pytest.MonkeyPatch) -> No
     assert [each.seconds for each in late_ones] == pytest.approx([gather] * BLOCKS)
 
 
-def test_the_reference_by_hand() -> None:
-    """Two units ahead, one, none, of four blocks, HSDP."""
+def test_the_ideal_schedule_by_hand() -> None:
+    """Prefetch of two, one and no units, with four blocks, HSDP."""
     gather = NETWORK.ring(BLOCK_NUMEL, 0)
     reduction = gather + NETWORK.ring(BLOCK_NUMEL / 4, 1, 2)
     until_first = BACKWARD / 4
@@ -149,5 +151,5 @@ def test_the_reference_by_hand() -> None:
     assert exposed[0] == pytest.approx(gather + reduction)
     # Three blocks wait for their predecessor's reduction when their first gradient comes.
     assert exposed[1] == pytest.approx(gather + 3 * (reduction - until_first) + reduction)
-    # Four gathers in forward and three in backward, in which reductions go on.
+    # Four gathers in forward and three in backward, during which reductions run.
     assert exposed[2] == pytest.approx(7 * gather + reduction)

@@ -1,4 +1,4 @@
-"""The clock, the machine's figures, and what a simulation tells."""
+"""The clock, the machine's figures, and results of simulations."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def sending(clock: Clock, seconds: float) -> Operation:
     return steps
 
 
-def test_lanes_run_beside_each_other_and_tickets_order_them() -> None:
+def test_lanes_are_concurrent_and_tickets_order_them() -> None:
     clock = Clock(a_machine())
     lanes = clock.make_lanes(torch.device("cpu"))
     first = lanes.inner_gather.submit("all-gather of a", sending(clock, 3.0))
@@ -61,11 +61,11 @@ def test_lanes_run_beside_each_other_and_tickets_order_them() -> None:
     ends = {span.label: (span.start, span.end) for span in clock.spans}
     assert ends["all-gather of b"] == (3.0, 6.0)
     assert ends["g"] == (4.0, 5.0)
-    # It was the gather that took long, not what came after it.
+    # The gather took long, not the operation after it.
     assert [(e.unit, e.lane, e.seconds) for e in clock.exposed] == [("a", "inner gather", 2.0)]
 
 
-def test_a_host_that_runs_ahead_hides_waiting_behind_itself() -> None:
+def test_a_host_that_runs_ahead_hides_waits() -> None:
     clock = Clock(a_machine(host_seconds=1.0))
     lanes = clock.make_lanes(torch.device("cpu"))
     ticket = lanes.inner_gather.submit("all-gather of a", sending(clock, 0.5))
@@ -81,7 +81,7 @@ def test_where_the_host_computes_it_blocks() -> None:
     clock = Clock(a_machine(host_runs_ahead=False))
     lanes = clock.make_lanes(torch.device("cpu"))
     first = lanes.inner_gather.submit("all-gather of a", sending(clock, 3.0))
-    # Nobody begins it before something happens on its lane, or somebody waits.
+    # It starts at the next submission on its lane, or when it is waited for.
     second = lanes.outer_gather.submit("all-gather of b", sending(clock, 1.0), after=[first])
     clock.compute("f", 2.0)
     lanes.compute.wait(second)
@@ -92,7 +92,7 @@ def test_where_the_host_computes_it_blocks() -> None:
     assert second.done
 
 
-def test_a_message_takes_its_share_from_compute_while_it_goes_on() -> None:
+def test_communication_delays_compute_by_its_processor_share() -> None:
     clock = Clock(a_machine(host_runs_ahead=False))
     lanes = clock.make_lanes(torch.device("cpu"))
 
@@ -132,7 +132,9 @@ def test_units_are_read_off_labels() -> None:
         (Machine, {"host_seconds": -1}, "host_seconds: expected 0 or a larger number; found -1"),
     ],
 )
-def test_a_machine_that_cannot_be(kind: type, figures: dict[str, object], message: str) -> None:
+def test_invalid_figures_of_a_machine_raise(
+    kind: type, figures: dict[str, object], message: str
+) -> None:
     parts = {Link: fe.H100.within_node, Processor: fe.H100.processor, Machine: fe.H100}
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(parts[kind], **figures)
@@ -248,7 +250,7 @@ def test_presets_are_machines_that_can_be_saved(preset: Machine, tmp_path: Path)
 def test_a_file_that_is_no_machine(tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     path.write_text('{"name": "x"}')
-    with pytest.raises(ValueError, match="expected a machine as `calibrate` writes it"):
+    with pytest.raises(ValueError, match="expected a machine as written by `calibrate`"):
         Machine.load(path)
 
 
@@ -258,7 +260,7 @@ def small(**options: Any) -> fe.Simulation:
     )
 
 
-def test_what_a_simulation_tells() -> None:
+def test_the_fields_of_a_simulation() -> None:
     result = small(strategy="optim_grads_params", microbatches=2)
     assert result.seconds > 0
     assert set(result.message_seconds) == {"inner gather", "inner reduce", "outer reduce"}
@@ -348,13 +350,13 @@ def test_flops_and_memory_of_one_product_by_hand() -> None:
         machine=machine(network(0.5)),
         strategy="optim",
     )
-    # Forward, and the weight's gradient: nobody wants the input's.
+    # Forward, and the weight's gradient; the input needs none.
     assert result.compute_seconds == pytest.approx(2 * 2 * rows * 256 * 256 / 1e9)
     memory = result.memory
     assert memory["weights"] == one
     assert memory["gradients"] == one
     assert memory["optimizer"] == pytest.approx(2 * one / 4, abs=64)  # AdamW, and a count of steps
-    # At the peak autograd's gradient of the weight lies beside the place that it is written to.
+    # At the peak autograd's gradient of the weight and its buffer exist.
     assert one <= memory["activations"] < 10 * one
 
 
@@ -403,7 +405,7 @@ def test_no_process_group_is_left_and_none_is_taken() -> None:
         dist.destroy_process_group()
 
 
-def test_nothing_of_a_simulation_stays() -> None:
+def test_a_simulation_leaves_no_state() -> None:
     built: list[weakref.ref[nn.Module]] = []
 
     def build() -> nn.Module:
@@ -429,10 +431,10 @@ def test_many_ranks_cost_no_more_than_few() -> None:
         ({"mesh": (3, 4)}, "mesh: expected one or two sizes of 8 ranks"),
         ({"microbatches": 0}, "microbatches: expected at least 1"),
         ({"strategy": "zero"}, "strategy: expected one of"),
-        ({"config": fe.DistributedDataParallelConfig(check_for_nan_in_grad=True)}, "no check of"),
+        ({"config": fe.DistributedDataParallelConfig(check_for_nan_in_grad=True)}, "no checks of"),
     ],
 )
-def test_arguments_that_cannot_be(options: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_raise(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         fe.simulate(
             lambda: Transformer(2), 8, batch=token_batch(4, 0), **{"mesh": (2, 4), **options}
@@ -480,7 +482,7 @@ def on_meta() -> nn.Module:
     ],
     ids=["plain", "double buffer", "average", "fp8", "bf16"],
 )
-def test_what_the_engine_can_do_a_simulation_can(options: dict[str, Any]) -> None:
+def test_a_simulation_supports_the_features_of_the_engine(options: dict[str, Any]) -> None:
     run = {"batch": torch.zeros(4, 64), "mesh": (2, 4), "strategy": "optim_grads_params"}
     found = fe.simulate(Checkpointed, 8, **run, **options)
     assert found.seconds > 0
@@ -489,9 +491,9 @@ def test_what_the_engine_can_do_a_simulation_can(options: dict[str, Any]) -> Non
     assert fe.simulate(on_meta, 8, **run, **options).seconds == pytest.approx(found.seconds)
 
 
-def test_a_model_without_a_loss_says_so() -> None:
+def test_a_model_without_a_loss_raises() -> None:
     tokens, _ = token_batch(4, 0)
-    with pytest.raises(ValueError, match="loss: expected a function that makes the loss"):
+    with pytest.raises(ValueError, match="loss: expected a function that returns the loss"):
         fe.simulate(TwoOutputs, 2, batch=tokens)
     result = fe.simulate(TwoOutputs, 2, batch=tokens, loss=lambda found: found[1].sum())
     assert result.seconds > 0
@@ -502,7 +504,7 @@ def test_calibration_measures_something() -> None:
     is_of_this_machine(calibrate(seconds=0.01))
 
 
-def test_what_calibration_measures_on_each_of_two_ranks(ranks: Ranks) -> None:
+def test_calibration_measures_on_both_of_two_ranks(ranks: Ranks) -> None:
     found, other = ranks.run(measured, world_size=2)
     is_of_this_machine(found)
     assert other == found  # the longer of both ranks' times

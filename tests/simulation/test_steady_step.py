@@ -1,4 +1,4 @@
-"""A simulation tells of its second step; a third would come out the same."""
+"""A simulation returns its second step; a third step would be identical."""
 
 from __future__ import annotations
 

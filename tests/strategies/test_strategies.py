@@ -53,7 +53,7 @@ def test_an_unknown_level_names_the_field_and_the_legal_levels(field: str, name:
     assert str(caught.value).endswith(f"found {name!r}")
 
 
-def test_from_names_says_which_of_the_two_names_is_unknown() -> None:
+def test_from_names_names_the_unknown_level() -> None:
     with pytest.raises(ValueError, match=r"^strategy: "):
         Strategy.from_names("ddp")
     with pytest.raises(ValueError, match=r"^outer_strategy: "):
@@ -65,7 +65,7 @@ def test_the_outer_level_is_no_shard_unless_given() -> None:
 
 
 def test_each_level_cuts_one_role_more_than_the_one_below() -> None:
-    cut = {name: {role for role in Role if level.cuts(role)} for name, level in LEVELS.items()}
+    cut = {name: {role for role in Role if level.shards(role)} for name, level in LEVELS.items()}
     assert cut == {
         "no_shard": set(),
         "optim": {Role.OPTIM},
@@ -75,17 +75,17 @@ def test_each_level_cuts_one_role_more_than_the_one_below() -> None:
 
 
 @each_strategy
-def test_depths_nest_and_count_the_axes_that_cut_a_role(strategy: Strategy) -> None:
+def test_depths_nest_and_count_the_axes_that_shard_a_role(strategy: Strategy) -> None:
     depths = [strategy.depth(role) for role in (Role.PARAM, Role.GRAD, Role.OPTIM)]
     assert depths == sorted(depths)
     for role in Role:
-        # What is cut along the outer axis is cut along the inner one, so the depth says which.
-        cut = [axis for axis in AXIS_BELOW_DEPTH if strategy.cuts(role, axis)]
+        # A role sharded along the outer axis is sharded along the inner one, so its depth suffices.
+        cut = [axis for axis in AXIS_BELOW_DEPTH if strategy.shards(role, axis)]
         assert cut == list(AXIS_BELOW_DEPTH[: strategy.depth(role)])
 
 
 @each_strategy
-def test_each_rank_holds_the_fraction_that_the_levels_say(strategy: Strategy) -> None:
+def test_each_rank_holds_the_fraction_of_the_levels(strategy: Strategy) -> None:
     layout = Layout((TensorSlot("weight", (1000,), 0),), 1024, inner_size=4, outer_size=2)
     sizes = {Axis.INNER: 4, Axis.OUTER: 2}
     for role in Role:
@@ -143,11 +143,11 @@ class Ring:
 def simulate(level: Level, size: int, numel: int, num_microbatches: int) -> tuple[int, int]:
     """Elements of parameters and of gradients that rank 0 sends in one step of ``level``.
 
-    Written from what each role needs: whole parameters for forward and for backward wherever they
-    are cut, a gradient summed over the ranks wherever the optimizer state is held.
+    Derived from each role: full parameters for forward and for backward if they are sharded, and
+    the gradient summed over the ranks for the optimizer state.
     """
     params, grads = Ring(size, numel), Ring(size, numel)
-    cuts = {role: level.cuts(role) for role in Role}
+    cuts = {role: level.shards(role) for role in Role}
     weights = list(range(numel))
     shards = [weights[params.part(rank)] for rank in range(size)]
     local = [[(rank + 1) * (i + 1) for i in range(numel)] for rank in range(size)]

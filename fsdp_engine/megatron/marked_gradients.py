@@ -1,15 +1,17 @@
-"""Sums of marked parameters' gradients over a group: on local slices, in one flat message.
+"""All-reduces the gradients of marked parameters over a group: local slices in one flat buffer.
 
-    | slices to sum ... | slices to average ... | one flag for each |
+    | slices to sum ... | slices to average ... | one flag per gradient |
 
 [Note: Equal slices]
-Sums over tensor or pipeline ranks run beside data parallelism: each rank has a slice of a
-gradient, and its partners must have the same slice of theirs. So nothing is gathered, and a rank
-sends only what it holds. Whether slices are equal is compared once, before the first message.
+Sums over tensor or pipeline ranks are independent of data parallelism: each rank has a slice of a
+gradient, and the other ranks of the group must have the same slice of theirs. No gradient is
+gathered, and a rank sends only its own slices. The ranks compare the slices' ranges once, before
+the first all-reduce.
 
-A flag is 1 where the rank has a gradient and 0 where ``.grad`` is None. If none of a group had
-one, it stays None on all; if any had one, all get the sum, or replicas would drift apart. Only a
-rank that misses a gradient reads its flags, which waits for the device; the others do not.
+A flag is 1 if the rank has the gradient and 0 if ``.grad`` is None. If no rank of the group has a
+gradient, ``.grad`` stays None on all ranks; if any rank has one, all ranks get the sum, since
+replicas would diverge otherwise. Only a rank with a missing gradient reads the flags, which is a
+host sync.
 """
 
 from __future__ import annotations
@@ -31,11 +33,11 @@ from fsdp_engine.flat_dtensor import FlatDTensor
 
 @dataclass(frozen=True)
 class MarkedGrad:
-    """The gradient of one parameter that a group shares.
+    """The gradient of one parameter, to be reduced over a group.
 
     Attributes:
         name: of the parameter.
-        places: (buffer, index) of the parameter, and of its replicas in other chunks of this rank.
+        places: (buffer, index) of the parameter and of its replicas in other chunks of this rank.
         average: divide the sum by the size of the group.
     """
 
@@ -45,7 +47,7 @@ class MarkedGrad:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the gradient, also where there is none."""
+        """Dtype of the gradient; defined also if ``.grad`` is None."""
         return self.places[0][0].kind.dtypes.main_grad
 
     @property
@@ -55,16 +57,17 @@ class MarkedGrad:
         param = buffer.sharded_params[index]
         return (param.local if isinstance(param, FlatDTensor) else param).numel()
 
-    def lines(self) -> list[str]:
-        """For each place what must be the same on all ranks of the group, without its name."""
-        return [self._line(buffer, index) for buffer, index in self.places]
+    def descriptions(self) -> list[str]:
+        """For each place its shape, slice, dtype and reduction, which ranks must agree on."""
+        return [self._describe(buffer, index) for buffer, index in self.places]
 
     def slices(self) -> list[Tensor]:
-        """This rank's slice of each place's gradient, 1-D, where there is one."""
+        """This rank's slices of the gradients that exist, 1-D."""
         return [_local(grad) for grad in self._grads() if grad is not None]
 
     def publish(self) -> list[Tensor]:
-        """This rank's slice of each place's gradient; a place that has none gets one, unfilled."""
+        """This rank's slice of each place's gradient, 1-D. A missing gradient is published first,
+        with uninitialized values."""
         return [
             _local(buffer.published.publish_one(index) if grad is None else grad)
             for (buffer, index), grad in zip(self.places, self._grads(), strict=True)
@@ -73,7 +76,7 @@ class MarkedGrad:
     def _grads(self) -> list[Tensor | None]:
         return [buffer.sharded_params[index].grad for buffer, index in self.places]
 
-    def _line(self, buffer: ParamAndGradBuffer, index: int) -> str:
+    def _describe(self, buffer: ParamAndGradBuffer, index: int) -> str:
         param = buffer.sharded_params[index]
         start, stop = 0, param.numel()
         if isinstance(param, FlatDTensor):
@@ -84,55 +87,58 @@ class MarkedGrad:
         )
 
 
-def compare_over(
-    what: str, names: Sequence[str], lines: Sequence[str], group: ProcessGroup
+def check_equal_over_group(
+    what: str, names: Sequence[str], descriptions: Sequence[str], group: ProcessGroup
 ) -> None:
-    """Raise on all ranks of the group unless their ``lines`` are the same. Collective.
+    """Raise on all ranks of the group unless their ``descriptions`` are the same. Collective.
 
     Args:
         what: begins the error.
-        names: of the things that the lines are about; they may differ.
-        lines: one for each name.
+        names: of the described objects; they may differ between ranks.
+        descriptions: one per name.
 
     Raises:
-        ValueError: names the first thing that differs, and what it is on two ranks.
+        ValueError: gives the first description that differs, with its name, on two ranks.
     """
-    own = [(name, line) for name, line in zip(names, lines, strict=True)]
-    everywhere: list[Any] = gather_objects(own, group)
-    for rank, other in enumerate(everywhere):
-        for mine, theirs in zip_longest(everywhere[0], other, fillvalue=("nothing", "")):
-            if mine[1] != theirs[1]:
+    own = list(zip(names, descriptions, strict=True))
+    per_rank: list[Any] = gather_objects(own, group)
+    for rank, other in enumerate(per_rank):
+        for first, second in zip_longest(per_rank[0], other, fillvalue=("nothing", "")):
+            if first[1] != second[1]:
                 raise ValueError(
-                    f"{what}: expected the same, in one order, on all ranks of the group; found "
-                    f"{_shown(mine)} on its rank 0 and {_shown(theirs)} on its rank {rank}"
+                    f"{what}: expected the same, in the same order, on all ranks of the group; "
+                    f"found {_format(first)} on its rank 0 and {_format(second)} on its rank {rank}"
                 )
 
 
-def sum_over(
+def sum_over_group(
     marked: Sequence[MarkedGrad], group: ProcessGroup | None, device: torch.device
 ) -> None:
-    """Sum (or average) gradients over the group, and over the replicas of each rank, in place.
+    """Sum (or average) gradients over the group and over the replicas of each rank, in place.
 
-    One all-reduce, in fp32, or fp64 if there is such a gradient. None: one rank. Collective.
+    One all-reduce, in fp32, or in fp64 if any gradient is fp64. Collective.
+
+    Args:
+        marked: the gradients.
+        group: None: this rank only.
+        device: of the gradients.
     """
     ordered = sorted(marked, key=lambda each: each.average)
     sizes = [each.numel for each in ordered]
     total = sum(sizes)
     wide = any(each.dtype == torch.float64 for each in ordered)
     dtype = torch.float64 if wide else torch.float32
-    message = memory.empty(total + len(ordered), dtype, device)
-    values, flags = message[:total], message[total:]
+    buffer = memory.empty(total + len(ordered), dtype, device)
+    values, flags = buffer[:total], buffer[total:]
     pieces = values.split(sizes)
-    missing = _pack(ordered, pieces, flags)
-    all_reduce_(message, group)
+    is_any_missing = _pack(ordered, pieces, flags)
+    all_reduce_(buffer, group)
     num_averaged = sum(size for size, each in zip(sizes, ordered, strict=True) if each.average)
     if num_averaged and group is not None:
         values[total - num_averaged :].div_(group.size())
-    came = [1.0] * len(ordered)
-    if missing:
-        came = flags.tolist()
+    has_grads = flags.tolist() if is_any_missing else [1.0] * len(ordered)
     sources, targets = [], []
-    for each, piece, has_grad in zip(ordered, pieces, came, strict=True):
+    for each, piece, has_grad in zip(ordered, pieces, has_grads, strict=True):
         if has_grad:
             grads = each.publish()
             sources += [piece] * len(grads)
@@ -141,7 +147,7 @@ def sum_over(
 
 
 def _pack(ordered: Sequence[MarkedGrad], pieces: Sequence[Tensor], flags: Tensor) -> bool:
-    """Fill the message; returns whether a gradient is missing altogether."""
+    """Fill the buffer. Returns whether some parameter has no gradient in any of its places."""
     flags.fill_(1.0)
     sources, targets, replicas, absent = [], [], [], []
     for index, (each, piece) in enumerate(zip(ordered, pieces, strict=True)):
@@ -170,6 +176,6 @@ def _local(grad: Tensor) -> Tensor:
     return grad.local if isinstance(grad, FlatDTensor) else grad.view(-1)
 
 
-def _shown(named: tuple[str, str]) -> str:
-    name, line = named
-    return f"[{name}: {line}]" if line else f"[{name}]"
+def _format(described: tuple[str, str]) -> str:
+    name, description = described
+    return f"[{name}: {description}]" if description else f"[{name}]"

@@ -1,4 +1,4 @@
-"""What a planning found: a row for each candidate, the one to take, and why."""
+"""The result of ``plan``: an outcome for each candidate, the chosen one, and a recommendation."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from fsdp_engine.terminal import table_text
 
 
 @dataclass(frozen=True)
-class Planning:
-    """The answer of :func:`~fsdp_engine.planner.plan.plan`. ``print`` shows the table, and what to
-    take in words.
+class StrategyPlan:
+    """The result of :func:`~fsdp_engine.planner.strategy_search.plan`. ``print`` shows the table
+    and the recommendation.
 
     Attributes:
-        setting: the job that was planned.
-        outcomes: those that fit, the fastest first; then those that do not, by how much they lack.
-            Where activations are unknown, those first whose other memory fits, the one that sends
-            least first.
-        trials: the chosen one with something changed.
-        options: arguments of ``fe.shard`` that all candidates shared; not saved.
-        simulate: simulates a candidate again, for its timeline; None where nothing was simulated,
-            or the planning was loaded.
+        setting: the planned job.
+        outcomes: those that fit, the fastest first; then the others, by the bytes that exceed the
+            limit. If activations are unknown, first those whose other memory fits, by the bytes
+            that they send.
+        trials: variations of the chosen candidate.
+        options: arguments of ``fe.shard`` for all candidates; not saved.
+        simulate: simulates a candidate again, for its timeline. None if the plan was made by
+            formulas, or was loaded.
     """
 
     setting: Setting
@@ -42,7 +42,7 @@ class Planning:
 
     @property
     def chosen(self) -> Outcome | None:
-        """The fastest that fits; None: nothing does, or it is unknown."""
+        """The fastest outcome that fits. None: no candidate fits, or it is unknown."""
         return self._chosen_of(None)
 
     @property
@@ -50,7 +50,7 @@ class Planning:
         """Arguments for ``fe.shard(model, **planning.best)`` on all ranks.
 
         Raises:
-            ValueError: nothing fits, or it is unknown; the message has the table.
+            ValueError: no candidate fits, or it is unknown; the message contains the table.
         """
         return self.arguments()
 
@@ -60,32 +60,33 @@ class Planning:
         world_size: int | None = None,
         given: Mapping[str, Any] = MappingProxyType({}),
     ) -> dict[str, Any]:
-        """Arguments for ``fe.shard``: strategies, checkpointing, sizes of the mesh unless the job
-        has one, and what all candidates shared.
+        """Arguments for ``fe.shard``: strategies, checkpointing, ``options``, and the sizes of the
+        mesh unless ``mesh`` is given.
 
         Args:
-            mesh: sizes of the axes that the job has; None: any.
-            world_size: data-parallel ranks that it has; None: those planned for.
-            given: arguments that the job gives itself; None: those planned with.
+            mesh: sizes of the job's axes. None: any.
+            world_size: the job's data-parallel ranks. None: those of the plan.
+            given: arguments that override ``options``; values of None are ignored.
 
         Raises:
-            ValueError: another number of ranks was planned for, or nothing that was planned for
-                ``mesh`` fits, or it is unknown; the message has the table.
+            ValueError: the plan is for another number of ranks, or no candidate for ``mesh`` fits,
+                or it is unknown; the message contains the table.
         """
         if world_size not in (None, self.setting.world_size):
             raise ValueError(
-                f"plan: expected a planning for {world_size} ranks; "
+                f"plan: expected a plan for {world_size} ranks; "
                 f"found one for {self.setting.world_size}"
             )
         chosen = self._chosen_of(mesh)
         if chosen is None:
             where = "" if mesh is None else f" on {' x '.join(map(str, mesh))} ranks"
-            found_ones = "none"
+            reason = "none"
             if self.setting.why_unknown:
-                found_ones = (
-                    "none known to fit, since activations are unknown; give `strategy` yourself"
+                reason = (
+                    "none that is known to fit, since activations are unknown. Set `strategy` "
+                    "instead"
                 )
-            raise ValueError(f"plan: expected a way that fits{where}; found {found_ones}\n{self}")
+            raise ValueError(f"plan: expected a candidate that fits{where}; found {reason}\n{self}")
         candidate = chosen.candidate
         found = {
             **self.options,
@@ -98,12 +99,12 @@ class Planning:
             found["mesh"] = candidate.mesh
         return found
 
-    def within(self, memory: float) -> Planning:
-        """The same with ``memory`` bytes for a rank. Nothing is simulated again, so there are no
-        trials.
+    def within(self, memory: float) -> StrategyPlan:
+        """Returns the plan for a memory limit of ``memory`` bytes per rank. Does not simulate
+        again; the result has no trials.
 
         Raises:
-            TypeError, ValueError: ``memory`` is no positive number.
+            TypeError, ValueError: ``memory`` is not a positive number.
         """
         check_memory(memory)
         return dataclasses.replace(
@@ -117,20 +118,20 @@ class Planning:
         )
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON, without ``options``."""
+        """Write the plan as JSON, without ``options``."""
         parts = ("setting", "outcomes", "trials")
         content = {name: _plain(getattr(self, name)) for name in parts}
         Path(path).write_text(json.dumps(content, indent=1) + "\n")
 
     @classmethod
-    def load(cls, path: str | Path) -> Planning:
-        """Read what :meth:`save` wrote.
+    def load(cls, path: str | Path) -> StrategyPlan:
+        """Read a file that :meth:`save` wrote.
 
         Raises:
             OSError: there is no such file.
-            ValueError: it says something else.
+            ValueError: the file has other contents.
         """
-        content = read_json(path, "a planning as `save` writes it")
+        content = read_json(path, "a plan as written by `save`")
         try:
             return cls(
                 Setting(**content["setting"]),
@@ -139,13 +140,13 @@ class Planning:
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(
-                f"{path}: expected a planning as `save` writes it; found {error!r}"
+                f"{path}: expected a plan as written by `save`; found {error!r}"
             ) from error
 
     def __str__(self) -> str:
-        from fsdp_engine.planner.tables import planning_table  # needs rich
+        from fsdp_engine.planner.planner_tables import plan_table  # needs rich
 
-        table = table_text(planning_table(self.setting, self.outcomes))
+        table = table_text(plan_table(self.setting, self.outcomes))
         return f"{table}\n{advice(self.setting, self.outcomes, self.trials)}"
 
     def _chosen_of(self, mesh: Mesh | None) -> Outcome | None:

@@ -1,7 +1,7 @@
-"""Results made by a recipe are those that torch works out, and simulations come out the same.
+"""Results from recipes equal those of torch, and simulations with the cache are identical.
 
-Whole simulations are compared, with everything that they tell: seconds, every span, exposed times,
-memory by kind, budgets. Equal means equal, not close.
+Complete simulations are compared exactly, with all fields: seconds, every span, exposed times,
+memory by kind, budgets.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
-from fsdp_engine.simulation.known_operations import KnownOperations, Recipe
+from fsdp_engine.simulation.operation_cache import OperationCache, Recipe
 from tests.models import (
     DIM,
     Chain,
@@ -40,8 +40,8 @@ from tests.pairs import PAIRS
 LEVELS = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
 
-class WorkedOut(KnownOperations):
-    """Knows nothing, ever."""
+class WorkedOut(OperationCache):
+    """A cache that stores no recipes."""
 
     def run(
         self, mode: FakeTensorMode, func: Any, args: Any, kwargs: Any
@@ -75,7 +75,7 @@ class GroupedHeads(nn.Module):
 
 
 class Experts(nn.Module):
-    """Rows go to their two best experts, as many as there is room for."""
+    """Rows are routed to their two best experts, up to their capacity."""
 
     def __init__(self, experts: int = 4, hidden: int = 10) -> None:
         super().__init__()
@@ -181,9 +181,9 @@ def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def compare(
-    build: Callable[[], nn.Module], batch: Any, known: KnownOperations, **options: Any
+    build: Callable[[], nn.Module], batch: Any, known: OperationCache, **options: Any
 ) -> None:
-    """Simulate twice: with what is known, and with nothing known."""
+    """Simulate twice: with and without the cache."""
     run: dict[str, Any] = {"batch": batch, "mesh": (2, 4), **options}
     found = fe.simulate(build, 8, known=known, **run)
     must = fe.simulate(build, 8, known=WorkedOut(), **run)
@@ -214,11 +214,13 @@ def _cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "level", "again"), _cases())
-def test_simulations_come_out_the_same(name: str, level: str, again: bool) -> None:
+def test_simulations_are_identical_with_and_without_the_cache(
+    name: str, level: str, again: bool
+) -> None:
     build, batch = MODELS[name]
-    known = KnownOperations()
+    known = OperationCache()
     compare(recomputed(build) if again else build, batch, known, strategy=level)
-    assert known.num_known > known.num_worked_out
+    assert known.num_hits > known.num_misses
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -238,30 +240,30 @@ OPTIONS: dict[str, dict[str, Any]] = {
         for name, each in OPTIONS.items()
     ],
 )
-def test_options_make_no_difference(options: dict[str, Any]) -> None:
+def test_options_do_not_affect_the_cache(options: dict[str, Any]) -> None:
     build, batch = MODELS["GPT"]
-    compare(build, batch, KnownOperations(), strategy="optim_grads_params", **options)
+    compare(build, batch, OperationCache(), strategy="optim_grads_params", **options)
 
 
-def test_what_one_simulation_has_worked_out_others_know() -> None:
+def test_simulations_share_a_cache() -> None:
     build, batch = MODELS["GPT"]
-    known = KnownOperations()
+    known = OperationCache()
     for level in ("optim", "optim_grads_params"):
-        alone, before = KnownOperations(), known.num_worked_out
+        alone, before = OperationCache(), known.num_misses
         options: dict[str, Any] = {"batch": batch, "mesh": (2, 4), "strategy": level}
         joined = fe.simulate(build, 8, known=known, **options)
         assert joined == fe.simulate(build, 8, known=alone, **options)
-        afresh = alone.num_worked_out
+        afresh = alone.num_misses
         if level == "optim":
-            assert known.num_worked_out == afresh
-    # What is left has no recipe: messages, tensors over storages of the engine.
-    assert known.num_worked_out - before < afresh / 2
+            assert known.num_misses == afresh
+    # The others have no recipe: collectives, tensors over storages of the engine.
+    assert known.num_misses - before < afresh / 2
 
 
 @pytest.mark.thorough
 def test_one_planning_of_all_pairs() -> None:
     build, batch = MODELS["GPT"]
-    known = KnownOperations()
+    known = OperationCache()
     for inner, outer in PAIRS:
         for again in (False, True):
             model = recomputed(build) if again else build
@@ -288,7 +290,7 @@ def test_a_llama_of_transformers_that_checkpoints_itself() -> None:
 
     tokens = torch.zeros(1, 16, dtype=torch.long)
     batch = {"input_ids": tokens, "labels": tokens}
-    known = KnownOperations()
+    known = OperationCache()
     for again in (False, True):
         # Without checkpointing a cache of keys and values is filled: blocks with side effects.
         compare(lambda again=again: build(again), batch, known, strategy="optim_grads_params")
@@ -298,9 +300,9 @@ def test_a_llama_of_transformers_that_checkpoints_itself() -> None:
 
 
 class Compared(TorchDispatchMode):
-    """Every operation is worked out, too; what it returns by a recipe must be the same."""
+    """A cache that also runs every operation, and compares its results with the recipe's."""
 
-    def __init__(self, mode: FakeTensorMode, known: KnownOperations) -> None:
+    def __init__(self, mode: FakeTensorMode, known: OperationCache) -> None:
         super().__init__()
         self._mode = mode
         self._known = known
@@ -308,9 +310,9 @@ class Compared(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        is_known = self._known.num_known
+        is_known = self._known.num_hits
         found, _ = self._known.run(self._mode, func, args, kwargs)
-        if self._known.num_known > is_known:
+        if self._known.num_hits > is_known:
             self.names.add(str(func))
             if not func._schema.is_mutable:
                 must = func(*args, **kwargs)
@@ -336,8 +338,8 @@ def alike(found: Any, must: Any) -> None:
 
 
 def twice(function: Callable[..., Any], *shapes: tuple[int, ...]) -> set[str]:
-    """Calls it twice with fake tensors, forward and backward; returns what was known then."""
-    mode, known = FakeTensorMode(), KnownOperations()
+    """Call it twice with fake tensors, forward and backward. Returns the number of hits."""
+    mode, known = FakeTensorMode(), OperationCache()
     with mode, Compared(mode, known) as compared:
         for _ in range(2):
             inputs = [torch.randn(shape).requires_grad_() for shape in shapes]
@@ -391,12 +393,12 @@ def test_results_by_recipes(
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_there_is_no_recipe_for(name: str, function: Callable[..., Any]) -> None:
+def test_operations_without_a_recipe(name: str, function: Callable[..., Any]) -> None:
     assert f"aten.{name}" not in twice(function, (3, 4))
 
 
 def test_a_view_is_one() -> None:
-    mode, known = FakeTensorMode(), KnownOperations()
+    mode, known = FakeTensorMode(), OperationCache()
     with mode, Compared(mode, known):
         for _ in range(2):
             x = torch.zeros(3, 4)
@@ -411,7 +413,7 @@ def test_a_view_is_one() -> None:
 
 
 def test_which_argument_a_result_is_does_not_follow_from_one_call() -> None:
-    mode, known = FakeTensorMode(), KnownOperations()
+    mode, known = FakeTensorMode(), OperationCache()
     add, add_ = torch.ops.aten.add, torch.ops.aten.add_
     with mode:
         x, y, z = (torch.zeros(3) for _ in range(3))
@@ -419,11 +421,11 @@ def test_which_argument_a_result_is_does_not_follow_from_one_call() -> None:
             assert known.run(mode, add.out, (x, y), {"out": out})[0] is out
         for other in (x, y, x):
             assert known.run(mode, add_.Tensor, (x, other), {})[0] is x
-    assert known.num_known > 0
+    assert known.num_hits > 0
 
 
 def test_equal_numbers_of_other_types_are_other_arguments() -> None:
-    mode, known = FakeTensorMode(), KnownOperations()
+    mode, known = FakeTensorMode(), OperationCache()
     with mode, Compared(mode, known):
         for _ in range(2):
             x = torch.zeros(3, dtype=torch.bool)
@@ -432,7 +434,7 @@ def test_equal_numbers_of_other_types_are_other_arguments() -> None:
 
 
 def test_the_default_dtype_counts() -> None:
-    mode, known = FakeTensorMode(), KnownOperations()
+    mode, known = FakeTensorMode(), OperationCache()
     before = torch.get_default_dtype()
     try:
         with mode, Compared(mode, known):
@@ -444,16 +446,16 @@ def test_the_default_dtype_counts() -> None:
         torch.set_default_dtype(before)
 
 
-def test_what_knows_its_value_still_does() -> None:
-    mode, known = FakeTensorMode(), KnownOperations()
+def test_constants_keep_their_value() -> None:
+    mode, known = FakeTensorMode(), OperationCache()
     with mode, Compared(mode, known):
-        torch.zeros(()) * 2  # of the same shape, and it does not know
+        torch.zeros(()) * 2  # of the same shape, without a constant value
         for value in (1.0, 2.0, 3.0):
             assert (torch.tensor(value) * 2).item() == 2 * value
 
 
 def test_shapes_that_hang_on_values_raise_every_time() -> None:
-    mode, known = FakeTensorMode(), KnownOperations()
+    mode, known = FakeTensorMode(), OperationCache()
     with mode, Compared(mode, known):
         for _ in range(2):
             x = torch.zeros(3)
@@ -463,10 +465,10 @@ def test_shapes_that_hang_on_values_raise_every_time() -> None:
 
 
 def test_fakes_of_two_modes_are_not_mixed() -> None:
-    known = KnownOperations()
+    known = OperationCache()
     for mode in (FakeTensorMode(), FakeTensorMode()):
         with mode, Compared(mode, known):
             found = torch.zeros(3) + 1
             assert isinstance(found, FakeTensor)
             assert found.fake_mode is mode
-    assert known.num_known == 2
+    assert known.num_hits == 2

@@ -1,4 +1,4 @@
-"""Tables of plannings and of estimates."""
+"""Tables of plans and of estimates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _UNKNOWN = "?"
 _MIB, _GIB = 2**20, 2**30
 
 
-def planning_table(setting: Setting, outcomes: Sequence[Outcome]) -> Table:
+def plan_table(setting: Setting, outcomes: Sequence[Outcome]) -> Table:
     """A row for each outcome; those that do not fit are dim."""
     has_outer = any(len(each.candidate.mesh) == 2 for each in outcomes)
     has_sizes = len({each.candidate.microbatch_size for each in outcomes}) > 1
@@ -24,12 +24,12 @@ def planning_table(setting: Setting, outcomes: Sequence[Outcome]) -> Table:
         title=(
             f"{setting.model}, {format_count(setting.num_elements)} parameters, on "
             f"{setting.world_size:,} ranks of {setting.machine}; {setting.microbatches} "
-            f"microbatch{'es' * (setting.microbatches > 1)} a step"
+            f"microbatch{'es' * (setting.microbatches > 1)} per step"
         ),
         caption=(
-            f"{name} of one rank: held at the moment when most is; free of "
-            f"{format_bytes(setting.memory)}, or lacking and what takes most; sent in a step. ms: "
-            "a step, and what of it compute waits for messages. Ranks: outer x inner. Recompute: "
+            f"{name} of one rank: memory by kind at the peak; free of "
+            f"{format_bytes(setting.memory)}, or the excess and the largest kind; bytes sent per "
+            "step. ms: step time, and exposed communication. Ranks: outer x inner. Recompute: "
             "activation checkpointing."
         ),
         title_justify="left",
@@ -79,7 +79,7 @@ def estimates_table(estimates: Sequence[Estimate], memory_gib: float | None = No
 
     Args:
         estimates: of one model on one number of ranks.
-        memory_gib: memory of a rank; adds what is left of it.
+        memory_gib: memory of a rank; adds a column with the rest.
     """
     first = estimates[0]
     padding = max(each.padding for each in estimates)
@@ -88,7 +88,7 @@ def estimates_table(estimates: Sequence[Estimate], memory_gib: float | None = No
             f"{first.num_elements:,} elements (and at most {padding:,} of padding) on "
             f"{first.outer_size} x {first.inner_size} ranks (outer x inner); bytes of one rank"
         ),
-        caption=f"+: for a moment, at most. Sent: in a step, at most. {NOT_INCLUDED}",
+        caption=f"+: temporary, at most. Sent: per step, at most. {NOT_INCLUDED}",
         title_justify="left",
         caption_justify="left",
     )

@@ -1,4 +1,4 @@
-"""What a command line names: functions, models of transformers, shapes of a batch."""
+"""Parses names of functions, models of transformers and shapes of a batch on the command line."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ from fsdp_engine.devices import memory
 from fsdp_engine.simulation.arguments import read_json
 
 _CPU = torch.device("cpu")
-# Of labels, one for each row; other models have one for each token.
+# Classes with one label per row; other models have one label per token.
 _ONE_LABEL_A_ROW = ("ForSequenceClassification", "ForImageClassification", "ForAudioClassification")
 
 
-def named(spec: str, what: str) -> Callable[..., Any]:
-    """The function that ``module:function`` names. Modules are looked for in the working directory,
-    too.
+def import_function(spec: str, what: str) -> Callable[..., Any]:
+    """Import the function of ``module:function``. The working directory is added to ``sys.path``.
 
     Args:
         spec: the name.
-        what: whose it is, for messages.
+        what: name of the argument, for errors.
 
     Raises:
         ValueError: there is no such module or function.
@@ -35,8 +34,8 @@ def named(spec: str, what: str) -> Callable[..., Any]:
     module_name, colon, attribute = spec.partition(":")
     if not (module_name and colon and attribute):
         raise ValueError(f"{what}: expected module:function; found {spec!r}")
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
+    if (folder := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, folder)
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
@@ -52,19 +51,19 @@ def named(spec: str, what: str) -> Callable[..., Any]:
 
 
 def model_builder(spec: str, what: str) -> Callable[[], nn.Module]:
-    """A function that builds a model on the meta device.
+    """Returns a function that builds a model on the meta device.
 
     Args:
-        spec: ``module:function``, or a config.json of transformers, or the folder that it is in.
-        what: whose it is, for messages.
+        spec: ``module:function``, or a config.json of transformers, or the folder that contains it.
+        what: name of the argument, for errors.
 
     Raises:
-        ValueError: there is no such thing.
+        ValueError: there is no such function, file or class.
     """
     path = Path(spec)
     if path.is_dir():
         path = path / "config.json"
-    make = _of_config(path, what) if path.suffix == ".json" else named(spec, what)
+    make = _of_config(path, what) if path.suffix == ".json" else import_function(spec, what)
 
     def build() -> nn.Module:
         with torch.device("meta"):
@@ -91,7 +90,7 @@ def _of_config(path: Path, what: str) -> Callable[[], nn.Module]:
         )
     try:
         config = transformers.AutoConfig.from_pretrained(str(path.parent))
-    except Exception as error:  # whatever a value of the file raises
+    except Exception as error:  # transformers may raise any type for a value in the file
         raise ValueError(
             f"{what}: expected a config.json that transformers reads; found {path}: {error}"
         ) from error
@@ -99,23 +98,24 @@ def _of_config(path: Path, what: str) -> Callable[[], nn.Module]:
 
 
 def batch_shape(spec: str) -> tuple[int, ...] | None:
-    """The sizes that "4x4096" says; None: it says none."""
+    """The sizes of a text such as "4x4096"; None for any other text."""
     parts = spec.lower().split("x")
     if not all(part.isdigit() for part in parts):
         return None
     return tuple(map(int, parts))
 
 
-def inputs_of(model: nn.Module, sizes: Sequence[int]) -> dict[str, Tensor]:
-    """What a model of transformers is called with, by names and shapes from its forward's signature
-    and its config. Values are zeros.
+def example_inputs(model: nn.Module, sizes: Sequence[int]) -> dict[str, Tensor]:
+    """Example inputs of a model of transformers, with names and shapes from its forward's signature
+    and its config. All values are zero.
 
     Args:
-        model: it, also on the meta device.
-        sizes: rows, and tokens or samples of each; of images and spectrograms rows are enough.
+        model: the model, also on the meta device.
+        sizes: number of rows, and of tokens or samples per row; for images and spectrograms the
+            number of rows is sufficient.
 
     Raises:
-        ValueError: it is no model of transformers, or takes something else.
+        ValueError: not a model of transformers, or the sizes do not match its inputs.
     """
     main = getattr(model, "main_input_name", None)
     config = getattr(model, "config", None)
@@ -137,11 +137,11 @@ def inputs_of(model: nn.Module, sizes: Sequence[int]) -> dict[str, Tensor]:
     return inputs
 
 
-def any_loss(output: Any) -> Tensor:
-    """The loss that a model returns; else the sum of the first tensor of floating-point numbers.
+def default_loss(output: Any) -> Tensor:
+    """The ``loss`` of a model's output; else the sum of its first floating-point tensor.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the output contains neither.
     """
     loss = getattr(output, "loss", None)
     if isinstance(loss, Tensor):

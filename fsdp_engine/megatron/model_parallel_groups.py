@@ -1,4 +1,4 @@
-"""The process groups of model parallelism, and the group that several of them span together."""
+"""The process groups of model parallelism, and the group that several of them span."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from fsdp_engine.devices.groups import group_of_ranks
 
 @dataclass(frozen=True)
 class ModelParallelGroups:
-    """This rank's process groups, by what its ranks have in common; None: not there.
+    """This rank's process groups of model and data parallelism. None: the group does not exist.
 
-    What ``dist.new_group`` returns to ranks outside the group counts as None, too.
+    The value that ``dist.new_group`` returns on ranks outside the group is treated as None.
 
     Attributes:
-        tensor: ranks that hold parts of the same layers.
+        tensor: ranks that hold shards of the same layers.
         pipeline: ranks that hold the stages of one pipeline, first to last.
         embedding: the stages that hold a copy of the tied word embedding: the first and the last.
         position_embedding: the stages that hold a copy of the position embedding.
-        data: ranks that hold the same weights and see other samples.
-        context: ranks that hold the same weights and see other parts of the same samples.
-        expert: ranks over which experts are spread. Where they lie within the other groups, as in
-            Megatron-Core, this changes nothing; else token counts are summed over it, too.
+        data: ranks that hold the same weights and process different samples.
+        context: ranks that hold the same weights and process different parts of the same samples.
+        expert: ranks over which experts are distributed. If these ranks are within the other
+            groups, as in Megatron-Core, the field has no effect; otherwise token counts are also
+            summed over it.
 
     Raises:
-        TypeError: something else is given.
+        TypeError: a field is neither a ``ProcessGroup`` nor None.
     """
 
     tensor: ProcessGroup | None = None
@@ -51,26 +52,26 @@ class ModelParallelGroups:
                 raise TypeError(f"{field.name}: expected a ProcessGroup or None; found {value!r}")
 
 
-# By the first of the groups and the names of all. Weak both ways: what is spanned may be that first
-# group itself, and groups that were made for it are kept in ``mesh.py``.
+# Keyed by the first group, then by the names of all groups. Values are weak references because the
+# spanned group may be the key itself; ``mesh.py`` keeps the groups that were created here alive.
 _SPANNED: weakref.WeakKeyDictionary[
     ProcessGroup, dict[tuple[str, ...], weakref.ref[ProcessGroup]]
 ] = weakref.WeakKeyDictionary()
 
 
 def spanned_group(device: torch.device, *groups: ProcessGroup | None) -> ProcessGroup | None:
-    """The group of all ranks that can be reached along ``groups``, axes of one grid.
+    """The group of all ranks that are reachable along ``groups``, the axes of one grid. Collective.
 
-    Found once, by telling each other along every axis in turn who was reached so far; so every
-    rank of the grid must call it with its own groups of these axes, in one order. A group that
-    lies within others adds nobody.
+    The result is cached. The first call gathers, along one axis after the other, the set of ranks
+    reached so far. Every rank of the grid must therefore call this function with its own groups
+    of these axes, in the same order. A group that is contained in the others adds no ranks.
 
     Args:
-        device: of the tensors that shall travel.
-        *groups: None, and groups of one rank, are left out.
+        device: of the tensors that the group will communicate.
+        *groups: None and groups of one rank are ignored.
 
     Returns:
-        One of ``groups`` where that is all; None for one rank.
+        One of ``groups`` if it contains all of these ranks; None for a single rank.
     """
     axes = [group for group in groups if group is not None and group.size() > 1]
     if len(axes) < 2:
@@ -84,7 +85,7 @@ def spanned_group(device: torch.device, *groups: ProcessGroup | None) -> Process
             for others in gather_objects(ranks, group):
                 assert isinstance(others, set)
                 ranks = ranks | others
-        whole = [group for group in axes if set(dist.get_process_group_ranks(group)) == ranks]
-        spanned = whole[0] if whole else group_of_ranks(ranks, axes[0], device)
+        equal = [group for group in axes if set(dist.get_process_group_ranks(group)) == ranks]
+        spanned = equal[0] if equal else group_of_ranks(ranks, axes[0], device)
         known[names] = weakref.ref(spanned)
     return spanned

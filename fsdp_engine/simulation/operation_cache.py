@@ -1,28 +1,28 @@
-"""What operations return, worked out once for each shape.
+"""Cache of the results' metadata of operations on fake tensors.
 
-[Note: Known operations]
-A model of eighty blocks runs the same few hundred operations eighty times, forward and backward, in
-each of two steps, and a planning does so for every strategy. What an operation on fake tensors
-returns follows from its arguments' metadata: dtype, shape, strides, offset, device. To find it
-torch runs shape functions in Python, which took three quarters of a simulation's time. Here each
-operation is worked out once, and how its results come about is kept as a recipe. Who comes with the
-same arguments again gets results by the recipe, each of them
+[Note: Operation cache]
+A model of eighty blocks runs the same few hundred operations eighty times, in forward and backward,
+in each of two steps, and ``plan`` does so for every strategy. The metadata of an operation's
+results depend only on the metadata of its arguments: dtype, shape, strides, offset, device. torch
+computes them by shape functions in Python, which took three quarters of a simulation's time. This
+cache runs each operation once per metadata, and stores a recipe for its results. For a later call
+with the same metadata, the recipe returns for each result
 
-    an argument      x.add_(y)    the very tensor
+    an argument      x.add_(y)    the same tensor
     a view of one    x.t()        a tensor over its storage
-    a new tensor     x + y        over a storage of its own
+    a new tensor     x + y        with a new storage
 
-That is all that is left out. The model, autograd, hooks and the engine run as ever; operations take
-their time on the clock, storages come and go before the memory watch. So nothing has to be known of
-blocks, units, checkpointing or side effects, and what is found is the same to the last bit
-(``tests/simulation/test_known_operations.py``).
+Only the shape functions are skipped. The model, autograd, hooks and the engine run as without the
+cache, operations advance the clock, and the memory tracker records storages. The cache is therefore
+independent of blocks, units, checkpointing and side effects, and results are identical
+(``tests/simulation/test_operation_cache.py``).
 
-There is a recipe only where it says all. Every time anew torch works out: operations that are not
-its own (messages), those that change an argument's shape or storage, or return something else than
-tensors; arguments that are not fake, or fakes that know their value (``torch.tensor(1.0)``);
-complex and sparse tensors; results that do not lie in their storage as those of ``empty_strided``
-do, or of which one call does not show which argument they are (``torch.add(x, y, out=x)``).
-Operations whose result's shape hangs on values raise, and leave no recipe.
+There is no recipe, and torch runs the operation every time, for: operations outside of aten
+(collectives); operations that change an argument's shape or storage, or return other values than
+tensors; arguments that are not fake, or fake tensors with a constant value
+(``torch.tensor(1.0)``); complex and sparse tensors; results whose storage differs from that of
+``empty_strided``; and results for which one call does not determine which argument they are
+(``torch.add(x, y, out=x)``). Operations whose result's shape depends on values raise.
 """
 
 from __future__ import annotations
@@ -35,28 +35,27 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
-# Values that are their own metadata. 1, 1.0 and True are equal, so types belong to the key.
+# Types of values that are part of the key. Their type is as well, since 1, 1.0 and True are equal.
 _PLAIN = {type(None), bool, int, float, str}
 _PLAIN |= {torch.dtype, torch.device, torch.layout, torch.memory_format}
 _SEQUENCES = {tuple, list, torch.Size}
 
-# They change an argument's shape or storage, or make a tensor that knows its value. (Operations
-# with a tag for the former, ``transpose_``, do not have to be named.)
-_UNFIT = {"set_", "resize_", "resize_as_", "_resize_output_", "lift", "lift_fresh"}
+# Operations that change an argument's shape or storage, or create a tensor with a constant value.
+# (Operations such as ``transpose_`` have a tag and are not listed.)
+_UNCACHED = {"set_", "resize_", "resize_as_", "_resize_output_", "lift", "lift_fresh"}
 
-# The engine's way to tensors over storages of its own. That a fake tensor lies elsewhere now, its
-# mode need not know.
+# The engine sets the storages of tensors by this operation; the fake mode is not involved.
 _SET = torch.ops.aten.set_.source_Storage_storage_offset
 
-# In place of an argument's number: which of some is meant, this call does not show.
-_UNCLEAR = -1
+# Instead of an argument's number: several arguments or results share the storage.
+_AMBIGUOUS = -1
 
 _DEVICE_NAMES = ("fake_device", "_fake_device")  # of a fake tensor, in torch 2.11 and since
 
 
 @dataclass(frozen=True)
 class _View:
-    """Elements of a storage; of dtype, too."""
+    """Metadata of a view of a storage."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -66,13 +65,13 @@ class _View:
 
 @dataclass(frozen=True)
 class _Result:
-    """How one tensor comes about.
+    """The recipe of one tensor.
 
     Attributes:
-        argument: which of the arguments' tensors it is, or is a view of; None: it is new.
-        view: where its elements lie; None: it is that argument.
-        device: that it seems to be on.
-        attributes: of the fake tensor, but for its mode.
+        argument: number of the argument that it is, or is a view of. None: it is new.
+        view: its metadata. None: it is the argument itself.
+        device: its fake device.
+        attributes: of the fake tensor, except for its mode.
     """
 
     argument: int | None
@@ -83,28 +82,28 @@ class _Result:
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """How an operation's results come about. One stands for all calls that have it.
+    """The recipe of an operation's results, shared by all calls with the same metadata.
 
     Attributes:
-        results: in order; None where it returned None.
-        container: of the results; None: there is one, and no container.
+        results: recipes in order; None for a result that is None.
+        container: type of the results' container. None: a single result.
     """
 
     results: tuple[_Result | None, ...]
     container: Callable[[Any], Any] | None
 
 
-class KnownOperations:
-    """Recipes by operation and metadata, also for several simulations one after the other.
+class OperationCache:
+    """Recipes by operation and metadata; may be shared by several simulations.
 
     Attributes:
-        num_known: calls whose results were made by a recipe.
-        num_worked_out: those that torch worked out.
+        num_hits: calls whose results were created from a recipe.
+        num_misses: calls that torch ran.
     """
 
     def __init__(self) -> None:
         self._recipes: dict[Any, Recipe] = {}
-        self.num_known = self.num_worked_out = 0
+        self.num_hits = self.num_misses = 0
 
     def run(
         self, mode: FakeTensorMode, func: Any, args: Any, kwargs: Any
@@ -112,10 +111,10 @@ class KnownOperations:
         """Call ``func(*args, **kwargs)`` below all dispatch modes but ``mode``.
 
         Returns:
-            What it returns, and the recipe. Calls with the same recipe do the same on the same
-            metadata; None: nothing is known of it.
+            The result, and the recipe; None if there is no recipe. Calls with the same recipe are
+            the same operation on the same metadata.
         """
-        if func is _SET and _is_ours(args[0], mode):
+        if func is _SET and _is_supported(args[0], mode):
             with in_kernel_invocation_manager(mode):
                 func(*args, **kwargs)
             return args[0], None
@@ -123,22 +122,22 @@ class KnownOperations:
         key = _key(mode, func, args, kwargs, tensors)
         recipe = self._recipes.get(key)
         if recipe is not None:
-            self.num_known += 1
-            return _made_by(recipe, mode, tensors), recipe
-        self.num_worked_out += 1
+            self.num_hits += 1
+            return _results_of(recipe, mode, tensors), recipe
+        self.num_misses += 1
         out = func(*args, **kwargs)
-        if key is not None and _is_fit(func):
+        if key is not None and _is_cacheable(func):
             recipe = _recipe_of(out, mode, tensors)
             if recipe is not None:
                 self._recipes[key] = recipe
         return out, recipe
 
 
-def _is_fit(func: Any) -> bool:
+def _is_cacheable(func: Any) -> bool:
     return (
         func.namespace == "aten"
         and torch.Tag.inplace_view not in func.tags
-        and func._overloadpacket.__name__ not in _UNFIT
+        and func._overloadpacket.__name__ not in _UNCACHED
     )
 
 
@@ -156,13 +155,13 @@ def _key(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any, tensors: list[
 def _metadata(
     values: Any, mode: FakeTensorMode, tensors: list[FakeTensor]
 ) -> tuple[Any, ...] | None:
-    """Of arguments, to be compared; None: they hold something that has more to it. Their tensors
-    are added to ``tensors``."""
+    """The metadata of arguments, as a part of the key; None if they contain unsupported values.
+    Appends their tensors to ``tensors``."""
     found: list[Any] = []
     for value in values:
         kind = type(value)
         if kind is FakeTensor:
-            if not _is_ours(value, mode):
+            if not _is_supported(value, mode):
                 return None
             place = (value.shape, value.stride(), value.storage_offset())
             found += (value.dtype, *place, value.fake_device)
@@ -179,7 +178,7 @@ def _metadata(
     return tuple(found)
 
 
-def _is_ours(tensor: Any, mode: FakeTensorMode) -> bool:
+def _is_supported(tensor: Any, mode: FakeTensorMode) -> bool:
     return (
         type(tensor) is FakeTensor
         and tensor.fake_mode is mode
@@ -195,15 +194,15 @@ def _recipe_of(out: Any, mode: FakeTensorMode, tensors: Sequence[FakeTensor]) ->
     storages: dict[int, int] = {}
     for number, tensor in enumerate(tensors):
         shared = _storage_of(tensor) in storages
-        storages[_storage_of(tensor)] = _UNCLEAR if shared else number
+        storages[_storage_of(tensor)] = _AMBIGUOUS if shared else number
     for each in (out,) if container is None else out:
         result = None
         if each is not None:
             result = _result_of(each, mode, tensors, storages)
             if result is None:
                 return None
-            # Another result over the same new storage would not get its own.
-            storages.setdefault(_storage_of(each), _UNCLEAR)
+            # Another result over the same new storage is not supported.
+            storages.setdefault(_storage_of(each), _AMBIGUOUS)
         results.append(result)
     return Recipe(tuple(results), container)
 
@@ -211,7 +210,7 @@ def _recipe_of(out: Any, mode: FakeTensorMode, tensors: Sequence[FakeTensor]) ->
 def _result_of(
     tensor: Any, mode: FakeTensorMode, tensors: Sequence[FakeTensor], storages: dict[int, int]
 ) -> _Result | None:
-    if not _is_ours(tensor, mode):
+    if not _is_supported(tensor, mode):
         return None
     device = tensor.fake_device
     same = [number for number, argument in enumerate(tensors) if argument is tensor]
@@ -226,7 +225,7 @@ def _result_of(
     if base is None:
         fits = tensor.untyped_storage().nbytes() == _least_bytes(view)
     else:
-        fits = base != _UNCLEAR and tensors[base].dtype == view.dtype
+        fits = base != _AMBIGUOUS and tensors[base].dtype == view.dtype
     if tensor.requires_grad or not fits:
         return None
     return _Result(base, view, device, attributes)
@@ -237,7 +236,8 @@ def _storage_of(tensor: Tensor) -> int:
 
 
 def _least_bytes(view: _View) -> int:
-    """Of the storage that ``empty_strided`` makes; -1: it makes none such."""
+    """Bytes of the storage that ``empty_strided`` creates for the view; -1 if the view has an
+    offset."""
     if view.offset:
         return -1
     if 0 in view.shape:
@@ -246,12 +246,12 @@ def _least_bytes(view: _View) -> int:
     return view.dtype.itemsize * (1 + sum((size - 1) * step for size, step in steps))
 
 
-def _made_by(recipe: Recipe, mode: FakeTensorMode, tensors: Sequence[FakeTensor]) -> Any:
-    made = [None if each is None else _tensor_by(each, mode, tensors) for each in recipe.results]
+def _results_of(recipe: Recipe, mode: FakeTensorMode, tensors: Sequence[FakeTensor]) -> Any:
+    made = [None if each is None else _tensor_of(each, mode, tensors) for each in recipe.results]
     return made[0] if recipe.container is None else recipe.container(made)
 
 
-def _tensor_by(result: _Result, mode: FakeTensorMode, tensors: Sequence[FakeTensor]) -> FakeTensor:
+def _tensor_of(result: _Result, mode: FakeTensorMode, tensors: Sequence[FakeTensor]) -> FakeTensor:
     view = result.view
     if view is None:
         assert result.argument is not None
@@ -263,7 +263,7 @@ def _tensor_by(result: _Result, mode: FakeTensorMode, tensors: Sequence[FakeTens
         with in_kernel_invocation_manager(mode):
             base = tensors[result.argument]
             inner = torch.as_strided(base, view.shape, view.stride, view.offset)
-    # As FakeTensor.__new__ does, but for its checks.
+    # Like FakeTensor.__new__, without its checks.
     fake: FakeTensor = Tensor._make_subclass(
         FakeTensor, inner, False, dispatch_device=True, device_for_backend_keys=result.device
     )

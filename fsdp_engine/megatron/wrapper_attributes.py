@@ -1,7 +1,7 @@
-"""What Megatron-Core's training loop, optimizers and checkpoints read of its wrapper.
+"""Attributes of the wrapper that Megatron-Core's training loop, optimizers and checkpoints read.
 
-Where this engine has nothing to give (it has no bucket groups of Megatron-Core's kind), there are
-empty sequences; what could only be used wrongly raises, and says what to use.
+Attributes without a counterpart in this engine, such as bucket groups, are empty sequences.
+Attributes that could only be used incorrectly raise an error that names the alternative.
 """
 
 from __future__ import annotations
@@ -15,60 +15,62 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fsdp_engine.config import DistributedDataParallelConfig
-from fsdp_engine.megatron.call_shapes import Wrapping
 from fsdp_engine.megatron.process_groups import CollectedGroups
+from fsdp_engine.megatron.wrapper_arguments import WrapperArguments
 
 _NO_GROUPS = CollectedGroups()
 
 
-class Counterpart:
-    """``isinstance(wrapper, ...)`` holds for Megatron-Core's class, too, where that is imported:
-    ``unwrap_model`` and training loops ask. ``type(wrapper)`` is the wrapper's own class.
+class MegatronClassMixin:
+    """Makes ``isinstance(wrapper, ...)`` also true for Megatron-Core's class if that is imported,
+    for ``unwrap_model`` and training loops. ``type(wrapper)`` is the wrapper's own class.
 
     Attributes:
-        counterpart: name of the class of ``megatron.core.distributed`` that the wrapper replaces.
+        megatron_class: name of the class of ``megatron.core.distributed`` that the wrapper
+            replaces.
     """
 
-    counterpart = "DistributedDataParallel"
+    megatron_class = "DistributedDataParallel"
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        theirs = sys.modules.get("megatron.core.distributed")
-        found = getattr(theirs, self.counterpart, None)
+        distributed = sys.modules.get("megatron.core.distributed")
+        found = getattr(distributed, self.megatron_class, None)
         return found if isinstance(found, type) else type(self)
 
 
-class LoopAttributes(Counterpart, nn.Module):
-    """See the module docstring. A base of the wrapper.
+class WrapperAttributes(MegatronClassMixin, nn.Module):
+    """Base class of the wrapper with these attributes; see the module docstring.
 
     Attributes:
         module: the wrapped module.
-        config: Megatron-Core's config of the model; None where the wrapper got none.
-        sums_gradients: gradients are sums over data-parallel ranks, because ``config`` has
+        config: Megatron-Core's config of the model; None if the wrapper was given none.
+        sums_gradients: gradients are sums over data-parallel ranks because ``config`` has
             ``calculate_per_token_loss``. Otherwise they are means.
-        ddp_config: as Megatron-Core's code is to see it: the engine is not its FSDP, so
-            ``use_megatron_fsdp`` is False. ``engine.config`` is the config itself.
-        bucket_size: elements that close a bucket; None: ``num_buckets`` or
-            ``disable_bucketing`` says how many there are.
-        groups: process groups by the names of a ``ProcessGroupCollection``.
+        ddp_config: a copy of the config for Megatron-Core's code, with ``use_megatron_fsdp`` False
+            since the engine is not Megatron-FSDP. ``engine.config`` is the config itself.
+        bucket_size: number of elements at which a bucket is closed. None: ``num_buckets`` or
+            ``disable_bucketing`` sets the number of buckets.
+        groups: process groups by the field names of a ``ProcessGroupCollection``.
         bucket_groups, expert_parallel_bucket_groups, expert_parallel_buffers: empty.
         param_to_bucket_group: empty.
-        remove_forward_pre_hook_handles: of each module that the forward pre-hooks gather for,
-            while they are enabled.
+        remove_forward_pre_hook_handles: non-empty while forward pre-hooks are enabled.
         force_all_reduce: False.
         overlap_param_gather_with_optimizer_step: assigned by ``get_megatron_optimizer``.
     """
 
     module: nn.Module
 
-    def _take(self, call: Wrapping, config: DistributedDataParallelConfig, num_ranks: int) -> None:
-        """What was given, once the engine is made."""
+    def _set_attributes(
+        self, call: WrapperArguments, config: DistributedDataParallelConfig, num_ranks: int
+    ) -> None:
+        """Set the attributes from the wrapper's arguments."""
         self.config = call.model_config
         self.sums_gradients = call.sums_gradients
         self.ddp_config: DistributedDataParallelConfig = copy.copy(config)
         self.ddp_config.use_megatron_fsdp = self.ddp_config.use_custom_fsdp = False
-        by_size = config.num_buckets is None
-        self.bucket_size = config.closing_size(num_ranks) if by_size else None
+        closes_by_size = config.num_buckets is None
+        self.bucket_size = config.closing_size(num_ranks) if closes_by_size else None
         self.groups = call.groups if call.groups is not None else _NO_GROUPS
         self.bucket_groups: list[object] = []
         self.expert_parallel_bucket_groups: list[object] = []
@@ -82,18 +84,22 @@ class LoopAttributes(Counterpart, nn.Module):
 
     @property
     def use_forward_hook(self) -> bool:
-        """Whether weights are gathered within forward: ``overlap_param_gather`` is set."""
+        """Whether parameters are gathered during forward (``overlap_param_gather``)."""
         return self.ddp_config.overlap_param_gather
 
     def enable_forward_pre_hook(self) -> None:
-        """Forward gathers what changed. It does so in any case: what is not current is gathered
-        before use, whether or not anybody has called this."""
+        """Record that forward pre-hooks are enabled. The engine gathers outdated parameters before
+        each use whether or not this method was called."""
         assert self.use_forward_hook
         assert not self.remove_forward_pre_hook_handles
         self.remove_forward_pre_hook_handles[self.module] = self.module
 
     def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
-        """Collective, with ``param_sync``: all weights are current when it returns."""
+        """Record that forward pre-hooks are disabled.
+
+        Args:
+            param_sync: gather parameters; all of them are current on return. Collective.
+        """
         assert self.use_forward_hook
         self.remove_forward_pre_hook_handles.clear()
         if param_sync:
@@ -107,58 +113,58 @@ class LoopAttributes(Counterpart, nn.Module):
 
     @property
     def params_with_grad(self) -> list[nn.Parameter]:
-        """Trainable parameters, as users see them."""
+        """The module's trainable parameters."""
         return [param for param in self.module.parameters() if param.requires_grad]
 
     @property
     def buffers(self) -> _Buffers:  # type: ignore[override]
-        """``nn.Module``'s method. Megatron-Core's wrapper has buffers of gradients by that name,
-        into which its distributed optimizer looks: that raises."""
+        """``nn.Module.buffers``. In Megatron-Core's wrapper the attribute is the list of gradient
+        buffers that its distributed optimizer iterates over; iterating over this one raises."""
         return _Buffers(super().buffers)
 
     @property
     def dp_group(self) -> ProcessGroup | None:
-        """Data parallel."""
+        """The data-parallel group."""
         return self.groups.dp
 
     @property
     def dp_cp_group(self) -> ProcessGroup | None:
-        """Data parallel, with context parallel."""
+        """The data-parallel group including context parallelism."""
         return self.groups.data
 
     intra_dp_cp_group = dp_cp_group
 
     @property
     def expt_dp_group(self) -> ProcessGroup | None:
-        """Ranks that hold the same experts."""
+        """The group of ranks that hold the same experts."""
         return self.groups.expt_dp
 
     intra_expt_dp_group = expt_dp_group
 
     @property
     def tp_group(self) -> ProcessGroup | None:
-        """Tensor parallel."""
+        """The tensor-parallel group."""
         return self.groups.tp
 
     @property
     def pp_group(self) -> ProcessGroup | None:
-        """Pipeline parallel."""
+        """The pipeline-parallel group."""
         return self.groups.pp
 
     @property
     def ep_group(self) -> ProcessGroup | None:
-        """Expert parallel."""
+        """The expert-parallel group."""
         return self.groups.ep
 
 
 class _Buffers:
-    """``nn.Module.buffers``, of which nobody can take what ``DistributedOptimizer`` wants."""
+    """``nn.Module.buffers`` that raises an error if ``DistributedOptimizer`` iterates over it."""
 
     def __init__(self, method: Any) -> None:
         self._method = method
 
     def __call__(self, recurse: bool = True) -> Iterator[Tensor]:
-        """Buffers of the wrapper's modules."""
+        """Iterate over the buffers of the wrapper's modules."""
         found: Iterator[Tensor] = self._method(recurse)
         return found
 

@@ -1,12 +1,12 @@
-"""Parameters that are read outside their unit's forward: `loss * model.scale.exp()`, say.
+"""References from sharded parameters to their buffer, and reads outside their unit's forward.
 
-There a parameter is a FlatDTensor, and its values have to be gathered. Their gradient is no matter
-of slices: it comes out of this rank's data, like all others, and has to be averaged over the ranks
-like all others. So it is led to the full parameter, where autograd adds it to what the forward's
-uses bring, and the sum takes the usual way: one gradient, one reduction.
+Outside its unit's forward a parameter is a FlatDTensor, and its values have to be gathered, as in
+`loss * model.scale.exp()`. The gradient of the gathered values depends on this rank's data, and has
+to be averaged over the ranks like all gradients. It is therefore accumulated into the full
+parameter, together with the gradients of the forward's uses, and reduced once.
 
-The unit's reduction has to wait for it. What was read before forward has its backward after
-everything else; so reads whose backward is to come are counted.
+The unit's reduction has to wait for it. The backward of a read that preceded forward runs after all
+others, so the reads whose backward is pending are counted.
 """
 
 from __future__ import annotations
@@ -20,24 +20,27 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from fsdp_engine.flat_dtensor.param_hooks import ParamHooks
-from fsdp_engine.flat_dtensor.spread import Spread
+from fsdp_engine.flat_dtensor.tensor_parallel_spec import TensorParallelSpec
 
 
-class OutsideReads:
-    """Of the parameters of one buffer.
+class ParameterAccess:
+    """Accesses to the sharded parameters of one buffer.
 
     Attributes:
-        hooks: that users put on the parameters.
+        full_params: the buffer's full parameters.
+        names: of the parameters.
+        hooks: users' hooks on the parameters.
         reduces_gradients: an engine reduces gradients of the full parameters.
-        num_open: reads whose backward is to come and whose graph still lives.
-        on_read: makes the full parameters be there, for a function that needs them, and tells
-            whether they are; None: they cannot be.
-        on_gradient: called when a user has assigned a gradient: whether there is one now.
-        requires_grad_changed: a user has frozen or thawed some parameter, perhaps.
-        gradients: whether users look at gradients.
-        main_grad: what is accumulated of a parameter; None: parameters have no ``main_grad``.
-        set_main_grad: copies a value into that.
-        deleted_main_grads: parameters whose ``main_grad`` the user has deleted.
+        num_pending_reads: reads whose backward is pending and whose graph still exists.
+        on_read: gathers the full parameters for a function that needs them, and returns whether
+            they are gathered. None: not possible.
+        on_gradient: called when a user has assigned ``.grad``, with whether it is not None.
+        requires_grad_changed: a user may have changed ``requires_grad`` of a parameter.
+        gradients: users' accesses to ``.grad``.
+        main_grad: returns the accumulation buffer's slice of a parameter. None: parameters have no
+            ``main_grad``.
+        set_main_grad: copies a value into that slice.
+        deleted_main_grads: indices of parameters whose ``main_grad`` the user has deleted.
     """
 
     def __init__(
@@ -46,37 +49,38 @@ class OutsideReads:
         self.full_params = full_params
         self.names = names
         self.reduces_gradients = False
-        self.num_open = 0
+        self.num_pending_reads = 0
         self.hooks = hooks
         self.on_read: Callable[[], bool] | None = None
         self.on_gradient: Callable[[bool], None] | None = None
         self.requires_grad_changed = True
-        self.gradients = GradientReads()
+        self.gradients = GradientAccess()
         self.main_grad: Callable[[int], Tensor] | None = None
         self.set_main_grad: Callable[[int, Tensor], None] | None = None
         self.deleted_main_grads: set[int] = set()
 
-    def home(self, index: int) -> Home:
-        """What the sharded parameter ``index`` has to know of this."""
-        return Home(self, index)
+    def backref(self, index: int) -> ParameterBackref:
+        """The reference that the sharded parameter ``index`` holds."""
+        return ParameterBackref(self, index)
 
 
-class GradientReads:
-    """Whether users look at ``.grad`` of one buffer's sharded parameters.
+class GradientAccess:
+    """Users' accesses to ``.grad`` of one buffer's sharded parameters.
 
     Attributes:
-        were_asked: somebody has got one, and may hold it.
-        in_flight: leads to what waits for those that are still being reduced; None: none are.
+        were_accessed: a user has read a gradient and may still reference it.
+        in_flight: returns a function that waits for the gradients' reductions, or None. None if no
+            reduction is in flight.
     """
 
-    __slots__ = ("in_flight", "were_asked")
+    __slots__ = ("in_flight", "were_accessed")
 
     def __init__(self) -> None:
-        self.were_asked = False
+        self.were_accessed = False
         self.in_flight: Callable[[], Callable[[], None] | None] | None = None
 
     def wait(self) -> None:
-        """On return nothing writes them but compute."""
+        """Wait for the reductions; afterwards only compute writes the gradients."""
         if self.in_flight is not None:
             wait = self.in_flight()
             self.in_flight = None
@@ -84,19 +88,20 @@ class GradientReads:
                 wait()
 
 
-class Home:
-    """Where a sharded parameter belongs. It goes neither into copies nor into pickles of it.
+class ParameterBackref:
+    """A sharded parameter's reference to its buffer. Copies and pickles of the parameter do not
+    contain it.
 
     Attributes:
-        gradients: of its buffer.
+        gradients: users' accesses to the buffer's gradients.
     """
 
     __slots__ = ("_hooks", "_index", "_reads", "gradients")
 
-    def __init__(self, reads: OutsideReads, index: int) -> None:
+    def __init__(self, reads: ParameterAccess, index: int) -> None:
         self._hooks = reads.hooks
         self.gradients = reads.gradients
-        # Weak: who holds on to a parameter does not hold on to the engine's memory.
+        # Weak, so that a reference to a parameter does not keep the engine's memory alive.
         self._reads = weakref.ref(reads)
         self._index = index
 
@@ -116,14 +121,14 @@ class Home:
         """See :meth:`ParamHooks.add`."""
         return self._hooks.add(self._index, hook, on_param=on_param)
 
-    def gradient_was_set(self, is_there: bool) -> None:
-        """The user has made its gradient None, or (``is_there``) another one."""
+    def notify_grad_set(self, is_there: bool) -> None:
+        """Called when the user has set ``.grad`` to None, or (``is_there``) to a tensor."""
         reads = self._reads()
         if reads is not None and reads.on_gradient is not None:
             reads.on_gradient(is_there)
 
-    def was_set(self) -> None:
-        """The user has frozen or thawed it, perhaps, or made its gradient another one."""
+    def notify_attribute_set(self) -> None:
+        """Called when the user may have set ``requires_grad`` or ``.grad``."""
         reads = self._reads()
         if reads is not None:
             reads.requires_grad_changed = True
@@ -132,14 +137,14 @@ class Home:
 
     @property
     def main_grad(self) -> Tensor | None:
-        """What is accumulated, as far as this rank has it; None: it has no such attribute."""
+        """This rank's slice of the accumulated gradient; None: the attribute does not exist."""
         reads = self._reads()
         if reads is None or reads.main_grad is None or self._index in reads.deleted_main_grads:
             return None
         return reads.main_grad(self._index)
 
     def set_main_grad(self, value: Tensor) -> bool:
-        """Copy ``value`` into what is accumulated; False: the parameter has no ``main_grad``."""
+        """Copy ``value`` into the accumulated gradient. Returns False if there is none."""
         reads = self._reads()
         if reads is None or reads.set_main_grad is None:
             return False
@@ -148,7 +153,7 @@ class Home:
         return True
 
     def delete_main_grad(self) -> bool:
-        """Let the parameter have no ``main_grad``; False: it has none."""
+        """Delete the parameter's ``main_grad``. Returns False if it has none."""
         reads = self._reads()
         if reads is None or reads.main_grad is None or self._index in reads.deleted_main_grads:
             return False
@@ -157,22 +162,24 @@ class Home:
 
     @property
     def full_param(self) -> Tensor | None:
-        """The leaf that graphs of the model's forward lead to; None: the engine has gone."""
+        """The full parameter, a leaf of the forward's graphs; None: the engine was deleted."""
         reads = self._reads()
         return reads.full_params[self._index] if reads is not None else None
 
-    def brought(self) -> Tensor | None:
-        """The full parameter, if it can be made to be there: within the model's forward."""
+    def gathered_param(self) -> Tensor | None:
+        """The full parameter, gathered if necessary; None if that is not possible (outside the
+        model's forward)."""
         reads = self._reads()
         if reads is None or reads.on_read is None or not reads.on_read():
             return None
         return reads.full_params[self._index]
 
-    def followed(self, values: Tensor, spread: Spread | None) -> Tensor | None:
-        """``values``, the whole main weights, as autograd is to follow them; None: there is no
-        engine, not yet or no longer.
+    def differentiable(self, values: Tensor, spread: TensorParallelSpec | None) -> Tensor | None:
+        """Returns ``values`` with a graph that leads to the full parameter; None if there is no
+        engine, or no engine yet.
 
         Args:
+            values: the full main weights.
             spread: of a parameter that is a DTensor.
         """
         reads = self._reads()
@@ -180,36 +187,37 @@ class Home:
             return None
         leaf = reads.full_params[self._index]
         if not leaf.requires_grad:
-            leaf.requires_grad_(True)  # thawed since the last forward
+            leaf.requires_grad_(True)  # the user set requires_grad after the last forward
         result: Tensor = _Read.apply(leaf, values, _Count(reads), spread)
         return result
 
 
 class _Count:
-    """One read: counts from its making until its backward, or until its graph goes."""
+    """One pending read: counted from its construction until its backward, or until its graph is
+    deleted."""
 
     __slots__ = ("_counts", "_reads")
 
-    def __init__(self, reads: OutsideReads) -> None:
+    def __init__(self, reads: ParameterAccess) -> None:
         self._reads = reads
         self._counts = True
-        reads.num_open += 1
+        reads.num_pending_reads += 1
 
     def end(self) -> None:
         if self._counts:
             self._counts = False
-            self._reads.num_open -= 1
+            self._reads.num_pending_reads -= 1
 
     def __del__(self) -> None:
         self.end()
 
 
 class _Read(torch.autograd.Function):
-    """Values of a parameter, whose gradient goes to another tensor of its shape."""
+    """Returns ``values`` and passes their gradient to ``leaf``, of the same shape."""
 
     @staticmethod
     def forward(
-        ctx: Any, leaf: Tensor, values: Tensor, count: _Count, spread: Spread | None
+        ctx: Any, leaf: Tensor, values: Tensor, count: _Count, spread: TensorParallelSpec | None
     ) -> Tensor:
         ctx.count, ctx.spread = count, spread
         return values.view_as(values)
@@ -222,14 +230,18 @@ class _Read(torch.autograd.Function):
         return grad, None, None, None
 
 
-def check_leads_to_slices(outputs: Sequence[Any], homes: Sequence[Home]) -> None:
-    """``torch.autograd.grad`` is about to differentiate with respect to sharded parameters.
+def check_leads_to_slices(outputs: Sequence[Any], backrefs: Sequence[ParameterBackref]) -> None:
+    """Check ``torch.autograd.grad`` with respect to sharded parameters.
 
     Raises:
         ValueError: the graph leads to the full parameter of one of them, whose gradient would have
             to be reduced.
     """
-    names = {id(home.full_param): home.name for home in homes if home.full_param is not None}
+    names = {
+        id(backref.full_param): backref.name
+        for backref in backrefs
+        if backref.full_param is not None
+    }
     waiting = [getattr(output, "grad_fn", None) for output in outputs] if names else []
     seen: set[Any] = set()
     while waiting:
@@ -240,7 +252,7 @@ def check_leads_to_slices(outputs: Sequence[Any], homes: Sequence[Home]) -> None
         name = names.get(id(getattr(node, "variable", None)))
         if name is not None:
             raise ValueError(
-                f"autograd.grad: expected inputs that are no parameters of a sharded model; found "
+                f"autograd.grad: expected inputs that are not parameters of a sharded model; found "
                 f"{name}, whose gradient is reduced over the ranks by backward() only. Call "
                 "backward() and read .grad, or shard at level no_shard without mixed precision"
             )

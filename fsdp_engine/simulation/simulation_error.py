@@ -1,4 +1,4 @@
-"""What keeps a model from being simulated: which line of whose code, and why."""
+"""``SimulationError``: the reason and the line of the user's code that cannot be simulated."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from torch._subclasses.fake_tensor import (
 )
 
 _READS = (
-    "it reads a value (by .item(), int(), float(), bool(), `if`, a loop over what a tensor says), "
-    "and tensors of a simulation have none"
+    "it reads a value (by .item(), int(), float(), bool(), `if`, a loop over a tensor's values), "
+    "and tensors of a simulation have no values"
 )
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 
-# It writes a traceback of its own for what is raised anyway.
-_TORCH_S_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+# torch logs a traceback of exceptions that it also raises.
+_TORCH_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 class SimulationError(RuntimeError):
-    """A model, its loss or its optimizer cannot be run in a simulation, or raised something.
+    """A model, its loss or its optimizer cannot run in a simulation, or raised an exception.
 
     Attributes:
-        file, line: of the user's code that was being executed: the innermost that is neither
-            torch's nor this package's nor Python's. None: there is none, as in a backward of
-            torch's own functions.
-        code: that line.
-        reason: why it could not go on.
-        phase: what was being done: "building the model", "forward", ...
-        needs_values: it depends on the values of tensors, so shapes alone cannot run it. False: it
-            would fail in training, too, or has an operation without an implementation for shapes.
+        file, line: the innermost line of the user's code, outside of torch, this package and
+            Python. None: there is none, for example in the backward of torch's own functions.
+        code: that line's text.
+        reason: why the simulation failed.
+        phase: "building the model", "forward", ...
+        needs_values: the code depends on the values of tensors, and cannot run with shapes only.
+            False: it would also fail in training, or uses an operation without an implementation
+            for shapes.
     """
 
     def __init__(
@@ -58,13 +58,13 @@ class SimulationError(RuntimeError):
         self.line = place.lineno if place is not None else None
         self.code = (place.line or "").strip() if place is not None else None
         where = "" if place is None else f" at {self.file}:{self.line}, `{self.code}`"
-        super().__init__(f"simulate: {phase} cannot go on{where}: {reason}")
+        super().__init__(f"simulate: {phase} failed{where}: {reason}")
 
 
 @contextmanager
-def explained(phase: str) -> Iterator[None]:
-    """Within it the user's code runs; what it raises becomes a :class:`SimulationError`."""
-    was_quiet, _TORCH_S_LOG.disabled = _TORCH_S_LOG.disabled, True
+def as_simulation_error(phase: str) -> Iterator[None]:
+    """Context for user code that converts its exceptions to :class:`SimulationError`."""
+    was_quiet, _TORCH_LOG.disabled = _TORCH_LOG.disabled, True
     try:
         yield
     except SimulationError:
@@ -77,7 +77,7 @@ def explained(phase: str) -> Iterator[None]:
             needs_values=isinstance(error, _NEEDS_VALUES),
         ) from error
     finally:
-        _TORCH_S_LOG.disabled = was_quiet
+        _TORCH_LOG.disabled = was_quiet
 
 
 def _reason(error: Exception) -> str:
@@ -85,8 +85,8 @@ def _reason(error: Exception) -> str:
         return f"{_READS} ({error.func})"
     if isinstance(error, DynamicOutputShapeException):
         return (
-            f"{error.func} returns as many elements as values say, and tensors of a simulation "
-            "have none"
+            f"the shape of the result of {error.func} depends on values, and tensors of a "
+            "simulation have no values"
         )
     if isinstance(error, UnsupportedOperatorException):
         return f"{error.func} has no implementation for shapes alone (torch.library.register_fake)"
@@ -95,7 +95,7 @@ def _reason(error: Exception) -> str:
 
 
 def _place(trace: TracebackType | None) -> traceback.FrameSummary | None:
-    """The innermost frame of the user's."""
+    """The innermost frame of user code."""
     found = None
     while trace is not None:
         code = trace.tb_frame.f_code
@@ -112,7 +112,7 @@ def _is_users(file: str) -> bool:
     path = Path(file)
     if any(path.is_relative_to(folder) for folder in _OTHERS):
         return False
-    # Installed packages lie within Python's own folder, and are users'.
+    # Installed packages are in Python's own folder, but count as user code.
     is_installed = "site-packages" in path.parts or "dist-packages" in path.parts
     is_python = any(path.is_relative_to(folder) for folder in _PYTHON) and not is_installed
     return not is_python and not file.startswith("<frozen")

@@ -1,4 +1,5 @@
-"""What one call of ``fully_shard`` has made: a unit, built at once; an engine has it later."""
+"""The group of parameters of one ``fully_shard`` call: a unit that is built by the call, and is
+managed by an engine from the first forward."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ from fsdp_engine.devices.groups import default_group
 from fsdp_engine.devices.mesh import DataMesh
 from fsdp_engine.devices.ranks import Ranks
 from fsdp_engine.engine import Engine, engine_within
-from fsdp_engine.fsdp2.assigned import ValuesBeforeEngine
-from fsdp_engine.fsdp2.errors import WrongUse
+from fsdp_engine.fsdp2.assigned_parameters import AssignedBeforeEngine
+from fsdp_engine.fsdp2.usage_error import UsageError
 from fsdp_engine.planning.build import Ladders, Resources, agree_on_plan, build_unit
 from fsdp_engine.planning.dtensors import choose_written, ranks_of_model
 from fsdp_engine.planning.initial_values import OWN, Holdings, Start
@@ -37,28 +38,29 @@ from fsdp_engine.strategies import Strategy
 WHAT = "fully_shard()"
 _STATE = "_fsdp_engine_group"
 
-# Of each default group, for each device: what all units on it share, while one of them lives.
+# For each default process group and device, the resources that its units share while any exists.
 _Shared = weakref.WeakValueDictionary[torch.device, Resources]
 _RESOURCES: weakref.WeakKeyDictionary[object, _Shared] = weakref.WeakKeyDictionary()
 
-# Users' own parameters in whose place units have put theirs, as long as somebody holds them.
-_TAKEN: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
+# Users' original parameters that units replaced with sharded ones, while they are referenced.
+_REPLACED: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
 
 
 @dataclass(eq=False)
-class Group:
+class ParamGroup:
     """See the module docstring.
 
     Attributes:
-        modules: whose calls need the parameters; none within another.
-        unit: made of them.
-        ladders: where its buffers are.
-        resources: what it shares with others.
-        settings: what it was planned by.
-        engine: that has the unit, once there is one.
-        replaced: users' parameters in whose place the unit's are.
-        values: that are assigned to its parameters.
-        first_calls: hooks that wait for the first forward.
+        modules: the modules whose calls need the parameters; none is inside another.
+        unit: the unit of their parameters.
+        ladders: the communicators of the unit's buffers.
+        resources: lanes and memory, shared with other units on the device.
+        settings: the settings of the unit's plan.
+        engine: the unit's engine; None before the first forward.
+        replaced: users' original parameters, which the unit's parameters replaced.
+        values: handles assignments to the unit's parameters.
+        first_call_hooks: (module, handle of the hook that constructs the engine, handle of the hook
+            that reserves the position of the engine's forward hook).
         divisor: of sums of gradients; None: the number of ranks.
     """
 
@@ -69,45 +71,45 @@ class Group:
     settings: PlanSettings
     engine: Engine | None = None
     replaced: list[tuple[ParamRecord, weakref.ref[Tensor]]] = field(default_factory=list)
-    first_calls: list[Any] = field(default_factory=list)
+    first_call_hooks: list[Any] = field(default_factory=list)
     divisor: float | None = None
 
     def __post_init__(self) -> None:
-        self.values = ValuesBeforeEngine(self.unit, self.give_memory)
+        self.values = AssignedBeforeEngine(self.unit, self.give_memory)
         for buffer in self.unit.buffers:
             buffer.give_norms_as_dtensors()
 
     @property
     def index(self) -> int:
-        """The number of its unit: the options of other units refer to the group."""
+        """The unit's index; options of other units refer to the group."""
         return self.unit.index
 
     @property
     def reshards(self) -> bool:
-        """Likewise."""
+        """Whether the unit reshards its parameters; options of other units refer to the group."""
         return self.unit.reshards
 
     @property
     def records(self) -> Iterator[ParamRecord]:
-        """Its parameters."""
+        """Records of the group's parameters."""
         return (record for buffer in self.unit.buffers for record in buffer.records)
 
     @property
-    def metas(self) -> list[str]:
-        """Names of parameters on the meta device that no value was assigned to."""
+    def names_on_meta(self) -> list[str]:
+        """Names of parameters on the meta device to which no value was assigned."""
         return [
             record.name
             for buffer in self.unit.buffers
             for record, param in zip(buffer.records, buffer.sharded_params, strict=True)
-            if param.is_meta and not self.values.awaits_others(param)
+            if param.is_meta and not self.values.is_pending(param)
         ]
 
     def give_memory(self, dtype_of: Callable[[torch.dtype], torch.dtype] | None = None) -> None:
-        """The unit's parameters come off the meta device, without values yet. They stay the objects
-        that they are, so optimizers may hold them already. Not collective.
+        """Allocate uninitialized memory for a unit on the meta device. The parameters remain the
+        same objects, so optimizers may reference them already. Not collective.
 
         Args:
-            dtype_of: what becomes of the dtype of main weights; None: it stays.
+            dtype_of: maps the dtype of main weights to a new one. None: unchanged.
         """
         resources = self.resources
         resources.memory.begin_unit()
@@ -118,21 +120,21 @@ class Group:
             buffer.convert(kind, codec, are_reduced=False, memory=resources.memory)
 
     def divide_gradients(self) -> None:
-        """Let its buffers know the divisor, if there is one."""
+        """Set the divisor of the unit's buffers, if there is one."""
         for buffer in self.unit.trainable if self.divisor is not None else ():
             assert buffer.grads is not None
             assert self.divisor is not None
             buffer.grads.divide_by(self.divisor)
 
 
-def group_of(module: nn.Module) -> Group | None:
-    """What ``fully_shard`` made of ``module``; None: it was not called."""
-    found: Group | None = vars(module).get(_STATE)
+def group_of(module: nn.Module) -> ParamGroup | None:
+    """The group of ``module``; None if ``fully_shard`` was not called on it."""
+    found: ParamGroup | None = vars(module).get(_STATE)
     return found
 
 
-def groups_within(module: nn.Module) -> list[Group]:
-    """Of ``module`` and all that is in it, in module order, each once."""
+def groups_within(module: nn.Module) -> list[ParamGroup]:
+    """The distinct groups of ``module`` and its submodules, in module order."""
     found = (group for each in module.modules() if (group := group_of(each)) is not None)
     return list({id(group): group for group in found}.values())
 
@@ -144,19 +146,19 @@ def make_group(
     policy: MixedPrecisionPolicy | None,
     ignored: Collection[nn.Parameter],
     error: Exception | None,
-) -> Group:
-    """Plan a unit, agree on it with all ranks, build it. Collective.
+) -> ParamGroup:
+    """Plan a unit, compare the plans of all ranks, and build it. Collective.
 
     Args:
-        modules: none within another.
-        mesh: the ranks that share their parameters.
+        modules: none is inside another.
+        mesh: the ranks over which their parameters are sharded.
         levels: of both axes.
-        policy: dtypes; None where there is an ``error``.
-        ignored: parameters that stay as they are.
-        error: why this rank cannot go on.
+        policy: dtypes; None if there is an ``error``.
+        ignored: parameters that are not sharded.
+        error: an error of this rank, to be raised on all ranks.
 
     Raises:
-        Exception: this rank's error, or another's, on all ranks before anything is changed.
+        Exception: this rank's error or another's, on all ranks, before anything is modified.
     """
     config = DistributedDataParallelConfig()
     axis_plans = AxisPlans(axis_plan(mesh, levels))
@@ -175,7 +177,7 @@ def make_group(
         assert policy is not None
         settings = PlanSettings(policy, config, axis_plans)
         _check_modules(modules)
-        plan = plan_one(_label(modules), modules, _Free(modules, ignored), settings)
+        plan = plan_one(_label(modules), modules, _UnshardedParams(modules, ignored), settings)
         choose_written(plan.records, mesh, ranks)
         holdings = Holdings(plan, None, compare=mesh.size > 1)
         signature = [f"{levels}, {policy}", *plan.signature()]
@@ -185,8 +187,8 @@ def make_group(
     start = agree_on_plan(plan, holdings, error, signature, OWN, mesh, ranks, WHAT, tag)
     if start.whole:
         raise ValueError(
-            "module: expected parameters on the meta device on all ranks, or on none; found other "
-            "ranks to differ. After to_empty(), set_model_state_dict(..., options=StateDictOptions("
+            "module: expected parameters on the meta device on all ranks, or on none; found that "
+            "ranks differ. After to_empty(), set_model_state_dict(..., options=StateDictOptions("
             "full_state_dict=True, broadcast_from_rank0=True)) sends the first rank's values"
         )
     assert plan is not None
@@ -197,17 +199,17 @@ def make_group(
     ladders = Ladders(axis_plans, ranks, Ladder(mesh))
     replaced: list[tuple[ParamRecord, weakref.ref[Tensor]]] = []
     for record in plan.records:
-        _TAKEN[id(record.param)] = record.param
+        _REPLACED[id(record.param)] = record.param
         replaced.append((record, weakref.ref(record.param)))
     planned = plan.units[0]
     planned = dataclasses.replace(planned, name=f"{planned.name} ({start.tag})")
     device = torch.device("meta") if plan.on_meta else mesh.device
     built = _build(planned, ladders, resources, settings.policy, device)
     unit = Unit(built, resources.lanes)
-    group = Group(tuple(modules), unit, ladders, resources, settings, replaced=replaced)
+    group = ParamGroup(tuple(modules), unit, ladders, resources, settings, replaced=replaced)
     for module in modules:
         vars(module)[_STATE] = group
-        # Where torch's own composable calls look who has the module.
+        # torch's composable functions read the registry of a module.
         registry = vars(module).setdefault(REGISTRY_KEY, OrderedDict())
         registry["fully_shard"] = RegistryItem()
     return group
@@ -234,7 +236,7 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
     for module in modules:
         name = type(module).__name__
         if group_of(module) is not None:
-            raise WrongUse(
+            raise UsageError(
                 "module: expected one that fully_shard() was not called on. Each distinct "
                 "composable distributed API can only be applied to a module once. Found a "
                 f"{name} that it was called on before"
@@ -244,13 +246,13 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
         ran = next((group for group in groups_within(module) if group.engine is not None), None)
         if ran is not None:
             raise ValueError(
-                f"module: expected fully_shard() on {name} before any forward of what is in it; "
+                f"module: expected fully_shard() on {name} before any forward of its submodules; "
                 f"found {ran.unit.label}, whose forward has run"
             )
 
 
-class _Free:
-    """Whether a parameter is one that a call of ``fully_shard`` takes."""
+class _UnshardedParams:
+    """Callable that selects the parameters to shard in a call of ``fully_shard``."""
 
     def __init__(self, modules: Sequence[nn.Module], ignored: Collection[nn.Parameter]) -> None:
         self._ignored = {id(param) for param in ignored}
@@ -266,10 +268,10 @@ class _Free:
                     self._skipped |= {id(inner) for inner in each.modules()}
 
     def __call__(self, record: ParamRecord) -> bool:
-        """Whether it is.
+        """Whether the call shards the parameter.
 
         Raises:
-            ValueError: it is tied to one that an inner call has taken.
+            ValueError: the parameter is tied to one that an inner call has sharded.
         """
         if id(record.param) in self._ignored:
             return False
@@ -277,16 +279,16 @@ class _Free:
         owners = {self._owned[place] for place in places if place in self._owned}
         if all(place in self._owned for place in places):
             return False
-        if owners or _TAKEN.get(id(record.param)) is record.param:
-            whose = f" of {min(owners)}" if owners else ""
+        if owners or _REPLACED.get(id(record.param)) is record.param:
+            of_unit = f" of {min(owners)}" if owners else ""
             raise ValueError(
-                f"{record.name}: expected a parameter that no earlier fully_shard() has; found one "
-                f"tied to a parameter{whose} that was sharded before. Put the modules that share "
-                "it into one call: fully_shard([embedding, head])"
+                f"{record.name}: expected a parameter that no earlier fully_shard() sharded; found "
+                f"one tied to a parameter{of_unit} that was sharded before. Pass the modules that "
+                "share it to one call: fully_shard([embedding, head])"
             )
         return not all(module in self._skipped for module, _ in places)
 
 
 def _is_replicated(module: nn.Module) -> bool:
-    """Whether ``torch.distributed._composable.replicate`` has it."""
+    """Whether ``torch.distributed._composable.replicate`` was applied to the module."""
     return "replicate" in vars(module).get(REGISTRY_KEY, ())

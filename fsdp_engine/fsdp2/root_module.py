@@ -1,4 +1,4 @@
-"""The first forward of the outermost module puts an engine over all units beneath it."""
+"""Constructs the engine of all units of a model in the first forward of its root module."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdp_engine.config import Timing
 from fsdp_engine.engine import Engine
-from fsdp_engine.fsdp2.group import Group, group_of, groups_within
+from fsdp_engine.fsdp2.param_group import ParamGroup, group_of, groups_within
 from fsdp_engine.optimizer.live_optimizers import find_optimizers
 from fsdp_engine.patterns import joined_names
 from fsdp_engine.planning.assignment import collect_records
@@ -19,13 +19,14 @@ from fsdp_engine.runtime.hooks import hooks_of, not_compiled
 from fsdp_engine.runtime.trees import iter_tensors, map_tensors
 
 
-def await_first_call(group: Group) -> None:
-    """Whichever of the group's modules is called first, being the outermost, makes the engine."""
+def build_engine_on_first_call(group: ParamGroup) -> None:
+    """Register hooks by which the first call of one of the group's modules constructs the engine
+    if there is none, with that module as the root."""
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        # This call's hooks were listed before there were any of the engine's.
+        # torch lists the hooks of this call before the engine registers its own.
         engine = ensure_engine(module)
-        args, kwargs = moved((args, kwargs), engine.mesh.device)
+        args, kwargs = inputs_on((args, kwargs), engine.mesh.device)
         hooks = hooks_of(module)
         return (args, kwargs) if hooks is None else hooks.before(args, kwargs)
 
@@ -33,18 +34,18 @@ def await_first_call(group: Group) -> None:
         handle = module.register_forward_pre_hook(
             not_compiled(before), prepend=True, with_kwargs=True
         )
-        # Hooks that users register from here on see what the unit's modules return, cast.
-        place = module.register_forward_hook(_keep_place)
-        group.first_calls += [(module, handle, place)]
+        # Hooks that users register later receive the module's output after the engine's cast.
+        place = module.register_forward_hook(_reserve_position)
+        group.first_call_hooks += [(module, handle, place)]
 
 
 def ensure_engine(module: nn.Module) -> Engine:
-    """The engine over the unit of ``module``; if there is none, it is made, with ``module`` as the
-    outermost.
+    """Returns the engine of the unit of ``module``. Constructs it if there is none, with ``module``
+    as the root.
 
     Raises:
-        RuntimeError: parameters are on the meta device; something beneath was called before by
-            itself; an optimizer holds parameters as they were before ``fully_shard``.
+        RuntimeError: parameters are on the meta device; a submodule was called before the root; an
+            optimizer references parameters from before ``fully_shard``.
     """
     root = group_of(module)
     assert root is not None
@@ -52,30 +53,30 @@ def ensure_engine(module: nn.Module) -> Engine:
         return root.engine
     if len(root.modules) > 1:
         raise RuntimeError(
-            f"forward of {type(module).__name__}: expected the outermost module to be a group of "
-            f"its own; found a group of {len(root.modules)}. Call fully_shard() on the model, too"
+            f"forward of {type(module).__name__}: expected the root module to be a group of its "
+            f"own; found a group of {len(root.modules)}. Call fully_shard() on the model as well"
         )
     groups = groups_within(module)
     for group in groups:
         if group.engine is not None:
             raise RuntimeError(
-                f"forward of {type(module).__name__}: expected the outermost module to be called "
-                f"first; found {group.unit.label} in it, which was called before by itself"
+                f"forward of {type(module).__name__}: expected the root module to be called first; "
+                f"found {group.unit.label} in it, which was called before by itself"
             )
     for group in groups:
-        group.values.take_all()
-    _name(module, groups)
-    metas = [group.metas for group in groups if group.metas]
+        group.values.take_unhooked()
+    _rename(module, groups)
+    metas = [group.names_on_meta for group in groups if group.names_on_meta]
     if metas:
         more = f" and {sum(map(len, metas[1:]))} more" if len(metas) > 1 else ""
         raise RuntimeError(
             "forward: expected parameters with values. FSDP parameters should be materialized from "
             "meta device before training, but the following were still on meta device: "
-            f"{metas[0]}{more}. Call model.to_empty(device=...), then give them values "
+            f"{metas[0]}{more}. Call model.to_empty(device=...), then initialize them "
             "(model.init_weights(), say)"
         )
     _check_no_optimizer(groups)
-    _check_ahead(groups)
+    _check_prefetched(groups)
     engine = Engine(
         module,
         [group.unit for group in groups],
@@ -88,15 +89,15 @@ def ensure_engine(module: nn.Module) -> Engine:
         _move_inputs(module, engine.mesh.device)
     for group in groups:
         group.engine = engine
-        for each, handle, place in group.first_calls:
+        for each, handle, place in group.first_call_hooks:
             handle.remove()
             _move_hook(each, place)
-        group.first_calls.clear()
+        group.first_call_hooks.clear()
     return engine
 
 
-def moved(inputs: Any, device: torch.device) -> Any:
-    """Inputs of the outermost module, on its parameters' device."""
+def inputs_on(inputs: Any, device: torch.device) -> Any:
+    """The inputs of the root module, moved to its parameters' device."""
     if all(tensor.device.type == device.type for tensor in iter_tensors(inputs)):
         return inputs
     return map_tensors(lambda tensor: tensor.to(device), inputs)
@@ -104,13 +105,13 @@ def moved(inputs: Any, device: torch.device) -> Any:
 
 def _move_inputs(module: nn.Module, device: torch.device) -> None:
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return moved((args, kwargs), device)
+        return inputs_on((args, kwargs), device)
 
     module.register_forward_pre_hook(not_compiled(before), prepend=True, with_kwargs=True)
 
 
-def _check_ahead(groups: Sequence[Group]) -> None:
-    """What is to be gathered ahead must be of the same model."""
+def _check_prefetched(groups: Sequence[ParamGroup]) -> None:
+    """Check that modules to prefetch belong to the same model."""
     known = {id(group) for group in groups}
     for group in groups:
         options = group.unit.options
@@ -118,16 +119,16 @@ def _check_ahead(groups: Sequence[Group]) -> None:
             if id(each) not in known:
                 raise ValueError(
                     f"set_modules_to_forward_prefetch, or ..._backward_..., of {group.unit.label}:"
-                    " expected modules within the outermost one; found another"
+                    " expected modules within the root module; found another"
                 )
 
 
-def _keep_place(module: nn.Module, args: Any, output: Any) -> None:
-    """Stands where the engine's hook will."""
+def _reserve_position(module: nn.Module, args: Any, output: Any) -> None:
+    """A hook without effect, at the position of the engine's later hook."""
 
 
 def _move_hook(module: nn.Module, place: Any) -> None:
-    """Put the engine's hook on forwards, the last one, where ``place`` is kept for it."""
+    """Move the engine's forward hook, the last one, to the position of the hook ``place``."""
     hooks: Any = module._forward_hooks
     keys = list(hooks)
     if hooks_of(module) is not None and module._compiled_call_impl is None:
@@ -136,8 +137,8 @@ def _move_hook(module: nn.Module, place: Any) -> None:
     place.remove()
 
 
-def _name(root: nn.Module, groups: Sequence[Group]) -> None:
-    """Units and parameters get the names that they have in ``root``."""
+def _rename(root: nn.Module, groups: Sequence[ParamGroup]) -> None:
+    """Rename units and parameters by their names in ``root``."""
     places = {
         (id(module), attribute): record.aliases
         for record in collect_records(root)
@@ -155,9 +156,9 @@ def _name(root: nn.Module, groups: Sequence[Group]) -> None:
                 buffer.rename(index, record.aliases[0])
 
 
-def _check_no_optimizer(groups: Sequence[Group]) -> None:
-    """No optimizer may hold what units have replaced. (Only if somebody holds it at all are all
-    objects looked through.)"""
+def _check_no_optimizer(groups: Sequence[ParamGroup]) -> None:
+    """Check that no optimizer references parameters that units replaced. (Searches all objects
+    only if any of these parameters is still referenced.)"""
     replaced = [
         (record.name, param)
         for group in groups
@@ -171,6 +172,6 @@ def _check_no_optimizer(groups: Sequence[Group]) -> None:
     for optimizer, held in find_optimizers(alive):
         raise RuntimeError(
             "optimizer: expected it to be built after fully_shard(), from model.parameters(); "
-            f"found a {type(optimizer).__name__} that holds {alive[held]} as it was before, or a "
-            "tensor that was assigned to it, whose values the sharded parameter has taken"
+            f"found a {type(optimizer).__name__} that references {alive[held]} from before the "
+            "call, or a tensor that was assigned to it and copied to the sharded parameter"
         )

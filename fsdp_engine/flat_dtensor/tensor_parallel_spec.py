@@ -1,20 +1,22 @@
-"""Parameters that are DTensors already, over mesh dimensions that are not the engine's.
+"""Specs of parameters that are DTensors over mesh dimensions other than the engine's.
 
 [Note: Parameters that are DTensors]
-Tensor, expert or context parallelism may have cut a parameter before the engine sees it. Buffers,
-messages and optimizers then know this rank's *shard* of it alone, a plain tensor, which is cut by
-flat ranges as any other; what makes it global is one value, a :class:`Spread`.
+Tensor, expert or context parallelism may have sharded a parameter before the engine does. Buffers,
+collectives and optimizers then operate on this rank's *shard* of it, a plain tensor, which is
+sharded further by flat ranges like any other. A :class:`TensorParallelSpec` describes the global
+tensor.
 
     global (6, 4), Shard(0) over tp 2     this rank's shard (3, 4)     its flat ranges
     rows 0-2 on tp 0, 3-5 on tp 1         elements 0 to 11             [0, 6) on dp 0, [6, 12) on 1
 
-Modules compute with DTensors over the full shards, made once; their gradients are brought to the
-parameter's placements (a partial one is reduced over the other dimensions), and what lies here of
-them is written. Users see one FlatDTensor of the global shape, over the mesh of all dimensions.
+Modules compute with DTensors over the full shards, which are created once. Their gradients are
+redistributed to the parameter's placements (a partial one is reduced over the other dimensions),
+and this rank's shard is copied to the buffer. Users see one FlatDTensor of the global shape, over
+the mesh of all dimensions.
 
-Along a dimension with ``Replicate()``, and along any that the parameter is not over, several ranks
-hold the same elements. Where these are written, once each, the first of the ranks does it: flat
-ranges of the others may begin elsewhere, where shards are uneven.
+Along a dimension with ``Replicate()``, and along dimensions that are not in the parameter's mesh,
+several ranks hold the same elements. Checkpoints save them from the first of these ranks: if shards
+are uneven, the flat ranges of the others may have other boundaries.
 """
 
 from __future__ import annotations
@@ -35,12 +37,12 @@ from torch.distributed.tensor.placement_types import Placement
 
 
 @dataclass(frozen=True)
-class Spread:
-    """How a tensor lies over mesh dimensions that are not the engine's.
+class TensorParallelSpec:
+    """Mesh, placements and shape of a tensor over mesh dimensions other than the engine's.
 
     Attributes:
-        mesh: these dimensions.
-        placements: one for each, ``Shard`` or ``Replicate``.
+        mesh: of these dimensions.
+        placements: ``Shard`` or ``Replicate`` for each dimension.
         shape: of the global tensor.
     """
 
@@ -49,8 +51,8 @@ class Spread:
     shape: torch.Size
 
     @classmethod
-    def of(cls, tensor: DTensor) -> Spread:
-        """That of a DTensor.
+    def of(cls, tensor: DTensor) -> TensorParallelSpec:
+        """The spec of a DTensor.
 
         Raises:
             ValueError: a placement is neither ``Shard`` nor ``Replicate``.
@@ -58,8 +60,8 @@ class Spread:
         others = [each for each in tensor.placements if type(each) not in (Shard, Replicate)]
         if others:
             raise ValueError(
-                f"expected placements Shard and Replicate, of which shards can be kept; found "
-                f"{others[0]} in {tensor.placements}"
+                f"expected placements Shard and Replicate, since only these can be sharded "
+                f"further; found {others[0]} in {tensor.placements}"
             )
         return cls(tensor.device_mesh, tuple(tensor.placements), tensor.shape)
 
@@ -70,12 +72,12 @@ class Spread:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where the shard begins in the global tensor, in each dim."""
+        """Offset of the shard in the global tensor in each dim."""
         return tuple(self._box[1])
 
     @cached_property
     def shard_groups(self) -> tuple[ProcessGroup, ...]:
-        """Groups over which elements are spread, so that each lies on one rank of a group."""
+        """Groups over which the tensor is sharded; each element is on one rank of a group."""
         sizes = self.mesh.shape
         return tuple(
             self.mesh.get_group(dim)
@@ -91,31 +93,32 @@ class Spread:
 
     @cached_property
     def num_shards(self) -> int:
-        """Ranks of ``mesh`` that hold different elements."""
+        """Number of distinct shards over ``mesh``."""
         sizes = zip(self.mesh.shape, self.placements, strict=True)
         return math.prod(size for size, placement in sizes if isinstance(placement, Shard))
 
     def runs(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Elements ``[start, stop)`` of this rank's shard, in row-major order, as ranges that are
-        contiguous in the global tensor, too: (first there, first here, how many)."""
+        """Yields elements ``[start, stop)`` of this rank's shard, in row-major order, as ranges
+        that are also contiguous in the global tensor: (first element in the global tensor, first
+        element in the shard, number of elements)."""
         if start == stop:
             return
-        whole, mine = self.shape, self.local_shape
-        last = max((dim for dim in range(len(whole)) if mine[dim] < whole[dim]), default=0)
-        inner = math.prod(whole[last + 1 :])
-        length, outer = math.prod(mine[last:]), mine[:last]
+        full, local = self.shape, self.local_shape
+        last = max((dim for dim in range(len(full)) if local[dim] < full[dim]), default=0)
+        inner = math.prod(full[last + 1 :])
+        length, outer = math.prod(local[last:]), local[:last]
         for row in range(start // length, -(-stop // length)):
             low, high = max(start, row * length), min(stop, (row + 1) * length)
             place, left = 0, row
             for dim, size in enumerate(outer):
                 index, left = divmod(left, math.prod(outer[dim + 1 :]))
                 assert index < size
-                place = place * whole[dim] + index + self.offsets[dim]
-            place = (place * whole[last] + self.offsets[last]) * inner if whole else 0
+                place = place * full[dim] + index + self.offsets[dim]
+            place = (place * full[last] + self.offsets[last]) * inner if full else 0
             yield place + low - row * length, low, high - low
 
     def wrap(self, shard: Tensor) -> DTensor:
-        """The DTensor of this rank's shard, over its memory; autograd does not follow it."""
+        """A DTensor over the memory of this rank's shard, without a graph."""
         stride = [math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
         with torch.no_grad():
             return DTensor.from_local(
@@ -127,19 +130,19 @@ class Spread:
                 stride=tuple(stride),
             )
 
-    def shard_of(self, whole: Tensor) -> Tensor:
-        """This rank's shard of a plain global tensor; a view of it."""
+    def shard_of(self, full: Tensor) -> Tensor:
+        """This rank's shard of a plain global tensor, as a view."""
         for dim, (offset, size) in enumerate(zip(self.offsets, self.local_shape, strict=True)):
-            whole = whole.narrow(dim, min(offset, whole.shape[dim] - size), size)
-        return whole
+            full = full.narrow(dim, min(offset, full.shape[dim] - size), size)
+        return full
 
-    def whole_of(self, shard: Tensor) -> Tensor:
-        """The plain global tensor of the ranks' shards. Collective over ``mesh``."""
+    def gather_full(self, shard: Tensor) -> Tensor:
+        """The plain global tensor, gathered from the ranks' shards. Collective over ``mesh``."""
         with torch.no_grad():
             return self.wrap(shard).full_tensor()
 
     def has(self, tensor: Any) -> bool:
-        """Whether a tensor is a DTensor that lies like this."""
+        """Whether a tensor is a DTensor with this mesh, placements and shape."""
         return (
             isinstance(tensor, DTensor)
             and tensor.shape == self.shape
@@ -148,11 +151,11 @@ class Spread:
         )
 
     def shard_of_gradient(self, grad: Tensor, name: str) -> Tensor:
-        """This rank's shard of a gradient that autograd left at the full parameter. Collective over
-        ``mesh`` where the gradient has other placements than the parameter.
+        """This rank's shard of a gradient that autograd accumulated into the full parameter.
+        Collective over ``mesh`` if the placements of gradient and parameter differ.
 
         Raises:
-            RuntimeError: it is no DTensor over ``mesh``.
+            RuntimeError: the gradient is not a DTensor over ``mesh``.
         """
         if not isinstance(grad, DTensor) or grad.device_mesh != self.mesh:
             found = f"one over {grad.device_mesh}" if isinstance(grad, DTensor) else "a plain one"
@@ -166,7 +169,11 @@ class Spread:
             return grad.to_local()
 
     def __reduce__(self) -> Any:
-        return Spread, (self.mesh, self.placements, self.shape)  # groups do not pickle
+        return TensorParallelSpec, (
+            self.mesh,
+            self.placements,
+            self.shape,
+        )  # groups cannot be pickled
 
     @cached_property
     def _box(self) -> tuple[Sequence[int], Sequence[int]]:

@@ -1,18 +1,18 @@
-"""What memory would be held: the engine's by its ledger, everything else as tensors come and go.
+"""Tracks simulated memory: the engine's by its ledger, all other memory by the storages of tensors.
 
-Every storage that an operation returns is watched until it goes, and has a kind:
+Every storage that an operation returns is tracked until it is freed, and has a kind:
 
-    weights       main and compute weights, the model's own buffers, all else that is there when the
-                  engine has been made
-    gradients     what the engine accumulates, from a unit's first reduction until they are cleared
-    optimizer     what is there when the optimizer has been made, or left by its steps
-    transient     full parameters and gradients on their way, idle memory of theirs
-    activations   anything else: inputs, what autograd keeps, what operations make, gradients until
-                  the engine has written them into their place
+    weights       main and compute weights, the model's own buffers, and other storages that exist
+                  when the engine has been constructed
+    gradients     accumulated gradients, from a unit's first reduction until they are cleared
+    optimizer     storages that the optimizer's construction or its steps have allocated
+    transient     full parameters and gradients in flight, and their idle memory
+    activations   all others: inputs, saved tensors, temporaries, and gradients until the engine
+                  has copied them
 
-Operations also return tensors over memory that the engine books, or gets without any. What is
-booked as weights is made by operations and taken off from what they made; all else that is booked
-lies behind storages that come and go, which are empty when they are made.
+Operations also return tensors over memory in the engine's ledger. Weights in the ledger are
+allocated by operations, and are subtracted from the storages of operations. Other memory in the
+ledger belongs to storages that are resized, and are empty when operations create them.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ KINDS = ("weights", "gradients", "optimizer", "transient", "activations")
 _NEW = "activations"
 
 
-class MemoryWatch:
-    """Bytes by kind, and those of the moment when most were held.
+class MemoryTracker:
+    """Current bytes by kind, and those at the peak.
 
     Attributes:
-        peak: by kind, at the moment of the largest sum since :meth:`restart`.
+        peak: bytes by kind at the time of the largest sum since :meth:`restart`.
     """
 
     def __init__(self) -> None:
@@ -48,10 +48,10 @@ class MemoryWatch:
         self._booked_before = 0
 
     def watch(self, held: Callable[[], Mapping[str, int]]) -> None:
-        """An engine is there, and what is there beside its weights belongs to the model.
+        """Start tracking an engine. Existing storages are counted as weights.
 
         Args:
-            held: its bytes by role.
+            held: returns the engine's bytes by role.
         """
         self._held = held
         self.settle("weights")
@@ -60,7 +60,7 @@ class MemoryWatch:
         self.restart()
 
     def made(self, tensors: Sequence[Tensor]) -> None:
-        """An operation has returned these, or somebody has brought them."""
+        """Track the storages of tensors that an operation has returned, or of inputs."""
         grew = False
         for tensor in tensors:
             storage = tensor.untyped_storage()
@@ -71,18 +71,19 @@ class MemoryWatch:
                 self._kinds[key] = _NEW
                 self._made[_NEW] += size
                 grew = grew or size > 0
-                # Not `finalize`, whose list of all there are would keep the watch, with it the
-                # engine, and so every storage.
+                # Not `finalize`, whose registry would keep this object, and with it the engine and
+                # every storage, alive.
                 self._storages[key] = weakref.ref(storage, partial(self._gone, key))
         if grew:
             self.sample()
 
     def known(self) -> set[int]:
-        """What is there now, for :meth:`settle`."""
+        """Keys of the current storages, for :meth:`settle`."""
         return set(self._sizes)
 
     def settle(self, kind: str, but: Collection[int] = ()) -> None:
-        """Whatever new is there now is of this kind, ``but`` what was :meth:`known` before."""
+        """Assign this kind to all storages without one, except those in ``but``, the result of an
+        earlier :meth:`known`."""
         for key, size in self._sizes.items():
             if self._kinds[key] == _NEW and key not in but:
                 self._kinds[key] = kind
@@ -90,14 +91,14 @@ class MemoryWatch:
                 self._made[kind] += size
 
     def restart(self) -> None:
-        """A new peak begins."""
+        """Reset the peak."""
         self.peak = {}
         self.sample()
 
     def sample(self) -> None:
-        """Look whether more is held than ever before."""
+        """Update the peak."""
         now = self._booked()
-        # Weights that have been booked since were made by operations, too.
+        # Weights that were added to the ledger since were allocated by operations.
         now[_NEW] -= now["weights"] - self._booked_before
         for kind, size in self._made.items():
             now[kind] += size

@@ -1,6 +1,6 @@
-"""The arguments of the wrappers: our own, and those of Megatron-Core's three.
+"""Parses the arguments of the wrappers: this package's own and those of Megatron-Core's three.
 
-    ours                            module, config=None, mesh=None, ...
+    own                             module, config=None, mesh=None, ...
     DistributedDataParallel         config, ddp_config, module, disable_bucketing=False,
                                     pg_collection=None
     FullyShardedDataParallel        config, ddp_config, module, fsdp_unit_modules=None,
@@ -8,7 +8,8 @@
     TorchFullyShardedDataParallel   config, ddp_config, module, sub_modules_to_wrap=...,
                                     disable_bucketing=False, process_group=None
 
-Megatron-Core's ``config`` is the model's; ``ddp_config`` may be its own class or ours.
+Megatron-Core's ``config`` is the model's; ``ddp_config`` may be Megatron-Core's class or this
+package's.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.sharding import keeps_after_forward
 from fsdp_engine.strategies import Strategy
 
-# Keywords of older versions, and the config's fields of that meaning.
-_OLDER_FIELDS = {
+# Keywords of previous versions, with the config's fields that replaced them.
+_LEGACY_FIELDS = {
     "accumulate_allreduce_grads_in_fp32": "grad_reduce_in_fp32",
     "overlap_grad_reduce": "overlap_grad_reduce",
     "use_distributed_optimizer": "use_distributed_optimizer",
     "check_for_nan_in_grad": "check_for_nan_in_grad",
     "bucket_size": "bucket_size",
 }
-_OLDER_GROUP = "data_parallel_group"
+_LEGACY_GROUP = "data_parallel_group"
 # The modules that Megatron-Core's TorchFullyShardedDataParallel wraps by default.
 _TORCH_FSDP_UNITS = (
     ("megatron.core.transformer.transformer_layer", "TransformerLayer"),
@@ -54,18 +55,18 @@ _TORCH_FSDP_UNITS = (
     ("megatron.core.tensor_parallel.layers", "ColumnParallelLinear"),
 )
 _TORCH_FSDP_LEVEL = "optim_grads_params"
-# Fields of Megatron-Core's configs that one wrapper alone reads, and that wrapper.
+# Fields of Megatron-Core's configs that only one wrapper reads, with the wrapper's name.
 _FIELD_OF_WRAPPER = {"reshard_after_forward": "TorchFullyShardedDataParallel"}
 
 
 @dataclass(frozen=True)
-class Wrapping:
-    """What is to be wrapped, and how; see :class:`~.distributed_data_parallel`.
+class WrapperArguments:
+    """The parsed arguments of a wrapper; see :class:`~.distributed_data_parallel`.
 
     Attributes:
-        model_config: Megatron-Core's config of the model; None in our own shape.
-        groups: its groups, where they are known.
-        keeps_after_forward: full parameters are kept until their backward is over.
+        model_config: Megatron-Core's config of the model; None with this package's own arguments.
+        groups: Megatron-Core's groups; None if there are none.
+        keeps_after_forward: gathered parameters are not freed before their backward.
     """
 
     module: nn.Module
@@ -81,31 +82,33 @@ class Wrapping:
 
     @property
     def sums_gradients(self) -> bool:
-        """Whether gradients are sums over ranks, as of Megatron-Core's wrapper, and not means."""
+        """Whether gradients are sums over ranks instead of means, as in Megatron-Core."""
         return bool(getattr(self.model_config, "calculate_per_token_loss", False))
 
 
-# Reads the arguments of one of the wrappers. Raises ValueError where arguments contradict each
-# other or a field of Megatron-Core's config without a meaning here is not at its default,
-# TypeError where an argument is missing, unknown or of another type.
-Shape = Callable[..., Wrapping]
+# Parses the arguments of one wrapper. Raises ValueError if arguments contradict each other or an
+# unsupported field of Megatron-Core's config is not at its default, and TypeError if an argument
+# is missing, unknown or of another type.
+ParseArguments = Callable[..., WrapperArguments]
 
 
-def meant_mesh(shape: Shape, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> DeviceMesh | None:
-    """The mesh that is meant, whether or not the arguments are right; None: of all ranks."""
+def requested_mesh(
+    parse: ParseArguments, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> DeviceMesh | None:
+    """The mesh that the arguments select, also if other arguments are invalid; None: all ranks."""
     given: Mapping[str, Any]
     try:
-        given = inspect.signature(shape).bind_partial(*args, **kwargs).arguments
-    except TypeError:  # raised again by the shape itself, where all ranks are told
+        given = inspect.signature(parse).bind_partial(*args, **kwargs).arguments
+    except TypeError:  # raised again by the parser, on all ranks
         given = kwargs
-    if shape is _ours:
-        found = [given.get("older", {}).get(_OLDER_GROUP)]
+    if parse is _parse_own:
+        found = [given.get("legacy", {}).get(_LEGACY_GROUP)]
     else:
         groups: Any = given.get("pg_collection")
         if groups is None:
             try:
                 groups = collect_groups(None)
-            except TypeError:  # raised again by the shape, as above
+            except TypeError:  # raised again by the parser, as above
                 groups = None
         names = ("dp_cp", "dp")
         found = [given.get("process_group"), *(getattr(groups, name, None) for name in names)]
@@ -114,23 +117,23 @@ def meant_mesh(shape: Shape, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     return mesh_of_group(group) if mesh is None and group is not None else mesh
 
 
-def shape_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Shape:
-    """The shape of a call of ``DistributedDataParallel``: ours or Megatron-Core's."""
-    return _theirs if _is_theirs(args, kwargs) else _ours
+def parser_for(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ParseArguments:
+    """The parser for a call of ``DistributedDataParallel``: this package's or Megatron-Core's."""
+    return _parse_megatron if _is_megatron_call(args, kwargs) else _parse_own
 
 
-def _is_theirs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def _is_megatron_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     if "ddp_config" in kwargs or "pg_collection" in kwargs:
         return True
     return len(args) > 1 and not isinstance(args[0], nn.Module) and _is_config(args[1])
 
 
 def _is_config(found: object) -> bool:
-    """Whether it has what both classes of that name have."""
+    """Whether it is a ``DistributedDataParallelConfig`` of this package or of Megatron-Core."""
     return dataclasses.is_dataclass(found) and hasattr(found, "overlap_grad_reduce")
 
 
-def _ours(
+def _parse_own(
     module: nn.Module,
     config: DistributedDataParallelConfig | None = None,
     mesh: DeviceMesh | None = None,
@@ -139,16 +142,16 @@ def _ours(
     disable_bucketing: bool = False,
     units: UnitSelector | Iterable[UnitSelector] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
-    **older: Any,
-) -> Wrapping:
-    mesh = _with_older_group(mesh, older)
+    **legacy: Any,
+) -> WrapperArguments:
+    mesh = _with_legacy_group(mesh, legacy)
     if config is not None:
         config = config_from(config, "config")
-    config = _with_older_fields(config, older)
-    return Wrapping(module, config, mesh, expert_mesh, disable_bucketing, units, mp_policy)
+    config = _with_legacy_fields(config, legacy)
+    return WrapperArguments(module, config, mesh, expert_mesh, disable_bucketing, units, mp_policy)
 
 
-def _theirs(
+def _parse_megatron(
     config: Any,
     ddp_config: Any,
     module: nn.Module,
@@ -159,7 +162,7 @@ def _theirs(
     expert_mesh: DeviceMesh | None = None,
     units: UnitSelector | Iterable[UnitSelector] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
-) -> Wrapping:
+) -> WrapperArguments:
     own = config_from(ddp_config, "ddp_config")
     if getattr(config, "gradient_accumulation_fusion", False):
         raise ValueError(
@@ -179,7 +182,7 @@ def _theirs(
     if expert_mesh is None and groups is not None and groups.expt_dp is not None:
         # Also where expt_dp has the ranks of the data group: tensor ranks may hold other experts.
         expert_mesh = mesh_of_group(groups.expt_dp) if _has_experts(module) else None
-    return Wrapping(
+    return WrapperArguments(
         module,
         own,
         mesh,
@@ -192,7 +195,7 @@ def _theirs(
     )
 
 
-def megatron_fsdp_call(
+def parse_megatron_fsdp(
     config: Any,
     ddp_config: Any,
     module: nn.Module,
@@ -200,9 +203,9 @@ def megatron_fsdp_call(
     disable_bucketing: bool = False,
     device: torch.device | str | int | None = None,
     pg_collection: object | None = None,
-    **ours: Any,
-) -> Wrapping:
-    """The shape of ``FullyShardedDataParallel``."""
+    **kwargs: Any,
+) -> WrapperArguments:
+    """Parse the arguments of ``FullyShardedDataParallel``."""
     own = config_from(
         ddp_config,
         "ddp_config",
@@ -212,21 +215,21 @@ def megatron_fsdp_call(
     )
     if getattr(ddp_config, "fsdp_manual_registration", False) and not own.nccl_ub:
         raise ValueError(
-            "ddp_config.fsdp_manual_registration: expected nccl_ub=True beside it; found "
+            "ddp_config.fsdp_manual_registration: expected nccl_ub=True as well; found "
             "nccl_ub=False"
         )
     if fsdp_unit_modules is not None and isinstance(module, nn.Module):
         name = "fsdp_unit_modules"
-        classes = [_class_of(each, name) for each in _several(fsdp_unit_modules, name)]
-        ours["units"] = _modules_of(module, classes)
-        if classes and not ours["units"]:
-            raise _none_found(name, classes, module)
-    call = _theirs(config, own, module, disable_bucketing, pg_collection, **ours)
+        classes = [_class_of(each, name) for each in _as_list(fsdp_unit_modules, name)]
+        kwargs["units"] = _modules_of(module, classes)
+        if classes and not kwargs["units"]:
+            raise _no_modules_error(name, classes, module)
+    call = _parse_megatron(config, own, module, disable_bucketing, pg_collection, **kwargs)
     _check_device(device, call.mesh)
     return call
 
 
-def torch_fsdp_call(
+def parse_torch_fsdp(
     config: Any,
     ddp_config: Any,
     module: nn.Module,
@@ -236,9 +239,9 @@ def torch_fsdp_call(
     *,
     pg_collection: object | None = None,
     mesh: DeviceMesh | None = None,
-    **ours: Any,
-) -> Wrapping:
-    """The shape of ``TorchFullyShardedDataParallel``."""
+    **kwargs: Any,
+) -> WrapperArguments:
+    """Parse the arguments of ``TorchFullyShardedDataParallel``."""
     own = config_from(
         ddp_config,
         "ddp_config",
@@ -261,12 +264,14 @@ def torch_fsdp_call(
         classes = _torch_fsdp_classes(config, module, sub_modules_to_wrap, name)
         units = _modules_of(module, classes)
         if not units and sub_modules_to_wrap is not None:
-            raise _none_found(name, classes, module)
-        ours["units"] = units or None
-    call = _theirs(config, own, module, disable_bucketing, pg_collection, mesh=mesh, **ours)
-    asked = getattr(ddp_config, "reshard_after_forward", True)
+            raise _no_modules_error(name, classes, module)
+        kwargs["units"] = units or None
+    call = _parse_megatron(
+        config, own, module, disable_bucketing, pg_collection, mesh=mesh, **kwargs
+    )
+    reshard = getattr(ddp_config, "reshard_after_forward", True)
     size = _inner_size(call.mesh, own.num_distributed_optimizer_instances)
-    keeps = keeps_after_forward(asked, size, Strategy.from_names(*own.level_names))
+    keeps = keeps_after_forward(reshard, size, Strategy.from_names(*own.level_names))
     return dataclasses.replace(call, keeps_after_forward=keeps)
 
 
@@ -290,20 +295,20 @@ def _check_names_no_other_level(ddp_config: Any) -> None:
 
 
 def _inner_size(mesh: DeviceMesh | None, num_rows: int) -> int:
-    """Ranks that share a parameter."""
+    """Number of ranks over which a parameter is sharded."""
     if mesh is not None and mesh.ndim == 2:
         return mesh.size(1)
     return len(ranks_that_meet(mesh)) // num_rows
 
 
-def _several(given: object, name: str) -> list[Any]:
+def _as_list(given: object, name: str) -> list[Any]:
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise TypeError(f"{name}: expected module classes in a list; found {given!r}")
     return list(given)
 
 
 def _class_of(given: object, name: str) -> type[nn.Module]:
-    """A class, or that of a dotted path."""
+    """A module class, imported if a dotted path is given."""
     found = given
     if isinstance(given, str):
         path, _, attribute = given.rpartition(".")
@@ -329,7 +334,9 @@ def _modules_of(model: nn.Module, classes: Iterable[type[nn.Module]]) -> list[nn
     ]
 
 
-def _none_found(name: str, classes: Iterable[type[nn.Module]], model: nn.Module) -> ValueError:
+def _no_modules_error(
+    name: str, classes: Iterable[type[nn.Module]], model: nn.Module
+) -> ValueError:
     listed = ", ".join(each.__name__ for each in classes)
     return ValueError(
         f"{name}: expected classes of modules with parameters; found {listed or 'no class'}, "
@@ -343,14 +350,14 @@ def _torch_fsdp_classes(
     """The classes of modules that become units, with those of ``_fsdp_modules`` attributes."""
     more = [each for module in model.modules() for each in getattr(module, "_fsdp_modules", ())]
     if given is None and not more:
-        return []  # the engine's default units, which are layers, too
+        return []  # the engine's default units, which are also layers
     if given is None:
         loaded = [(sys.modules.get(path), attribute) for path, attribute in _TORCH_FSDP_UNITS]
         classes = [getattr(module, attribute) for module, attribute in loaded if module]
     else:
-        classes = [_class_of(each, name) for each in _several(given, name)]
+        classes = [_class_of(each, name) for each in _as_list(given, name)]
     if getattr(config, "transformer_impl", None) == "local":
-        # Its transformer layers consist of them.
+        # The local implementation's transformer layers contain them.
         classes = [each for each in classes if each.__name__ != "ColumnParallelLinear"]
     return classes + more
 
@@ -373,23 +380,24 @@ def _has_experts(module: object) -> bool:
 def config_from(
     given: Any, name: str, *, read_by_wrapper: Collection[str] = (), **changes: Any
 ) -> DistributedDataParallelConfig:
-    """A config of ours from one of ours or of Megatron-Core's class, which later assignments to
-    ``given`` do not change.
+    """Returns this package's config with the values of ``given``, which may be of Megatron-Core's
+    class. Later assignments to ``given`` have no effect on it.
 
     Args:
+        given: the config.
+        name: of the argument, for errors.
         read_by_wrapper: fields of Megatron-Core's class that the caller reads itself.
-        **changes: fields of ours that have these values, not those of ``given``.
+        **changes: values of fields that override those of ``given``.
 
     Raises:
-        ValueError: a field that has no meaning here is not at its default, or fields contradict
-            each other.
-        TypeError: it is neither.
+        ValueError: an unsupported field is not at its default, or fields contradict each other.
+        TypeError: ``given`` is of neither class.
     """
     if isinstance(given, DistributedDataParallelConfig):
         return dataclasses.replace(given, **changes) if changes else given.checked()
     if isinstance(given, type) or not _is_config(given):
         raise TypeError(
-            f"{name}: expected a DistributedDataParallelConfig, ours or Megatron-Core's; "
+            f"{name}: expected a DistributedDataParallelConfig, fsdp_engine's or Megatron-Core's; "
             f"found {given!r}"
         )
     known = {field.name for field in dataclasses.fields(DistributedDataParallelConfig)}
@@ -414,34 +422,34 @@ def config_from(
     return DistributedDataParallelConfig(**{**values, **changes})
 
 
-def _with_older_group(mesh: DeviceMesh | None, older: dict[str, Any]) -> DeviceMesh | None:
-    group = older.pop(_OLDER_GROUP, None)
+def _with_legacy_group(mesh: DeviceMesh | None, legacy: dict[str, Any]) -> DeviceMesh | None:
+    group = legacy.pop(_LEGACY_GROUP, None)
     if group is None:
         return mesh
     if mesh is not None:
-        raise ValueError(f"{_OLDER_GROUP}, mesh: expected one of them; found both")
+        raise ValueError(f"{_LEGACY_GROUP}, mesh: expected one of them; found both")
     if not isinstance(group, ProcessGroup):
-        raise TypeError(f"{_OLDER_GROUP}: expected a ProcessGroup; found {group!r}")
+        raise TypeError(f"{_LEGACY_GROUP}: expected a ProcessGroup; found {group!r}")
     return mesh_of_group(group)
 
 
-def _with_older_fields(
-    config: DistributedDataParallelConfig | None, older: dict[str, Any]
+def _with_legacy_fields(
+    config: DistributedDataParallelConfig | None, legacy: dict[str, Any]
 ) -> DistributedDataParallelConfig:
-    unknown = sorted(older.keys() - _OLDER_FIELDS.keys())
+    unknown = sorted(legacy.keys() - _LEGACY_FIELDS.keys())
     if unknown:
-        known = ", ".join([_OLDER_GROUP, *_OLDER_FIELDS])
+        known = ", ".join([_LEGACY_GROUP, *_LEGACY_FIELDS])
         raise TypeError(
             f"DistributedDataParallel: expected keywords of {known}; found {', '.join(unknown)}"
         )
-    given = {_OLDER_FIELDS[name]: value for name, value in older.items() if value is not None}
+    given = {_LEGACY_FIELDS[name]: value for name, value in legacy.items() if value is not None}
     if config is None:
         return DistributedDataParallelConfig(**given)
-    for name, value in older.items():
-        said = getattr(config, _OLDER_FIELDS[name])
-        if value is not None and value != said:
+    for name, value in legacy.items():
+        configured = getattr(config, _LEGACY_FIELDS[name])
+        if value is not None and value != configured:
             raise ValueError(
-                f"{name}: expected {said!r}, as the config's {_OLDER_FIELDS[name]} says; "
+                f"{name}: expected {configured!r}, the config's {_LEGACY_FIELDS[name]}; "
                 f"found {value!r}"
             )
     return config

@@ -1,4 +1,4 @@
-"""Which elements of a tensor a rank holds, and how that range looks to others.
+"""The range of elements of a tensor that a rank holds, as a DTensor placement and as boxes.
 
 A flat range ``[start, stop)`` of a row-major tensor is a union of boxes. Worked example, shape
 (4, 5), range [3, 17):
@@ -31,7 +31,7 @@ from torch.distributed.tensor.placement_types import Placement
 from fsdp_engine.devices import memory
 from fsdp_engine.devices.collectives import all_reduce_
 from fsdp_engine.devices.mesh import DataMesh, joint_mesh
-from fsdp_engine.flat_dtensor.spread import Spread
+from fsdp_engine.flat_dtensor.tensor_parallel_spec import TensorParallelSpec
 
 
 class Box(NamedTuple):
@@ -56,7 +56,7 @@ def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, 
     At most ``2 * ndim - 1``; none for an empty range. See the module docstring for an example.
 
     Raises:
-        ValueError: the range does not lie inside the tensor.
+        ValueError: the range is not inside the tensor.
     """
     if not 0 <= start <= stop <= math.prod(shape):
         raise ValueError(
@@ -76,7 +76,7 @@ def _boxes(shape: tuple[int, ...], prefix: tuple[int, ...], start: int, stop: in
     if not dims:
         return [Box(prefix, (1,) * len(prefix), base, base + 1)]
     row = math.prod(dims[1:])
-    first, last = -(-start // row), stop // row  # whole rows
+    first, last = -(-start // row), stop // row  # complete rows
     if first > last:  # the range lies inside one row
         return _boxes(shape, (*prefix, last), start - last * row, stop - last * row)
     found = []
@@ -92,17 +92,17 @@ def _boxes(shape: tuple[int, ...], prefix: tuple[int, ...], start: int, stop: in
 
 
 class FlatShard(Partial):
-    """Along this mesh axis the tensor is cut by flat ranges, not along a dim.
+    """Along this mesh axis the tensor is sharded by flat ranges, not along a dim.
 
-    Neither a ``Shard``, since code that takes ``Shard(0)`` at its word would read or write wrong
-    elements, nor a ``Replicate``. It is a ``Partial`` in class alone, which is what
-    ``distribute_tensor`` asks about a value that it has on all ranks: so
-    ``distribute_tensor(whole, weight.device_mesh, weight.placements)`` has this rank's slice, and
-    ``full_tensor()`` of that the whole.
+    It is not a ``Shard``, because code that handles ``Shard(0)`` would read or write other
+    elements, and not a ``Replicate``. It subclasses ``Partial`` only because ``distribute_tensor``
+    then calls ``_partition_value`` for a value that is the same on all ranks:
+    ``distribute_tensor(full, weight.device_mesh, weight.placements)`` returns this rank's slice,
+    whose ``full_tensor()`` is the full tensor.
 
     Attributes:
-        flat: of the tensor whose placement this is. None: not known.
-        span: elements of the tensor, in row-major order, that this rank holds. None: not known.
+        flat: placement of the tensor. None: unknown.
+        span: elements of the tensor, in row-major order, that this rank holds. None: unknown.
     """
 
     flat: FlatPlacement | None
@@ -115,14 +115,14 @@ class FlatShard(Partial):
 
     def _partition_value(self, tensor: Tensor, mesh: DeviceMesh, mesh_dim: int) -> Tensor:
         if mesh_dim < mesh.ndim - 1:
-            return tensor  # the last axis cuts for all
+            return tensor  # the last axis shards for all axes
         if self.span is None:
             raise RuntimeError(
-                "distribute_tensor: expected the placements of a sharded parameter, which know "
-                "what a rank holds; found FlatShard() of none"
+                "distribute_tensor: expected the placements of a sharded parameter, which contain "
+                "this rank's range of elements; found FlatShard() without a range"
             )
         if mesh.size() == 1:
-            return tensor.clone()  # full_tensor() takes it as it is
+            return tensor.clone()  # full_tensor() returns it unchanged
         return tensor.reshape(-1)[slice(*self.span)].clone()
 
     def _to_replicate_tensor(
@@ -132,27 +132,27 @@ class FlatShard(Partial):
         if flat is None or flat.spread is not None:
             raise RuntimeError(
                 "redistribute, full_tensor: expected a FlatDTensor; found a DTensor over flat "
-                "slices, as distribute_tensor makes it. copy_() it into the parameter, and ask "
-                "that one"
+                "slices, as returned by distribute_tensor. copy_() it into the parameter, and call "
+                "the parameter's full_tensor()"
             )
-        # torch asks each axis that has several ranks; the last one gathers for all.
+        # torch calls this for each axis with several ranks; the last one gathers for all axes.
         last = max(dim for dim in range(mesh.ndim) if mesh.size(dim) > 1)
-        return flat.whole_of(local) if mesh_dim == last else local
+        return flat.gather_full(local) if mesh_dim == last else local
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
-        """False: what ranks hold is final."""
+        """False: ranks hold final values."""
         return False
 
     def is_replicate(self) -> bool:
-        """False: this rank does not hold the whole."""
+        """False: this rank does not hold the full tensor."""
         return False
 
     def is_shard(self, dim: int | None = None) -> bool:
-        """True, but for no dim in particular."""
+        """True if no dim is given: the tensor is not sharded along a dim."""
         return dim is None
 
     def __eq__(self, other: object) -> bool:
-        # With the span: DTensor keeps what it found for equal placements.
+        # Compares spans because DTensor caches results by placements.
         return type(other) is FlatShard and other.span == self.span and other.flat == self.flat
 
     def __hash__(self) -> int:
@@ -172,75 +172,77 @@ class FlatShard(Partial):
 
 @dataclass(frozen=True)
 class FlatPlacement:
-    """The slice of a row-major tensor that this rank holds, and with whom it shares the rest.
+    """The slice of a row-major tensor that this rank holds, and the groups that shard the tensor.
 
-    Costs O(1) memory: nothing here grows with the number of ranks.
+    Takes O(1) memory, independent of the number of ranks.
 
     Attributes:
-        shape: of the whole tensor; of the global one where it is a DTensor over others' dimensions.
-        start: first element held, counted in row-major order: of the whole tensor, or of this
-            rank's shard of it (``spread``).
-        stop: the element after the last; equal to ``start`` when this rank holds nothing.
+        shape: of the full tensor; the global shape if it is a DTensor over other dimensions
+            (``spread``).
+        start: first element held, in row-major order of the full tensor, or of this rank's shard
+            of it (``spread``).
+        stop: the element after the last; equal to ``start`` if this rank holds no element.
         mesh: (inner,) or (outer, inner).
-        given_groups: groups over which the tensor is cut, innermost first. A group of one rank may
-            be left out. None: :attr:`split_groups` finds them by the mesh, as for a placement that
-            was unpickled.
-        num_cut_axes: how many mesh axes cut the tensor, counted from the innermost; None: one for
-            each of ``given_groups``.
-        name: of the parameter, for messages; "" if it is not known.
+        given_groups: groups over which the tensor is sharded, innermost first. Groups of one rank
+            may be omitted. None: :attr:`split_groups` gets them from the mesh, for example after
+            unpickling.
+        num_sharded_axes: number of mesh axes over which the tensor is sharded, counted from the
+            innermost. None: one for each of ``given_groups``.
+        name: of the parameter, for messages; "" if unknown.
         spread: of a tensor that is a DTensor over other mesh dimensions.
-        is_written: a checkpoint takes these elements from here; False: from another rank that holds
-            them, at another place of others' mesh dimensions.
-        num_rows: rows of consecutive ranks that a mesh of one axis consists of, each of which holds
-            the whole tensor.
-        norm_is_dtensor: the norm of several such tensors is a replicated DTensor, as FSDP2's is;
+        is_written: checkpoints save these elements from this rank. False: from another rank that
+            holds them, along other mesh dimensions.
+        num_rows: number of rows of consecutive ranks in a mesh of one axis, each of which holds
+            the full tensor.
+        norm_is_dtensor: the norm of several such tensors is a replicated DTensor, as in FSDP2;
             False: a plain tensor.
 
     Raises:
-        ValueError: the range does not lie inside the tensor, or more axes cut it than there are.
+        ValueError: the range is not inside the tensor, or ``num_sharded_axes`` is not a number of
+            axes of the mesh.
     """
 
     shape: torch.Size
     start: int
     stop: int
     mesh: DeviceMesh
-    # Equal placements may have groups of their own: the mesh says between which ranks they are.
+    # Not compared: equal placements may have different groups of the mesh's ranks.
     given_groups: tuple[ProcessGroup, ...] | None = field(default=(), compare=False)
-    num_cut_axes: int | None = None
+    num_sharded_axes: int | None = None
     name: str = field(default="", compare=False)
-    spread: Spread | None = None
+    spread: TensorParallelSpec | None = None
     is_written: bool = field(default=True, compare=False)
     num_rows: int = 1
     norm_is_dtensor: bool = field(default=False, compare=False)
-    # One for each dtype that this slice is held in; they cost more to make than to keep.
+    # Cached by dtype, because they are expensive to construct.
     _specs: dict[torch.dtype, DTensorSpec] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
     def __post_init__(self) -> None:
-        numel = math.prod(self.cut_shape)
+        numel = math.prod(self.sharded_shape)
         if not 0 <= self.start <= self.stop <= numel:
             raise ValueError(
                 f"placement: expected 0 <= start <= stop <= {numel} for shape "
-                f"{tuple(self.cut_shape)}; found [{self.start}, {self.stop})"
+                f"{tuple(self.sharded_shape)}; found [{self.start}, {self.stop})"
             )
         num_groups = len(self.given_groups or ())
-        if self.num_cut_axes is None:
-            object.__setattr__(self, "num_cut_axes", num_groups)
-        # One axis of a mesh may be two of the engine's: ranks of a row, and rows.
+        if self.num_sharded_axes is None:
+            object.__setattr__(self, "num_sharded_axes", num_groups)
+        # One axis of a mesh may be two axes of the engine: within rows, and across rows.
         least = min(num_groups, self.mesh.ndim)
-        if not least <= self._num_cut <= self.mesh.ndim:
+        if not least <= self._num_sharded <= self.mesh.ndim:
             raise ValueError(
-                f"placement: expected {least} to {self.mesh.ndim} cut axes; "
-                f"found {self.num_cut_axes}"
+                f"placement: expected {least} to {self.mesh.ndim} sharded axes; "
+                f"found {self.num_sharded_axes}"
             )
 
     def rename(self, name: str) -> None:
-        """Messages call the parameter ``name`` from now on; nothing is compared by it."""
+        """Set ``name``, which is not compared."""
         object.__setattr__(self, "name", name)
 
     def give_norms_as_dtensors(self) -> None:
-        """Set ``norm_is_dtensor``; nothing is compared by it."""
+        """Set ``norm_is_dtensor``, which is not compared."""
         object.__setattr__(self, "norm_is_dtensor", True)
 
     @classmethod
@@ -250,20 +252,20 @@ class FlatPlacement:
         start: int,
         stop: int,
         mesh: DeviceMesh,
-        num_cut_axes: int,
-        spread: Spread | None = None,
+        num_sharded_axes: int,
+        spread: TensorParallelSpec | None = None,
         name: str = "",
         is_written: bool = True,
         num_rows: int = 1,
     ) -> FlatPlacement:
-        """A placement with the mesh's own groups, for the ``num_cut_axes`` innermost axes."""
+        """A placement with the mesh's own groups of the ``num_sharded_axes`` innermost axes."""
         return cls(
             torch.Size(shape),
             start,
             stop,
             mesh,
             None,
-            num_cut_axes,
+            num_sharded_axes,
             name=name,
             spread=spread,
             is_written=is_written,
@@ -272,14 +274,14 @@ class FlatPlacement:
 
     @cached_property
     def split_groups(self) -> tuple[ProcessGroup, ...]:
-        """Groups over which the tensor is cut, innermost first.
+        """Groups over which the tensor is sharded, innermost first.
 
         Raises:
-            RuntimeError: this process has no groups between the ranks of ``mesh``.
+            RuntimeError: this process has no groups of the ranks of ``mesh``.
         """
         if self.given_groups is not None:
             return self.given_groups
-        axes = range(self.mesh.ndim - 1, self.mesh.ndim - 1 - self._num_cut, -1)
+        axes = range(self.mesh.ndim - 1, self.mesh.ndim - 1 - self._num_sharded, -1)
         try:
             if self.num_rows == 1:
                 return tuple(self.mesh.get_group(axis) for axis in axes)
@@ -288,9 +290,9 @@ class FlatPlacement:
         except RuntimeError as error:
             raise RuntimeError(
                 f"{self.name or 'sharded tensor'}: expected the process groups of {self.mesh}, "
-                "over which its slices are spread, since the whole tensor is asked for; found none "
-                "in this process. Initialise torch.distributed and make the same mesh; "
-                ".to_local() has the slice that was saved"
+                "over which it is sharded, to gather the full tensor; found none in this process. "
+                "Initialize torch.distributed and create the same mesh; .to_local() returns the "
+                "slice that was saved"
             ) from error
         return () if row.gather_group is None else (row.gather_group,)
 
@@ -299,73 +301,79 @@ class FlatPlacement:
         return f"elements [{self.start}, {self.stop}) of shape {tuple(self.shape)} over {ranks}"
 
     @property
-    def _num_cut(self) -> int:
-        assert self.num_cut_axes is not None
-        return self.num_cut_axes
+    def _num_sharded(self) -> int:
+        assert self.num_sharded_axes is not None
+        return self.num_sharded_axes
 
     @property
-    def cut_shape(self) -> torch.Size:
-        """Shape of what is cut by flat ranges: the whole tensor, or this rank's shard of it."""
+    def sharded_shape(self) -> torch.Size:
+        """Shape of the tensor that flat ranges shard: the full tensor, or this rank's shard of it
+        (``spread``)."""
         return self.shape if self.spread is None else self.spread.local_shape
 
     @cached_property
     def groups(self) -> tuple[ProcessGroup, ...]:
-        """Groups over which the elements of the whole tensor are spread, each on one rank of a
-        group: what is summed over them counts every element once."""
+        """Groups over which the elements of the full tensor are distributed, each on one rank of a
+        group. A sum over these groups counts every element once."""
         others = () if self.spread is None else self.spread.shard_groups
         return self.split_groups + others
 
     @cached_property
     def device_mesh(self) -> DeviceMesh:
-        """All dimensions: the engine's, then those of ``spread``."""
+        """The mesh of all dimensions: the engine's, then those of ``spread``."""
         if self.spread is None:
             return self.mesh
-        return joint_mesh(self.mesh, self.spread.mesh) if self._num_cut else self.spread.mesh
+        return joint_mesh(self.mesh, self.spread.mesh) if self._num_sharded else self.spread.mesh
 
-    def part_of(self, whole: Tensor) -> Tensor:
-        """This rank's slice of a plain whole tensor, 1-D."""
-        shard = whole if self.spread is None else self.spread.shard_of(whole)
+    def slice_of_full(self, full: Tensor) -> Tensor:
+        """This rank's slice of a plain full tensor, 1-D."""
+        shard = full if self.spread is None else self.spread.shard_of(full)
         return shard.reshape(-1)[self.start : self.stop]
 
-    def whole_of(self, local: Tensor) -> Tensor:
-        """The whole tensor from its slices, of which ``local`` is this rank's. Collective.
+    def gather_full(self, local: Tensor) -> Tensor:
+        """The full tensor, gathered from the ranks' slices. Collective.
 
-        Every rank writes its bytes into zeros, and the sum has them all: exact for every dtype,
-        with memory for one tensor. Added as 64-bit words, in which no two ranks share a byte.
+        Every rank writes its bytes into zeros, and an all-reduce sums them as 64-bit words. No two
+        ranks share a byte, so the sum is exact for every dtype. Takes memory for one full tensor.
+
+        Args:
+            local: this rank's slice, 1-D.
         """
         if local.is_meta:
             return memory.empty(tuple(self.shape), local.dtype, "meta")
         if hasattr(local, "__tensor_flatten__"):
-            # Codes of a torchao optimizer; on other ranks the slice may be plain.
+            # Quantized state of a torchao optimizer; on other ranks the slice may be plain.
             local = local.dequantize().to(local.dtype)
-        itemsize, numel = local.dtype.itemsize, math.prod(self.cut_shape)
+        itemsize, numel = local.dtype.itemsize, math.prod(self.sharded_shape)
         mesh_type = self.mesh.device_type
         remote = bool(self.groups) and local.device.type != mesh_type
         device = mesh_type if remote else local.device
         words = memory.zeros(-(-numel * itemsize // 8), torch.int64, device)
-        full = words.view(torch.uint8)[: numel * itemsize]
-        place = full[self.start * itemsize : self.stop * itemsize]
-        # Of stride 1, also where torch calls another stride contiguous (one element).
+        full_bytes = words.view(torch.uint8)[: numel * itemsize]
+        place = full_bytes[self.start * itemsize : self.stop * itemsize]
+        # Stride 1: for one element torch considers any stride contiguous.
         dense = (
             local if local.stride() == (1,) else local.clone(memory_format=torch.contiguous_format)
         )
         place.copy_(dense.view(torch.uint8))
         for group in self.split_groups:
             all_reduce_(words, group)
-        shard = full.view(local.dtype).view(self.cut_shape)
-        whole = shard if self.spread is None else self.spread.whole_of(shard)
-        return whole.to(local.device)
+        shard = full_bytes.view(local.dtype).view(self.sharded_shape)
+        full = shard if self.spread is None else self.spread.gather_full(shard)
+        return full.to(local.device)
 
     @cached_property
     def of_parts(self) -> FlatPlacement:
-        """That of a complex tensor as ``torch.view_as_real`` has it: a last dim of two parts."""
+        """The placement of ``torch.view_as_real`` of a complex tensor, with a last dim of size
+        2."""
         shape = torch.Size((*self.shape, 2))
         spread = None if self.spread is None else replace(self.spread, shape=shape)
         return replace(self, shape=shape, spread=spread, start=2 * self.start, stop=2 * self.stop)
 
     @cached_property
     def of_numbers(self) -> FlatPlacement | None:
-        """The opposite of :attr:`of_parts`; None where a boundary parts a number in two."""
+        """The inverse of :attr:`of_parts`; None if a boundary is between the components of a
+        number."""
         if self.shape[-1:] != (2,) or self.start % 2 or self.stop % 2:
             return None
         shape = self.shape[:-1]
@@ -381,36 +389,36 @@ class FlatPlacement:
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """For each axis of ``device_mesh``: ``FlatShard()`` or ``Replicate()``, then those of
+        """``FlatShard()`` or ``Replicate()`` for each of the engine's axes, then the placements of
         ``spread``."""
         others = () if self.spread is None else self.spread.placements
-        if self.spread is not None and not self._num_cut:
+        if self.spread is not None and not self._num_sharded:
             return others
-        num_whole = self.mesh.ndim - self._num_cut
-        cut = (FlatShard(self),) * self._num_cut
-        return (Replicate(),) * num_whole + cut + others
+        num_replicated = self.mesh.ndim - self._num_sharded
+        sharded = (FlatShard(self),) * self._num_sharded
+        return (Replicate(),) * num_replicated + sharded + others
 
     @property
     def boxes(self) -> tuple[Box, ...]:
-        """The slice as boxes of the whole tensor, in order; see :func:`flat_range_boxes`. Their
-        ``start`` and ``stop`` count as this placement's do."""
-        boxes = flat_range_boxes(self.cut_shape, self.start, self.stop)
+        """The slice as boxes of the full tensor, in order; see :func:`flat_range_boxes`. Their
+        ``start`` and ``stop`` are relative to the same tensor as this placement's."""
+        boxes = flat_range_boxes(self.sharded_shape, self.start, self.stop)
         if self.spread is None:
             return boxes
         first = self.spread.offsets
         return tuple(box._replace(offsets=tuple(map(add, box.offsets, first))) for box in boxes)
 
     def spec(self, dtype: torch.dtype) -> DTensorSpec:
-        """What DTensor's own dispatch is told, shared by all tensors of this slice and dtype.
+        """The spec for DTensor's own dispatch, shared by all tensors of this slice and dtype.
 
-        Only the autograd engine gets there, when it adds gradients. ``Shard(0)`` makes it add
-        slices; a 0-d tensor has no dim to name, there ``Replicate()`` does the same.
+        Only the autograd engine uses that dispatch, to sum gradients. ``Shard(0)`` makes it sum
+        slices; for a 0-d tensor, which has no dim, ``Replicate()`` has the same effect.
         """
         spec = self._specs.get(dtype)
         if spec is None:
-            cut: Placement = Shard(0) if self.shape else Replicate()
+            placement_of_slices: Placement = Shard(0) if self.shape else Replicate()
             placements = tuple(
-                cut if isinstance(placement, FlatShard) else placement
+                placement_of_slices if isinstance(placement, FlatShard) else placement
                 for placement in self.placements
             )
             stride = tuple(math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
@@ -423,12 +431,12 @@ class FlatPlacement:
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatPlacement:
-        # Groups and meshes are not values, and the rest is frozen.
+        # Groups and meshes must not be copied; the other fields are immutable.
         return self
 
     def __reduce__(self) -> Any:
-        # Groups do not pickle; those of the mesh reach the same ranks.
-        args = (tuple(self.shape), self.start, self.stop, self.mesh, self._num_cut, self.spread)
+        # Groups cannot be pickled; the mesh provides groups of the same ranks.
+        args = (tuple(self.shape), self.start, self.stop, self.mesh, self._num_sharded, self.spread)
         return _on_mesh, (*args, self.name, self.is_written, self.num_rows)
 
 

@@ -1,4 +1,4 @@
-"""``plan``: every strategy tried on the simulated clock, and the fastest that fits."""
+"""``plan``: simulates every strategy and selects the fastest that fits."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fsdp_engine.planner.candidates import Candidate, candidates, check_meshes, fitting_meshes
+from fsdp_engine.planner.command_inputs import import_function
 from fsdp_engine.planner.estimates import estimate
-from fsdp_engine.planner.inputs import named
 from fsdp_engine.planner.outcome import Outcome, Setting, Trial, sorted_outcomes
-from fsdp_engine.planner.planning import Planning
+from fsdp_engine.planner.strategy_plan import StrategyPlan
 from fsdp_engine.simulation.arguments import (
     check_callable,
     check_count,
@@ -24,20 +24,20 @@ from fsdp_engine.simulation.arguments import (
     check_type,
     listed,
 )
-from fsdp_engine.simulation.building import made_by
-from fsdp_engine.simulation.errors import SimulationError
-from fsdp_engine.simulation.known_operations import KnownOperations
+from fsdp_engine.simulation.fake_model import build_module
 from fsdp_engine.simulation.machine import H100, Machine
+from fsdp_engine.simulation.operation_cache import OperationCache
 from fsdp_engine.simulation.result import Simulation
 from fsdp_engine.simulation.simulate import MakeOptimizer, simulate
+from fsdp_engine.simulation.simulation_error import SimulationError
 
-# Of a machine's memory, where no other limit is given: the driver's context, buffers of NCCL and
-# kernels, and gaps between an allocator's blocks take the rest (docs/planner.md).
+# Default memory limit as a fraction of the machine's memory. The driver's context, buffers of NCCL
+# and kernels, and fragmentation of the allocator take the rest (docs/planner.md).
 USABLE = 0.9
 
-_FORMULAS_ALONE = "formulas alone were asked for, which do not run the model."
+_FORMULAS_ALONE = "the plan was made by formulas only, which do not run the model."
 
-# Microbatches, in place of one, that are tried for the chosen candidate.
+# Factor of the number of microbatches in a trial of the chosen candidate.
 _MORE_MICROBATCHES = 4
 
 
@@ -57,41 +57,41 @@ def plan(
     formulas: bool = False,
     progress: bool = False,
     **options: Any,
-) -> Planning:
-    """Which strategy to take: the engine runs the model under each, on a machine that need not be
-    there, with fake tensors, in this process.
+) -> StrategyPlan:
+    """Select a strategy: simulate a step of the model under each strategy, with fake tensors in
+    this process. The machine does not have to be available.
 
     Args:
-        build: makes the model, or ``module:function`` that does.
-        batch: what the model is called with on one rank, or a function that makes it; with
+        build: a function that returns the model, or its name as ``module:function``.
+        batch: the inputs of the model on one rank, or a function that returns them; with
             ``microbatch_sizes`` a function of the size. See :func:`~.simulation.simulate`.
         world_size: data-parallel ranks.
-        machine: what it would run on: a machine, the name of a preset, or a file of ``calibrate``.
-        memory: bytes that a rank may hold. None: 0.9 of what the machine's have.
+        machine: a machine, the name of a preset, or a file of ``calibrate``.
+        memory: memory limit of a rank in bytes. None: 0.9 of the machine's memory.
         meshes: sizes of the axes to try, (inner,) or (outer, inner). None: one axis, and nodes x
-            ranks of a node.
-        checkpointing: whether each unit's activations are computed again in backward; both are
-            tried.
-        microbatch_sizes: sizes to try. None: the batch is as it is.
-        microbatches: forwards and backwards in a step.
+            ranks per node.
+        checkpointing: values to try for whether each unit's activations are recomputed in
+            backward.
+        microbatch_sizes: sizes to try. None: only ``batch``.
+        microbatches: forwards and backwards per step.
         loss, optimizer: see :func:`~.simulation.simulate`.
-        formulas: the model is not run; rows come from formulas, without activations and times, and
-            whether they fit is unknown.
-        progress: show a bar on stderr.
+        formulas: do not run the model; use formulas, without activations and times. Whether
+            candidates fit is then unknown.
+        progress: show a progress bar on stderr.
         **options: arguments of ``fe.shard`` for all candidates: ``units``, ``mp_policy``,
             ``config``, ...
 
     Returns:
-        A :class:`~fsdp_engine.planner.planning.Planning`. Where the model depends on the values of
-        tensors (``if x.sum() > 0``), its rows come from formulas as with ``formulas``, and it says
-        which line that was.
+        A :class:`~fsdp_engine.planner.strategy_plan.StrategyPlan`. If the model depends on the
+        values of tensors (``if x.sum() > 0``), it is made by formulas, as with ``formulas``, and
+        contains the line that reads a value.
 
     Raises:
-        SimulationError: the model, the loss or the optimizer raised something; names the line.
-        RuntimeError: torch.distributed is initialised in this process.
-        TypeError: ``build`` makes no module, its forward does not take ``batch``, or an argument is
-            of another type.
-        ValueError: an argument, or what ``fe.shard`` would refuse.
+        SimulationError: the model, the loss or the optimizer raised an exception; names the line.
+        RuntimeError: torch.distributed is initialized in this process.
+        TypeError: ``build`` does not return a module, its forward does not accept ``batch``, or an
+            argument has another type.
+        ValueError: an argument is invalid, also for ``fe.shard``.
     """
     where = machine if isinstance(machine, Machine) else Machine.named(machine)
     check_count("world_size", world_size, "1 rank or more")
@@ -99,7 +99,7 @@ def plan(
     if memory is not None:
         check_memory(memory)
     if not isinstance(build, str):
-        check_callable("build", build, "a function that makes a torch.nn.Module, or its name")
+        check_callable("build", build, "a function that returns a torch.nn.Module, or its name")
     for name, function in (("loss", loss), ("optimizer", optimizer)):
         if function is not None:
             check_callable(name, function, "a function, or None")
@@ -118,13 +118,13 @@ def plan(
     else:
         sizes = check_meshes(meshes, world_size)
     limit = USABLE * where.processor.memory_bytes if memory is None else memory
-    make = named(build, "build") if isinstance(build, str) else build
-    model = on_meta(make)
+    make = import_function(build, "build") if isinstance(build, str) else build
+    model = meta_model(make)
     job = _Job(make, batch, world_size, where, microbatches, loss, optimizer, options)
     every = list(candidates(sizes, recomputes, batch_sizes))
     if not every:
         raise ValueError(
-            "meshes, checkpointing, microbatch_sizes: expected something to try; found nothing"
+            "meshes, checkpointing, microbatch_sizes: expected at least one candidate; found none"
         )
     setting = Setting(
         model=type(model).__name__,
@@ -138,24 +138,24 @@ def plan(
     )
     why_unknown = _FORMULAS_ALONE if formulas else ""
     if not formulas:
-        told = _with_bar(every) if progress else every
+        tried = _with_progress_bar(every) if progress else every
         try:
-            outcomes = sorted_outcomes([job.outcome(each, limit) for each in told])
+            outcomes = sorted_outcomes([job.outcome(each, limit) for each in tried])
         except SimulationError as error:
             if not error.needs_values:
                 raise
             why_unknown = str(error)
     if why_unknown:
         setting = replace(setting, why_unknown=why_unknown)
-        return Planning(setting, _by_formulas(model, job, every, limit), options=options)
+        return StrategyPlan(setting, _estimate_all(model, job, every, limit), options=options)
     trials = job.trials(outcomes[0], limit) if outcomes[0].fits else ()
-    return Planning(setting, outcomes, trials, options, job.simulate)
+    return StrategyPlan(setting, outcomes, trials, options, job.simulate)
 
 
 @dataclass(frozen=True)
 class _Job:
-    """What all candidates have in common; see :func:`plan`. Their operations are worked out once
-    for all."""
+    """The arguments that all candidates share; see :func:`plan`. Their simulations share a cache of
+    operations."""
 
     build: Callable[[], nn.Module]
     batch: Any
@@ -165,7 +165,7 @@ class _Job:
     loss: Callable[[Any], Tensor] | None
     optimizer: MakeOptimizer | None
     options: dict[str, Any]
-    known: KnownOperations = field(default_factory=KnownOperations)
+    known: OperationCache = field(default_factory=OperationCache)
 
     def inputs(self, size: int | None) -> Any:
         """A rank's batch."""
@@ -181,7 +181,7 @@ class _Job:
     def simulate(
         self, candidate: Candidate, *, inputs: Any = None, microbatches: int | None = None
     ) -> Simulation:
-        """A step of ``candidate``."""
+        """Simulate a step of ``candidate``."""
         return simulate(
             self.build,
             self.world_size,
@@ -199,20 +199,20 @@ class _Job:
         )
 
     def outcome(self, candidate: Candidate, limit: float) -> Outcome:
-        """``candidate``, tried."""
+        """The result of simulating ``candidate``."""
         return Outcome.of_simulation(
             candidate, self.simulate(candidate), self._items(candidate, 1), limit
         )
 
     def trials(self, chosen: Outcome, limit: float) -> tuple[Trial, ...]:
-        """``chosen`` with a larger batch, and with more microbatches."""
+        """Variations of ``chosen``: a larger batch, and more microbatches."""
         candidate = chosen.candidate
         inputs = self.inputs(candidate.microbatch_size)
         more = _MORE_MICROBATCHES * self.microbatches
         tries: dict[str, tuple[int, Callable[[], Simulation]]] = {
             "a microbatch twice as large": (
                 2,
-                functools.partial(self.simulate, candidate, inputs=_twice(inputs)),
+                functools.partial(self.simulate, candidate, inputs=_doubled(inputs)),
             ),
             f"{more} microbatches a step": (
                 _MORE_MICROBATCHES,
@@ -224,7 +224,7 @@ class _Job:
             try:
                 simulation = run()
             except SimulationError:
-                continue  # a model for batches of one size, say: then it is no advice
+                continue  # for example a model that only accepts one batch size
             items = self._items(candidate, factor)
             outcome = Outcome.of_simulation(candidate, simulation, items, limit)
             found.append(Trial(change, outcome.rate / chosen.rate, outcome.lacking))
@@ -236,8 +236,8 @@ class _Job:
 
 
 def number_of_items(inputs: Any) -> tuple[str, int]:
-    """What a rank's batch is counted in, and how much of it there is: elements of its first matrix
-    of integers are tokens; without one, rows of its first tensor are samples.
+    """The unit of a rank's batch, and its size. The elements of the first 2-D integer tensor are
+    tokens; if there is none, the rows of the first tensor are samples.
 
     Raises:
         ValueError: there is no tensor.
@@ -251,26 +251,26 @@ def number_of_items(inputs: Any) -> tuple[str, int]:
     raise ValueError("batch: expected tensors; found none")
 
 
-def _with_bar(every: Sequence[Candidate]) -> Iterable[Candidate]:
+def _with_progress_bar(every: Sequence[Candidate]) -> Iterable[Candidate]:
     from rich.console import Console
     from rich.progress import track
 
     return track(every, "planning", console=Console(stderr=True), transient=True)
 
 
-def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
-    """The model that ``build`` makes, of which nothing is allocated.
+def meta_model(build: Callable[[], nn.Module]) -> nn.Module:
+    """Build the model without allocating memory.
 
     Raises:
-        SimulationError: ``build`` raised.
-        TypeError: ``build`` makes something else.
+        SimulationError: ``build`` raised an exception.
+        TypeError: ``build`` does not return a module.
     """
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device("meta"):
-        return made_by(build)
+        return build_module(build)
 
 
-def _twice(inputs: Any) -> Any:
-    """The batch, and itself once more behind it."""
+def _doubled(inputs: Any) -> Any:
+    """The batch, concatenated with itself along rows."""
     tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim]
     rows = tensors[0].shape[0] if tensors else 0
 
@@ -281,10 +281,10 @@ def _twice(inputs: Any) -> Any:
     return tree_map_only(Tensor, twice, inputs)
 
 
-def _by_formulas(
+def _estimate_all(
     model: nn.Module, job: _Job, every: Sequence[Candidate], limit: float
 ) -> tuple[Outcome, ...]:
-    """What is known without a simulation, of candidates that differ in it."""
+    """Results of formulas, for the candidates that differ in their formulas."""
     known = ("units", "mp_policy", "config", "granule", "codec_rules", "min_unit_size")
     options = {name: value for name, value in job.options.items() if name in known}
     outcomes = []

@@ -1,11 +1,12 @@
-"""Norms of sharded tensors: plain values, which also answer what DTensors are asked.
+"""Norms of sharded tensors: plain tensors with DTensor's method ``full_tensor``.
 
-Where a DTensor's norm is partial, or has placements, scripts ask it for ``full_tensor()`` before
-they log it. Ours is that of the whole tensor already, the same on all ranks, and says so.
+The norm of a DTensor is a DTensor, which scripts convert by ``full_tensor()`` before they log it.
+The norm of a FlatDTensor is the norm of the full tensor, equal on all ranks; ``full_tensor()``
+returns it unchanged.
 
-``torch.nn.utils.clip_grad_norm_`` makes one norm of many. Under FSDP2's calls it returns a DTensor,
-as with FSDP2: replicated over the mesh. It is plain beside norms of plain tensors, or of tensors
-over other meshes.
+``torch.nn.utils.clip_grad_norm_`` computes one norm from many. For parameters of ``fully_shard`` it
+returns a DTensor that is replicated over the mesh, as FSDP2 does. If some norms are of plain
+tensors, or of tensors over other meshes, the result is a plain tensor.
 """
 
 from __future__ import annotations
@@ -18,17 +19,18 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from fsdp_engine.flat_dtensor.placement import FlatPlacement
+from fsdp_engine.flat_dtensor.flat_placement import FlatPlacement
 
-# What makes one norm of many (``torch.nn.utils.get_total_norm``); everything else gives plain ones.
+# Functions used by ``torch.nn.utils.get_total_norm``; the results of all others are plain tensors.
 _KEEPS = (torch.stack, torch.linalg.vector_norm, Tensor.to)
 
 
-class WholeNorm(Tensor):
-    """See the module docstring.
+class FullNorm(Tensor):
+    """The norm of a full tensor; see the module docstring.
 
     Attributes:
-        mesh: over which a norm of several is a DTensor; None: it is a plain tensor.
+        mesh: the mesh over which the norm of several tensors is a DTensor. None: it is a plain
+            tensor.
     """
 
     mesh: DeviceMesh | None = None
@@ -45,20 +47,20 @@ class WholeNorm(Tensor):
         if func is torch.linalg.vector_norm and mesh is not None and not result.requires_grad:
             placements = [Replicate()] * mesh.ndim
             return DTensor.from_local(result, mesh, placements, run_check=False)
-        norm = result.as_subclass(WholeNorm)
+        norm = result.as_subclass(FullNorm)
         norm.mesh = mesh
         return norm
 
     def full_tensor(self) -> Tensor:
-        """The value: it is the whole tensor's."""
+        """The value as a plain tensor; it is already the norm of the full tensor."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor)
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, WholeNorm):
+    if isinstance(value, FullNorm):
         return value.full_tensor()
-    if isinstance(value, (list, tuple)) and any(isinstance(each, WholeNorm) for each in value):
+    if isinstance(value, (list, tuple)) and any(isinstance(each, FullNorm) for each in value):
         return type(value)(map(_plain, value))
     return value
 
@@ -72,20 +74,20 @@ def _norms(args: Any) -> Iterator[Tensor]:
 
 
 def _common_mesh(args: Any) -> DeviceMesh | None:
-    """The mesh of all norms; None: some are of plain tensors, or over another mesh."""
-    meshes = [norm.mesh if isinstance(norm, WholeNorm) else None for norm in _norms(args)]
+    """The mesh of all norms; None if some are of plain tensors or have another mesh."""
+    meshes = [norm.mesh if isinstance(norm, FullNorm) else None for norm in _norms(args)]
     first = meshes[0] if meshes else None
     return first if all(mesh == first for mesh in meshes) else None
 
 
-def whole(norm: Tensor, flat: FlatPlacement) -> Tensor:
-    """``norm``, with the same memory and graph, as one that answers.
+def as_full_norm(norm: Tensor, flat: FlatPlacement) -> Tensor:
+    """Returns ``norm`` as a :class:`FullNorm` with the same memory and graph.
 
     Args:
-        norm: 0-d, of a whole tensor.
-        flat: of that tensor.
+        norm: 0-d, of a full tensor.
+        flat: placement of that tensor.
     """
-    made = norm.as_subclass(WholeNorm)
+    result = norm.as_subclass(FullNorm)
     if flat.norm_is_dtensor:
-        made.mesh = flat.device_mesh
-    return made
+        result.mesh = flat.device_mesh
+    return result

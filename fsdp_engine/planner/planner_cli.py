@@ -6,9 +6,10 @@
     fsdp-engine calibrate machine.json
     fsdp-engine checkpoint inspect PATH
 
-``plan`` with a batch simulates every strategy and says which one to take; without one, or with
-``--formulas``, it prints what formulas know. Nothing is trained or allocated. ``calibrate``
-measures this machine. ``checkpoint`` looks into checkpoints (``checkpoint/command_line.py``).
+``plan`` with a batch simulates every strategy and recommends one; without a batch, or with
+``--formulas``, it prints the results of formulas. It does not train or allocate tensors.
+``calibrate`` measures this machine. ``checkpoint`` inspects checkpoints
+(``checkpoint/command_line.py``).
 """
 
 from __future__ import annotations
@@ -25,17 +26,23 @@ from torch import nn
 
 from fsdp_engine.checkpoint.cli import app as checkpoint_app
 from fsdp_engine.planner.advice import advice
+from fsdp_engine.planner.command_inputs import (
+    batch_shape,
+    default_loss,
+    example_inputs,
+    import_function,
+    model_builder,
+)
 from fsdp_engine.planner.estimates import compare
 from fsdp_engine.planner.figure import save_figure
-from fsdp_engine.planner.inputs import any_loss, batch_shape, inputs_of, model_builder, named
-from fsdp_engine.planner.plan import on_meta
-from fsdp_engine.planner.plan import plan as plan_job
-from fsdp_engine.planner.planning import Planning
-from fsdp_engine.planner.tables import estimates_table, planning_table
+from fsdp_engine.planner.planner_tables import estimates_table, plan_table
+from fsdp_engine.planner.strategy_plan import StrategyPlan
+from fsdp_engine.planner.strategy_search import meta_model
+from fsdp_engine.planner.strategy_search import plan as plan_job
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.simulation.calibrate import calibrate
-from fsdp_engine.simulation.errors import SimulationError
 from fsdp_engine.simulation.machine import PRESETS
+from fsdp_engine.simulation.simulation_error import SimulationError
 from fsdp_engine.terminal import print_whole
 
 DTYPES = {
@@ -45,7 +52,7 @@ DTYPES = {
     "fp64": torch.float64,
 }
 
-# The exit status where nothing fits, and where it is unknown whether anything does.
+# The exit status if no candidate fits, and if it is unknown whether any candidate fits.
 NOTHING_FITS, FIT_UNKNOWN = 3, 4
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -53,7 +60,7 @@ app.add_typer(checkpoint_app, name="checkpoint")
 
 
 class Recompute(StrEnum):
-    """Which candidates compute activations again in backward."""
+    """The candidates' activation checkpointing."""
 
     both = "both"
     on = "on"
@@ -65,7 +72,7 @@ def _root() -> None:
     """A sharded training engine for PyTorch."""
 
 
-# Options that have an effect only with, or without, others.
+# Options that are only valid with, or without, others.
 _OUTPUTS = ("figure", "trace", "save")
 _WITH_BATCH = (
     *("machine", "recompute", "microbatch_sizes", "optimizer", "loss", "formulas"),
@@ -90,7 +97,7 @@ def plan(
         str | None,
         typer.Option(
             help="module:function that returns one rank's inputs, or for a model of transformers "
-            "their sizes, such as 4x4096; without it activations and times are not known"
+            "their sizes, such as 4x4096; without it activations and times are unknown"
         ),
     ] = None,
     elements: Annotated[
@@ -98,14 +105,17 @@ def plan(
         typer.Option(help="instead of a model: its parameter elements, such as 8e9; formulas only"),
     ] = None,
     machine: Annotated[
-        str, typer.Option(help=f"{', '.join(PRESETS)}, or a file that calibrate wrote")
+        str, typer.Option(help=f"{', '.join(PRESETS)}, or a file written by calibrate")
     ] = "h100",
     memory: Annotated[
-        float | None, typer.Option(help="GiB that a rank may hold; else 0.9 of the machine's")
+        float | None,
+        typer.Option(help="memory limit of a rank in GiB; default: 0.9 of the machine's memory"),
     ] = None,
     outer: Annotated[
         int | None,
-        typer.Option(help="ranks on the outer axis; else one axis, and with --batch nodes, too"),
+        typer.Option(
+            help="ranks on the outer axis; default: one axis, and with --batch also nodes x ranks"
+        ),
     ] = None,
     recompute: Annotated[
         Recompute, typer.Option(help="candidates with activation checkpointing of each block")
@@ -113,19 +123,19 @@ def plan(
     microbatch_sizes: Annotated[
         str | None, typer.Option(help="sizes to try, such as 1,2,4; --batch is called with each")
     ] = None,
-    microbatches: Annotated[int, typer.Option(help="microbatches of a step")] = 1,
+    microbatches: Annotated[int, typer.Option(help="microbatches per step")] = 1,
     dtype: Annotated[str, typer.Option(help="of weights in forward and backward")] = "fp32",
     main_dtype: Annotated[str, typer.Option(help="of the optimizer's weights")] = "fp32",
     grad_dtype: Annotated[str, typer.Option(help="of gradients between microbatches")] = "fp32",
     reduce_dtype: Annotated[
-        str | None, typer.Option(help="of gradients on the wire; as --grad-dtype unless given")
+        str | None, typer.Option(help="of gradient reductions; default: --grad-dtype")
     ] = None,
     optimizer_bytes: Annotated[
-        float, typer.Option(help="without --batch: optimizer state, bytes an element: AdamW 8")
+        float, typer.Option(help="without --batch: bytes of optimizer state per element; AdamW: 8")
     ] = 8,
     optimizer: Annotated[
         str | None,
-        typer.Option(help="with --batch: module:function of the parameters; else AdamW"),
+        typer.Option(help="with --batch: module:function of the parameters; default: AdamW"),
     ] = None,
     loss: Annotated[
         str | None, typer.Option(help="with --batch: module:function of the model's output")
@@ -134,8 +144,8 @@ def plan(
         bool,
         typer.Option(
             "--formulas",
-            help="with --batch: do not run the model; activations and times are unknown, and with "
-            "them whether it fits",
+            help="with --batch: do not run the model; activations, times and whether it fits are "
+            "unknown",
         ),
     ] = False,
     units: Annotated[
@@ -144,18 +154,18 @@ def plan(
     ] = None,
     min_unit_size: Annotated[
         int | None,
-        typer.Option(help="with --model: elements below which default units are joined; 0: never"),
+        typer.Option(help="with --model: default units with fewer elements are joined; 0: none"),
     ] = None,
-    num_units: Annotated[int, typer.Option(help="with --elements: how many equal units")] = 32,
-    figure: Annotated[Path | None, typer.Option(help="draw it, into this file")] = None,
+    num_units: Annotated[int, typer.Option(help="with --elements: number of equal units")] = 32,
+    figure: Annotated[Path | None, typer.Option(help="save a figure to this file")] = None,
     trace: Annotated[
         Path | None, typer.Option(help="write the chosen step's timeline, for ui.perfetto.dev")
     ] = None,
     save: Annotated[
-        Path | None, typer.Option(help="write it as JSON, for fe.Planning.load")
+        Path | None, typer.Option(help="save the plan as JSON, for fe.StrategyPlan.load")
     ] = None,
 ) -> None:
-    """Which strategy to take: time and memory of every one; bytes alone without --batch."""
+    """Recommend a strategy: time and memory of each one; only bytes without --batch."""
     if (elements is None) == (model is None):
         raise typer.BadParameter("expected one of --elements and --model; found both or neither")
     if batch is not None and model is None:
@@ -204,7 +214,7 @@ def plan(
             )
         assert model is not None
         build = model_builder(model, "--model")
-        built = build_on_meta(model)  # what is wrong with it is told without a traceback
+        built = build_on_meta(model)  # converts errors to messages without a traceback
         sizes = None if microbatch_sizes is None else _sizes(microbatch_sizes)
         planning = plan_job(
             build,
@@ -215,8 +225,8 @@ def plan(
             checkpointing={"both": (False, True), "on": (True,), "off": (False,)}[recompute],
             microbatch_sizes=sizes,
             microbatches=microbatches,
-            loss=any_loss if loss is None else named(loss, "--loss"),
-            optimizer=None if optimizer is None else named(optimizer, "--optimizer"),
+            loss=default_loss if loss is None else import_function(loss, "--loss"),
+            optimizer=None if optimizer is None else import_function(optimizer, "--optimizer"),
             formulas=formulas,
             progress=True,
             **options,
@@ -225,37 +235,38 @@ def plan(
         raise typer.BadParameter(f"{error}. (--formulas plans without running it.)") from error
     except (ValueError, TypeError) as error:
         raise typer.BadParameter(str(error)) from error
-    _show(planning, figure, trace, save)
+    _print_and_save(planning, figure, trace, save)
 
 
 @app.command("calibrate")
 def measure_machine(
-    path: Annotated[Path, typer.Argument(help="where its figures are written, as JSON")],
-    threads: Annotated[int, typer.Option(help="of each rank on a CPU")] = 1,
-    seconds: Annotated[float, typer.Option(help="how long to measure each figure")] = 1.0,
+    path: Annotated[Path, typer.Argument(help="JSON file for the figures")],
+    threads: Annotated[int, typer.Option(help="threads of each rank on a CPU")] = 1,
+    seconds: Annotated[float, typer.Option(help="measurement time of each figure")] = 1.0,
 ) -> None:
-    """Measure this machine, in half a minute: the ranks of torchrun, else two gloo ranks."""
+    """Measure this machine in half a minute, with the ranks of torchrun or two gloo ranks."""
     _check_writable(path, "path")
     if threads < 1 or not 0 < seconds < float("inf"):
         raise typer.BadParameter(
             "--threads, --seconds: expected 1 or more, and more than 0; found "
             f"{threads} and {seconds}"
         )
-    machine = calibrate(threads, seconds=seconds, tell=True)
+    machine = calibrate(threads, seconds=seconds, verbose=True)
     if os.environ.get("RANK", "0") == "0":
         machine.save(path)
         print(path.read_text(), end="")
 
 
 def build_on_meta(spec: str) -> nn.Module:
-    """The model that ``spec`` names (:func:`~fsdp_engine.planner.inputs.model_builder`), built.
+    """Build a model on the meta device; see
+    :func:`~fsdp_engine.planner.command_inputs.model_builder`.
 
     Raises:
-        ValueError: it cannot be built on the meta device without arguments.
+        ValueError: the model cannot be built on the meta device without arguments.
     """
     build = model_builder(spec, "--model")
     try:
-        return on_meta(build)
+        return meta_model(build)
     except SimulationError as error:
         where = "" if error.file is None else f" (at {error.file}:{error.line})"
         raise ValueError(
@@ -266,9 +277,12 @@ def build_on_meta(spec: str) -> nn.Module:
         raise ValueError(f"--model: {spec}: {error}") from error
 
 
-def _show(planning: Planning, figure: Path | None, trace: Path | None, save: Path | None) -> None:
-    """Print it, write what was asked for, and end with a status that says whether anything fits."""
-    print_whole(planning_table(planning.setting, planning.outcomes))
+def _print_and_save(
+    planning: StrategyPlan, figure: Path | None, trace: Path | None, save: Path | None
+) -> None:
+    """Print the plan, write the requested files, and exit with a status for whether any candidate
+    fits."""
+    print_whole(plan_table(planning.setting, planning.outcomes))
     print(advice(planning.setting, planning.outcomes, planning.trials))
     if save is not None:
         planning.save(save)
@@ -279,20 +293,20 @@ def _show(planning: Planning, figure: Path | None, trace: Path | None, save: Pat
     raise typer.Exit(_status(planning))
 
 
-def _status(planning: Planning) -> int:
+def _status(planning: StrategyPlan) -> int:
     if planning.chosen is not None:
         return 0
     return NOTHING_FITS if planning.outcomes[0].lacking else FIT_UNKNOWN
 
 
 def _batch(spec: str, model: nn.Module, *, has_sizes: bool) -> Any:
-    """What ``fe.plan`` takes as its batch."""
+    """The ``batch`` argument of ``fe.plan``."""
     shape = batch_shape(spec)
     if shape is None:
-        return named(spec, "--batch")
+        return import_function(spec, "--batch")
     if has_sizes:
-        return lambda size: inputs_of(model, (size, *shape[1:]))
-    return inputs_of(model, shape)
+        return lambda size: example_inputs(model, (size, *shape[1:]))
+    return example_inputs(model, shape)
 
 
 def _sizes(text: str) -> list[int]:
@@ -312,7 +326,7 @@ def _meshes(world: int, outer: int) -> list[tuple[int, ...]]:
 
 
 def _given(context: typer.Context) -> set[str]:
-    """Names of the options that the user has given."""
+    """Names of the options on the command line."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
     return {
         name
@@ -322,14 +336,14 @@ def _given(context: typer.Context) -> set[str]:
 
 
 def _refuse(given: set[str], names: Sequence[str], why: str) -> None:
-    """Options that would have no effect."""
+    """Raise an error for options that would have no effect."""
     found = [f"--{name.replace('_', '-')}" for name in names if name in given]
     if found:
         raise typer.BadParameter(f"{', '.join(found)}: {why}")
 
 
 def _check_outputs(figure: Path | None, trace: Path | None, save: Path | None) -> None:
-    """Whether files can be written, before minutes of planning."""
+    """Check that files can be written, before minutes of planning."""
     for option, path in (("--figure", figure), ("--trace", trace), ("--save", save)):
         if path is not None:
             _check_writable(path, option)
@@ -375,5 +389,5 @@ def _dtype(name: str, option: str) -> torch.dtype:
 
 
 def main() -> None:
-    """What the console script calls."""
+    """Entry point of the console script."""
     app(prog_name="fsdp-engine")

@@ -1,11 +1,12 @@
-"""Functions that a slice cannot answer: the whole tensor is gathered, and they run on it.
+"""Functions that cannot be computed from slices: gather the full tensor and run on it. Collective.
 
-    p.norm(dim=1)   p @ x   torch.linalg.svdvals(p)       a plain tensor, the same on every rank
-    p[0]   p.T   p.view(-1)                               likewise; in-place changes of it raise,
-                                                          since they would not reach the parameter
+    p.norm(dim=1)   p @ x   torch.linalg.svdvals(p)       a plain tensor, equal on all ranks
+    p[0]   p.T   p.view(-1)                               the same; in-place changes of it raise,
+                                                          since they do not change the parameter
 
-Every rank must call alike. Gradients are those of ``full_tensor()``: the mean over the ranks. In an
-optimizer's step they raise: every rank would compute the same, on whole matrices.
+All ranks must make the same calls. Gradients are those of ``full_tensor()``: the mean over the
+ranks. In an optimizer's step these functions raise, since all ranks would repeat the same
+computation on full matrices.
 """
 
 from __future__ import annotations
@@ -52,10 +53,8 @@ _warned: set[str] = set()
 
 
 class GatheredView(Tensor):
-    """A view of a sharded tensor that was gathered: a plain tensor, but for in-place changes.
-
-    They would change the copy, and be lost.
-    """
+    """A view of a gathered tensor: a plain tensor, except that in-place changes raise, since they
+    would modify the gathered copy only."""
 
     @classmethod
     def __torch_function__(  # type: ignore[override]
@@ -66,9 +65,9 @@ class GatheredView(Tensor):
         changes = is_inplace(func) or name == "__setitem__"
         if isinstance(args[0] if changes and args else kwargs.get("out"), cls):
             raise ValueError(
-                f"{name}: expected a tensor of its own; found a view of a sharded tensor, which "
-                "was gathered: the parameter would not change. Change a .clone(), work within "
-                "engine.unsharded(), or assign whole values (param.copy_(values))"
+                f"{name}: expected a plain tensor; found a view of a sharded tensor, which was "
+                "gathered: the parameter would not change. Modify a .clone(), work within "
+                "engine.unsharded(), or assign full values (param.copy_(values))"
             )
         if any(other is not cls and "__torch_function__" in vars(other) for other in types):
             plain = tree_map_only(cls, lambda each: each._plain(), (args, kwargs))
@@ -88,17 +87,17 @@ class GatheredView(Tensor):
         return self.clone()
 
 
-def on_whole(cls: Any, func: Function, args: Args, kwargs: Kwargs, error: ValueError) -> Any:
-    """``func`` of whole tensors, where it is one of those above. Collective.
+def run_gathered(cls: Any, func: Function, args: Args, kwargs: Kwargs, error: ValueError) -> Any:
+    """Run ``func`` on full tensors if it is listed above. Collective.
 
     Args:
         cls: the class of sharded tensors.
-        func, args, kwargs: the call, which slices cannot answer.
-        error: that says so.
+        func, args, kwargs: the call, which is not defined for slices.
+        error: the error that the call raised for slices.
 
     Raises:
-        ValueError: ``error``, if ``func`` is none of them, or in place.
-        RuntimeError: an optimizer's step calls it.
+        ValueError: ``error``, if ``func`` is not listed, or is in-place.
+        RuntimeError: an optimizer's step makes the call.
     """
     name = name_of(func)
     if name not in REDUCTIONS:
@@ -110,23 +109,23 @@ def on_whole(cls: Any, func: Function, args: Args, kwargs: Kwargs, error: ValueE
             raise RuntimeError(
                 f"{optimizer}: expected an optimizer that treats each element by itself, since "
                 "parameters, gradients and state are sharded into flat slices; found one that "
-                f"needs whole matrices: its step calls {name}. Shard at level no_shard, or keep "
-                "rows whole (granule) and wrap it with fe.shard_optimizer, if rows are enough"
+                f"needs full matrices: its step calls {name}. Shard at level no_shard, or, if full "
+                "rows are sufficient, shard by rows (granule) and wrap it with fe.shard_optimizer"
             ) from error
     if name not in _warned:
         _warned.add(name)
         warnings.warn(
-            f"{name} of a sharded tensor gathers the whole tensor, and every rank must call it. "
-            "Said once for each function; full_tensor() gathers without a warning",
+            f"{name} of a sharded tensor gathers the full tensor, and every rank must call it. "
+            "This warning is shown once per function; full_tensor() gathers without a warning",
             stacklevel=4,
         )
-    given = {id(each): each for each in tree_leaves((args, kwargs)) if isinstance(each, cls)}
-    whole = {key: each.full_tensor() for key, each in given.items()}
-    args, kwargs = tree_map_only(cls, lambda each: whole[id(each)], (args, kwargs))
+    sharded = {id(each): each for each in tree_leaves((args, kwargs)) if isinstance(each, cls)}
+    full = {key: each.full_tensor() for key, each in sharded.items()}
+    args, kwargs = tree_map_only(cls, lambda each: full[id(each)], (args, kwargs))
     result = func(*args, **kwargs)
-    for key, each in whole.items():
-        if result is each:  # a view of the same shape, say
-            return given[key]
+    for key, each in full.items():
+        if result is each:  # for example a view to the same shape
+            return sharded[key]
     return _as_views(result) if name in _VIEWS else result
 
 
@@ -135,8 +134,8 @@ def _as_views(result: Any) -> Any:
 
 
 def _stepping() -> str | None:
-    """The class of the optimizer whose step calls; None: none does. Looked for when a step is about
-    to fail, or somebody asks for whole tensors: never within a step that works."""
+    """The class name of the optimizer whose step is on the call stack; None if there is none. Only
+    called if a full tensor is about to be gathered or refused, so not in a step that succeeds."""
     frame = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self") if "step" in frame.f_code.co_name else None
