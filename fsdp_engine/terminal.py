@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fsdp_engine.extras import naming_extra
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -34,7 +36,8 @@ def format_seconds(seconds: float) -> str:
 
 def print_whole(table: Table) -> None:
     """Print a table in full: where the terminal is too narrow, its lines go on in the next one."""
-    from rich.console import Console
+    with naming_extra():
+        from rich.console import Console
 
     console = Console()
     needed = console.measure(table, options=console.options.update(width=1000)).maximum
@@ -43,7 +46,8 @@ def print_whole(table: Table) -> None:
 
 def table_text(table: Table) -> str:
     """A table as text, in full."""
-    from rich.console import Console
+    with naming_extra():
+        from rich.console import Console
 
     console = Console(width=1000, no_color=True)
     with console.capture() as captured:

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-import typer
 from torch import nn
 
 from fsdp_engine.checkpoint.command_line import app as checkpoint_app
+from fsdp_engine.extras import naming_extra
 from fsdp_engine.planner.advice import advice
 from fsdp_engine.planner.estimates import compare
 from fsdp_engine.planner.figure import save_figure
@@ -37,6 +37,10 @@ from fsdp_engine.simulation.calibrate import calibrate
 from fsdp_engine.simulation.errors import SimulationError
 from fsdp_engine.simulation.machine import PRESETS
 from fsdp_engine.terminal import print_whole
+
+with naming_extra():
+    import typer
+
 
 DTYPES = {
     "fp32": torch.float32,

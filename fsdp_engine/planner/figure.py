@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fsdp_engine.extras import naming_extra
 from fsdp_engine.planner.outcome import KINDS, Outcome
 from fsdp_engine.planner.planning import Planning
 
@@ -30,7 +31,8 @@ def save_figure(planning: Planning, path: str | Path) -> None:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    from matplotlib.figure import Figure
+    with naming_extra():
+        from matplotlib.figure import Figure
 
     outcomes = planning.outcomes[::-1]  # bars go up
     has_times = all(each.times is not None for each in outcomes)

@@ -79,7 +79,10 @@ def _of_config(path: Path, what: str) -> Callable[[], nn.Module]:
     try:
         import transformers
     except ImportError as error:
-        raise ValueError(f"{what}: expected transformers installed, for {path}") from error
+        raise ValueError(
+            f"{what}: expected transformers installed, for {path} "
+            "(pip install 'fsdp_engine[transformers]')"
+        ) from error
     content = read_json(path, f"a config.json of transformers as {what}")
     names = content.get("architectures")
     name = names[0] if isinstance(names, list) and names else names
