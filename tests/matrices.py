@@ -2,15 +2,19 @@
 
 A test with one ``parametrize`` of 4 levels and one of 9 ways has 36 cases. Of these 9 are ordinary:
 every way once, every level two or three times. The others are thorough. A test with one
-``parametrize`` keeps all its cases, as does each row of a list of cases.
+``parametrize`` keeps all its cases, and a list of rows keeps all rows; but of pairs of levels,
+those in ``SPARED_PAIRS`` are thorough where the test has others.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import pytest
+
+from tests.pairs import SPARED_PAIRS
 
 Case = Sequence[Hashable]
 
@@ -22,16 +26,29 @@ def left_of_matrices(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
         is_ordinary = not any(map(item.get_closest_marker, ("gpu", "programs", "thorough")))
         if is_ordinary and isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             matrices.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for cases in matrices.values():
-        kept = covering([_values(case) for case in cases])
+    for all_cases in matrices.values():
+        spared = [case for case in all_cases if has_spared_pair(case.callspec.params)]
+        if len(spared) == len(all_cases):
+            spared = []
+        yield from spared
+        cases = [case for case in all_cases if case not in spared]
+        kept = covering(
+            [values_of(case.callspec.params, case.iter_markers("parametrize")) for case in cases]
+        )
         yield from (case for number, case in enumerate(cases) if number not in kept)
 
 
-def _values(item: pytest.Function) -> Case:
+def has_spared_pair(params: Mapping[str, Any]) -> bool:
+    """Whether a case is of a pair of levels that the ordinary tests can spare."""
+    inner = params.get("inner", params.get("strategy"))
+    return params.get("pair", (inner, params.get("outer"))) in SPARED_PAIRS
+
+
+def values_of(params: Mapping[str, Any], marks: Iterable[pytest.Mark]) -> Case:
     """A value for each ``parametrize``. Cases of one test share the objects that it lists."""
-    left = dict(item.callspec.params)
+    left = dict(params)
     values: list[Hashable] = []
-    for mark in item.iter_markers("parametrize"):
+    for mark in marks:
         given = mark.args[0] if mark.args else mark.kwargs["argnames"]
         names = [each.strip() for each in given.split(",")] if isinstance(given, str) else given
         values.append(tuple(id(left.pop(name)) for name in names if name in left))
