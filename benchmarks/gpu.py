@@ -128,7 +128,8 @@ def mark() -> Any:
 def milliseconds(first: Any, second: Any) -> float:
     """Between two marks, both reached."""
     if isinstance(first, float):
-        return (second - first) * 1e3
+        waited: float = (second - first) * 1e3
+        return waited
     elapsed: float = first.elapsed_time(second)
     return elapsed
 

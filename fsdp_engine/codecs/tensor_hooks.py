@@ -293,4 +293,5 @@ def _empty_like(param: Tensor) -> Tensor:
         shape = [0, *param.shape[1:]]
         if _inner_tensors(param):
             return _wrapped(param, memory.empty(tuple(shape), param.dtype, param.device))
-        return torch.ops.aten.new_zeros.default(param.detach(), shape)
+        zeros: Tensor = torch.ops.aten.new_zeros.default(param.detach(), shape)
+        return zeros

@@ -230,7 +230,7 @@ class TransformerEngineCodec(ParamCodec):
 
     def initial_value(self, param: Tensor) -> Tensor:
         """See :class:`ParamCodec`: what TE preserved, else the quantised values."""
-        preserved = getattr(param, _PRESERVED, None)
+        preserved: Tensor | None = getattr(param, _PRESERVED, None)
         if preserved is not None:
             return preserved
         with torch.no_grad():

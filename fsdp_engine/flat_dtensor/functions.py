@@ -102,7 +102,7 @@ _RANDOM = words(
 )
 _RESHAPING_PROPERTIES = words("T mT H mH real imag")
 
-_call_base = torch._C._disabled_torch_function_impl  # type: ignore[attr-defined]
+_call_base = torch._C._disabled_torch_function_impl
 _known: dict[Function, Handler] = {}
 
 

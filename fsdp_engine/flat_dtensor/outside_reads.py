@@ -181,7 +181,7 @@ class Home:
         leaf = reads.full_params[self._index]
         if not leaf.requires_grad:
             leaf.requires_grad_(True)  # thawed since the last forward
-        result: Tensor = _Read.apply(leaf, values, _Count(reads), spread)
+        result: Tensor = _Read.apply(leaf, values, _Count(reads), spread)  # type: ignore[no-untyped-call]
         return result
 
 

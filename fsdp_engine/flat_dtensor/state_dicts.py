@@ -40,7 +40,8 @@ def _distribute_or_keep(
     """Where every rank has the whole tensor: it stays whole, and ``copy_`` takes the slice."""
     if any(isinstance(placement, FlatShard) for placement in placements):
         return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return _distribute(tensor, mesh, placements, **options)
+    distributed: DTensor = _distribute(tensor, mesh, placements, **options)
+    return distributed
 
 
 _torch_utils._distribute_tensors = _cut_or_copy

@@ -38,7 +38,7 @@ from fsdp_engine.flat_dtensor.placement import Box, FlatPlacement, FlatShard, _o
 from fsdp_engine.flat_dtensor.slices import refusal, unwrap
 from fsdp_engine.flat_dtensor.spread import Spread
 
-_NoTorchFunction = torch._C.DisableTorchFunctionSubclass  # type: ignore[attr-defined]
+_NoTorchFunction = torch._C.DisableTorchFunctionSubclass
 
 
 class FlatDTensor(DTensor):
@@ -89,7 +89,7 @@ class FlatDTensor(DTensor):
         return made
 
     @classmethod
-    def __torch_function__(  # type: ignore[override]
+    def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         return functions.call(cls, func, args, {} if kwargs is None else kwargs)
@@ -144,7 +144,7 @@ class FlatDTensor(DTensor):
             return result
         return self._flat.whole_of(self._local_tensor)
 
-    def redistribute(  # type: ignore[override]
+    def redistribute(
         self,
         device_mesh: DeviceMesh | None = None,
         placements: Sequence[Placement] | None = None,
@@ -218,7 +218,7 @@ class FlatDTensor(DTensor):
         self._zeroed_at = self._local_tensor._version if value else None
 
     @property
-    def requires_grad(self) -> bool:  # type: ignore[override]
+    def requires_grad(self) -> bool:
         """Whether autograd follows this tensor."""
         with _NoTorchFunction():
             return bool(_get_requires_grad(self))
@@ -320,7 +320,7 @@ class FlatDTensor(DTensor):
         return super().cpu(memory_format=memory_format)
 
     @property
-    def data(self) -> FlatDTensor:  # type: ignore[override]
+    def data(self) -> FlatDTensor:
         """This tensor without its history. Unlike torch's, changes to it count as changes."""
         return self._wrap(self._local_tensor, self._flat)
 
@@ -382,7 +382,7 @@ class FlatDTensor(DTensor):
         return _rebuild, (type(self), self._local_tensor, self._flat, self.requires_grad, state)
 
     @property
-    def __tensor_flatten__(self) -> Any:  # type: ignore[override]
+    def __tensor_flatten__(self) -> Any:
         # Hidden: torch.compile would rebuild a DTensor from it, with wrong elements, where now it
         # runs functions of FlatDTensors eagerly; and module.to() would swap parameters by it.
         raise AttributeError("__tensor_flatten__")
@@ -469,4 +469,4 @@ torch.serialization.add_safe_globals([FlatDTensor, FlatShard, Spread, _rebuild, 
 # As torch does for DTensor: optimizers and clip_grad_norm_ then prefer their foreach forms.
 for _types in (_foreach_utils._foreach_supported_types, _torch_optimizer._foreach_supported_types):
     if FlatDTensor not in _types:
-        _types.append(FlatDTensor)  # type: ignore[arg-type]
+        _types.append(FlatDTensor)

@@ -10,7 +10,7 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -191,8 +191,8 @@ class FSDPEngineAccelerator(Accelerator):
                 trainable = sum(param.requires_grad for param in model.parameters())
                 if trainable == sum(param.requires_grad for param in given):
                     return engine.clip_grad_norm_(max_norm, norm_type)
-        norm = super().clip_grad_norm_(given, max_norm, norm_type)
-        whole = getattr(norm, "full_tensor", None)
+        norm: Tensor = super().clip_grad_norm_(given, max_norm, norm_type)
+        whole: Callable[[], Tensor] | None = getattr(norm, "full_tensor", None)
         return norm if whole is None else whole()
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:

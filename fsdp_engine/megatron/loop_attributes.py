@@ -111,7 +111,7 @@ class LoopAttributes(Counterpart, nn.Module):
         return [param for param in self.module.parameters() if param.requires_grad]
 
     @property
-    def buffers(self) -> _Buffers:  # type: ignore[override]
+    def buffers(self) -> _Buffers:
         """``nn.Module``'s method. Megatron-Core's wrapper has buffers of gradients by that name,
         into which its distributed optimizer looks: that raises."""
         return _Buffers(super().buffers)

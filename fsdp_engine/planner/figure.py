@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_engine.extras import naming_extra
-from fsdp_engine.planner.outcome import KINDS, Outcome
+from fsdp_engine.planner.outcome import Outcome
 from fsdp_engine.planner.planning import Planning
+from fsdp_engine.simulation.memory_watch import KINDS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

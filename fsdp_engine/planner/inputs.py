@@ -43,7 +43,7 @@ def named(spec: str, what: str) -> Callable[..., Any]:
         raise ValueError(
             f"{what}: expected a module that can be imported; found {module_name!r} ({error})"
         ) from error
-    function = getattr(module, attribute, None)
+    function: Callable[..., Any] | None = getattr(module, attribute, None)
     if not callable(function):
         raise ValueError(
             f"{what}: expected a function {attribute!r} in {module_name}; found {function!r}"

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from fsdp_engine.extras import naming_extra
 from fsdp_engine.planner.estimates import NOT_INCLUDED, Estimate
-from fsdp_engine.planner.outcome import KINDS, Outcome, Setting
+from fsdp_engine.planner.outcome import Outcome, Setting
+from fsdp_engine.simulation.memory_watch import KINDS
 from fsdp_engine.terminal import format_bytes, format_count
 
 with naming_extra():

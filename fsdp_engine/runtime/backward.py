@@ -123,7 +123,7 @@ def check_is_whole(units: Sequence[Unit]) -> None:
         for param in buffer.full_params
         if param.requires_grad
     ]
-    will_run = torch._C._will_engine_execute_node  # type: ignore[attr-defined]
+    will_run = torch._C._will_engine_execute_node
     if params and not any(will_run(accumulator_of(param)) for param in params):
         raise RuntimeError(
             "backward of a pipeline's stage: expected gradients of inputs and weights at once, "

@@ -53,7 +53,7 @@ class LooseUnits:
         self._warned: set[Unit] = set()
         for unit in units:
             for buffer in unit.buffers:
-                buffer.reads.on_read = lambda unit=unit: self.read(unit)  # type: ignore[misc]
+                buffer.reads.on_read = lambda unit=unit: self.read(unit)
 
     def entered_aside(self) -> list[Unit]:
         """Units to be entered with the model's forward, this time."""
