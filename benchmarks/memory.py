@@ -89,7 +89,7 @@ class StorageTracker(TorchDispatchMode):
     """Writes down the size of every storage that appears while it is on, and who made it."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.kind: list[str] = []
         self.is_gradient: set[int] = set()
         self.history: list[tuple[int, int]] = []  # (number of a storage, its bytes from now on)

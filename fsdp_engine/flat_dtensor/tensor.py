@@ -140,7 +140,7 @@ class FlatDTensor(DTensor):
                 followed = self._home.followed(values, self._flat.spread)
                 if followed is not None:
                     return followed
-            result: Tensor = _FullTensor.apply(self)
+            result: Tensor = _FullTensor.apply(self)  # type: ignore[no-untyped-call]
             return result
         return self._flat.whole_of(self._local_tensor)
 
@@ -343,7 +343,7 @@ class FlatDTensor(DTensor):
         """Of a sharded parameter: ``hook(gradient)`` runs once a step, on the reduced gradient, a
         FlatDTensor. What it returns, unless None, takes the gradient's place."""
         if self._home is None or not self.requires_grad:
-            handle: RemovableHandle = super().register_hook(hook)
+            handle: RemovableHandle = super().register_hook(hook)  # type: ignore[no-untyped-call]
             return handle
         return self._home.add_hook(hook, on_param=False)
 
@@ -351,7 +351,7 @@ class FlatDTensor(DTensor):
         """Of a sharded parameter: ``hook(param)`` runs once a step, when its gradient has been
         reduced. An optimizer may step within it."""
         if self._home is None or not self.requires_grad:
-            handle: RemovableHandle = super().register_post_accumulate_grad_hook(hook)
+            handle: RemovableHandle = super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             return handle
         return self._home.add_hook(hook, on_param=True)
 

@@ -93,7 +93,7 @@ class Operations(TorchDispatchMode):
         fake: FakeTensorMode,
         known: KnownOperations,
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._fake = fake
         self._known = known
         self._seconds_by: dict[Recipe, float | None] = {}
