@@ -295,10 +295,11 @@ def _item(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _backward(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> None:
-    inputs = kwargs.get("inputs") or ()
+    inputs = kwargs.get("inputs")
     flat = [
         each
-        for each in (inputs if isinstance(inputs, tuple) else (inputs,))
+        # torch 2.11 passes on what the caller gave: a tensor or any sequence; torch 2.13 a tuple.
+        for each in ((inputs,) if isinstance(inputs, Tensor) else inputs or ())
         if isinstance(each, cls)
     ]
     if flat:
