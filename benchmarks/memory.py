@@ -47,6 +47,7 @@ import torch.distributed.fsdp._fully_shard as fully_shard_module
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy as FSDP2Policy
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -140,6 +141,12 @@ class StorageTracker(TorchDispatchMode):
         number = self.note(gradient.untyped_storage(), OTHER)
         if self.kind[number] != ENGINE:
             self.is_gradient.add(number)
+
+    def note_kept(self, tensor: Tensor) -> None:
+        """The memory of ``tensor`` is the engine's, also where it was noted as other before."""
+        number = self.note(tensor.untyped_storage(), ENGINE)
+        self.kind[number] = ENGINE
+        self.is_gradient.discard(number)
 
     def watch_gradients(self, model: nn.Module) -> None:
         """See the gradients of the parameters that modules compute with, whoever puts them in."""
@@ -239,24 +246,39 @@ def _origin() -> str:
 
 
 def track(config: GPTConfig, build: Callable[[nn.Module], Any]) -> tuple[Any, dict[str, Any]]:
-    """What ``build`` returned for a GPT, and the bytes of its second step."""
+    """The result of ``build`` for a GPT, and the bytes of its last step.
+
+    Args:
+        config: of the GPT.
+        build: shards the model, or wraps it in DDP.
+    """
     torch.manual_seed(0)
     model = GPT(config)
     tokens = torch.randint(0, config.vocab_size, (1, config.sequence_length))
     tracker = StorageTracker()
     with tracker.on():
         engine = build(model)
+    is_ddp = isinstance(engine, DistributedDataParallel)
+    if is_ddp:  # the model's own parameters stay
+        for param in model.parameters():
+            tracker.note_kept(param)
     tracker.watch_gradients(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    forward = engine if is_ddp else model
     start = 0
-    for _ in range(2):
+    # DDP makes its buckets anew once, before the second step.
+    for _ in range(3 if is_ddp else 2):
         with tracker.on():
             optimizer.zero_grad()
         start = len(tracker.history)
-        if engine is not None:
+        if isinstance(engine, fe.Engine):
             engine.peak_memory_bytes(reset=True)
         with tracker.on():
-            model(tokens, tokens).loss.backward()
+            forward(tokens, tokens).loss.backward()
+        if is_ddp:  # its buckets, which C++ allocates
+            for param in model.parameters():
+                assert param.grad is not None
+                tracker.note_kept(param.grad)
         optimizer.step()
     found = tracker.replay(start)
     states = [v for s in optimizer.state.values() for v in s.values() if v.ndim]
@@ -324,6 +346,15 @@ def measure_fsdp2(config: GPTConfig, precision: str, reshard: bool) -> dict[str,
     return track(config, build)[1]
 
 
+def measure_ddp(config: GPTConfig) -> dict[str, Any]:
+    """One run of DDP in fp32. Gradients are views of its buckets."""
+
+    def build(model: nn.Module) -> DistributedDataParallel:
+        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+    return track(config, build)[1]
+
+
 def measure(layers: int, width: int) -> dict[str, dict[str, Any]]:
     """All runs on this rank, by precision and name."""
     config = GPTConfig(
@@ -333,6 +364,8 @@ def measure(layers: int, width: int) -> dict[str, dict[str, Any]]:
     results: dict[str, dict[str, Any]] = {}
     for precision, (param_dtype, reduce_dtype) in PRECISIONS.items():
         runs = results[precision] = {"unit elements": unit}
+        if param_dtype is None:
+            runs["DDP"] = measure_ddp(config)
         runs["FSDP2"] = measure_fsdp2(config, precision, True)
         runs["FSDP2 no reshard"] = measure_fsdp2(config, precision, False)
         for level in LEVELS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -10,15 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_engine.buffers.redistribute import Ladder
-from fsdp_engine.checkpoint.model_state import MODEL
-from fsdp_engine.checkpoint.unfinished_load import nothing_loaded
 from fsdp_engine.codecs import CodecRule
 from fsdp_engine.config import DistributedDataParallelConfig, Timing
 from fsdp_engine.devices import memory
-from fsdp_engine.devices.meeting import telling
 from fsdp_engine.devices.mesh import DataMesh, check_device_mesh, ranks_that_meet
 from fsdp_engine.devices.nccl_pool import check_nccl
 from fsdp_engine.devices.ranks import Ranks
+from fsdp_engine.devices.rendezvous import reporting
 from fsdp_engine.engine import Engine, engine_within
 from fsdp_engine.planning.assignment import UnitSelector
 from fsdp_engine.planning.build import Ladders, Resources, agree_on_plan, build_units, owned_within
@@ -29,7 +28,7 @@ from fsdp_engine.planning.initial_values import CHOICES, FIRST, SAME, Holdings
 from fsdp_engine.planning.plan import AxisPlan, AxisPlans, Granule, Plan, PlanSettings, make_plan
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.unit import Unit
-from fsdp_engine.strategies import Axis, Strategy
+from fsdp_engine.strategies import Axis, Role, Strategy
 
 WHAT = "shard()"
 AUTO = "auto"
@@ -110,7 +109,7 @@ def shard(
     """
     if strategy == AUTO or plan is not None:
         is_mesh = isinstance(mesh, DeviceMesh)
-        with telling(WHAT, ranks := ranks_that_meet(mesh if is_mesh else None)):
+        with reporting(WHAT, ranks := ranks_that_meet(mesh if is_mesh else None)):
             chooses = _chooses(strategy, outer_strategy, plan)
             given_here = {
                 "units": units,
@@ -126,7 +125,7 @@ def shard(
             arguments = chooses.arguments(_sizes_of(mesh), len(ranks), given_here)
         return shard(model, arguments.pop("mesh", mesh), **arguments)
     rows = 1
-    with telling(WHAT, ranks := ranks_that_meet(mesh if isinstance(mesh, DeviceMesh) else None)):
+    with reporting(WHAT, ranks := ranks_that_meet(mesh if isinstance(mesh, DeviceMesh) else None)):
         if mesh is not None and not isinstance(mesh, DeviceMesh):
             rows = _rows_of(mesh, len(ranks))
         given = config if config is not None else DistributedDataParallelConfig()
@@ -192,7 +191,7 @@ def make_engine(
             initial_values, min_unit_size, checkpointing: see :func:`shard`.
     """
     if expert_mesh is not None:
-        with telling(what, ranks_that_meet(mesh)):
+        with reporting(what, ranks_that_meet(mesh)):
             check_device_mesh(expert_mesh)
     num_instances = num_rows if num_rows > 1 else config.num_distributed_optimizer_instances
     note = "" if expert_mesh is None else "an expert_mesh"
@@ -238,7 +237,7 @@ def make_engine(
     if broadcast:
         start = start._replace(from_first=True)
     assert plan is not None
-    metas = [f"{MODEL}.{name}" for name, value in _saved(model) if value.is_meta]
+    metas = [name for name, value in _saved(model) if value.is_meta]
     if experts is not None:
         place_experts(model, plan.records, data, experts)
     if checkpointing:
@@ -250,7 +249,7 @@ def make_engine(
     made = [Unit(each, resources.lanes) for each in built]
     engine = Engine(model, made, ladders, resources, policy, timing)
     if start.is_empty and metas:
-        nothing_loaded(engine, metas)
+        engine.missing_values.mark_empty(metas)
     return engine
 
 
@@ -328,3 +327,41 @@ def _check_agreement(
             raise ValueError(
                 f"{name}: expected None, or {said!r} as the config says; found {value!r}"
             )
+
+
+def keeps_after_forward(asked: object, size: int, levels: Strategy) -> bool:
+    """Whether full parameters are kept after forward, by FSDP2's ``reshard_after_forward``.
+
+    Args:
+        asked: the argument: True, False, a number of ranks, or None, which is True.
+        size: ranks that share a parameter.
+        levels: those of the engine.
+
+    Raises:
+        ValueError: ``asked`` is none of these, no divisor of ``size``, or True where parameters
+            are not sharded.
+    """
+    if asked is None or isinstance(asked, bool):
+        if asked is True and levels.depth(Role.PARAM) == 0:
+            raise ValueError(
+                f"reshard_after_forward: expected None or False, since {levels} keeps parameters "
+                "full; found True"
+            )
+        return asked is False
+    if not isinstance(asked, int):
+        raise ValueError(
+            f"reshard_after_forward: expected a bool, a number of ranks or None; found {asked!r}"
+        )
+    if asked < 1 or size % asked:
+        raise ValueError(
+            f"reshard_after_forward: expected a divisor of the {size} ranks that share a "
+            f"parameter; found {asked}"
+        )
+    if asked not in (1, size):
+        warnings.warn(
+            f"reshard_after_forward={asked}: parameters are resharded to all {size} ranks and "
+            "gathered from them in backward: results are the same, less memory is held, more is "
+            "sent. To hold parameters within a node only, give a 2-D mesh (HSDP)",
+            stacklevel=3,
+        )
+    return asked == 1

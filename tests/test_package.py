@@ -106,6 +106,13 @@ def test_the_wheel_holds_the_package_its_types_and_nothing_else(installed: Insta
     assert installed.wheel.name.startswith(f"fsdp_engine-{fe.__version__}-")
 
 
+def test_the_wheel_requires_numpy_which_torch_does_not(installed: Installed) -> None:
+    with zipfile.ZipFile(installed.wheel) as wheel:
+        (metadata,) = (name for name in wheel.namelist() if name.endswith("/METADATA"))
+        lines = wheel.read(metadata).decode().splitlines()
+    assert "Requires-Dist: numpy>=1.26" in lines
+
+
 def test_readme_s_script_trains_alone(installed: Installed, script: Path, tmp_path: Path) -> None:
     printed = installed.run(tmp_path, "python", str(script))
     check_printed(printed, installed, num_ranks=1)

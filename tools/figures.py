@@ -1,8 +1,8 @@
 """Figures in README and docs, written from results files: ``python tools/figures.py --write``.
 
 Each is between two comments of a page, ``<!-- figures: NAME -->`` and ``<!-- end -->``; NAME is a
-function of ``result_tables.py``. Without ``--write`` pages are compared, and those that differ are
-named.
+function of ``result_tables.py``. ``chart.py`` draws docs/comparison.svg. Without ``--write`` files
+are compared, and those that differ are named.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 import sys
 from pathlib import Path
 
+import chart
 from result_tables import TABLES
 
 ROOT = Path(__file__).parents[1]
@@ -36,6 +37,11 @@ def main() -> None:
             differ.append(path.name)
             if args.write:
                 path.write_text(new, encoding="utf-8")
+    drawing = chart.FILE.read_text(encoding="utf-8") if chart.FILE.exists() else ""
+    if (new := chart.chart()) != drawing:
+        differ.append(chart.FILE.name)
+        if args.write:
+            chart.FILE.write_text(new, encoding="utf-8")
     if unused := sorted(FIGURES.keys() - used):
         sys.exit(f"figures that no page shows: {', '.join(unused)}")
     if differ and not args.write:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from torch import nn
 
 from fsdp_engine.runtime.hooks import ModuleHooks
-from fsdp_engine.runtime.loose_units import LooseUnits
+from fsdp_engine.runtime.implicit_uses import ImplicitUses
 from fsdp_engine.runtime.scheduler import Scheduler
 from fsdp_engine.runtime.unit import Unit
 
@@ -17,7 +17,7 @@ class ModelHooks:
 
     Args:
         units: all of them, the root first.
-        scheduler: what is told of calls.
+        scheduler: of the engine.
         check: called before each forward of the model.
         engine: kept alive as long as the modules.
     """
@@ -42,14 +42,14 @@ class ModelHooks:
                 continue
             # All of its modules, or none: a unit's gradients have come when all calls are over.
             for module in built.modules:
-                # What lies beside blocks gets what the model's forward makes of its inputs.
+                # Modules beside blocks get inputs that the model's forward has computed.
                 dtypes = (None, built.output_dtype) if module in beside else casts
                 if module not in self._hooks:
                     self._hooks[module] = ModuleHooks(scheduler, module, dtypes, engine)
                 self._hooks[module].units.append(unit)
                 if module in beside:
                     loose.setdefault(unit, []).append(self._hooks[module])
-        self._loose = LooseUnits(self._hooks[root.built.modules[0]], units, loose, check)
+        self._implicit_uses = ImplicitUses(self._hooks[root.built.modules[0]], units, loose, check)
 
     @property
     def modules(self) -> Iterable[nn.Module]:

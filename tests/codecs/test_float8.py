@@ -88,8 +88,8 @@ def test_any_split_has_the_bytes_and_scales_of_the_whole(
     numel = sum(tensor.numel() for tensor in tensors)
     cuts = data.draw(st.lists(st.integers(0, numel), max_size=7))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fsdp_engine.codecs.float8.max_steps", lambda tensor, group: iter([()]))
-        patch.setattr("fsdp_engine.codecs.float8.CHUNK", chunk)
+        patch.setattr("fsdp_engine.codecs.scaled.max_steps", lambda tensor, group: iter([()]))
+        patch.setattr("fsdp_engine.codecs.scaled.CHUNK", chunk)
         parts = split_encode(tensors, cuts, options)
     wire = torch.cat([part for part, _ in parts])
     for _, scales in parts:
@@ -104,7 +104,7 @@ def test_any_split_has_the_bytes_and_scales_of_the_whole(
 def test_a_matrix_is_widened_in_parts_as_it_is_at_once(
     options: Float8, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fsdp_engine.codecs.float8.CHUNK", chunk)
+    monkeypatch.setattr("fsdp_engine.codecs.scaled.CHUNK", chunk)
     matrix = torch.randn(150, 140, generator=torch.Generator().manual_seed(0))
     codec = Float8Codec(options)
     piece = Piece(0, 0, matrix.numel(), 0)

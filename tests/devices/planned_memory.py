@@ -36,15 +36,15 @@ class Order(Regression):
 def counting_fills(engine: Any) -> Iterator[list[int]]:
     """Within it, the bytes of every fill that ordinary memory serves are noted."""
     memory, found = engine._memory, list[int]()
-    fill = memory._fill
+    fill = memory.fill
 
     def noting(storage: Any, num_bytes: int) -> None:
         if num_bytes:
             found.append(num_bytes)
         fill(storage, num_bytes)
 
-    memory._fill = noting
+    memory.fill = noting
     try:
         yield found
     finally:
-        del memory._fill
+        del memory.fill
