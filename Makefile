@@ -5,19 +5,23 @@
 #   make test PYTEST_ARGS="-k layout"                 arguments of pytest
 #   make setup PIP_ARGS="--index-url ..."             arguments of pip
 #   make ... PYTHON=python3.12                        the interpreter to build .venv from
+#   make test TORCH=2.11.0                            another torch, in .venv-2.11.0; no lint
 
 RANKS ?= 2
 ARGS ?=
 PYTEST_ARGS ?=
 PIP_ARGS ?=
+TORCH ?=
 
 # The first interpreter that is new enough.
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
-VENV := .venv
+VENV := .venv$(addprefix -,$(TORCH))
 RUN := $(VENV)/bin/python -m
 STAMP := $(VENV)/.installed
+# The pinned versions, with the torch that TORCH names.
+CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 # Transformer Engine's Python files, without its libraries: tests/codecs/te_on_cpu.py. Not among the
 # packages, where others (peft) would take them for the library.
 TE_PYTHON := $(VENV)/transformer_engine_python
@@ -49,7 +53,7 @@ help:
 	@echo "make bench    every benchmark, one after the other"
 	@echo "make docs     the documentation as a site, in build/site/index.html"
 	@echo "make setup    build $(VENV) and nothing else"
-	@echo "make clean    remove $(VENV), caches and the output of runs"
+	@echo "make clean    remove .venv, caches and the output of runs"
 
 setup: $(STAMP)
 	@:
@@ -68,19 +72,20 @@ $(STAMP): pyproject.toml constraints.txt
 		echo "Building $(VENV) with $$($(PYTHON) --version) (once; a minute or two)"; \
 		$(PYTHON) -m venv --clear $(VENV); \
 	fi
+	@$(if $(TORCH),sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(CONSTRAINTS))
 	@$(RUN) pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
-		--constraint constraints.txt --editable ".[test,examples]"
+		--constraint $(CONSTRAINTS) --editable ".[test,examples]"
 	@$(RUN) pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
-		--constraint constraints.txt --no-deps --upgrade --target $(TE_PYTHON) transformer_engine
+		--constraint $(CONSTRAINTS) --no-deps --upgrade --target $(TE_PYTHON) transformer_engine
 	@$(VENV)/bin/python -c "import torch; print('Ready: torch', torch.__version__)"
 	@echo "$(CURDIR)" > $@
 
 $(PROGRAMS): $(STAMP)
 	@echo "Installing the programs that tests train"
 	@$(RUN) pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
-		--constraint constraints.txt --editable ".[programs]"
+		--constraint $(CONSTRAINTS) --editable ".[programs]"
 	@$(RUN) pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
-		--constraint constraints.txt --no-deps --upgrade --target $(TORCHTITAN) \
+		--constraint $(CONSTRAINTS) --no-deps --upgrade --target $(TORCHTITAN) \
 		torchtitan triton torchao bitsandbytes pytorch_optimizer schedulefree
 	@touch $@
 
@@ -96,11 +101,11 @@ pipeline: $(STAMP)
 	@$(RUN) torch.distributed.run --standalone --nproc-per-node 4 \
 		examples/train_pipeline.py --pipeline 2 $(ARGS)
 
-# What PYTEST_ARGS names is run, whatever it takes.
-test: lint
+# What PYTEST_ARGS names is run, whatever it takes. Types are checked with the pinned torch only.
+test: $(if $(TORCH),$(STAMP),lint)
 	@$(RUN) pytest $(or $(PYTEST_ARGS),-m "not thorough and not programs")
 
-test-all: lint $(PROGRAMS)
+test-all: $(if $(TORCH),$(STAMP),lint) $(PROGRAMS)
 	@$(RUN) pytest
 
 lint: $(STAMP)
@@ -133,5 +138,5 @@ docs: $(DOCS_STAMP)
 	@echo "$(SITE)/index.html"
 
 clean:
-	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import shutil
 import tempfile
 import time
@@ -196,7 +197,7 @@ def measure(size: str, rounds: int, folder: str) -> dict[str, list[float]]:
     for _, save in (steps[f"save: {way}"][0] for way in (ENGINE, FSDP2, PLAIN)):
         save()  # for the loads
     times: dict[str, list[float]] = {}
-    draw = harness.random.Random(0)
+    draw = random.Random(0)
     names = list(steps)
     for round_number in range(WARMUP + rounds):
         draw.shuffle(names)

@@ -53,7 +53,8 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
+        out: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
+        return out
 
 
 class FeedForward(nn.Module):

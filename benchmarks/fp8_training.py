@@ -58,7 +58,7 @@ class Sent(TorchDispatchMode):
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._name = group.group_name
         self.parts: Counter[str] = Counter()
         self.amaxes = 0

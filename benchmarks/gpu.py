@@ -129,7 +129,8 @@ def mark() -> Any:
 def milliseconds(first: Any, second: Any) -> float:
     """Milliseconds between two marks that have been reached."""
     if isinstance(first, float):
-        return (second - first) * 1e3
+        waited: float = (second - first) * 1e3
+        return waited
     elapsed: float = first.elapsed_time(second)
     return elapsed
 

@@ -90,7 +90,7 @@ class StorageTracker(TorchDispatchMode):
     """Records the size and the allocating code of every storage while it is enabled."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.kind: list[str] = []
         self.is_gradient: set[int] = set()
         self.history: list[tuple[int, int]] = []  # (number of a storage, its bytes from now on)

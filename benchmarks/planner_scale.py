@@ -100,7 +100,8 @@ class Attention(nn.Module):
         q = self.q(x).unflatten(-1, (self.heads, self.size)).transpose(1, 2)
         k, v = self.kv(x).unflatten(-1, (16, self.size)).transpose(1, 2).chunk(2, 1)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.out(mixed.transpose(1, 2).flatten(2))
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return out
 
 
 class Experts(nn.Module):
@@ -144,7 +145,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(F.rms_norm(x, x.shape[-1:], self.norms[0]))
-        return x + self.experts(F.rms_norm(x, x.shape[-1:], self.norms[1]))
+        out: Tensor = x + self.experts(F.rms_norm(x, x.shape[-1:], self.norms[1]))
+        return out
 
 
 class MixtureOfExperts(nn.Module):

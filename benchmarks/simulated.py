@@ -197,7 +197,8 @@ class LlamaBlock(nn.Module):
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(y.transpose(1, 2).flatten(2))
         y = self.norm2(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+        out: Tensor = x + self.down(F.silu(self.gate(y)) * self.up(y))
+        return out
 
 
 @dataclass(frozen=True)
@@ -341,7 +342,7 @@ def run_budgets() -> dict[str, Any]:
                     whole,
                     world_size=world_size,
                     outer_size=sizes[0],
-                    **options,  # type: ignore[arg-type]
+                    **options,
                 )
                 transient = planned.full_bytes + planned.staging_bytes
                 record.setdefault(name, {}).setdefault(" / ".join(pair), {})[label] = {

@@ -195,8 +195,8 @@ def make_engines(size: str, dtype: str, without: list[str]) -> dict[str, Callabl
             group = dist.group.WORLD
             assert group is not None
             for module in (*model.blocks, model):
-                module.set_custom_all_gather(PairwiseGather(group))  # type: ignore[operator]
-                module.set_custom_reduce_scatter(PairwiseScatter(group))  # type: ignore[operator]
+                module.set_custom_all_gather(PairwiseGather(group))
+                module.set_custom_reduce_scatter(PairwiseScatter(group))
         steps[name] = make_step(model, model.parameters(), batch, False)
 
     for level in LEVELS:

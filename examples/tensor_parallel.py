@@ -102,7 +102,7 @@ class ColumnParallelLinear(nn.Module):
         self.bias = nn.Parameter(biases[group.rank()].clone())
 
     def forward(self, own: Tensor) -> Tensor:
-        return F.linear(_GatherSequence.apply(own, self.group), self.weight, self.bias)
+        return F.linear(_GatherSequence.apply(own, self.group), self.weight, self.bias)  # type: ignore[no-untyped-call]
 
 
 class RowParallelLinear(nn.Module):
@@ -125,7 +125,7 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         # The bias after the sum, or it would be added once by every rank.
         addend = F.linear(x, self.weight)
-        total: Tensor = _ReduceScatterSequence.apply(addend, self.group)
+        total: Tensor = _ReduceScatterSequence.apply(addend, self.group)  # type: ignore[no-untyped-call]
         return total + self.bias
 
 

@@ -126,7 +126,7 @@ class Job:
     def loss(self, batch: Batch) -> torch.Tensor:
         """Mean cross-entropy of this rank's part of a batch, in nats a byte."""
         batch = batch.to(self.device)
-        loss = self.model(batch.tokens, batch.targets).loss
+        loss: torch.Tensor | None = self.model(batch.tokens, batch.targets).loss
         assert loss is not None
         return loss
 

@@ -92,7 +92,7 @@ class HeldOutBatches:
     """The sequences of an evaluation, each rank's part."""
 
     def __init__(self, options: argparse.Namespace, plan: BatchPlan, text: Tensor, rank: int):
-        self.num = -(-options.eval_sequences // options.batch_size)
+        self.num: int = -(-options.eval_sequences // options.batch_size)
         self.plan, self.text, self.rank = plan, text, rank
 
     def __len__(self) -> int:
@@ -131,7 +131,7 @@ class LitGPT(LightningModule):
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Mean cross-entropy of this rank's part, in nats a byte."""
         assert self.gpt is not None
-        loss = self.gpt(*batch).loss
+        loss: Tensor | None = self.gpt(*batch).loss
         assert loss is not None
         return loss
 
@@ -161,7 +161,7 @@ class LitGPT(LightningModule):
         return HeldOutBatches(self.options, self._plan(), self.corpus.held_out, self.global_rank)
 
     def _rate(self, step: int) -> float:
-        warmup = min(50, self.options.steps // 10)
+        warmup: int = min(50, self.options.steps // 10)
         if step < warmup:
             return (step + 1) / warmup
         progress = (step - warmup) / max(1, self.options.steps - warmup)

@@ -50,7 +50,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-class Sequences(torch.utils.data.Dataset):
+class Sequences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """Text cut into sequences of equal length, every byte a token."""
 
     def __init__(self, text: torch.Tensor, length: int, most: int | None = None) -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fsdp_engine.extras import naming_extra
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -36,7 +38,8 @@ def format_seconds(seconds: float) -> str:
 
 def print_whole(table: Table) -> None:
     """Print a table without truncating cells. A narrow terminal wraps its lines."""
-    from rich.console import Console
+    with naming_extra():
+        from rich.console import Console
 
     console = Console()
     needed = console.measure(table, options=console.options.update(width=1000)).maximum
@@ -45,7 +48,8 @@ def print_whole(table: Table) -> None:
 
 def table_text(table: Table) -> str:
     """Render a table as plain text, without truncating cells."""
-    from rich.console import Console
+    with naming_extra():
+        from rich.console import Console
 
     console = Console(width=1000, no_color=True)
     with console.capture() as captured:

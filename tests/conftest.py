@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.matrices import left_of_matrices
 from tests.pool import Ranks
 
 # The ranks want the cores; and on tensors this small a second thread only waits for the first.
@@ -25,8 +26,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the thorough tests of other parts. Files stay whole: their fixtures are shared."""
+    """Mark what is left of matrices as thorough, and deselect the thorough tests of other parts.
+
+    Files stay whole within a part: their fixtures are shared.
+    """
+    for item in left_of_matrices(items):
+        item.add_marker("thorough")
     if (given := config.getoption("--thorough-part")) is None:
         return
     part, num_parts = map(int, given.split("/"))

@@ -8,12 +8,14 @@ Blocks sit in ``nn.ModuleList`` or ``nn.Sequential``: the default units.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 DIM = 12
 VOCABULARY = 23
@@ -473,3 +475,129 @@ class Recurrent(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out, _ = self.lstm(x.unflatten(-1, (DIM // 3, 3)))
         return x + out.flatten(1)
+
+
+class Stack(Regression):
+    """Four units of different sizes, and a layer before and one after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList([Mlp(hidden=5 + 13 * index) for index in range(4)])
+        self.last = nn.Linear(DIM, DIM, bias=False)
+
+    def predict(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+class Small(Regression):
+    """Three blocks between two layers of the root's own."""
+
+    def __init__(self, num_blocks: int = 3, checkpoints: bool | None = None) -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList([Mlp(hidden=5) for _ in range(num_blocks)])
+        self.last = nn.Linear(DIM, DIM, bias=False)
+        self.order = list(range(num_blocks))
+        self.checkpoints = checkpoints
+
+    def predict(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for index in self.order:
+            block = self.blocks[index]
+            if self.checkpoints is None:
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.checkpoints)
+        return self.last(x)
+
+
+NUM_BLOCKS = 6
+
+
+class Even(Regression):
+    """Blocks of one size, and two layers of the root's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList([Mlp() for _ in range(NUM_BLOCKS)])
+        self.last = nn.Linear(DIM, DIM, bias=False)
+
+    def predict(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+class _InputGradOnly(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, later: Any) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.later = later
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        ctx.later.append((x.detach(), grad))
+        return grad @ weight, None, None
+
+
+class LateLinear(nn.Module):
+    """A linear with a bias whose weight's gradient waits for ``backward_dw``, by the protocol of
+    Transformer Engine's modules."""
+
+    def __init__(self, dim: int = DIM) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(dim, dim) / dim**0.5)
+        self.weight.skip_backward_post_hook = True  # type: ignore[attr-defined]
+        self.bias = nn.Parameter(torch.zeros(dim))
+        self._later: list[tuple[Tensor, Tensor]] = []
+        self._callbacks: list[Callable[[], None]] = []
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, callback: Callable[[], None]) -> None:
+        self._callbacks.append(callback)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _InputGradOnly.apply(x, self.weight, self._later) + self.bias
+
+    def backward_dw(self) -> None:
+        if not self._later:
+            return
+        grads = [grad.t() @ x for x, grad in self._later]
+        self._later.clear()
+        self.weight.grad = torch.stack(grads).sum(0)
+        for callback in self._callbacks:
+            callback()
+
+
+class LateBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.late = LateLinear()
+        self.out = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(torch.tanh(self.late(x)))
+
+
+class LateModel(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = LateLinear()
+        self.blocks = nn.ModuleList([LateBlock() for _ in range(3)])
+
+    def predict(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def late_modules(model: nn.Module) -> list[LateLinear]:
+    return [module for module in model.modules() if isinstance(module, LateLinear)]

@@ -16,6 +16,9 @@ FEW_PAIRS = [
     ("optim_grads_params", "no_shard"),
     ("optim_grads_params", "optim_grads"),
 ]
+# Of those few, what is ``thorough`` where a test has other pairs (``tests/matrices.py``): DDP, and
+# a level between two others.
+SPARED_PAIRS = [("no_shard", "no_shard"), ("optim_grads", "no_shard")]
 FEW_PAIR_NAMES = ["-".join(pair) for pair in FEW_PAIRS]
 
 # Where each pair is tried in many ways: those few with a few of them (False), and all ten with all

@@ -7,8 +7,10 @@ planted violations.
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -16,7 +18,10 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "fsdp_engine"
+from fsdp_engine.extras import EXTRAS
+
+TESTS = Path(__file__).parent
+PACKAGE = TESTS.parent / "fsdp_engine"
 
 # Imports go down only: between folders by this list, within a folder and on the lowest floor
 # without a circle. A file at the top of the package is a folder of its own.
@@ -24,6 +29,7 @@ FLOORS: dict[str, int] = {
     "patterns": 0,
     "precision": 0,
     "config": 0,
+    "extras": 0,
     "terminal": 0,
     "strategies": 0,
     "layout": 1,
@@ -273,6 +279,43 @@ def imports_between_files(sources: list[Source]) -> dict[str, set[str]]:
                     mine.add(f"{each}.__init__")
                     break
     return found
+
+
+def imported_tests(source: Source) -> Iterator[Finding]:
+    """Tests import helpers from modules without tests: what they share has a module of its own."""
+    for node in ast.walk(source.tree):
+        match node:
+            case ast.ImportFrom(module=module, names=names) if module:
+                found = [module, *(f"{module}.{each.name}" for each in names)]
+            case ast.Import(names=names):
+                found = [each.name for each in names]
+            case _:
+                continue
+        for name in found:
+            is_module = (TESTS.parent / f"{name.replace('.', '/')}.py").exists()
+            if is_module and name.rpartition(".")[2].startswith("test_"):
+                yield node.lineno, f"imports {name}, a module of tests"
+
+
+def test_no_test_imports_from_another() -> None:
+    findings = []
+    for path in sorted(TESTS.rglob("*.py")):
+        source = Source(path.stem, path.read_text(encoding="utf-8"))
+        findings += [f"{path.name}:{line}: {what}" for line, what in imported_tests(source)]
+    assert findings == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from tests.test_docs import test_a_broken_link_is_seen",
+        "from tests import test_docs as docs",
+        "import tests.test_docs",
+        "def f():\n    from tests.test_docs import x",
+    ],
+)
+def test_an_import_from_another_test_is_caught(code: str) -> None:
+    assert len(list(imported_tests(Source("tests", code)))) == 1
 
 
 def test_files_do_not_import_each_other_in_a_circle() -> None:
@@ -829,23 +872,81 @@ def test_every_folder_is_there() -> None:
     assert {source.room for source in package_sources()} == set(FLOORS)
 
 
-def test_training_needs_no_library_beside_torch_and_einops() -> None:
-    others = [
-        "crc32c",
-        "matplotlib",
-        "numpy",
-        "rich",
-        "safetensors",
-        "tqdm",
-        "transformer_engine",
-        "typer",
-    ]
-    program = f"""
-import sys
-sys.modules.update(dict.fromkeys({others}))  # None: an import of it fails
+def run_without(packages: list[str], program: str) -> str:
+    """What ``program`` prints where imports of ``packages`` fail."""
+    block = f"import sys\nsys.modules.update(dict.fromkeys({packages}))\n"
+    command = [sys.executable, "-W", "ignore", "-c", block + program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+# Packages that neither training nor checkpoints import. Not peft: the engine takes its presence in
+# `sys.modules`, which `run_without` makes, for an import.
+NOT_IN_THE_CORE = [
+    *(name for name in EXTRAS if name != "peft"),
+    *("einops", "safetensors", "tqdm", "transformer_engine"),
+]
+
+
+def test_training_needs_torch_alone() -> None:
+    program = """
 import torch, fsdp_engine as fe
 model = torch.nn.Linear(3, 2)
 fe.shard(model)
 model(torch.ones(1, 3)).sum().backward()
 """
-    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=120)
+    run_without([*NOT_IN_THE_CORE, "crc32c", "numpy"], program)
+
+
+def test_checkpoints_need_numpy_and_crc32c_beside() -> None:
+    program = """
+import tempfile
+import torch, fsdp_engine as fe
+model = torch.nn.Linear(3, 2)
+engine = fe.shard(model)
+before = model.weight.full_tensor().clone()
+with tempfile.TemporaryDirectory() as folder:
+    fe.save_checkpoint(folder, engine)
+    with torch.no_grad():
+        model.weight.zero_()
+    fe.load_checkpoint(folder, engine)
+print(torch.equal(model.weight.full_tensor(), before))
+"""
+    assert run_without(NOT_IN_THE_CORE, program) == "True\n"
+
+
+@pytest.mark.parametrize(
+    ("package", "statement"),
+    [
+        ("rich", "print(fe.shard(torch.nn.Linear(3, 2)).describe())"),
+        ("rich", "fe.load_pretrained(fe.shard(torch.nn.Linear(3, 2)), '.', progress=True)"),
+        ("typer", "import fsdp_engine.planner.planner_cli"),
+        ("typer", "import fsdp_engine.checkpoint.cli"),
+        ("rich", "import fsdp_engine.checkpoint.cli"),
+        ("matplotlib", "from fsdp_engine.planner.figure import save_figure; save_figure(0, 'a')"),
+        ("accelerate", "import fsdp_engine.integrations.accelerate"),
+        ("transformers", "import fsdp_engine.integrations.transformers"),
+        ("lightning", "import fsdp_engine.integrations.lightning"),
+        ("ray", "import fsdp_engine.integrations.ray"),
+    ],
+)
+def test_a_missing_package_is_an_error_that_names_its_extra(package: str, statement: str) -> None:
+    program = f"""
+import torch, fsdp_engine as fe
+try:
+    {statement}
+except ModuleNotFoundError as error:
+    print(error)
+"""
+    assert f"pip install 'fsdp_engine[{EXTRAS[package]}]'" in run_without([package], program)
+
+
+def test_every_extra_that_an_error_names_is_in_pyproject_and_installs_the_package() -> None:
+    with open(PACKAGE.parent / "pyproject.toml", "rb") as file:
+        project = tomllib.load(file)["project"]
+    extras = project["optional-dependencies"]
+    for package, extra in EXTRAS.items():
+        assert any(re.match(rf"{package}\b", each) for each in extras[extra]), package
+    required = {re.split(r"[^\w-]", each)[0] for each in project["dependencies"]}
+    assert required == {"torch", "numpy", "crc32c"}

@@ -269,7 +269,8 @@ def _state(value: Any, kind: str, where: str) -> Mapping[str, Any]:
 
 
 def _mapping(value: Any, where: str) -> Mapping[Any, Any]:
-    return _typed(value, where, dict, collections.OrderedDict)
+    mapping: Mapping[Any, Any] = _typed(value, where, dict, collections.OrderedDict)
+    return mapping
 
 
 def _size(value: Any, where: str) -> torch.Size:

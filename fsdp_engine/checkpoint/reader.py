@@ -358,5 +358,5 @@ def data_offset(whole: BinaryIO, num_bytes: int) -> int | None:
     whole.seek(found[0].header_offset)
     header = whole.read(_ZIP_HEADER_BYTES)
     # The lengths of a local header's name and extra field are its last two numbers.
-    name, extra = struct.unpack("<HH", header[-4:])
-    return int(found[0].header_offset) + len(header) + name + extra
+    num_following: int = sum(struct.unpack("<HH", header[-4:]))
+    return int(found[0].header_offset) + len(header) + num_following

@@ -63,10 +63,11 @@ class HostMemory:
             )
             start += _padded_bytes(tensor)
         lanes.finish_compute(self._device)
-        return tree_map(
+        copied: dict[str, Any] = tree_map(
             lambda leaf: copies[id(leaf)] if isinstance(leaf, Tensor) else copy.deepcopy(leaf),
             entries,
         )
+        return copied
 
 
 def _local(tensor: Tensor) -> Tensor:

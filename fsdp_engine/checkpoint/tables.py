@@ -5,9 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from rich.markup import escape
-from rich.table import Table
-
 from fsdp_engine.checkpoint.difference import TensorDifference
 from fsdp_engine.checkpoint.inspection import (
     Description,
@@ -22,7 +19,13 @@ from fsdp_engine.checkpoint.model_state import (
     RANKS,
 )
 from fsdp_engine.checkpoint.offline import StoredCheckpoint
+from fsdp_engine.extras import naming_extra
 from fsdp_engine.terminal import format_bytes
+
+with naming_extra():
+    from rich.markup import escape
+    from rich.table import Table
+
 
 # Above this number, tensors are shown in groups.
 MAX_TENSORS = 100

@@ -232,7 +232,7 @@ class TransformerEngineCodec(ParamCodec):
 
     def initial_value(self, param: Tensor) -> Tensor:
         """See :class:`ParamCodec`: the values that TE preserved, else the quantized ones."""
-        preserved = getattr(param, _PRESERVED, None)
+        preserved: Tensor | None = getattr(param, _PRESERVED, None)
         if preserved is not None:
             return preserved
         with torch.no_grad():

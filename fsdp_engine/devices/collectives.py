@@ -279,7 +279,8 @@ class MaxGroup(dist.ProcessGroup):
         self, tensors: Sequence[Tensor], options: dist.AllreduceOptions
     ) -> None:
         """What ``dist.all_reduce`` calls; done when it returns, as with any group on its stream."""
-        assert options.reduceOp == dist.ReduceOp.MAX, f"a maximum, not {options.reduceOp}"
+        maximum = dist.ReduceOp(dist.ReduceOp.MAX)
+        assert options.reduceOp == maximum, f"a maximum, not {options.reduceOp}"
         for tensor in tensors:
             for group in self._groups:
                 all_reduce_(tensor, group, "max")

@@ -48,7 +48,8 @@ def make_lanes(device: torch.device, ranks: Sequence[int] = ()) -> Lanes:
         ranks: global ranks that take part, for messages; none: all.
     """
     if _MAKERS:
-        return _MAKERS[-1](device)
+        made: Lanes = _MAKERS[-1](device)
+        return made
     if is_accelerator(device):
         # High priority: a gather that starts late stalls the model, compute that yields does not.
         compute, *others = (*LANES, COPY_IN)

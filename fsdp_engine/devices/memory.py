@@ -466,12 +466,13 @@ class TransientStorage:
     @property
     def key(self) -> int:
         """See :func:`storage_keys`."""
-        return self._storage._cdata
+        key: int = self._storage._cdata
+        return key
 
     @property
     def num_uses(self) -> int:
         """Tensors over the storage, and other holds on it, that there are now."""
-        count: int = torch._C._storage_Use_Count(self._storage._cdata)  # type: ignore[attr-defined]
+        count: int = torch._C._storage_Use_Count(self._storage._cdata)
         return count
 
     @contextmanager

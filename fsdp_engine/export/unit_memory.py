@@ -41,7 +41,8 @@ class UnitMemory:
         if self._held is None:
             return False
         mine: int = self._held[1].untyped_storage()._cdata
-        return tensor.untyped_storage()._cdata == mine
+        is_mine: bool = tensor.untyped_storage()._cdata == mine
+        return is_mine
 
     def release(self) -> None:
         """Release the bytes. They are freed with the last tensor over them."""

@@ -32,14 +32,16 @@ def slice_norm(values: Tensor, order: float, dtype: torch.dtype | None = None) -
         wide = wide.to_complex()
     in_rows = flat.numel() // _ROW * _ROW
     if not in_rows:
-        return torch.linalg.vector_norm(flat, order, dtype=wide).double()
-    norms = torch.linalg.vector_norm(flat[:in_rows].view(-1, _ROW), order, 1, dtype=wide)
+        norm: Tensor = torch.linalg.vector_norm(flat, order, dtype=wide).double()
+        return norm
+    norms: Tensor = torch.linalg.vector_norm(flat[:in_rows].view(-1, _ROW), order, 1, dtype=wide)
     if in_rows < flat.numel():
         rest = torch.linalg.vector_norm(flat[in_rows:], order, dtype=wide)
         norms = torch.cat([norms, rest.view(1)])
     if order == 0:  # counts, which add up
         return norms.double().sum()
-    return torch.linalg.vector_norm(norms, order, dtype=torch.float64)
+    norm = torch.linalg.vector_norm(norms, order, dtype=torch.float64)
+    return norm
 
 
 def slice_norms(slices: Sequence[Tensor], order: float) -> list[Tensor]:

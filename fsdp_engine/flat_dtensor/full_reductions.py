@@ -82,7 +82,7 @@ def mean_over_mesh(grad: Tensor, flat: FlatPlacement) -> Tensor:
 
 def _sum_over(value: Tensor, flat: FlatPlacement) -> Tensor:
     if value.requires_grad:
-        total: Tensor = _SumOverRanks.apply(value, flat)
+        total: Tensor = _SumOverRanks.apply(value, flat)  # type: ignore[no-untyped-call]
         return total
     return reduce_over(value, flat.groups)
 

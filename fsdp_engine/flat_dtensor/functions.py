@@ -103,7 +103,7 @@ _RANDOM = words(
 )
 _RESHAPING_PROPERTIES = words("T mT H mH real imag")
 
-_call_base = torch._C._disabled_torch_function_impl  # type: ignore[attr-defined]
+_call_base = torch._C._disabled_torch_function_impl
 _handlers: dict[Function, Handler] = {}
 
 
@@ -296,10 +296,11 @@ def _item(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _backward(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> None:
-    inputs = kwargs.get("inputs") or ()
+    inputs = kwargs.get("inputs")
     flat = [
         each
-        for each in (inputs if isinstance(inputs, tuple) else (inputs,))
+        # torch 2.11 passes on what the caller gave: a tensor or any sequence; torch 2.13 a tuple.
+        for each in ((inputs,) if isinstance(inputs, Tensor) else inputs or ())
         if isinstance(each, cls)
     ]
     if flat:

@@ -40,8 +40,8 @@ class ParamHooks:
         for index, original in enumerate(originals):
             if original._backward_hooks:
                 self._on_grad[index] = [original._backward_hooks]
-            if original._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
-                self._on_param[index] = [original._post_accumulate_grad_hooks]  # type: ignore[attr-defined]
+            if original._post_accumulate_grad_hooks:
+                self._on_param[index] = [original._post_accumulate_grad_hooks]
 
     def add(self, index: int, hook: Callable[..., Any], *, on_param: bool) -> RemovableHandle:
         """Add a hook to parameter ``index``: ``hook(gradient)``, or (``on_param``)

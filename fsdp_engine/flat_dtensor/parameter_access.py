@@ -188,7 +188,7 @@ class ParameterBackref:
         leaf = reads.full_params[self._index]
         if not leaf.requires_grad:
             leaf.requires_grad_(True)  # the user set requires_grad after the last forward
-        result: Tensor = _Read.apply(leaf, values, _Count(reads), spread)
+        result: Tensor = _Read.apply(leaf, values, _Count(reads), spread)  # type: ignore[no-untyped-call]
         return result
 
 

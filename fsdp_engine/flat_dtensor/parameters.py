@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_engine.flat_dtensor.slices import unwrap
 from fsdp_engine.flat_dtensor.tensor import FlatDTensor
 
-_NoTorchFunction = torch._C.DisableTorchFunctionSubclass  # type: ignore[attr-defined]
+_NoTorchFunction = torch._C.DisableTorchFunctionSubclass
 _tensor_class: Any = Tensor
 _get_grad, _set_grad = _tensor_class.grad.__get__, _tensor_class.grad.__set__
 _get_requires_grad = _tensor_class.requires_grad.__get__

@@ -78,7 +78,7 @@ def compact(local: Tensor) -> Tensor:
 def unwrap(tensor: Any) -> Tensor:
     """The slice; differentiable if ``tensor`` requires grad and grad mode is enabled."""
     if torch.is_grad_enabled() and tensor.requires_grad:
-        differentiable: Tensor = _Unwrap.apply(tensor)
+        differentiable: Tensor = _Unwrap.apply(tensor)  # type: ignore[no-untyped-call]
         return differentiable
     local: Tensor = tensor._local_tensor
     return local
@@ -87,7 +87,7 @@ def unwrap(tensor: Any) -> Tensor:
 def rewrap(cls: Any, result: Any, flat: FlatPlacement) -> Any:
     """The FlatDTensor of a slice, or of each slice in a list or tuple."""
     if isinstance(result, Tensor):
-        return _Wrap.apply(result, cls, flat) if result.requires_grad else cls._wrap(result, flat)
+        return _Wrap.apply(result, cls, flat) if result.requires_grad else cls._wrap(result, flat)  # type: ignore[no-untyped-call]
     if isinstance(result, list | tuple):
         return type(result)(rewrap(cls, value, flat) for value in result)
     return result

@@ -42,7 +42,8 @@ def _distribute_or_keep(
     """If every rank has the full tensor: keep it replicated; ``copy_`` takes the slice later."""
     if any(isinstance(placement, FlatShard) for placement in placements):
         return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return _distribute(tensor, mesh, placements, **options)
+    distributed: DTensor = _distribute(tensor, mesh, placements, **options)
+    return distributed
 
 
 _torch_utils._distribute_tensors = _distribute_or_copy

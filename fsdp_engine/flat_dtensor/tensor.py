@@ -38,7 +38,7 @@ from fsdp_engine.flat_dtensor.parameter_access import ParameterBackref
 from fsdp_engine.flat_dtensor.slices import refusal, unwrap
 from fsdp_engine.flat_dtensor.tensor_parallel_spec import TensorParallelSpec
 
-_NoTorchFunction = torch._C.DisableTorchFunctionSubclass  # type: ignore[attr-defined]
+_NoTorchFunction = torch._C.DisableTorchFunctionSubclass
 
 
 class FlatDTensor(DTensor):
@@ -91,7 +91,7 @@ class FlatDTensor(DTensor):
         return result
 
     @classmethod
-    def __torch_function__(  # type: ignore[override]
+    def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         return functions.call(cls, func, args, {} if kwargs is None else kwargs)
@@ -142,11 +142,11 @@ class FlatDTensor(DTensor):
                 values_with_graph = self._backref.differentiable(values, self._flat.spread)
                 if values_with_graph is not None:
                     return values_with_graph
-            result: Tensor = _FullTensor.apply(self)
+            result: Tensor = _FullTensor.apply(self)  # type: ignore[no-untyped-call]
             return result
         return self._flat.gather_full(self._local_tensor)
 
-    def redistribute(  # type: ignore[override]
+    def redistribute(
         self,
         device_mesh: DeviceMesh | None = None,
         placements: Sequence[Placement] | None = None,
@@ -220,7 +220,7 @@ class FlatDTensor(DTensor):
         self._zeroed_at = self._local_tensor._version if value else None
 
     @property
-    def requires_grad(self) -> bool:  # type: ignore[override]
+    def requires_grad(self) -> bool:
         """Whether this tensor requires grad."""
         with _NoTorchFunction():
             return bool(_get_requires_grad(self))
@@ -323,7 +323,7 @@ class FlatDTensor(DTensor):
         return super().cpu(memory_format=memory_format)
 
     @property
-    def data(self) -> FlatDTensor:  # type: ignore[override]
+    def data(self) -> FlatDTensor:
         """This tensor without a graph. Unlike torch's, it shares the version counter."""
         return self._wrap(self._local_tensor, self._flat)
 
@@ -346,7 +346,7 @@ class FlatDTensor(DTensor):
         """Register ``hook(gradient)``. For a sharded parameter it runs once per step on the reduced
         gradient, a FlatDTensor. A result other than None replaces the gradient."""
         if self._backref is None or not self.requires_grad:
-            handle: RemovableHandle = super().register_hook(hook)
+            handle: RemovableHandle = super().register_hook(hook)  # type: ignore[no-untyped-call]
             return handle
         return self._backref.add_hook(hook, on_param=False)
 
@@ -354,7 +354,7 @@ class FlatDTensor(DTensor):
         """Register ``hook(param)``. For a sharded parameter it runs once per step, after the
         reduction of its gradient. The hook may run an optimizer's step."""
         if self._backref is None or not self.requires_grad:
-            handle: RemovableHandle = super().register_post_accumulate_grad_hook(hook)
+            handle: RemovableHandle = super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             return handle
         return self._backref.add_hook(hook, on_param=True)
 
@@ -385,7 +385,7 @@ class FlatDTensor(DTensor):
         return _rebuild, (type(self), self._local_tensor, self._flat, self.requires_grad, state)
 
     @property
-    def __tensor_flatten__(self) -> Any:  # type: ignore[override]
+    def __tensor_flatten__(self) -> Any:
         # Hides DTensor's method: with it, torch.compile would rebuild a DTensor with other elements
         # instead of running functions of FlatDTensors eagerly, and module.to() would swap
         # parameters.
@@ -475,4 +475,4 @@ torch.serialization.add_safe_globals(
 # As torch does for DTensor, so that optimizers and clip_grad_norm_ use their foreach versions.
 for _types in (_foreach_utils._foreach_supported_types, _torch_optimizer._foreach_supported_types):
     if FlatDTensor not in _types:
-        _types.append(FlatDTensor)  # type: ignore[arg-type]
+        _types.append(FlatDTensor)

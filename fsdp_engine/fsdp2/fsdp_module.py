@@ -249,7 +249,7 @@ class FSDPModule(fsdp.FSDPModule):
         group = _group_of(self)
         if group.engine is None:
             return
-        if group.engine.model is not self:
+        if cast(Any, group.engine.model) is not self:  # a mixin: the model is one, too
             raise RuntimeError(
                 f"reset_iter_state() of {group.unit.label}: expected the root module; found "
                 f"one within a {type(group.engine.model).__name__}"

@@ -10,20 +10,11 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from accelerate import Accelerator
-from accelerate.checkpointing import (
-    load_accelerator_state,
-    load_custom_state,
-    save_accelerator_state,
-    save_custom_state,
-)
-from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedType, DynamoBackend, TorchDynamoPlugin
 from torch import Tensor, nn
 
 from fsdp_engine.checkpoint.folder import load_checkpoint, save_checkpoint
@@ -31,6 +22,7 @@ from fsdp_engine.devices.agreement import agree
 from fsdp_engine.devices.mesh import ranks_that_meet
 from fsdp_engine.devices.rendezvous import reporting
 from fsdp_engine.engine import Engine, engine_of
+from fsdp_engine.extras import naming_extra
 from fsdp_engine.integrations.atomic_folder import atomic_folder
 from fsdp_engine.integrations.preparation import (
     check_not_stepped,
@@ -42,6 +34,18 @@ from fsdp_engine.optimizer.sharded_step import is_elementwise, shard_optimizer
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.pretrained.load import load_pretrained
 from fsdp_engine.sharding import shard as shard_model
+
+with naming_extra():
+    from accelerate import Accelerator
+    from accelerate.checkpointing import (
+        load_accelerator_state,
+        load_custom_state,
+        save_accelerator_state,
+        save_custom_state,
+    )
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.utils import DistributedType, DynamoBackend, TorchDynamoPlugin
+
 
 WHAT = "FSDPEngineAccelerator()"
 # Within a checkpoint: weights and optimizer state, in the format of torch.distributed.checkpoint.
@@ -188,8 +192,8 @@ class FSDPEngineAccelerator(Accelerator):
                 trainable = sum(param.requires_grad for param in model.parameters())
                 if trainable == sum(param.requires_grad for param in given):
                     return engine.clip_grad_norm_(max_norm, norm_type)
-        norm = super().clip_grad_norm_(given, max_norm, norm_type)
-        whole = getattr(norm, "full_tensor", None)
+        norm: Tensor = super().clip_grad_norm_(given, max_norm, norm_type)
+        whole: Callable[[], Tensor] | None = getattr(norm, "full_tensor", None)
         return norm if whole is None else whole()
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:

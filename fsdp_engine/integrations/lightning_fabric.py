@@ -9,10 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.accelerators import Accelerator
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -20,6 +16,7 @@ from fsdp_engine.checkpoint.engines import Engines
 from fsdp_engine.checkpoint.run_state import Stateful
 from fsdp_engine.devices.agreement import agree
 from fsdp_engine.engine import Engine, engine_of
+from fsdp_engine.extras import naming_extra
 from fsdp_engine.integrations.checkpoint_folder import (
     Keeps,
     load_folder,
@@ -34,6 +31,12 @@ from fsdp_engine.integrations.engine_arguments import (
 )
 from fsdp_engine.integrations.preparation import held_by_name
 from fsdp_engine.precision import MixedPrecisionPolicy
+
+with naming_extra():
+    from lightning.fabric.accelerators import Accelerator
+    from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
+    from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+    from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
 
 
 class _Forward(nn.Module):

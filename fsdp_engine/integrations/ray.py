@@ -15,7 +15,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import ray.train
 import torch
 
 from fsdp_engine.checkpoint.engines import Engines
@@ -23,6 +22,10 @@ from fsdp_engine.checkpoint.folder import LoadReport, collector_paused
 from fsdp_engine.checkpoint.run_folder import Run
 from fsdp_engine.checkpoint.run_state import Stateful
 from fsdp_engine.devices.agreement import agree
+from fsdp_engine.extras import naming_extra
+
+with naming_extra():
+    import ray.train
 
 
 class RayCheckpoints:

@@ -14,11 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
 from torch import nn
-from transformers import PreTrainedModel, Seq2SeqTrainer, Trainer, TrainingArguments
-from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from fsdp_engine.checkpoint.folder import load_checkpoint, save_checkpoint
 from fsdp_engine.checkpoint.hugging_face import export_safetensors
@@ -26,6 +22,7 @@ from fsdp_engine.devices.agreement import agree
 from fsdp_engine.devices.mesh import ranks_that_meet
 from fsdp_engine.devices.rendezvous import reporting
 from fsdp_engine.engine import Engine
+from fsdp_engine.extras import naming_extra
 from fsdp_engine.integrations.accelerate import (
     SHARDED,
     FSDPEngineAccelerator,
@@ -36,6 +33,13 @@ from fsdp_engine.integrations.checkpoint_folder import load_whole_state
 from fsdp_engine.integrations.preparation import checked_arguments
 from fsdp_engine.pretrained.load import load_pretrained
 from fsdp_engine.pretrained.save import save_pretrained
+
+with naming_extra():
+    from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
+    from transformers import PreTrainedModel, Seq2SeqTrainer, Trainer, TrainingArguments
+    from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+
 
 WHAT = "FSDPEngineTrainer()"
 # The optimizer's state in a checkpoint of the plain Trainer: whole tensors.

@@ -117,7 +117,7 @@ class WrapperAttributes(MegatronClassMixin, nn.Module):
         return [param for param in self.module.parameters() if param.requires_grad]
 
     @property
-    def buffers(self) -> _Buffers:  # type: ignore[override]
+    def buffers(self) -> _Buffers:
         """``nn.Module.buffers``. In Megatron-Core's wrapper the attribute is the list of gradient
         buffers that its distributed optimizer iterates over; iterating over this one raises."""
         return _Buffers(super().buffers)

@@ -42,7 +42,7 @@ def import_function(spec: str, what: str) -> Callable[..., Any]:
         raise ValueError(
             f"{what}: expected a module that can be imported; found {module_name!r} ({error})"
         ) from error
-    function = getattr(module, attribute, None)
+    function: Callable[..., Any] | None = getattr(module, attribute, None)
     if not callable(function):
         raise ValueError(
             f"{what}: expected a function {attribute!r} in {module_name}; found {function!r}"
@@ -78,7 +78,10 @@ def _of_config(path: Path, what: str) -> Callable[[], nn.Module]:
     try:
         import transformers
     except ImportError as error:
-        raise ValueError(f"{what}: expected transformers installed, for {path}") from error
+        raise ValueError(
+            f"{what}: expected transformers installed, for {path} "
+            "(pip install 'fsdp_engine[transformers]')"
+        ) from error
     content = read_json(path, f"a config.json of transformers as {what}")
     names = content.get("architectures")
     name = names[0] if isinstance(names, list) and names else names

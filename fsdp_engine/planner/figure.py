@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_engine.planner.outcome import KINDS, Outcome
+from fsdp_engine.extras import naming_extra
+from fsdp_engine.planner.outcome import Outcome
 from fsdp_engine.planner.strategy_plan import StrategyPlan
+from fsdp_engine.simulation.memory_tracker import KINDS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,7 +32,8 @@ def save_figure(planning: StrategyPlan, path: str | Path) -> None:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    from matplotlib.figure import Figure
+    with naming_extra():
+        from matplotlib.figure import Figure
 
     outcomes = planning.outcomes[::-1]  # the y axis is upwards
     has_times = all(each.times is not None for each in outcomes)

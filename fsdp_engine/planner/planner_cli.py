@@ -9,7 +9,7 @@
 ``plan`` with a batch simulates every strategy and recommends one; without a batch, or with
 ``--formulas``, it prints the results of formulas. It does not train or allocate tensors.
 ``calibrate`` measures this machine. ``checkpoint`` inspects checkpoints
-(``checkpoint/command_line.py``).
+(``checkpoint/cli.py``).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-import typer
 from torch import nn
 
 from fsdp_engine.checkpoint.cli import app as checkpoint_app
+from fsdp_engine.extras import naming_extra
 from fsdp_engine.planner.advice import advice
 from fsdp_engine.planner.command_inputs import (
     batch_shape,
@@ -44,6 +44,10 @@ from fsdp_engine.simulation.calibrate import calibrate
 from fsdp_engine.simulation.machine import PRESETS
 from fsdp_engine.simulation.simulation_error import SimulationError
 from fsdp_engine.terminal import print_whole
+
+with naming_extra():
+    import typer
+
 
 DTYPES = {
     "fp32": torch.float32,

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.table import Table
-
+from fsdp_engine.extras import naming_extra
 from fsdp_engine.planner.estimates import NOT_INCLUDED, Estimate
-from fsdp_engine.planner.outcome import KINDS, Outcome, Setting
+from fsdp_engine.planner.outcome import Outcome, Setting
+from fsdp_engine.simulation.memory_tracker import KINDS
 from fsdp_engine.terminal import format_bytes, format_count
+
+with naming_extra():
+    from rich.table import Table
+
 
 _UNKNOWN = "?"
 _MIB, _GIB = 2**20, 2**30

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from fsdp_engine.extras import naming_extra
 from fsdp_engine.planner.candidates import Candidate, candidates, check_meshes, fitting_meshes
 from fsdp_engine.planner.command_inputs import import_function
 from fsdp_engine.planner.estimates import estimate
@@ -252,8 +253,9 @@ def number_of_items(inputs: Any) -> tuple[str, int]:
 
 
 def _with_progress_bar(every: Sequence[Candidate]) -> Iterable[Candidate]:
-    from rich.console import Console
-    from rich.progress import track
+    with naming_extra():
+        from rich.console import Console
+        from rich.progress import track
 
     return track(every, "planning", console=Console(stderr=True), transient=True)
 

@@ -415,7 +415,8 @@ def _matcher(selector: Any) -> Callable[[str, nn.Module], bool]:
         pattern = compile_pattern(selector)
         return lambda name, module: pattern.fullmatch(name) is not None
     if callable(selector):
-        return selector
+        predicate: Callable[[str, nn.Module], bool] = selector
+        return predicate
     raise TypeError(
         "units: expected module classes, name patterns or predicates(name, module) -> bool; "
         f"found {selector!r}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 import warnings
@@ -17,6 +18,7 @@ from fsdp_engine.checkpoint.model_state import check_at_rest, check_shared
 from fsdp_engine.checkpoint.reading_weights import Match, match, read, replace_weights, whole
 from fsdp_engine.devices.agreement import agree
 from fsdp_engine.engine import Engine, engine_of
+from fsdp_engine.extras import naming_extra
 from fsdp_engine.pretrained.adapter_folder import holds_adapter, match_adapter
 from fsdp_engine.pretrained.conversions import as_in_memory, ignored
 from fsdp_engine.pretrained.initialization import (
@@ -74,7 +76,8 @@ def load_pretrained(
         key_mapping: regular expressions for names in the files, and replacements, applied before
             the model's conversions.
         adapter: name in the model of the adapter in ``folder``; None: the only one, or "default".
-        progress: show a progress bar on the first rank's stderr. None: if it is a terminal.
+        progress: show a progress bar on the first rank's stderr. None: if it is a terminal
+            and rich is installed.
 
     Returns:
         The missing and the unexpected names.
@@ -96,6 +99,9 @@ def load_pretrained(
     replaced: set[str] | None = None
     error: Exception | None = None
     try:
+        if progress:
+            with naming_extra():
+                import rich.progress  # noqa: F401 - a missing package raises on all ranks
         check_at_rest(engine)
         check_shared(WHAT, engine)
         is_of_adapter = holds_adapter(Path(folder)) or adapter is not None
@@ -109,7 +115,7 @@ def load_pretrained(
         error = caught
     agree(WHAT, error, group)
     is_first = engine.ranks.rank == 0
-    shows = is_first and (sys.stderr.isatty() if progress is None else progress)
+    shows = is_first and (_has_terminal() if progress is None else progress)
     num_bytes = sum(each.local.numel() * each.pieces.dtype.itemsize for each in found.targets)
 
     def fill() -> None:
@@ -162,6 +168,10 @@ def _mismatches(folder: str, report: LoadedPretrained) -> str:
     if report.unexpected:
         parts.append(f"there, and not in the model: {', '.join(report.unexpected)}")
     return f"{WHAT}: {folder}: {'; '.join(parts)}"
+
+
+def _has_terminal() -> bool:
+    return sys.stderr.isatty() and importlib.util.find_spec("rich") is not None
 
 
 @contextmanager

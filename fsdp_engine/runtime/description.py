@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from fsdp_engine.devices.mesh import DataMesh
+from fsdp_engine.extras import naming_extra
 from fsdp_engine.planning.assignment import expect
 from fsdp_engine.runtime.measuring import Measurement
 from fsdp_engine.runtime.unit import Unit
@@ -59,8 +60,9 @@ class Description:
 
     def __str__(self) -> str:
         # Only here: training without tables needs no library for them.
-        from rich.console import Console
-        from rich.table import Table
+        with naming_extra():
+            from rich.console import Console
+            from rich.table import Table
 
         table = Table(title=self.title, title_justify="left", show_footer=True)
         total = _total(self.rows)

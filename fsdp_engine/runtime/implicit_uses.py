@@ -54,7 +54,7 @@ class ImplicitUses:
         self._warned: set[Unit] = set()
         for unit in units:
             for buffer in unit.buffers:
-                buffer.reads.on_read = lambda unit=unit: self.read(unit)  # type: ignore[misc]
+                buffer.reads.on_read = lambda unit=unit: self.read(unit)
 
     def implicit_uses(self) -> list[Unit]:
         """Units to enter with this forward of the model, as one-off uses."""

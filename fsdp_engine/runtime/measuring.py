@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from fsdp_engine.devices.lane import COPY_IN, LANES, Lanes, name_of_wait, unit_of
 from fsdp_engine.devices.memory import Memory, Peak, begin_device_peak, device_peak
 from fsdp_engine.devices.meter import WaitMeter
+from fsdp_engine.extras import naming_extra
 from fsdp_engine.runtime.scheduler import Scheduler
 from fsdp_engine.terminal import format_bytes
 
@@ -173,8 +174,9 @@ class Measurement:
 
     def __str__(self) -> str:
         # Only here: measuring without tables needs no library for them.
-        from rich.console import Console
-        from rich.table import Table
+        with naming_extra():
+            from rich.console import Console
+            from rich.table import Table
 
         units = self.by_unit()
         lanes = [lane for lane in (*LANES, COPY_IN) if any(lane in each for each in units.values())]

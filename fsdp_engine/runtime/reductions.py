@@ -29,11 +29,11 @@ every backward, whatever the timing.
 A backward that is not the step's last has said that gradients are not complete, so where lanes go
 on without the host (``Lane.runs_ahead``) it ends without waiting for its reductions. They are over
 before the next backward stages anything. Reading, setting or clearing ``.grad`` of a sharded
-parameter, clipping, scaling, zeroing buffers and stepping wait for them first (``GradientAccess`` in
-``flat_dtensor/parameter_access.py``). A user who has read ``.grad`` may hold the tensor, which the
-next reduction writes: from then until gradients are cleared, each backward waits as it ends. On CPU
-it always does: the host drives the reductions, and a rank that read ``.grad`` and one that did not
-would drive them in different orders.
+parameter, clipping, scaling, zeroing buffers and stepping wait for them first (``GradientAccess``
+in ``flat_dtensor/parameter_access.py``). A user who has read ``.grad`` may hold the tensor, which
+the next reduction writes: from then until gradients are cleared, each backward waits as it ends. On
+CPU it always does: the host drives the reductions, and a rank that read ``.grad`` and one that did
+not would drive them in different orders.
 """
 
 from __future__ import annotations

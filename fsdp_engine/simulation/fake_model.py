@@ -99,7 +99,8 @@ class _DeepCopies(TorchFunctionMode):
 
 def _deepcopied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
     if id(tensor) in memo:
-        return memo[id(tensor)]
+        copied: Tensor = memo[id(tensor)]
+        return copied
     twin = tensor.detach().clone()
     if isinstance(tensor, nn.Parameter):
         twin = nn.Parameter(twin)
@@ -115,7 +116,7 @@ class _FirstValues(TorchDispatchMode):
     """Mode for building a model; see the module docstring."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._rows: dict[int, Tensor] = {}
 
     def __torch_dispatch__(

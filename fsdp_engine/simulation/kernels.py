@@ -136,9 +136,10 @@ class Kernels:
             optimizer.zero_grad()
 
         step()
-        with _Calls() as calls:
+        with _Calls() as calls:  # type: ignore[no-untyped-call]
             step()
-        return self._time(step, self._host_time) / calls.number
+        seconds: float = self._time(step, self._host_time) / calls.number
+        return seconds
 
     def crowd(self) -> float:
         """The fraction of a CPU's time that other programs used during products; 0 on a device."""

@@ -232,7 +232,8 @@ def _result_of(
 
 
 def _storage_of(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    key: int = tensor.untyped_storage()._cdata
+    return key
 
 
 def _least_bytes(view: _View) -> int:

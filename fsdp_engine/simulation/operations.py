@@ -50,13 +50,16 @@ _ALL_TO_ALL, _SEND = "alltoall_base_", "send"
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    return flop_counter.sdpa_flop_count(query.shape, key.shape, value.shape)
+    count: int = flop_counter.sdpa_flop_count(query.shape, key.shape, value.shape)
+    return count
 
 
 def _attention_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
 ) -> int:
-    return flop_counter.sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
+    shapes = (grad.shape, query.shape, key.shape, value.shape)
+    count: int = flop_counter.sdpa_backward_flop_count(*shapes)
+    return count
 
 
 # Attention on fake tensors uses the CPU's kernel, which flop_counter does not list.
@@ -90,7 +93,7 @@ class Operations(TorchDispatchMode):
         fake: FakeTensorMode,
         known: OperationCache,
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._fake = fake
         self._known = known
         self._seconds_by: dict[Recipe, float | None] = {}

@@ -34,7 +34,7 @@ from tests.composition import tensor_parallel
 from tests.models import Transformer, vector_batch
 from tests.pairs import EVERY_PAIR
 from tests.pipelining import scene as pipelines
-from tests.planning import test_experts as experts
+from tests.planning import experts
 from tests.pool import on_ranks
 from tests.reference import adamw
 

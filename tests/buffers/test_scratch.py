@@ -13,10 +13,9 @@ from torch import Tensor
 import fsdp_engine as fe
 from tests.codecs import te_on_cpu as te
 from tests.megatron.configs import Config
+from tests.messages import Messages
 from tests.pool import Ranks, on_ranks
-from tests.runtime.test_counts import Messages
-from tests.runtime.test_equivalence import mesh_of
-from tests.runtime.test_schedule import traced
+from tests.training import mesh_of, traced
 
 # Where gradients are whole.
 PAIRS = [("no_shard", "no_shard"), ("optim", "no_shard"), ("optim", "optim")]

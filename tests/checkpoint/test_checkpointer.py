@@ -28,9 +28,10 @@ from fsdp_engine.checkpoint import manifest as manifest_module
 from fsdp_engine.checkpoint.directory import CheckpointDirectory
 from fsdp_engine.checkpoint.manifest import FORMAT_VERSION, MANIFEST, Manifest
 from fsdp_engine.checkpoint.verification import verify_files
-from tests.checkpoint.test_checkpoint import (
+from tests.checkpoint.scene import (
     Config,
     Everything,
+    Position,
     all_configs,
     contents,
     different,
@@ -38,42 +39,14 @@ from tests.checkpoint.test_checkpoint import (
     run_on,
     shard,
     shared_folder,
+    small,
     step,
+    train,
     trained,
     two_groups,
 )
-from tests.models import Mlp, Transformer, token_batch
+from tests.models import Mlp, Transformer
 from tests.pool import Ranks, on_few_ranks, on_ranks
-
-
-class Position:
-    """A place in the data, as a loader keeps it: another on each rank."""
-
-    def __init__(self, index: int = 0) -> None:
-        self.index = index
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"index": self.index}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.index = state["index"]
-
-
-def small(strategy: str = "optim_grads_params", seed: int = 0) -> tuple[Any, fe.Engine, Any]:
-    """A small model, its engine, and an optimizer that has stepped."""
-    torch.manual_seed(seed)
-    model = Transformer(num_blocks=2)
-    engine = fe.shard(model, strategy=strategy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    train(model, optimizer)
-    return model, engine, optimizer
-
-
-def train(model: nn.Module, optimizer: Any, num_steps: int = 1) -> None:
-    for number in range(num_steps):
-        model(*token_batch(2, 10 * number + dist.get_rank())).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def visible(folder: str | Path) -> list[str]:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from typer.testing import CliRunner
 
 import fsdp_engine as fe
@@ -24,65 +24,11 @@ from fsdp_engine.checkpoint.checksums import BLOCK_BYTES, BlockSummer, CheckedFi
 from fsdp_engine.checkpoint.cli import app
 from fsdp_engine.checkpoint.dcp_metadata import METADATA, read_metadata
 from fsdp_engine.checkpoint.manifest import MANIFEST
-from tests.checkpoint.test_checkpoint import contents, different, shared_folder
+from tests.checkpoint.damaged import Numbers, save, trained, without_sums
+from tests.checkpoint.scene import contents, different, shared_folder
 from tests.pool import Ranks, on_ranks
 
 NUM_DAMAGES = 150
-
-
-class Net(nn.Module):
-    """A tensor of several blocks, some small ones, a buffer and an extra state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide = nn.Linear(300, 500)
-        self.norm = nn.BatchNorm1d(500)
-        self.head = nn.Linear(500, 2)
-        self.calls: Any = {"calls": [0]}
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(self.wide(x))).square().sum()
-
-    def get_extra_state(self) -> Any:
-        return self.calls
-
-    def set_extra_state(self, state: Any) -> None:
-        self.calls = state
-
-
-class Numbers:
-    """Something to be saved beside."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.value = state["value"]
-
-
-def trained(seed: int, strategy: str = "optim_grads_params") -> tuple[Net, fe.Engine, Any]:
-    torch.manual_seed(seed)
-    model = Net()
-    model.calls = {"calls": [seed]}
-    engine = fe.shard(model, strategy=strategy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model(torch.rand(4, 300)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return model, engine, optimizer
-
-
-def save(folder: str, seed: int, manifest: bool) -> None:
-    _, engine, optimizer = trained(seed)
-    if manifest:
-        checkpointer = fe.Checkpointer(folder, engine, optimizer, extra={"n": Numbers(seed)})
-        checkpointer.save(1)
-        checkpointer.close()
-    else:
-        fe.save_checkpoint(folder, engine, optimizer, {"n": seed})
 
 
 def folder_in(path: Path, manifest: bool) -> Path:
@@ -251,13 +197,6 @@ def test_blocks_that_are_read_are_compared_and_no_others(tmp_path: Path) -> None
             file.seek(first)
             with pytest.raises(DamagedError, match=f"file: expected bytes {BLOCK_BYTES} to "):
                 file.read(stop - first)
-
-
-def without_sums(folder: Path) -> None:
-    """As plain DCP, or an older version of the engine, would have written it."""
-    metadata = read_metadata(folder)
-    vars(metadata).pop("fsdp_engine_sums")
-    (folder / METADATA).write_bytes(pickle.dumps(metadata))
 
 
 def load_without_sums(folder: str) -> None:

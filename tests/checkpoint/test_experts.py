@@ -13,105 +13,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import fsdp_engine as fe
+from tests.checkpoint.experts import (
+    NUM_EXPERTS,
+    WIDTH,
+    Model,
+    built,
+    own_part,
+    stepped,
+)
 from tests.pool import Ranks, on_ranks
-
-NUM_EXPERTS, WIDTH = 4, 8
-
-
-class Grouped(nn.Module):
-    """Experts in one tensor."""
-
-    def __init__(self, num: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(num, WIDTH, WIDTH))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.einsum("bi,eij->bj", x, self.weight)
-
-
-class Layer(nn.Module):
-    """A linear that all share, ``num`` experts as modules, and as many in one tensor."""
-
-    def __init__(self, num: int) -> None:
-        super().__init__()
-        self.shared = nn.Linear(WIDTH, WIDTH)
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(num))
-        self.grouped = nn.ModuleDict({"inner": Grouped(num)})
-        if num < NUM_EXPERTS:
-            for experts in (self.experts, self.grouped):
-                for param in experts.parameters():
-                    param.allreduce = False  # type: ignore[attr-defined]
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.shared(x)
-        y = self.grouped["inner"](x)
-        for expert in self.experts:
-            y = y + expert(x)
-        return x + y
-
-
-class Model(nn.Module):
-    def __init__(self, num: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Layer(num) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.square().mean()
-
-
-def own_part(name: str, value: Tensor, rank: int, size: int) -> tuple[str, Tensor | None]:
-    """This rank's name for a weight of the whole model, and its part; None: another rank's."""
-    each = NUM_EXPERTS // size
-    if ".experts." in name:
-        before, rest = name.split(".experts.")
-        number, _, last = rest.partition(".")
-        local = int(number) - rank * each
-        return f"{before}.experts.{local}.{last}", value if 0 <= local < each else None
-    if ".grouped." in name:
-        return name, value[rank * each : (rank + 1) * each]
-    return name, value
-
-
-def built(
-    size: int, level: str, seed: int, *, on_meta: bool = False, values: str = "same"
-) -> tuple[fe.Engine, int]:
-    """The model with experts cut over ``size`` ranks, from one whole model's weights; and which of
-    these ranks this one is."""
-    world = dist.get_world_size()
-    if size == 1:
-        torch.manual_seed(seed)
-        with torch.device("meta" if on_meta else "cpu"):
-            model = Model(NUM_EXPERTS)
-        return fe.shard(model, strategy=level, initial_values=values), 0
-    mesh = init_device_mesh("cpu", (world // size, size), mesh_dim_names=("copies", "experts"))
-    rank = mesh["experts"].get_local_rank()
-    torch.manual_seed(seed)
-    if on_meta:
-        with torch.device("meta"):
-            model = Model(NUM_EXPERTS // size)
-    else:
-        whole = Model(NUM_EXPERTS).state_dict()
-        model = Model(NUM_EXPERTS // size)
-        parts = [own_part(name, value, rank, size) for name, value in whole.items()]
-        model.load_state_dict({name: part for name, part in parts if part is not None})
-    experts = mesh["copies"]
-    return fe.shard(model, strategy=level, expert_mesh=experts, initial_values=values), rank
-
-
-def stepped(engine: fe.Engine, steps: int) -> Any:
-    optimizer = torch.optim.AdamW(engine.model.parameters(), lr=0.1)
-    for step in range(steps):
-        torch.manual_seed(10 * step + engine.mesh.rank)
-        engine.model(torch.randn(3, WIDTH)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return optimizer
 
 
 def by_global_name(engine: fe.Engine, optimizer: Any, rank: int, size: int) -> dict[str, Tensor]:

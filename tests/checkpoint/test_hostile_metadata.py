@@ -31,8 +31,8 @@ from fsdp_engine.checkpoint.cli import app
 from fsdp_engine.checkpoint.dcp_metadata import METADATA, read_metadata
 from fsdp_engine.checkpoint.directory import CheckpointDirectory
 from fsdp_engine.checkpoint.manifest import MANIFEST, Manifest
-from tests.checkpoint.test_checkpoint import contents, different
-from tests.checkpoint.test_damage import save, without_sums
+from tests.checkpoint.damaged import save, without_sums
+from tests.checkpoint.scene import contents, different
 from tests.pool import Ranks
 
 

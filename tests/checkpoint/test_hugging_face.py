@@ -35,7 +35,7 @@ from fsdp_engine.checkpoint.hugging_face_folder import INDEX, SINGLE, ExportFold
 from fsdp_engine.checkpoint.safetensors_file import plan_file, read_header
 from fsdp_engine.strategies import LEVELS
 from tests import models
-from tests.checkpoint.test_checkpoint import (
+from tests.checkpoint.scene import (
     Config,
     Everything,
     all_configs,

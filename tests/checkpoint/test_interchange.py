@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import fsdp_engine as fe
 from fsdp_engine.checkpoint.reader import READ_BUFFER_BYTES, ReadBuffer, read_box
-from tests.checkpoint.test_checkpoint import run_on
+from tests.checkpoint.scene import run_on
 from tests.models import Transformer, token_batch
 from tests.pool import Ranks
 

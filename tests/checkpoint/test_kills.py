@@ -30,7 +30,7 @@ from tests.models import Transformer, token_batch
 pytestmark = pytest.mark.thorough
 
 NUM_RANKS = 2
-NUM_KILLS = 30
+NUM_KILLS = 12
 TIMEOUT = timedelta(seconds=60)
 # A job is killed so many saves after its start, at most so long after the last of them.
 LIVES = (1, 2, 3)
@@ -141,7 +141,7 @@ def finish(ranks: list[Any], folder: Path) -> Any:
     return torch.load(folder / "weights")
 
 
-def test_a_job_that_is_killed_thirty_times_ends_with_the_same_weights(
+def test_a_job_that_is_killed_twelve_times_ends_with_the_same_weights(
     tmp_path: Path, forked: Any
 ) -> None:
     draw = random.Random(11)

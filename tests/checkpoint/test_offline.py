@@ -32,9 +32,8 @@ from fsdp_engine.checkpoint.manifest import FORMAT_VERSION, MANIFEST, TensorRow
 from fsdp_engine.checkpoint.offline import StoredCheckpoint, find_folders, verify
 from fsdp_engine.checkpoint.reader import FileView, data_offset
 from fsdp_engine.checkpoint.writer import METADATA
-from tests.checkpoint.test_checkpoint import run_on
-from tests.checkpoint.test_checkpointer import Position, small, train
-from tests.checkpoint.test_damage import without_sums
+from tests.checkpoint.damaged import without_sums
+from tests.checkpoint.scene import Position, run_on, small, train
 from tests.models import Transformer
 from tests.pool import Ranks
 

@@ -49,7 +49,7 @@ def run(folder: Path, num_ranks: int, ending: str) -> subprocess.CompletedProces
     )
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_the_save_is_finished(tmp_path: Path, num_ranks: int) -> None:
     ended = run(tmp_path, num_ranks, "plainly")
     assert ended.returncode == 0, ended.stderr

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import fsdp_engine as fe
 from fsdp_engine.checkpoint.cli import app
-from tests.checkpoint.test_checkpoint import shared_folder
+from tests.checkpoint.scene import shared_folder
 from tests.pool import Ranks, on_few_ranks, on_ranks
 
 WIDTH = 128

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fsdp_engine as fe
-from fsdp_engine.codecs import ParamCodec
+from fsdp_engine.codecs import ParamCodec, TransformerEngineCodec
+from fsdp_engine.codecs import transformer_engine as codec_module
 from tests.codecs import te_on_cpu
-from tests.codecs.te_on_cpu import QuantisedBlock, QuantisedLinear, QuantisedStack, planes
+from tests.codecs.te_on_cpu import QuantisedBlock, QuantisedLinear, QuantisedStack, load, planes
 from tests.codecs.te_reference import MAX, Quantised, dequantise, quantise
 
 TRANSPOSED = ("delayed", "current", "block")  # backward reads transposes of what forward reads
@@ -315,3 +316,11 @@ def train_watched(
         optimizer.zero_grad()
         model.update_scales()
     return losses
+
+
+def make_codec(
+    recipe: str, dtype: torch.dtype = torch.bfloat16, *, keeps: bool = False
+) -> TransformerEngineCodec:
+    load()
+    found = next(each for each in codec_module.RECIPES if each.name == recipe)
+    return TransformerEngineCodec(codec_module._load("weight"), found, dtype, keeps)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.codecs import te_on_cpu
@@ -231,3 +232,9 @@ def _post_process(weights: list[Any]) -> None:
     from transformer_engine.pytorch.tensor.utils import post_all_gather_processing
 
     post_all_gather_processing(weights)
+
+
+def shapes(recipe: str) -> Any:
+    if recipe == "mxfp8":
+        return st.tuples(st.integers(1, 5), st.integers(1, 4)).map(lambda s: (32 * s[0], 32 * s[1]))
+    return st.tuples(st.integers(1, 300), st.integers(1, 200))

@@ -15,7 +15,7 @@ from fsdp_engine.codecs import CastCodec, Float8, Float8Codec, ParamCodec, Piece
 from fsdp_engine.codecs.transformer_engine import TransformerEngineCodec
 from tests.codecs.int8_codec import Int8, Int8Codec
 from tests.codecs.te_on_cpu import RECIPES, make_weight
-from tests.codecs.test_transformer_engine import make_codec
+from tests.codecs.te_training import make_codec
 from tests.pool import on_ranks
 
 NAN, INF = float("nan"), float("inf")

@@ -20,11 +20,11 @@ from fsdp_engine.codecs import Float8, Float8Codec, Piece
 from tests import reference
 from tests.codecs.float8_reference import quantised, reference_bytes, reference_scales
 from tests.megatron.configs import Config
-from tests.models import Transformer, token_batch
+from tests.messages import Messages, count_step
+from tests.models import Stack, Transformer, token_batch
 from tests.pairs import FEW_PAIRS
 from tests.pool import on_ranks
-from tests.runtime.test_counts import Messages, Stack, count_step
-from tests.runtime.test_equivalence import mesh_of
+from tests.training import mesh_of
 
 OPTIONS = [Float8(g, p) for g in ("tensor", "row", "block") for p in (False, True)]
 LABELS = [f"{each.granularity}-{each.power_of_two_scales}" for each in OPTIONS]

@@ -22,7 +22,7 @@ from tests.codecs.float8_reference import fp8_bytes, quantised, reference_grid
 from tests.models import Transformer, token_batch
 from tests.pairs import FEW_PAIRS
 from tests.pool import Ranks, on_ranks
-from tests.runtime.test_equivalence import mesh_of
+from tests.training import mesh_of
 
 pytestmark = pytest.mark.thorough
 

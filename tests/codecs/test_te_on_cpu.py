@@ -18,17 +18,11 @@ from torch.nn import functional as F
 from tests.codecs import te_kernels, te_on_cpu
 from tests.codecs.te_on_cpu import RECIPES, QuantisedLinear, QuantisedStack, make_weight, planes
 from tests.codecs.te_reference import dequantise, quantise
-from tests.codecs.te_vectors import FILLS, GUARD, assert_equal, matrix, quantise_split
+from tests.codecs.te_vectors import FILLS, GUARD, assert_equal, matrix, quantise_split, shapes
 from tests.pool import Ranks, on_ranks
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 ALL_RECIPES = pytest.mark.parametrize("recipe", RECIPES)
-
-
-def shapes(recipe: str) -> Any:
-    if recipe == "mxfp8":
-        return st.tuples(st.integers(1, 5), st.integers(1, 4)).map(lambda s: (32 * s[0], 32 * s[1]))
-    return st.tuples(st.integers(1, 300), st.integers(1, 200))
 
 
 @ALL_RECIPES

@@ -19,12 +19,12 @@ import fsdp_engine as fe
 from fsdp_engine.codecs import Piece, TransformerEngineCodec
 from fsdp_engine.codecs import transformer_engine as codec_module
 from fsdp_engine.devices.memory import Memory
-from tests.codecs.te_on_cpu import RECIPES, load, make_weight, planes
+from tests.codecs.te_on_cpu import RECIPES, make_weight, planes
 from tests.codecs.te_reference import quantise
-from tests.codecs.te_training import Watch, make_stack, quantised_layers, train_watched
-from tests.codecs.test_te_on_cpu import FILLS, GUARD, assert_equal, matrix, shapes
+from tests.codecs.te_training import Watch, make_codec, make_stack, quantised_layers, train_watched
+from tests.codecs.te_vectors import FILLS, GUARD, assert_equal, matrix, shapes
 from tests.pool import on_ranks
-from tests.runtime.test_equivalence import mesh_of
+from tests.training import mesh_of
 
 PLANES = {
     "delayed": ("_data",),
@@ -38,14 +38,6 @@ SCALES = {
     "block": ("_rowwise_scale_inv",),
     "mxfp8": ("_rowwise_scale_inv", "_columnwise_scale_inv"),
 }
-
-
-def make_codec(
-    recipe: str, dtype: torch.dtype = torch.bfloat16, *, keeps: bool = False
-) -> TransformerEngineCodec:
-    load()
-    found = next(each for each in codec_module.RECIPES if each.name == recipe)
-    return TransformerEngineCodec(codec_module._load("weight"), found, dtype, keeps)
 
 
 class Part:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import FileSystemReader
 import fsdp_engine as fe
 from fsdp_engine.checkpoint import load_checkpoint, save_checkpoint
 from tests import reference
-from tests.checkpoint.test_checkpoint import shared_folder
+from tests.checkpoint.scene import shared_folder
 from tests.codecs.te_on_cpu import RECIPES, WEIGHT, QuantisedLinear
 from tests.codecs.te_training import (
     Watch,
@@ -24,7 +24,7 @@ from tests.codecs.te_training import (
     quantised_layers,
 )
 from tests.pool import RankError, Ranks, on_ranks
-from tests.runtime.test_equivalence import mesh_of
+from tests.training import mesh_of
 
 pytestmark = pytest.mark.thorough
 Config = tuple[tuple[int, ...], str, str]  # mesh, inner and outer level

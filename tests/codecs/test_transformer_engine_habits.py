@@ -24,7 +24,7 @@ from tests.codecs.te_training import (
 )
 from tests.megatron.configs import config_of, train_wrapped
 from tests.pool import on_ranks
-from tests.runtime.test_equivalence import mesh_of
+from tests.training import mesh_of
 
 pytestmark = pytest.mark.thorough
 

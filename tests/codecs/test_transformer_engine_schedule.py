@@ -30,12 +30,11 @@ from tests.codecs.te_training import (
     make_stack,
     train_watched,
 )
+from tests.messages import Messages
 from tests.models import Transformer, token_batch
 from tests.pairs import FEW_PAIR_NAMES, FEW_PAIRS
 from tests.pool import Ranks, on_ranks
-from tests.runtime.test_counts import Messages
-from tests.runtime.test_equivalence import mesh_of
-from tests.runtime.test_schedule import BUDGETS, config_of, traced
+from tests.training import BUDGETS, config_of, mesh_of, traced
 
 pytestmark = pytest.mark.thorough
 

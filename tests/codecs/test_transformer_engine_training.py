@@ -30,7 +30,7 @@ from tests.codecs.te_training import (
 )
 from tests.pairs import FEW_PAIR_NAMES, FEW_PAIRS
 from tests.pool import Ranks, on_ranks
-from tests.runtime.test_equivalence import OPTIMIZERS, mesh_of
+from tests.training import OPTIMIZERS, mesh_of
 
 pytestmark = pytest.mark.thorough
 

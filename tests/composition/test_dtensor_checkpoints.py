@@ -97,8 +97,8 @@ def run_on(
     [
         "tp2 dp2",
         pytest.param("tp2 dp2 optim", marks=THOROUGH),
-        "tp2 dp2 no_shard",
-        "dp4",
+        pytest.param("tp2 dp2 no_shard", marks=THOROUGH),
+        pytest.param("dp4", marks=THOROUGH),
         pytest.param("tp4", marks=THOROUGH),
         pytest.param("alone", marks=THOROUGH),
     ],

@@ -23,41 +23,10 @@ from curve import memory_in_use
 from fsdp_engine.devices.host_memory import HostBlock
 from fsdp_engine.devices.memory import BACKWARDS_PER_TRIM, Memory, TransientStorage
 from fsdp_engine.strategies import Axis, Role, Strategy
-from tests.models import DIM, Mlp, Regression, odd_model, vector_batch
+from tests.models import DIM, NUM_BLOCKS, Even, odd_model, vector_batch
 from tests.pairs import PAIRS_AND_WAYS
 from tests.pool import Ranks, on_ranks
-from tests.runtime.test_equivalence import mesh_of
-
-NUM_BLOCKS = 6
-# By name: policy, bytes of compute weights, of main weights (0: they are the compute weights), of
-# gradients, of gradients on the wire.
-POLICIES: dict[str, tuple[fe.MixedPrecisionPolicy, int, int, int, int]] = {
-    "fp32": (fe.MixedPrecisionPolicy(), 4, 0, 4, 4),
-    "bf16": (fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16), 2, 4, 4, 4),
-    "bf16 reduced in bf16": (
-        fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
-        2,
-        4,
-        4,
-        2,
-    ),
-}
-
-
-class Even(Regression):
-    """Blocks of one size, and two layers of the root's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(DIM, DIM)
-        self.blocks = nn.ModuleList([Mlp() for _ in range(NUM_BLOCKS)])
-        self.last = nn.Linear(DIM, DIM, bias=False)
-
-    def predict(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x)
+from tests.training import POLICIES, mesh_of
 
 
 def part(strategy: Strategy, role: Role) -> float:

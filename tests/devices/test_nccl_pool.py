@@ -18,12 +18,11 @@ from fsdp_engine import sharding as sharding_module
 from fsdp_engine.devices import lanes, memory, nccl_pool
 from fsdp_engine.planning import build as build_module
 from fsdp_engine.strategies import LEVELS
-from tests.devices.test_memory import Even
-from tests.models import Chain, Mlp, NestedUnits, lora_model, vector_batch
+from tests.devices.planned_memory import Order, counting_fills, uneven_model
+from tests.models import Chain, Even, Mlp, NestedUnits, lora_model, vector_batch
 from tests.pool import on_ranks
-from tests.runtime.test_double_buffer import Order, counting_fills, uneven_model
-from tests.runtime.test_schedule import train
 from tests.torch_versions import plans_addresses
+from tests.training import train
 
 UB = fe.DistributedDataParallelConfig(nccl_ub=True)
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce")

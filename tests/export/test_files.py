@@ -19,7 +19,7 @@ from tests.export.scene import Receiver, edit, of_all_ranks, same_bits, sent_sta
 from tests.models import Chain, Mlp
 from tests.pool import Ranks, on_few_ranks
 from tests.pretrained.families import FAMILIES, build, builder
-from tests.pretrained.test_save import in_files
+from tests.pretrained.folders import in_files
 
 
 def streamed(family: str, folder: str, level: str) -> None:

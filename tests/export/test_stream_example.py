@@ -34,6 +34,7 @@ def check(rounds: list[str]) -> None:
     assert all("the same weights" in line for line in rounds)
 
 
+@pytest.mark.thorough
 def test_one_rank() -> None:
     check(run())
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fsdp_engine as fe
 from fsdp_engine.export import version as version_file
 from tests import models
-from tests.checkpoint.test_checkpoint import shared_folder
+from tests.checkpoint.scene import shared_folder
 from tests.composition.tensor_parallel import Model, cut, mesh_of, tokens_for
 from tests.export.scene import (
     Receiver,
@@ -249,8 +249,8 @@ def test_parameters_cut_by_tensor_parallelism(level: str) -> None:
 @pytest.mark.parametrize("level", ["no_shard", "optim_grads_params"])
 @on_ranks(4)
 def test_experts_are_sent_by_who_has_them(level: str) -> None:
-    from tests.checkpoint.test_experts import NUM_EXPERTS, built, stepped
-    from tests.checkpoint.test_experts import Model as WithExperts
+    from tests.checkpoint.experts import NUM_EXPERTS, built, stepped
+    from tests.checkpoint.experts import Model as WithExperts
 
     engine, _ = built(2, level, seed=3)
     with pytest.raises(ValueError, match="found the expert blocks"):

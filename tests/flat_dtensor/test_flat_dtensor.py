@@ -29,6 +29,7 @@ from fsdp_engine.flat_dtensor import (
     flat_range_boxes,
     functions,
 )
+from tests.torch_versions import compiled_code_raises
 
 SHAPE, START, STOP = (6, 5), 7, 19
 
@@ -470,6 +471,7 @@ def test_backward_with_sharded_inputs_raises_and_names_an_alternative(mesh: Devi
     for backward in (
         lambda: (2 * x).sum().backward(inputs=[param, x]),
         lambda: param.sum().backward(inputs=[param]),
+        lambda: param.sum().backward(inputs=param),
     ):
         with pytest.raises(ValueError, match=r"inputs=; found .*\(6, 5\).*requires_grad_\(False\)"):
             backward()
@@ -513,8 +515,16 @@ def test_a_compiled_function_of_slices_is_as_right_as_any(mesh: DeviceMesh, back
     full = torch.rand(SHAPE)
     compiled = torch.compile(lambda x: (x + 1) * 2, backend=backend)
     check(compiled(flat_of(full, mesh)), (full + 1) * 2)
+
+
+@compiled_code_raises
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_function_that_a_slice_cannot_answer_is_refused(
+    mesh: DeviceMesh, backend: str
+) -> None:
+    compiled = torch.compile(lambda x: F.layer_norm(x, (5,)), backend=backend)
     with pytest.raises(ValueError, match=r"layer_norm: not defined for a slice"):
-        torch.compile(lambda x: F.layer_norm(x, (5,)), backend=backend)(flat_of(full, mesh))
+        compiled(flat_of(torch.rand(SHAPE), mesh))
 
 
 def test_a_module_keeps_its_parameters_through_to_or_refuses(mesh: DeviceMesh) -> None:

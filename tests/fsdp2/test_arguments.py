@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 import fsdp_engine as fe
 from fsdp_engine import fsdp2
 from tests.fsdp2.programs import batch, loss_of, parallelize
-from tests.fsdp2.test_fully_shard import seeded
+from tests.fsdp2.scene import seeded
 from tests.pool import on_ranks
 
 BAD: dict[str, tuple[type[Exception], dict[str, Any]]] = {

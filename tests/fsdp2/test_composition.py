@@ -17,8 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_engine import fsdp2
 from tests.fsdp2.programs import Layer, Log, batch, loss_of, parallelize, sgd, train, whole
-from tests.fsdp2.test_flags import assert_alike, gradients
-from tests.fsdp2.test_fully_shard import both, seeded
+from tests.fsdp2.scene import assert_alike, both, gradients, seeded
 from tests.pool import on_ranks
 
 

@@ -16,24 +16,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_engine import fsdp2
 from tests.devices.trace_lanes import Tracer
-from tests.fsdp2.programs import APIS, Log, Model, batch, loss_of, parallelize, sgd, train, whole
-from tests.fsdp2.test_fully_shard import both, seeded
+from tests.fsdp2.programs import APIS, Log, Model, batch, loss_of, parallelize, sgd, train
+from tests.fsdp2.scene import assert_alike, both, gradients, seeded
 from tests.pool import on_ranks
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        name: whole(param.grad).clone()
-        for name, param in model.named_parameters()
-        if param.grad is not None
-    }
-
-
-def assert_alike(compute: Callable[[Any], Any]) -> None:
-    """``compute(api)`` gives the same tensors with FSDP2 and with the face."""
-    found = [compute(api) for api in APIS.values()]
-    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
-
 
 SETTINGS: dict[str, Callable[[Any], None]] = {
     "keep after forward": lambda model: model.set_reshard_after_forward(False),

@@ -14,21 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp_engine as fe
 from fsdp_engine import fsdp2
 from fsdp_engine.fsdp2.root_module import inputs_on
-from tests.fsdp2.programs import APIS, Log, Model, adamw, parallelize, sgd, train
+from tests.fsdp2.programs import APIS, Log, adamw, parallelize, sgd, train
+from tests.fsdp2.scene import both, on_meta, seeded
 from tests.pool import on_ranks
-
-
-def seeded() -> Model:
-    model = Model()
-    torch.manual_seed(3)
-    model.init_weights()
-    return model
-
-
-def both(script: Any) -> None:
-    """``script(api)`` shows the same with FSDP2 and with the face."""
-    logs = [script(api) for api in APIS.values()]
-    assert logs[0] == logs[1]
 
 
 @pytest.mark.parametrize("make_optimizer", [sgd, adamw])
@@ -129,11 +117,6 @@ def test_every_level_trains_as_fsdp2(strategy: str) -> None:
     model = parallelize(fsdp2, seeded(), strategy=strategy)
     own = train(model, sgd(model.parameters()), range(3), num_microbatches=2)
     assert log == own
-
-
-def on_meta() -> Model:
-    with torch.device("meta"):
-        return Model()
 
 
 @on_ranks(2)

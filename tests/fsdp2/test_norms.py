@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import fsdp_engine as fe
 from tests.fsdp2.programs import APIS, batch, loss_of, parallelize
-from tests.fsdp2.test_fully_shard import seeded
+from tests.fsdp2.scene import seeded
 from tests.pool import Ranks, on_ranks
 
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_engine import fsdp2
 from tests.fsdp2.programs import APIS, Model, adamw, batch, loss_of, parallelize, train, whole
-from tests.fsdp2.test_fully_shard import on_meta, seeded
+from tests.fsdp2.scene import on_meta, seeded
 from tests.pool import Ranks, on_ranks
 
 

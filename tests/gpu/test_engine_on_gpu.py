@@ -8,22 +8,31 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_engine as fe
 from fsdp_engine.devices.host_memory import HostBlock
+from tests.gpu.scene import (
+    LEVEL_3,
+    LEVELS,
+    WIDTH,
+    Model,
+    assert_same,
+    make_batches,
+    make_model,
+    make_sgd,
+    process_group,
+    requested_bytes,
+    train_sharded,
+)
 from tests.pool import Ranks
 
 pytestmark = [
@@ -31,89 +40,10 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; found none"),
 ]
 
-LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-LEVEL_3 = LEVELS[3]
-WIDTH = 512
-NUM_BLOCKS = 4
 BLOCK_ELEMENTS = 2 * WIDTH + 8 * WIDTH**2 + 5 * WIDTH
 BLOCK_BYTES = 4 * BLOCK_ELEMENTS
 ROOT_BYTES = 4 * (WIDTH**2 + WIDTH)
 MIB = 2**20
-
-
-class Block(nn.Module):
-    """A residual block. ``probe`` is called when its kernels have been issued."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
-        self.probe: Callable[[], None] | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
-        if self.probe is not None:
-            self.probe()
-        return y
-
-
-class Model(nn.Module):
-    """Blocks, and a root with a linear map of its own; returns a loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
-        self.head = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return F.mse_loss(self.head(x).float(), target.float())
-
-
-def make_model(device: str = "cuda") -> Model:
-    torch.manual_seed(0)
-    with torch.device(device):
-        return Model()
-
-
-def make_batches(count: int, rows: int = 8) -> list[tuple[Tensor, Tensor]]:
-    """Drawn on the CPU, so that every process has the same."""
-    generator = torch.Generator().manual_seed(1)
-    return [
-        (
-            torch.randn(rows, WIDTH, generator=generator).cuda(),
-            torch.randn(rows, WIDTH, generator=generator).cuda(),
-        )
-        for _ in range(count)
-    ]
-
-
-def make_sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def requested_bytes(moment: str) -> int:
-    """Bytes asked of CUDA's allocator, which it may round up: "current" or "peak"."""
-    found: int = torch.cuda.memory_stats()[f"requested_bytes.all.{moment}"]
-    return found
-
-
-@contextmanager
-def process_group(backend: str, world_size: int) -> Iterator[DeviceMesh]:
-    """A mesh of this process and, over the "fake" backend, of ranks that are not there."""
-    assert not dist.is_initialized(), "another test has left a process group behind"
-    store = FakeStore() if backend == "fake" else dist.HashStore()
-    timeout = timedelta(seconds=60)
-    torch.cuda.set_device(0)
-    dist.init_process_group(backend, store=store, rank=0, world_size=world_size, timeout=timeout)
-    try:
-        yield init_device_mesh("cuda", (world_size,))
-    finally:
-        torch.cuda.synchronize()
-        gc.collect()
-        dist.destroy_process_group()
 
 
 @pytest.fixture
@@ -144,39 +74,6 @@ def train_bare(
         optimizer.step()
         optimizer.zero_grad()
     return losses, {name: value.cpu() for name, value in model.state_dict().items()}
-
-
-def train_sharded(
-    model: Model, engine: fe.Engine, batches: list[tuple[Tensor, Tensor]]
-) -> tuple[list[float], dict[str, Tensor]]:
-    """The same under the engine."""
-    optimizer = make_sgd(model)
-    losses = []
-    for first in range(0, len(batches), 2):
-        with engine.no_sync():
-            loss = model(*batches[first]) / 2
-            loss.backward()
-        losses.append(loss.item())
-        loss = model(*batches[first + 1]) / 2
-        loss.backward()
-        losses.append(loss.item())
-        engine.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, engine.full_state_dict()
-
-
-def assert_same(
-    found: tuple[list[float], dict[str, Tensor]],
-    expected: tuple[list[float], dict[str, Tensor]],
-    tolerance: float,
-) -> None:
-    assert found[0] == pytest.approx(expected[0], rel=tolerance)
-    assert found[1].keys() == expected[1].keys()
-    for name, value in expected[1].items():
-        torch.testing.assert_close(
-            found[1][name], value, rtol=tolerance, atol=tolerance * value.abs().max().item()
-        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

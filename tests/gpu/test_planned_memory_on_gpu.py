@@ -16,7 +16,7 @@ import torch.distributed as dist
 import fsdp_engine as fe
 from fsdp_engine.devices.memory import Memory
 from fsdp_engine.devices.nccl_pool import NcclPool
-from tests.gpu.test_engine_on_gpu import (
+from tests.gpu.scene import (
     LEVEL_3,
     LEVELS,
     WIDTH,

@@ -32,7 +32,7 @@ import fsdp_engine as fe
 from fsdp_engine.codecs import transformer_engine
 from tests.codecs import te_unsharded
 from tests.codecs.te_vectors import FILLS, ORDINARY, quantise_split
-from tests.gpu.test_engine_on_gpu import LEVELS, process_group
+from tests.gpu.scene import LEVELS, process_group
 from tests.pool import Ranks
 
 RECIPES = {

@@ -16,7 +16,7 @@ from tests.megatron.configs import LEVEL_NAMES, config_of, train_wrapped
 from tests.models import Transformer, token_batch
 from tests.pairs import FEW_PAIRS
 from tests.pool import Ranks
-from tests.runtime.test_equivalence import mesh_of, report
+from tests.training import mesh_of, report
 
 
 @functools.cache

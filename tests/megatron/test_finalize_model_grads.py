@@ -34,9 +34,9 @@ from tests.megatron.model_parallel import (
     mixture_loss,
     run_stage,
 )
+from tests.messages import Messages
 from tests.pool import on_ranks
 from tests.reference import full_weights, relative_error
-from tests.runtime.test_counts import Messages
 
 QK = SimpleNamespace(qk_layernorm=True)
 

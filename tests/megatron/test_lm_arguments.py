@@ -147,6 +147,7 @@ def test_align_param_gather_without_overlap_is_refused(wrapping: str) -> None:
             get_model(args, OURS)
 
 
+@pytest.mark.thorough
 def test_the_example_is_a_program() -> None:
     """As docs/megatron.md calls it, on one rank and with one row."""
     command = [sys.executable, "examples/megatron_lm_arguments.py", *SHORT.split()]

@@ -18,11 +18,11 @@ import fsdp_engine as fe
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis, Role, Strategy
 from tests.devices.timeline import PHASES, Timeline, timed_step
 from tests.megatron.configs import LEVEL_NAMES, config_of
-from tests.models import vector_batch
+from tests.messages import Messages, expected_collectives
+from tests.models import Stack, vector_batch
 from tests.pairs import FEW_PAIR_NAMES, FEW_PAIRS
 from tests.pool import Ranks, on_ranks
-from tests.runtime.test_counts import Messages, Stack, expected_collectives
-from tests.runtime.test_equivalence import mesh_of
+from tests.training import mesh_of
 
 CUT_MODEL = {"bucket_size": 300}  # three buckets where parameters are whole
 

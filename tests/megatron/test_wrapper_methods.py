@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 import fsdp_engine as fe
 from tests.megatron.configs import LEVEL_NAMES, Config, config_of
-from tests.models import Regression, Transformer, token_batch, vector_batch
+from tests.messages import Messages
+from tests.models import Regression, Stack, Transformer, token_batch, vector_batch
 from tests.pairs import FEW_PAIRS
 from tests.pool import on_ranks
 from tests.reference import full, full_weights, relative_error
-from tests.runtime.test_counts import Messages, Stack
-from tests.runtime.test_equivalence import mesh_of
+from tests.training import mesh_of
 
 CASES = list(itertools.product(LEVEL_NAMES, (False, True)))
 WHOLE_GRADS = LEVEL_NAMES[:2]

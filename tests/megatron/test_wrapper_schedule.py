@@ -16,11 +16,9 @@ import fsdp_engine as fe
 from tests import reference
 from tests.devices.trace_lanes import Tracer
 from tests.megatron.configs import LEVEL_NAMES, config_of
-from tests.models import vector_batch
+from tests.models import LateModel, Small, late_modules, vector_batch
 from tests.pool import on_ranks
-from tests.runtime.test_delayed_gradients import LateModel, late_modules
-from tests.runtime.test_equivalence import mesh_of
-from tests.runtime.test_schedule import Small
+from tests.training import mesh_of
 
 pytestmark = pytest.mark.thorough
 

@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
+from tests.messages import GATHERS, REDUCTIONS, Messages
 from tests.pipelining import scene
 from tests.pool import on_ranks
-from tests.runtime.test_counts import GATHERS, REDUCTIONS, Messages
 
 # Of the four microbatches of a stage, by schedule and pipeline rank: from how many forwards it
 # goes straight into their own backward, of which the last unit then stays full.

@@ -21,10 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fsdp_engine as fe
 from fsdp_engine.strategies import LEVELS
 from tests.megatron.configs import LEVEL_NAMES, Config, Layers, config_of
-from tests.messages import watched
+from tests.messages import Messages, watched
 from tests.pool import on_ranks
-from tests.runtime.test_counts import Messages
-from tests.runtime.test_equivalence import mesh_of
+from tests.training import mesh_of
 
 ROOT = "the root module"
 DIM, NUM_LAYERS = 8, 3

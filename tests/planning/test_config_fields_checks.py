@@ -15,9 +15,9 @@ from torch import nn
 import fsdp_engine as fe
 from fsdp_engine.runtime import gradient_checks
 from tests.megatron.configs import LEVEL_NAMES, config_of
+from tests.messages import Messages
 from tests.pool import on_ranks
-from tests.runtime.test_counts import Messages
-from tests.runtime.test_equivalence import mesh_of
+from tests.training import mesh_of
 
 DIM = 8
 

@@ -16,97 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn import functional as F
 
 import fsdp_engine as fe
 from tests.megatron.configs import LEVEL_NAMES, config_of
+from tests.planning.experts import DIM, Mixture, batches, build
 from tests.pool import Ranks, on_ranks
 from tests.reference import full, relative_error
-
-DIM = 6
-NUM_EXPERTS = 2
-
-
-class Gathered(torch.autograd.Function):
-    """Rows of all ranks of a group; gradients are summed back to their rows."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group, ctx.rows = group, x.shape[0]
-        parts = [torch.empty_like(x) for _ in range(group.size())]
-        dist.all_gather(parts, x.contiguous(), group=group)
-        return torch.cat(parts)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        grad = grad.contiguous().clone()
-        dist.all_reduce(grad, group=ctx.group)
-        start = ctx.group.rank() * ctx.rows
-        return grad[start : start + ctx.rows], None
-
-
-class Scattered(torch.autograd.Function):
-    """The sum over a group of this rank's rows; gradients of all rows come back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        total = x.clone()
-        dist.all_reduce(total, group=group)
-        return total.chunk(group.size())[group.rank()].clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        parts = [torch.empty_like(grad) for _ in range(ctx.group.size())]
-        dist.all_gather(parts, grad.contiguous(), group=ctx.group)
-        return torch.cat(parts), None
-
-
-class Mixture(nn.Module):
-    """A linear, then experts of which this rank holds ``held``; ``group`` holds all of them."""
-
-    def __init__(self, held: list[int], group: Any = None) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(3)
-        weights = torch.randn(NUM_EXPERTS, DIM, DIM, generator=generator) / DIM**0.5
-        self.first = nn.Linear(DIM, DIM)
-        self.experts = nn.ParameterDict({str(e): nn.Parameter(weights[e].clone()) for e in held})
-        self.last = nn.Linear(DIM, 1)
-        self.group = group
-        self.fill: float | None = None  # instead of a loss: gradients that are this everywhere
-        for expert in self.experts.values():
-            expert.allreduce = group is None
-
-    def mix(self, x: Tensor) -> Tensor:
-        whole = x if self.group is None else Gathered.apply(x, self.group)
-        goes_to = (whole.detach()[:, 0] > 0).long()
-        out = whole * 0.0  # in the graph, also where no token comes
-        for name, weight in self.experts.items():
-            chosen = (goes_to == int(name)).unsqueeze(1)
-            if not chosen.any():
-                continue
-            out = out + torch.where(chosen, torch.tanh(whole @ weight), 0.0)
-        return out if self.group is None else Scattered.apply(out, self.group)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        if self.fill is not None:
-            self.mix(self.first(x))  # every module is called
-            return sum((p.sum() * self.fill for p in self.parameters()), torch.zeros(()))
-        return F.mse_loss(self.last(self.mix(self.first(x))), y)
-
-
-def batches(num_micro: int) -> list[list[tuple[Tensor, Tensor]]]:
-    generator = torch.Generator().manual_seed(7)
-
-    def rows() -> tuple[Tensor, Tensor]:
-        return torch.randn(5, DIM, generator=generator), torch.randn(5, 1, generator=generator)
-
-    return [[rows() for _ in range(4)] for _ in range(num_micro)]
-
-
-def build(held: list[int], group: Any = None) -> Mixture:
-    torch.manual_seed(2)
-    return Mixture(held, group)
 
 
 def wrapped(config: Any) -> tuple[fe.DistributedDataParallel, int]:

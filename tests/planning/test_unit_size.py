@@ -25,7 +25,7 @@ from fsdp_engine.planning.assignment import (
 from fsdp_engine.planning.unit_size import join_small, least_size, split_by_least
 from tests import MIN_UNIT_SIZE
 from tests.models import Block, Mlp, Transformer
-from tests.planning.test_errors import assert_still_trains, refused
+from tests.planning.refusals import assert_still_trains, refused
 from tests.pool import on_ranks
 
 

@@ -16,16 +16,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import fsdp_engine as fe
-from tests.checkpoint.test_checkpoint import shared_folder
+from tests.checkpoint.scene import shared_folder
 from tests.pool import Ranks, on_few_ranks, on_ranks
 from tests.pretrained.families import FAMILIES, build, builder
-
-
-def read_by_transformers(family: str, folder: str) -> dict[str, Tensor]:
-    """All parameters and buffers, those that are not saved, too."""
-    name, *_ = FAMILIES[family]
-    model = getattr(transformers, name).from_pretrained(folder)
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+from tests.pretrained.folders import read_by_transformers
 
 
 def loaded(family: str, folder: str, level: str) -> list[str]:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import fsdp_engine as fe
-from tests.checkpoint.test_checkpoint import shared_folder
+from tests.checkpoint.scene import shared_folder
 from tests.pool import Ranks, on_few_ranks, on_ranks
 from tests.pretrained.families import FAMILIES
 from tests.pretrained.peft_models import CONFIGS, adapted, llama, lora, peft

@@ -14,14 +14,13 @@ from unittest.mock import patch
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import fsdp_engine as fe
-from tests.checkpoint.test_checkpoint import shared_folder
+from tests.checkpoint.scene import shared_folder
 from tests.pool import Ranks, on_ranks
 from tests.pretrained.families import FAMILIES, build, builder
-from tests.pretrained.test_load import read_by_transformers
+from tests.pretrained.folders import in_files, read_by_transformers
 
 
 def saved(family: str, folder: str, level: str, other: str) -> None:
@@ -30,14 +29,6 @@ def saved(family: str, folder: str, level: str, other: str) -> None:
     engine = fe.shard(model, strategy=level, initial_values="empty")
     fe.load_pretrained(engine, folder)
     fe.save_pretrained(model, other, max_shard_size="6KB")
-
-
-def in_files(folder: Path) -> dict[str, Tensor]:
-    return {
-        name: tensor
-        for path in sorted(folder.glob("*.safetensors"))
-        for name, tensor in load_file(path).items()
-    }
 
 
 @pytest.mark.parametrize("family", FAMILIES)

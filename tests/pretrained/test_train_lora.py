@@ -60,6 +60,7 @@ def last_step(out: Path) -> int:
     return max(steps, default=0)
 
 
+@pytest.mark.thorough
 def test_it_goes_on_after_a_kill_on_another_number_of_ranks(tmp_path: Path) -> None:
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     process = start(killed, 2, "--steps", "1000")

@@ -8,150 +8,21 @@ group, by group. Expected is what follows from the levels alone ([Note: Depth] i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_engine as fe
-from fsdp_engine.devices import lanes as lanes_module
 from fsdp_engine.runtime.description import count_gathers
-from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis, Role, Strategy
-from tests.models import DIM, LoraLinear, Mlp, Regression, vector_batch
+from fsdp_engine.strategies import Axis, Role, Strategy
+from tests.messages import GATHERS, REDUCTIONS, Messages, count_step, expected_collectives
+from tests.models import LoraLinear, Regression, Stack, vector_batch
 from tests.pairs import EVERY_PAIR
 from tests.pool import Ranks, on_ranks
-from tests.runtime.test_equivalence import mesh_of
-
-GATHERS, REDUCTIONS = ("all-gather",), ("reduce-scatter", "all-reduce")
-
-
-class Stack(Regression):
-    """Four units of different sizes, and a layer before and one after them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(DIM, DIM)
-        self.blocks = nn.ModuleList([Mlp(hidden=5 + 13 * index) for index in range(4)])
-        self.last = nn.Linear(DIM, DIM, bias=False)
-
-    def predict(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x)
-
-
-class Messages(TorchDispatchMode):
-    """Within it, counts what is submitted to lanes and what process groups are asked to send.
-
-    Attributes:
-        operations: submissions by label.
-        sent: bytes that this rank sends, by name of the group. An all-reduce counts as a
-            reduce-scatter and an all-gather, which is what it has to move.
-        calls: calls by (group, name of the call).
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations: Counter[str] = Counter()
-        self.sent: Counter[str] = Counter()
-        self.calls: Counter[tuple[str, str]] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            name = func._schema.name.removeprefix("c10d::")
-            group = dist.ProcessGroup.unbox(args[1])
-            size, num_bytes = group.size(), sum(t.nbytes for t in args[0])
-            self.calls[group.group_name, name] += 1
-            if name == "send":
-                self.sent[group.group_name] += num_bytes
-            elif name == "allreduce_":
-                self.sent[group.group_name] += 2 * num_bytes * (size - 1) // size
-            else:
-                assert name == "recv_", f"{name} in a step"
-        return func(*args, **(kwargs or {}))
-
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        submit = lanes_module.HostLane.submit
-
-        def counted(lane: Any, label: str, *args: Any, **kwargs: Any) -> Any:
-            self.operations[label] += 1
-            return submit(lane, label, *args, **kwargs)
-
-        lanes_module.HostLane.submit = counted  # type: ignore[method-assign]
-        try:
-            with self:
-                yield
-        finally:
-            lanes_module.HostLane.submit = submit  # type: ignore[method-assign]
-
-
-def count_step(model: nn.Module, engine: Any, optimizer: Any, num_micro: int) -> Messages:
-    """One step; messages of forward and backward."""
-    messages = Messages()
-    with messages.counting():
-        for micro in range(num_micro):
-            loss = model(*vector_batch(2, 10 * micro + dist.get_rank()))
-            if micro == num_micro - 1:
-                loss.backward()
-            else:
-                with engine.no_sync():
-                    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return messages
-
-
-def numel_at(buffer: Any, depth: int) -> int:
-    """Elements of a flat buffer that a rank holds at ``depth``."""
-    layout = buffer.layout
-    return int(layout.numel) // (1, layout.inner_size, layout.num_shards)[depth]
-
-
-def expected_collectives(
-    engine: Any, strategy: Strategy, num_micro: int
-) -> tuple[Counter[str], Counter[tuple[Axis, str]]]:
-    """Submissions by label, and bytes sent by (axis, "gather" or "reduce")."""
-    counts: Counter[str] = Counter()
-    sent: Counter[tuple[Axis, str]] = Counter()
-    optim, grad, param = (strategy.depth(role) for role in (Role.OPTIM, Role.GRAD, Role.PARAM))
-
-    def add(what: str, buffer: Any, depth: int, times: int) -> None:
-        """A collective between ``depth`` and the next, ``times`` per step."""
-        axis = AXIS_BELOW_DEPTH[depth]
-        counts[f"{what} of {buffer.label} over the {axis.value} axis"] += times
-        dtypes = buffer.kind.dtypes
-        gathers = what in GATHERS
-        itemsize = (dtypes.compute if gathers else dtypes.comm).itemsize
-        held_above = min(depth, optim) if not gathers else depth
-        num_bytes = numel_at(buffer, held_above) * itemsize // 2  # two ranks: half is the other's
-        num_bytes *= 2 if what == "all-reduce" else 1
-        sent[axis, "gather" if gathers else "reduce"] += times * num_bytes
-
-    for unit in engine.units:
-        # The last unit that forward leaves stays full until backward needs it.
-        stays_full = unit is engine.units[-1]
-        uses = num_micro * (1 if stays_full else 2)
-        for buffer in unit.buffers:
-            for depth in range(param, optim):
-                add("all-gather", buffer, depth, 1)
-            for depth in range(param):
-                add("all-gather", buffer, depth, uses)
-            for depth in range(2):
-                whole = depth >= optim
-                add(
-                    "all-reduce" if whole else "reduce-scatter",
-                    buffer,
-                    depth,
-                    num_micro if depth < grad else 1,
-                )
-    return +counts, +sent
+from tests.training import mesh_of
 
 
 def count_pair(strategy: str, outer: str) -> list[tuple[str, Any, Any]]:

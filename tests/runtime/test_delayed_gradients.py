@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -16,79 +14,15 @@ from torch import Tensor, nn
 import fsdp_engine as fe
 from tests import reference
 from tests.megatron.configs import LEVEL_NAMES, config_of
-from tests.models import DIM, Regression, vector_batch
+from tests.messages import Messages
+from tests.models import (
+    DIM,
+    LateModel,
+    late_modules,
+    vector_batch,
+)
 from tests.pool import Ranks, on_ranks
-from tests.runtime.test_counts import Messages
-from tests.runtime.test_equivalence import mesh_of, report
-
-
-class _InputGradOnly(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, later: Any) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.later = later
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        ctx.later.append((x.detach(), grad))
-        return grad @ weight, None, None
-
-
-class LateLinear(nn.Module):
-    """A linear with a bias whose weight's gradient waits for ``backward_dw``, by the protocol of
-    Transformer Engine's modules."""
-
-    def __init__(self, dim: int = DIM) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(dim, dim) / dim**0.5)
-        self.weight.skip_backward_post_hook = True  # type: ignore[attr-defined]
-        self.bias = nn.Parameter(torch.zeros(dim))
-        self._later: list[tuple[Tensor, Tensor]] = []
-        self._callbacks: list[Callable[[], None]] = []
-
-    def register_wgrad_accumulation_and_reduce_hooks(self, callback: Callable[[], None]) -> None:
-        self._callbacks.append(callback)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _InputGradOnly.apply(x, self.weight, self._later) + self.bias
-
-    def backward_dw(self) -> None:
-        if not self._later:
-            return
-        grads = [grad.t() @ x for x, grad in self._later]
-        self._later.clear()
-        self.weight.grad = torch.stack(grads).sum(0)
-        for callback in self._callbacks:
-            callback()
-
-
-class LateBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.late = LateLinear()
-        self.out = nn.Linear(DIM, DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.out(torch.tanh(self.late(x)))
-
-
-class LateModel(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = LateLinear()
-        self.blocks = nn.ModuleList([LateBlock() for _ in range(3)])
-
-    def predict(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def late_modules(model: nn.Module) -> list[LateLinear]:
-    return [module for module in model.modules() if isinstance(module, LateLinear)]
+from tests.training import mesh_of, report
 
 
 def prompt_copy(model: nn.Module) -> nn.Module:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,15 +18,18 @@ from fsdp_engine.devices import memory as memory_module
 from fsdp_engine.devices.arena import SLACK, aligned
 from fsdp_engine.strategies import LEVELS
 from tests import reference
-from tests.devices.test_memory import POLICIES, Even
+from tests.codecs.half_codec import HalfCodec
+from tests.devices.planned_memory import Order, counting_fills, uneven_model
 from tests.models import (
     DIM,
     CalledTwice,
     Chain,
     EncoderDecoder,
+    Even,
     Mlp,
     NestedUnits,
     Regression,
+    Small,
     Transformer,
     lora_model,
     mixed_model,
@@ -39,9 +41,8 @@ from tests.models import (
 )
 from tests.pairs import PAIRS_AND_WAYS
 from tests.pool import Ranks, on_ranks
-from tests.runtime.test_equivalence import mesh_of
-from tests.runtime.test_schedule import BUDGETS, HalfCodec, Small, traced, train
 from tests.torch_versions import CAN_PLAN_ADDRESSES, plans_addresses
+from tests.training import BUDGETS, POLICIES, mesh_of, traced, train
 
 LEVEL_3 = "optim_grads_params"
 PLANNED = fe.DistributedDataParallelConfig(fsdp_double_buffer=True)
@@ -52,27 +53,6 @@ def config_of(budget: int | None = None, **fields: Any) -> fe.DistributedDataPar
     return fe.DistributedDataParallelConfig(
         fsdp_double_buffer=True, suggested_communication_unit_size=budget, **fields
     )
-
-
-def uneven_model() -> Regression:
-    """Six units of three sizes."""
-    return Chain(*(Mlp(hidden=hidden) for hidden in (5, 40, 17, 3, 29, 11)))
-
-
-class Order(Regression):
-    """Blocks in an order of one's own, which may change, with a layer of the root's before."""
-
-    def __init__(self, *order: int, num_blocks: int = 5) -> None:
-        super().__init__()
-        self.first = nn.Linear(DIM, DIM)
-        self.blocks = nn.ModuleList([Mlp(hidden=3 + 4 * i) for i in range(num_blocks)])
-        self.order = order
-
-    def predict(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for index in self.order:
-            x = self.blocks[index](x)
-        return x
 
 
 class Halves(nn.Module):
@@ -358,24 +338,6 @@ class WithDeaf(Regression):
 
 
 # Where things lie, and what is held.
-
-
-@contextmanager
-def counting_fills(engine: Any) -> Iterator[list[int]]:
-    """Within it, the bytes of every fill that ordinary memory serves are noted."""
-    memory, found = engine._memory, list[int]()
-    fill = memory.fill
-
-    def noting(storage: Any, num_bytes: int) -> None:
-        if num_bytes:
-            found.append(num_bytes)
-        fill(storage, num_bytes)
-
-    memory.fill = noting
-    try:
-        yield found
-    finally:
-        del memory.fill
 
 
 def assert_settled(model: Any, engine: Any, body: Callable[[], None]) -> None:

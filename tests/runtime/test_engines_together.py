@@ -16,7 +16,7 @@ import fsdp_engine as fe
 from fsdp_engine.checkpoint.manifest import MANIFEST
 from fsdp_engine.strategies import LEVELS
 from tests import reference
-from tests.checkpoint.test_checkpoint import shared_folder
+from tests.checkpoint.scene import shared_folder
 from tests.pool import on_few_ranks, on_ranks
 
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdp_engine as fe
 from fsdp_engine.strategies import LEVELS
@@ -22,19 +21,14 @@ from tests import reference
 from tests.models import Transformer, odd_model, token_batch, vector_batch
 from tests.pairs import EVERY_PAIR, PAIRS_AND_WAYS
 from tests.pool import Ranks
+from tests.training import OPTIMIZERS, mesh_of, report
 
 NUM_STEPS = 3
 MAX_NORM = 1.0
-OPTIMIZERS = {"sgd": reference.sgd, "adamw": reference.adamw}
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 # Microbatches, dtypes, optimizers; and few of them, in which each is with each of the others once.
 ALL_WAYS = list(itertools.product((1, 3), DTYPES, OPTIMIZERS))
 FEW_WAYS = [(1, "fp32", "sgd"), (1, "bf16", "adamw"), (3, "fp32", "adamw"), (3, "bf16", "sgd")]
-
-
-def mesh_of(*shape: int) -> DeviceMesh:
-    names = ("outer", "inner")[-len(shape) :]
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 def tolerances(dtype: torch.dtype | None, optimizer: str) -> tuple[float, float]:
@@ -94,12 +88,6 @@ def compare_with_one_process(
             f"{case}: {line}" for line in reference.differences(steps, expected, later, first=first)
         ]
     return found
-
-
-def report(results: list[list[str]]) -> str:
-    return "\n".join(
-        f"rank {rank}: {line}" for rank, lines in enumerate(results) for line in lines[:8]
-    )
 
 
 @pytest.mark.parametrize(("strategy", "outer", "all_ways"), PAIRS_AND_WAYS)

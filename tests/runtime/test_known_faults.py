@@ -24,7 +24,7 @@ from tests.megatron.configs import LEVEL_NAMES, Layers, config_of, train_wrapped
 from tests.models import DIM, Regression, vector_batch
 from tests.pairs import FEW_PAIR_NAMES, FEW_PAIRS
 from tests.pool import Ranks, on_ranks
-from tests.runtime.test_equivalence import mesh_of
+from tests.training import mesh_of
 
 NUMEL = 256
 

@@ -17,9 +17,9 @@ import fsdp_engine as fe
 from fsdp_engine.flat_dtensor.parameter_access import GradientAccess
 from tests import reference
 from tests.devices.happens_before import RaceError
-from tests.models import vector_batch
+from tests.models import Small, vector_batch
 from tests.pool import on_ranks
-from tests.runtime.test_schedule import Small, mesh_of, traced
+from tests.training import mesh_of, traced
 
 Look = Callable[[nn.Module, Any, torch.optim.Optimizer], None]
 PAIRS = [

@@ -7,7 +7,7 @@ habits of models that bend the order of events; and schedules that are broken on
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -15,97 +15,25 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
 from fsdp_engine.buffers import weights
-from fsdp_engine.codecs import ParamCodec
-from fsdp_engine.devices.collectives import Steps
 from fsdp_engine.runtime import hooks
-from tests import reference
+from tests.codecs.half_codec import HalfCodec
 from tests.devices.happens_before import COMPUTE, RaceError
-from tests.devices.trace_lanes import AnnotationError, Forgets, Tracer
-from tests.models import DIM, Mlp, Regression, Skipping, lora_model, vector_batch
+from tests.devices.trace_lanes import AnnotationError, Forgets
+from tests.models import Skipping, Small, lora_model, vector_batch
 from tests.pairs import PAIRS_AND_WAYS
 from tests.pool import Ranks, on_ranks
-from tests.runtime.test_equivalence import mesh_of
+from tests.training import BUDGETS, config_of, mesh_of, traced, train
 
 BLOCK = 256  # elements of a block's flat buffer where it is cut for up to four ranks
-BUDGETS = {"nothing": 0, "one unit": 1, "everything": 10**9}
 POLICIES = {
     "fp32": (fe.MixedPrecisionPolicy(), False),
     "bf16": (fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16), False),
     # Gradients travel in another dtype than they are kept in.
     "bf16 on the wire": (fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16), True),
 }
-
-
-class Small(Regression):
-    """Three blocks between two layers of the root's own."""
-
-    def __init__(self, num_blocks: int = 3, checkpoints: bool | None = None) -> None:
-        super().__init__()
-        self.first = nn.Linear(DIM, DIM)
-        self.blocks = nn.ModuleList([Mlp(hidden=5) for _ in range(num_blocks)])
-        self.last = nn.Linear(DIM, DIM, bias=False)
-        self.order = list(range(num_blocks))
-        self.checkpoints = checkpoints
-
-    def predict(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for index in self.order:
-            block = self.blocks[index]
-            if self.checkpoints is None:
-                x = block(x)
-            else:
-                x = checkpoint(block, x, use_reentrant=self.checkpoints)
-        return self.last(x)
-
-
-def config_of(budget: int | None, narrow_wire: bool = False) -> fe.DistributedDataParallelConfig:
-    return fe.DistributedDataParallelConfig(
-        suggested_communication_unit_size=budget,
-        reduce_scatter_with_fp32_accumulation=narrow_wire,
-    )
-
-
-def train(
-    model: nn.Module,
-    engine: Any,
-    microbatches: Iterable[int] = (2, 1),
-    before_step: Callable[[int], None] = lambda step: None,
-) -> None:
-    """A step for each entry of ``microbatches``, so many in each, clipped, with AdamW."""
-    optimizer = reference.adamw(model.parameters())
-    for step, num in enumerate(microbatches):
-        before_step(step)
-        for micro in range(num):
-            x, y = vector_batch(2, 100 * step + 10 * micro + dist.get_rank())
-            if micro == num - 1:
-                model(x, y).backward()
-            else:
-                with engine.no_sync():
-                    model(x, y).backward()
-        engine.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
-
-
-def traced(
-    make_model: Callable[[], nn.Module],
-    body: Callable[[nn.Module, Any], None] = train,
-    forgets: Forgets = lambda waiter, awaited: False,
-    **options: Any,
-) -> Tracer:
-    """Shards a model and runs ``body`` under a tracer, which raises where the schedule is wrong."""
-    tracer = Tracer(forgets)
-    with tracer:
-        model = make_model()
-        engine = fe.shard(model, **options)
-        tracer.watch(engine)
-        body(model, engine)
-    assert all(order.num_checks for order in tracer.orders)
-    return tracer
 
 
 @pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
@@ -226,31 +154,6 @@ def test_activation_checkpoints_make_no_race(reentrant: bool) -> None:
 @pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
 def test_frozen_weights_under_adapters_make_no_race(strategy: str) -> None:
     traced(lora_model, strategy=strategy)
-
-
-class HalfCodec(ParamCodec):
-    """Sends fp16 and computes in fp32."""
-
-    wire_dtype = torch.float16
-    decodes = True
-
-    def bind(self, param: nn.Parameter, full: Sequence[Tensor]) -> nn.Parameter:
-        self.full = [*getattr(self, "full", ()), full[0]]
-        return super().bind(param, full)
-
-    def encode(self, main: Tensor, wires: Sequence[Tensor]) -> Steps:
-        wires[0].copy_(main)
-        yield from ()
-
-    def decode(self, wire: Tensor, offsets: Any, params: Any) -> None:
-        for offset, param in zip(offsets, params, strict=True):
-            param.copy_(wire[offset : offset + param.numel()].view(param.shape))
-
-    def after_gather(self, *, for_backward: bool) -> None:
-        self.total = sum(param.sum() for param in self.full)
-
-    def before_release(self) -> None:
-        self.total = self.total - sum(param.sum() for param in self.full)
 
 
 @on_ranks()

@@ -157,6 +157,7 @@ def test_ranks_that_share_a_core_take_turns() -> None:
     assert 2 < alone / shared < 8
 
 
+@pytest.mark.thorough
 def test_torchrun_measures_its_ranks_and_the_first_one_writes(tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

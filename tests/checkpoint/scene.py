@@ -1,0 +1,236 @@
+"""Models, meshes and training that the tests of checkpoints share."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import fsdp_engine as fe
+from fsdp_engine.optimizer import shard_optimizer
+from fsdp_engine.strategies import ALL_STRATEGIES, LEVELS
+from tests import models, reference
+from tests.models import Transformer, token_batch, vector_batch
+from tests.pool import Ranks
+
+NUM_STEPS = 2
+
+
+class Everything(models.Regression):
+    """Frozen, tied, scalar, empty, non-contiguous, unused, mixed dtypes, buffers, extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, last = models.Mlp(), models.Mlp()
+        last.up.weight = first.up.weight
+        self.blocks = nn.ModuleList(
+            [
+                models.LoraLinear(),
+                models.MixedBlock(),
+                first,
+                models.PartlyUnused(),
+                models.Normalised(),
+                Counting(),
+                last,
+            ]
+        )
+        self.odd = models.OddBlock()
+
+    def predict(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return torch.cat([self.odd(x[:, :7]), x[:, 7:]], 1)
+
+
+class Counting(nn.Module):
+    """Has no weights, and a state that is no tensor: how often it was called, by two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = {"forward": 0, "list": [0]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = {"forward": self.calls["forward"] + 1, "list": [*self.calls["list"], 1]}
+        return x
+
+    def get_extra_state(self) -> Any:
+        return self.calls
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state
+
+
+Config = dict[str, Any]
+
+
+def mesh_of(*shape: int) -> DeviceMesh | None:
+    if not shape:
+        return None  # a process without a group: the engine makes one
+    return init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
+
+
+def rows(name: str, parameter: Tensor) -> int:
+    return parameter.shape[-1] if parameter.ndim == 2 and parameter.numel() else 1
+
+
+def shard(model: nn.Module, config: Config) -> fe.Engine:
+    return fe.shard(
+        model,
+        mesh_of(*config["shape"]),
+        config["strategy"],
+        config["outer"],
+        mp_policy=fe.MixedPrecisionPolicy(param_dtype=config.get("param_dtype")),
+        granule=rows if config.get("granule") else None,
+    )
+
+
+def two_groups(model: nn.Module, *, swap: bool = False, lr: float = 1e-2) -> torch.optim.AdamW:
+    """Weights decay, the rest does not and has another rate and betas; frozen ones are left out."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": 0.1, "lr": lr},
+        {"params": [p for p in trainable if p.ndim < 2], "betas": (0.8, 0.95), "lr": lr / 3},
+    ]
+    if swap:
+        groups = [{**group, "params": group["params"][::-1]} for group in groups[::-1]]
+    return torch.optim.AdamW(groups, weight_decay=0.0, eps=1e-6)
+
+
+def contents(
+    model: nn.Module, engine: fe.Engine, optimizer: Any = None, *, whole: bool = True
+) -> dict[str, Any]:
+    """Everything that a checkpoint must bring back, by name.
+
+    Args:
+        whole: whole copies, a collective; else the tensors as they are, which sends nothing.
+    """
+    take = reference.full if whole else Tensor.detach
+    found: dict[str, Any] = {
+        f"model.{name}": take(value) if isinstance(value, Tensor) else value
+        for name, value in model.state_dict().items()
+    }
+    names = {id(p): name for name, p in model.named_parameters()}
+    for group in optimizer.param_groups if optimizer else ():
+        for param in group["params"]:
+            name = names[id(param)]
+            found[f"group.{name}"] = {k: v for k, v in group.items() if k != "params"}
+            for key, value in optimizer.state.get(param, {}).items():
+                found[f"state.{name}.{key}"] = take(value)
+    return found
+
+
+def different(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    """Keys whose values are not the same in every bit. Of slices in ``found``, what is there."""
+    keys = found.keys() ^ expected.keys()
+    return [f"only in one: {key}" for key in sorted(keys)] + [
+        f"{key}: {found[key]}, expected {expected[key]}"
+        for key in found.keys() & expected.keys()
+        if not same(found[key], expected[key])
+    ]
+
+
+def same(found: Any, expected: Any) -> bool:
+    if isinstance(expected, Tensor):
+        part = reference.slice_like(expected, found)
+        return found.dtype == expected.dtype and torch.equal(reference.held(found), part)
+    return bool(found == expected)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, width: int = 12) -> float:
+    """One step of training on this rank's own data."""
+    loss = model(*vector_batch(3, 100 * number + dist.get_rank(), width))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def trained(config: Config, seed: int = 1) -> tuple[nn.Module, fe.Engine, torch.optim.AdamW]:
+    torch.manual_seed(seed)
+    model = Everything()
+    engine = shard(model, config)
+    optimizer = two_groups(model)
+    if config.get("wrap"):
+        shard_optimizer(optimizer)
+    for number in range(NUM_STEPS):
+        step(model, optimizer, number)
+    return model, engine, optimizer
+
+
+def label(config: Config) -> str:
+    shape = "x".join(map(str, config["shape"]))
+    options = "".join(f"-{key}" for key in ("granule", "param_dtype", "wrap") if config.get(key))
+    return f"{config['strategy']}-{config['outer']}-{shape}{options}"
+
+
+def all_configs() -> dict[int, list[Config]]:
+    """By world size: all ten pairs on two axes, all levels on one, one rank; options strewn in.
+
+    World size 0 is one process without a process group.
+    """
+    four = [
+        {"strategy": s.inner.name, "outer": s.outer.name, "shape": (2, 2), "wrap": number % 2}
+        for number, s in enumerate(ALL_STRATEGIES)
+    ]
+    four.append({"strategy": "optim_grads_params", "outer": "optim", "shape": (4, 1)})
+    four.append({"strategy": "optim", "outer": "optim", "shape": (1, 4), "granule": True})
+    two: list[Config] = [
+        {"strategy": level, "outer": "no_shard", "shape": (2,), "granule": level == "optim_grads"}
+        for level in LEVELS
+    ]
+    one: list[Config] = [
+        {"strategy": level, "outer": level, "shape": (1, 1)} for level in list(LEVELS)[::3]
+    ]
+    none: list[Config] = [
+        {"strategy": level, "outer": "no_shard", "shape": ()} for level in list(LEVELS)[::3]
+    ]
+    return {4: four, 2: two, 1: one, 0: none}
+
+
+def run_on(ranks: Ranks, world_size: int, *call: Any, timeout: float = 240) -> list[Any]:
+    """``ranks.run``, where a world of size 0 is one process without a process group."""
+    group = world_size > 0
+    return ranks.run(*call, world_size=max(world_size, 1), group=group, timeout=timeout)
+
+
+def shared_folder() -> str:
+    """A fresh folder that all ranks know. A collective."""
+    if not dist.is_initialized():
+        return tempfile.mkdtemp()
+    found = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(found)
+    return found[0]
+
+
+class Position:
+    """A place in the data, as a loader keeps it: another on each rank."""
+
+    def __init__(self, index: int = 0) -> None:
+        self.index = index
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"index": self.index}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.index = state["index"]
+
+
+def small(strategy: str = "optim_grads_params", seed: int = 0) -> tuple[Any, fe.Engine, Any]:
+    """A small model, its engine, and an optimizer that has stepped."""
+    torch.manual_seed(seed)
+    model = Transformer(num_blocks=2)
+    engine = fe.shard(model, strategy=strategy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    train(model, optimizer)
+    return model, engine, optimizer
+
+
+def train(model: nn.Module, optimizer: Any, num_steps: int = 1) -> None:
+    for number in range(num_steps):
+        model(*token_batch(2, 10 * number + dist.get_rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
