@@ -409,7 +409,7 @@ class Engine:
             if buffer.grads is not None:  # frozen weights are changed by nobody but the user
                 buffer.weights.mark_stale()
         if not self._timing.gathers_in_forward and self._is_stepped_by(optimizer):
-            self._scheduler.gather_before_forward(wait=True, cut=False)
+            self._scheduler.gather_before_forward(wait=True, sharded=False)
 
     def _is_stepped_by(self, optimizer: torch.optim.Optimizer) -> bool:
         own = self._sharded_ids

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -29,7 +30,7 @@ from fsdp_engine.planning.initial_values import CHOICES, FIRST, SAME, Holdings
 from fsdp_engine.planning.plan import AxisPlan, AxisPlans, Granule, Plan, PlanSettings, make_plan
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.unit import Unit
-from fsdp_engine.strategies import Axis, Strategy
+from fsdp_engine.strategies import Axis, Role, Strategy
 
 WHAT = "shard()"
 AUTO = "auto"
@@ -328,3 +329,41 @@ def _check_agreement(
             raise ValueError(
                 f"{name}: expected None, or {said!r} as the config says; found {value!r}"
             )
+
+
+def keeps_after_forward(asked: object, size: int, levels: Strategy) -> bool:
+    """Whether full parameters are kept after forward, by FSDP2's ``reshard_after_forward``.
+
+    Args:
+        asked: the argument: True, False, a number of ranks, or None, which is True.
+        size: ranks that share a parameter.
+        levels: those of the engine.
+
+    Raises:
+        ValueError: ``asked`` is none of these, no divisor of ``size``, or True where parameters
+            are not sharded.
+    """
+    if asked is None or isinstance(asked, bool):
+        if asked is True and levels.depth(Role.PARAM) == 0:
+            raise ValueError(
+                f"reshard_after_forward: expected None or False, since {levels} keeps parameters "
+                "full; found True"
+            )
+        return asked is False
+    if not isinstance(asked, int):
+        raise ValueError(
+            f"reshard_after_forward: expected a bool, a number of ranks or None; found {asked!r}"
+        )
+    if asked < 1 or size % asked:
+        raise ValueError(
+            f"reshard_after_forward: expected a divisor of the {size} ranks that share a "
+            f"parameter; found {asked}"
+        )
+    if asked not in (1, size):
+        warnings.warn(
+            f"reshard_after_forward={asked}: parameters are resharded to all {size} ranks and "
+            "gathered from them in backward: results are the same, less memory is held, more is "
+            "sent. To hold parameters within a node only, give a 2-D mesh (HSDP)",
+            stacklevel=3,
+        )
+    return asked == 1

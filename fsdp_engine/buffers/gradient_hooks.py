@@ -30,7 +30,7 @@ class GradientHooks:
         shown: ShownGradients,
         sharded_params: Sequence[Tensor],
         on_grad: Callable[[int, Tensor], None],
-        begin: Callable[[], None],
+        begin: Callable[[], object],
     ) -> None:
         self._on_grad = on_grad
         self._begin = begin

@@ -257,7 +257,7 @@ class ParamAndGradBuffer:
                 self.shown.put(index, grad, is_reduced=are_reduced)
 
     def hook_gradients(
-        self, on_grad: Callable[[int, Tensor], None], begin: Callable[[], None]
+        self, on_grad: Callable[[int, Tensor], None], begin: Callable[[], object]
     ) -> None:
         """See :class:`GradientHooks`."""
         own = self.hooks.own if self.is_plain else None

@@ -26,7 +26,7 @@ and what is unsharded is what the next use asks for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,8 +56,6 @@ class Plane:
         params: the same, one tensor for each.
         memory: what has to have memory while ``target`` is filled.
         unshard: brings ``target`` up to date; None where nothing is cut.
-        holds: ``target`` has, or will have when its gather is done, the weights as they are;
-            always, where nothing is cut.
     """
 
     def __init__(
@@ -73,7 +71,6 @@ class Plane:
         self.params = params
         self.memory: list[TransientStorage] = [] if storage is None else [storage]
         self.unshard: Chain | None = None
-        self.holds = storage is None
 
 
 @dataclass(frozen=True)
@@ -213,35 +210,31 @@ class Weights:
         if not self.codec.is_identity:
             memory.give_back(self.main.tensor, "main")
 
-    def holds(self, phase: int) -> bool:
-        """Whether the full parameters that a use of ``phase`` reads are there, or on their way."""
-        return all(plane.holds for plane in self._planes_of(phase))
-
-    def gather(self, phase: int) -> list[Ticket]:
+    def gather(self, phase: int, held: int) -> list[Ticket]:
         """Bring full parameters up to date; returns what to wait for.
 
         Args:
             phase: of the next use: see ``codecs/phase.py``.
+            held: phases whose full parameters are there, or in flight; 0: none are.
         """
         tickets: list[Ticket] = []
         if self.main.tensor._version != self._seen_version:
             tickets = self._bring_up_to_date()
+            held = 0
+        if not self.reshards:
+            return tickets
         refreshed = tuple(tickets)
-        for plane in self._planes_of(phase):
-            if not plane.holds:
-                assert plane.unshard is not None
-                after = refreshed
-                if self._fill(plane.memory) or not after:
-                    after = (*after, self._machinery.lanes.compute.record())
-                tickets.append(plane.unshard.run(after))
-                plane.holds = True
+        for plane in self._missing_planes(phase, held):
+            assert plane.unshard is not None
+            after = refreshed
+            if self._fill(plane.memory) or not after:
+                after = (*after, self._machinery.lanes.compute.record())
+            tickets.append(plane.unshard.run(after))
         return tickets
 
     def _bring_up_to_date(self) -> list[Ticket]:
-        """What persists of the compute weights follows the main weights."""
+        """Update the compute weights that are kept at rest from the main weights."""
         self._seen_version = self.main.tensor._version
-        for plane in self._planes:
-            plane.holds = not self.reshards
         if self._through_scratch is not None:
             return [self._through_scratch.refresh()]
         if self._refresh is None:
@@ -254,52 +247,58 @@ class Weights:
         self._fill([storage for storage in storages if storage is not None])
         return [self._refresh.run((self._machinery.lanes.compute.record(),))]
 
-    def gathered(self, *, for_backward: bool) -> None:
+    def gathered(self, phases: int, *, for_backward: bool) -> None:
         """Compute has waited for the gather.
 
         Args:
-            for_backward: of what backward reads.
+            phases: whose full parameters are there.
+            for_backward: a backward reads what was gathered last.
         """
         self._drain_full_wire()
         if self._through_scratch is not None:
             self._through_scratch.finish()
         if self.codec.needs_whole_line:
-            for plane in self._planes:
-                if not plane.holds and plane.storage is not None and plane.storage.filled:
-                    self._drain(plane.storage)  # it was there to be encoded into
+            self.free_all_but(phases)  # memory that planes were encoded into
         self.codec.after_gather(for_backward=for_backward or not self.reshards)
 
     def release(self) -> None:
-        """Take the full parameters' memory away, once compute is done with it."""
-        self._release(self._planes, self.codec.before_release)
+        """Free the full parameters once compute is done with them."""
+        storages = [plane.storage for plane in self._planes if plane.storage is not None]
+        if any(storage.filled for storage in storages):
+            self.codec.before_release()
+        for storage in storages:
+            self._drain(storage)
         self._drain_full_wire()
 
-    def keep_only(self, phase: int) -> None:
-        """Of what is there for the other half of a step take the memory away."""
-        kept = self._planes_of(phase)
-        self._release([plane for plane in self._planes if plane not in kept], None)
+    def free_all_but(self, phases: int) -> None:
+        """Free the planes that no use of ``phases`` reads."""
+        kept = self._planes_of(phases)
+        for plane in self._planes:
+            if plane.storage is not None and plane not in kept:
+                self._drain(plane.storage)
 
-    def _release(self, planes: Sequence[Plane], before: Callable[[], None] | None) -> None:
-        """``before``: is called before anything goes."""
-        for plane in planes:
-            storage = plane.storage
-            plane.holds = storage is None
-            if storage is not None and storage.filled:
-                if before is not None:
-                    before()
-                    before = None
-                self._drain(storage)
-
-    def _planes_of(self, phase: int) -> Sequence[Plane]:
+    def _planes_of(self, phases: int) -> Sequence[Plane]:
         if len(self._planes) == 1:
             return self._planes
-        return [self._planes[number] for number in PLANES[phase]]
+        return [self._planes[number] for number in PLANES[phases]]
 
-    def note_access(self) -> None:
-        """Tell the compute lane that the model reads the full parameters from here on."""
+    def _missing_planes(self, phase: int, held: int) -> Sequence[Plane]:
+        if not held:
+            return self._planes_of(phase)
+        if len(self._planes) == 1 or not phase & ~held:
+            return ()
+        return self._planes_of(phase & ~held)
+
+    def note_access(self, phases: int) -> None:
+        """Report to the compute lane that the model reads full parameters from here on.
+
+        Args:
+            phases: whose full parameters are there.
+        """
         reads = self._first_target
         if len(self._planes) > 1:
-            reads = [plane.target.tensor for plane in self._planes if plane.holds]
+            planes = self._planes_of(phases) if self.reshards else self._planes
+            reads = [plane.target.tensor for plane in planes]
         self._machinery.lanes.compute.access(reads=reads)
 
     def _fill(self, storages: Sequence[TransientStorage]) -> bool:
@@ -317,13 +316,14 @@ class Weights:
         return allocates
 
     def _drain(self, storage: TransientStorage) -> None:
-        """Compute has waited for what was written into it, and what computes with it was given to
-        compute before."""
-        compute = self._machinery.lanes.compute
-        compute.manage(f"free {self._spec.label}", storage.drain, storage)
+        """Free its memory. Compute has waited for what was written there, and everything that
+        reads it was submitted to compute before."""
+        if storage.filled:
+            compute = self._machinery.lanes.compute
+            compute.manage(f"free {self._spec.label}", storage.drain, storage)
 
     def _drain_full_wire(self) -> None:
-        if self._full_wire is not None and self._full_wire.storage.filled:
+        if self._full_wire is not None:
             self._drain(self._full_wire.storage)
 
     @property

@@ -143,7 +143,7 @@ def refuse(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 def with_full_parameters(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Arguments with full parameters in place of sharded ones, where they can be had: within the
-    model's forward (``runtime/loose_units.py``). None: where not, and for in-place functions."""
+    model's forward (``runtime/implicit_uses.py``). None: where not, and for in-place functions."""
     if is_inplace(func):
         return None
     found = [value for value in tree_leaves((args, kwargs)) if isinstance(value, cls)]

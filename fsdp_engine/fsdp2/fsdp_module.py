@@ -21,7 +21,7 @@ from fsdp_engine.fsdp2.errors import WrongUse
 from fsdp_engine.fsdp2.group import Group, group_of
 from fsdp_engine.fsdp2.outermost import ensure_engine
 from fsdp_engine.runtime.hooks import hooks_of
-from fsdp_engine.runtime.unit import Residence, Unit
+from fsdp_engine.runtime.unit import Unit
 
 # torch's fully_shard.state(module) is stored under the function that its decorator wraps.
 _TORCHS_KEY: Any = inspect.unwrap(fsdp.fully_shard)
@@ -36,7 +36,7 @@ class UnshardHandle(fsdp.UnshardHandle):
     def wait(self) -> None:
         """On return compute may use the full parameters, and the modules have them."""
         unit, self._unit = self._unit, None
-        if unit is not None and unit.residence is not Residence.SHARDED:
+        if unit is not None and unit.unsharded is not None:
             unit.wait()
             unit.install()
 
@@ -94,12 +94,12 @@ class FSDPModule(fsdp.FSDPModule):
         """Whether the next backwards reduce gradients along all axes. Axes that cut gradients are
         reduced all the same, so that nothing grows."""
         for unit in _units(self, recurse):
-            unit.wishes.syncs = bool(requires_gradient_sync)
+            unit.options.syncs = bool(requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether the next backwards reduce gradients along axes that do not cut them."""
         for unit in _units(self, recurse):
-            unit.wishes.syncs = bool(requires_all_reduce)
+            unit.options.syncs = bool(requires_all_reduce)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Taken for what it is, a hint: every backward ends with what it has sent."""
@@ -113,29 +113,31 @@ class FSDPModule(fsdp.FSDPModule):
         """
         _check_bool("reshard_after_forward", reshard_after_forward)
         for unit in _units(self, recurse):
-            unit.wishes.stays_after_forward = not reshard_after_forward
+            unit.options.keeps_after_forward = not reshard_after_forward
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
         """Whether full parameters go when backward is over."""
         for unit in _units(self, recurse):
-            unit.wishes.stays_after_backward = not reshard_after_backward
+            unit.options.keeps_after_backward = not reshard_after_backward
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward reads this module's parameters."""
-        _unit_of(self).wishes.gathers_in_backward = bool(unshard_in_backward)
+        _unit_of(self).options.gathers_in_backward = bool(unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[fsdp.FSDPModule]) -> None:
-        """What to gather ahead when this module's forward begins, in place of what the record of
-        the last forward says."""
+        """Modules to prefetch when this module's forward begins, in place of the next ones of the
+        recorded order."""
         group = _group_of(self)
-        group.unit.wishes.ahead_in_forward = _of_one_model(group, _all_groups("forward", modules))
+        prefetched = _of_one_model(group, _all_groups("forward", modules))
+        group.unit.options.prefetch_in_forward = prefetched
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[fsdp.FSDPModule]) -> None:
-        """Likewise when its backward begins."""
+        """Modules to prefetch when this module's backward begins."""
         group = _group_of(self)
-        group.unit.wishes.ahead_in_backward = _of_one_model(group, _all_groups("backward", modules))
+        prefetched = _of_one_model(group, _all_groups("backward", modules))
+        group.unit.options.prefetch_in_backward = prefetched
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Sums of gradients are divided by ``factor`` instead of the number of ranks.

@@ -19,7 +19,7 @@ from fsdp_engine.fsdp2.fsdp_module import become_fsdp_module
 from fsdp_engine.fsdp2.group import WHAT, Group, group_of, make_group
 from fsdp_engine.fsdp2.outermost import await_first_call
 from fsdp_engine.fsdp2.policies import check_offload, engine_policy
-from fsdp_engine.runtime.wishes import stays_after_forward
+from fsdp_engine.sharding import keeps_after_forward
 from fsdp_engine.strategies import Strategy
 
 M = TypeVar("M", bound="nn.Module | list[nn.Module]")
@@ -78,7 +78,7 @@ def fully_shard(
             )
     data = DataMesh.create(mesh, what=WHAT)
     error: Exception | None = None
-    policy, stays = None, False
+    policy, keeps = None, False
     try:
         policy = engine_policy(mp_policy if mp_policy is not None else fsdp.MixedPrecisionPolicy())
         check_offload(offload_policy if offload_policy is not None else fsdp.OffloadPolicy())
@@ -87,12 +87,12 @@ def fully_shard(
                 "dp_mesh_dims: expected None; found other dimensions. Give the data-parallel part "
                 "of the mesh as mesh=mesh['dp']"
             )
-        stays = stays_after_forward(reshard_after_forward, data.inner.size, levels)
+        keeps = keeps_after_forward(reshard_after_forward, data.inner.size, levels)
         _check_placements(shard_placement_fn, modules, ignored_params or (), data.inner.size)
     except Exception as caught:
         error = caught
     group = make_group(modules, data, levels, policy, ignored_params or (), error)
-    group.unit.wishes.stays_after_forward = stays
+    group.unit.options.keeps_after_forward = keeps
     _move_buffers(group)
     for each in modules:
         become_fsdp_module(each)

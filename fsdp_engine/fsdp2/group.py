@@ -79,7 +79,7 @@ class Group:
 
     @property
     def index(self) -> int:
-        """Of its unit: wishes of others name the group."""
+        """The number of its unit: the options of other units refer to the group."""
         return self.unit.index
 
     @property

@@ -113,8 +113,8 @@ def _check_ahead(groups: Sequence[Group]) -> None:
     """What is to be gathered ahead must be of the same model."""
     known = {id(group) for group in groups}
     for group in groups:
-        wishes = group.unit.wishes
-        for each in (*(wishes.ahead_in_forward or ()), *(wishes.ahead_in_backward or ())):
+        options = group.unit.options
+        for each in (*(options.prefetch_in_forward or ()), *(options.prefetch_in_backward or ())):
             if id(each) not in known:
                 raise ValueError(
                     f"set_modules_to_forward_prefetch, or ..._backward_..., of {group.unit.label}:"

@@ -31,7 +31,7 @@ from fsdp_engine.devices.mesh import device_of, mesh_of_group, ranks_that_meet
 from fsdp_engine.megatron.process_groups import CollectedGroups, collect_groups
 from fsdp_engine.planning.assignment import UnitSelector
 from fsdp_engine.precision import MixedPrecisionPolicy
-from fsdp_engine.runtime.wishes import stays_after_forward
+from fsdp_engine.sharding import keeps_after_forward
 from fsdp_engine.strategies import Strategy
 
 # Keywords of older versions, and the config's fields of that meaning.
@@ -65,7 +65,7 @@ class Wrapping:
     Attributes:
         model_config: Megatron-Core's config of the model; None in our own shape.
         groups: its groups, where they are known.
-        stays_after_forward: gathered parameters stay until their backward is over.
+        keeps_after_forward: full parameters are kept until their backward is over.
     """
 
     module: nn.Module
@@ -77,7 +77,7 @@ class Wrapping:
     mp_policy: MixedPrecisionPolicy | None
     model_config: Any = None
     groups: CollectedGroups | None = None
-    stays_after_forward: bool = False
+    keeps_after_forward: bool = False
 
     @property
     def sums_gradients(self) -> bool:
@@ -266,8 +266,8 @@ def torch_fsdp_call(
     call = _theirs(config, own, module, disable_bucketing, pg_collection, mesh=mesh, **ours)
     asked = getattr(ddp_config, "reshard_after_forward", True)
     size = _inner_size(call.mesh, own.num_distributed_optimizer_instances)
-    stays = stays_after_forward(asked, size, Strategy.from_names(*own.level_names))
-    return dataclasses.replace(call, stays_after_forward=stays)
+    keeps = keeps_after_forward(asked, size, Strategy.from_names(*own.level_names))
+    return dataclasses.replace(call, keeps_after_forward=keeps)
 
 
 def _check_names_no_other_level(ddp_config: Any) -> None:

@@ -135,8 +135,8 @@ class DistributedDataParallel(LoopAttributes):
             for buffer in self.engine.buffers:
                 if buffer.grads is not None:
                     buffer.grads.divide_by(buffer.grads.divisor / self.engine.mesh.size)
-        for unit in self.engine.units if call.stays_after_forward else ():
-            unit.wishes.stays_after_forward = True
+        for unit in self.engine.units if call.keeps_after_forward else ():
+            unit.options.keeps_after_forward = True
         self._take(call, config, self.engine.mesh.size)
         for buffer in self.engine.buffers:
             buffer.attach_main_grads()

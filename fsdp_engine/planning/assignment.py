@@ -17,7 +17,7 @@ head) are one set.
     embedding, positions, norm, head | block 0 | block 1 | .. | block n           tied
 
 Modules beside blocks are *loose*: the model's forward may read their weights without calling them
-(a head that multiplies with ``self.embedding.weight``). See ``runtime/loose_units.py``.
+(a head that multiplies with ``self.embedding.weight``). See ``runtime/implicit_uses.py``.
 
 Those that are too small are joined with their neighbours afterwards (``unit_size.py``).
 """

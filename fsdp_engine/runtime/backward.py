@@ -1,120 +1,111 @@
-"""What a backward has gone through so far: calls, and the units that may be full when it ends."""
+"""One backward: made at its first event, dropped at autograd's end callback."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from fsdp_engine.flat_dtensor import accumulator_of
 from fsdp_engine.runtime.unit import Call, Unit
 
+# Of a call whose input was changed in place: its end is not observed.
+_UNKNOWN = -1
+
 
 class Backward:
-    """See the module docstring.
+    """The calls that a backward has entered and left, and the units that it may leave unsharded.
+
+    Args:
+        weights_only: it computes gradients of weights alone, in several runs of autograd.
 
     Attributes:
-        is_open: it is under way.
-        is_told: whoever runs it tells what is computed, or nobody computes a part of it alone.
-        weights_only: it is that of weights alone.
-        for_weights: units that it reads.
+        weights_only: see above.
+        for_weights: units that such a backward reads.
         creates_graph: it runs its functions with gradients enabled (``create_graph``).
-        touched: units that may be full when it ends.
-        open_units: those in whose backward it is.
-        run_again: units of several calls whose graph was kept and runs once more: nobody counts
-            calls that will come again.
-        uncounted: units of several modules, of which some ran without autograd (re-entrant
-            checkpoints may run them again), or have hidden their outputs: how many calls. While any
-            of their gradients is missing, it may be yet to come.
-        num_run_again: of these, how many calls this backward has run again.
+        touched: units that may be unsharded when it ends, by number.
+        open_units: numbers of units that it computes with, passed over in the recorded order.
+        run_again: numbers of units of several calls whose graph was retained and runs once more:
+            the number of calls that will come again is not known.
+        num_run_again: calls of modules that ran again within this backward, by unit.
     """
 
-    def __init__(self) -> None:
-        self.is_open = False
-        self.is_told = True
-        self.weights_only = False
+    def __init__(self, *, weights_only: bool = False) -> None:
+        self.weights_only = weights_only
         self.for_weights: list[Unit] = []
         self.creates_graph = False
         self.touched: dict[int, Unit] = {}
         self.open_units: set[int] = set()
         self.run_again: set[int] = set()
-        self.uncounted: Counter[int] = Counter()
         self.num_run_again: Counter[int] = Counter()
-        self._calls: list[Call] = []
-        # Units that backwards with create_graph went through since the last one without.
-        self._recorded: set[int] = set()
+        # Gradients of inputs that have not come yet, by open call; and calls that were left.
+        self._awaited: dict[Call, int] = {}
+        self._left: set[Call] = set()
 
-    def enters(self, call: Call) -> None:
-        """The backward of ``call`` begins."""
+    def has_entered(self, call: Call) -> bool:
+        """Whether the backward of ``call`` has begun."""
+        return call in self._awaited or call in self._left
+
+    def open_calls(self, unit: Unit) -> Iterator[Call]:
+        """Calls of ``unit`` whose backward has begun and is not over."""
+        return (call for call in list(self._awaited) if call.unit is unit)
+
+    def enter(self, call: Call, num_inputs: int) -> None:
+        """The backward of ``call`` begins.
+
+        Args:
+            call: which.
+            num_inputs: inputs whose gradients this backward computes.
+
+        Raises:
+            RuntimeError: see :meth:`Unit.keep_recorded`.
+        """
         unit = call.unit
         self.creates_graph = torch.is_grad_enabled()
         if self.creates_graph:
-            # What is recorded now will read the weights once more.
-            unit.stay_for_recorded()
-            self._recorded.add(unit.index)
-        if call.follows_another and not call.is_counted:
+            # Functions that are recorded now read the weights once more.
+            unit.keep_recorded()
+        if call.follows_another and not call.is_pending:
             self.run_again.add(unit.index)
-        call.opened = True
-        self._calls.append(call)
-        unit.open_calls.append(call)
+        self._awaited[call] = _UNKNOWN if call.input_changed else num_inputs
         self.touched[unit.index] = unit
         if call.reads_weights:
             self.open_units.add(unit.index)
 
-    def leaves(self, call: Call) -> None:
-        """The backward of ``call`` is over."""
-        unit = call.unit
-        call.closed = True
-        unit.open_calls.remove(call)
-        call.uncount()
-        if call.reads_weights:
-            unit.leave()
-            if not unit.uses:
-                self.open_units.discard(unit.index)
+    def input_came(self, call: Call) -> bool:
+        """The gradient of an input of ``call`` has come; returns whether it was the last one."""
+        awaited = self._awaited.get(call, 0)
+        if awaited > 0:
+            self._awaited[call] = awaited - 1
+        return awaited == 1
 
-    def end(self, units: Sequence[Unit]) -> list[Unit]:
-        """It is over; returns units that may be full."""
-        for call in self._calls:
-            # The graph may be kept and run once more.
-            if not call.closed:
-                call.unit.uses -= call.reads_weights
-                call.unit.open_calls.remove(call)
-                call.uncount()
-            call.opened = call.closed = False
-        self._calls.clear()
+    def leave(self, call: Call) -> bool:
+        """The backward of ``call`` is over; returns False if it was not open."""
+        if self._awaited.pop(call, None) is None:
+            return False
+        self._left.add(call)
+        call.finish()
+        if call.reads_weights:
+            call.unit.leave()
+            if not call.unit.uses:
+                self.open_units.discard(call.unit.index)
+        return True
+
+    def end(self) -> None:
+        """It is over, also for calls whose end was not observed."""
+        for call in list(self._awaited):
+            self.leave(call)
         for unit in self.for_weights:
             unit.leave()
-        self.for_weights.clear()
-        self.open_units.clear()
-        self.run_again.clear()
-        self._forget_uncounted()
-        if not self.creates_graph:
-            for index in sorted(self._recorded):
-                units[index].forget_recorded()
-                self.touched[index] = units[index]
-            self._recorded.clear()
-        touched = list(self.touched.values())
-        self.touched.clear()
-        self.is_open = False
-        return touched
-
-    def _forget_uncounted(self) -> None:
-        """Calls that have run again are counted off. The others stay where some have: of a pipeline
-        whose next forward precedes this backward. Where none has, they were of an evaluation."""
-        for index in list(self.uncounted):
-            self.uncounted[index] -= self.num_run_again[index]
-            if not self.num_run_again[index] or self.uncounted[index] <= 0:
-                del self.uncounted[index]
-        self.num_run_again.clear()
 
 
 def check_is_whole(units: Sequence[Unit]) -> None:
-    """A stage of torch's own runs a backward.
+    """Check a backward that a stage of torch's own runs.
 
     Raises:
-        RuntimeError: it is that of inputs alone. That of weights would follow, whose gradients
-            nobody would see.
+        RuntimeError: it is the backward of inputs alone. The gradients that the backward of weights
+            computes would not be observed.
     """
     params = [
         param

@@ -113,34 +113,24 @@ def hooks_of(module: nn.Module) -> ModuleHooks | None:
 
 
 class _Entered:
-    """One call of a module that is under way.
+    """One call of a module that has not returned.
 
     Attributes:
-        units: that were entered for it, and have to be left.
-        calls: of these, of those whose backward is to come and is not seen by an earlier forward's.
-        aside: of these, those whose use is not recorded.
+        units: that were entered for it and have to be left, and whether the use is recorded.
+        calls: of these units, those whose backward is to come and is not observed by the call of an
+            earlier forward.
         recomputes: it runs within backward.
         wants_calls: a backward is to come.
         alone: the only input, if it is one tensor, and its version.
-        inputs: all of them, if they are more than that.
-        containers: of the inputs, those that may hold tensors.
+        inputs: all inputs, if they are more than that.
+        containers: of the inputs, those that can hold tensors.
     """
 
-    __slots__ = (
-        "alone",
-        "aside",
-        "calls",
-        "containers",
-        "inputs",
-        "recomputes",
-        "units",
-        "wants_calls",
-    )
+    __slots__ = ("alone", "calls", "containers", "inputs", "recomputes", "units", "wants_calls")
 
     def __init__(self, *, recomputes: bool, wants_calls: bool) -> None:
-        self.units: list[Unit] = []
+        self.units: list[tuple[Unit, bool]] = []
         self.calls: list[Call] = []
-        self.aside: list[Unit] = []
         self.recomputes = recomputes
         self.wants_calls = wants_calls
         self.alone: tuple[Tensor, int] | None = None
@@ -149,18 +139,18 @@ class _Entered:
 
 
 class ModelForward(Protocol):
-    """What the model's own hooks tell of its forwards."""
+    """Called by the hooks of the model itself, around its forwards."""
 
     def begins(self) -> None:
-        """One is about to begin."""
+        """A forward is about to begin."""
         ...
 
-    def entered_aside(self) -> Iterable[Unit]:
-        """Units to be entered with it, this time."""
+    def implicit_uses(self) -> Iterable[Unit]:
+        """Units to enter with this forward, as one-off uses."""
         ...
 
     def ends(self) -> None:
-        """One is over."""
+        """A forward is over."""
         ...
 
 
@@ -168,14 +158,14 @@ class ModuleHooks:
     """The forward hooks of one module: its call enters units, and leaves them when it returns.
 
     Args:
-        scheduler: what to tell.
+        scheduler: that gathers and frees the units.
         module: which.
-        casts: floating-point inputs are cast to the first, outputs to the second; None: left alone.
-        engine: kept alive as long as the module, whether or not the user holds on to it.
+        casts: floating-point inputs are cast to the first, outputs to the second; None: no cast.
+        engine: kept alive as long as the module, also if the user drops it.
 
     Attributes:
-        model: of the model's own hooks: what has to be done before and after its forwards.
-        units: of whose sets the module is one.
+        model: of the model's own hooks: called before and after its forwards.
+        units: those that the module belongs to.
         paused: modules hold full main weights (``engine.unsharded()``).
         was_called: the module has been called.
     """
@@ -235,14 +225,14 @@ class ModuleHooks:
         return wrapper
 
     def reset(self) -> None:
-        """Forget forwards that an exception ended."""
+        """Drop the calls that an exception ended."""
         self._entered.clear()
 
     def enter_now(self, unit: Unit) -> bool:
-        """Enter ``unit`` with the call that is under way; False if there is none."""
+        """Enter ``unit`` with the module's running call; returns False if there is none."""
         if not self._entered or self._entered[-1].recomputes:
             return False
-        self._enter(self._entered[-1], unit, aside=True)
+        self._enter(self._entered[-1], unit, is_recorded=False)
         return True
 
     @not_compiled
@@ -263,8 +253,8 @@ class ModuleHooks:
         for unit in self.units:
             self._enter(entered, unit)
         if self.model is not None and not recomputes:
-            for unit in self.model.entered_aside():
-                self._enter(entered, unit, aside=True)
+            for unit in self.model.implicit_uses():
+                self._enter(entered, unit, is_recorded=False)
         calls = entered.calls
         if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
             entered.containers = containers_in((*args, *kwargs.values()))
@@ -284,7 +274,7 @@ class ModuleHooks:
             inputs.mark(partial(self._listen, calls))
         return inputs.arguments
 
-    def _enter(self, entered: _Entered, unit: Unit, *, aside: bool = False) -> None:
+    def _enter(self, entered: _Entered, unit: Unit, *, is_recorded: bool = True) -> None:
         wants_call = entered.wants_calls
         if entered.recomputes:
             self._scheduler.recompute(unit)
@@ -292,19 +282,16 @@ class ModuleHooks:
                 self._scheduler.note_run_again(unit)
             # Calls of the first forward still wait for their backward, unless it ran without
             # autograd, as the first forward of a re-entrant checkpoint does.
-            wants_call = wants_call and not unit.num_calls
+            wants_call = wants_call and not unit.pending_calls
             if not wants_call:
                 return
         else:
-            self._scheduler.enter_forward(unit, aside=aside)
-            if aside:
-                entered.aside.append(unit)
-        entered.units.append(unit)
+            self._scheduler.enter_forward(unit, is_recorded=is_recorded)
+        entered.units.append((unit, is_recorded))
         if wants_call:
-            reads = self._reads_weights and unit.wishes.gathers_in_backward
+            reads = self._reads_weights and unit.options.gathers_in_backward
             microbatch = self._scheduler.microbatch
-            call = Call(unit, reads_weights=reads, aside=aside, microbatch=microbatch)
-            entered.calls.append(call)
+            entered.calls.append(Call(unit, reads, is_recorded=is_recorded, microbatch=microbatch))
 
     @not_compiled
     def after(self, output: Any) -> Any:
@@ -318,7 +305,8 @@ class ModuleHooks:
         if inputs is not None:
             inputs.take_back()
         given = output
-        output = _copy_params(entered.units or self.units, output, entered.containers)
+        units = [unit for unit, _ in entered.units]
+        output = _copy_params(units or self.units, output, entered.containers)
         if not entered.units:
             return None if output is given else output
         if self.model is not None and not entered.recomputes:
@@ -331,10 +319,9 @@ class ModuleHooks:
         finally:
             if not entered.recomputes:
                 reads_again = has_backward and self._reads_weights
-                for unit in reversed(entered.units):
-                    aside = unit in entered.aside
-                    again = reads_again and unit.wishes.gathers_in_backward
-                    self._scheduler.leave_forward(unit, again, aside=aside)
+                for unit, is_recorded in reversed(entered.units):
+                    again = reads_again and unit.options.gathers_in_backward
+                    self._scheduler.leave_forward(unit, again, is_recorded=is_recorded)
         if self._output_dtype is not None:
             return map_tensors(partial(cast_to, self._output_dtype), output)
         return None if output is given else output
@@ -360,7 +347,7 @@ class ModuleHooks:
                     node.register_prehook(begin)
         if begin is not None:
             for call in calls:
-                call.count()
+                call.await_backward()
         return begin is not None
 
     def _note_hidden(self, calls: list[Call], output: Any) -> None:
@@ -370,7 +357,7 @@ class ModuleHooks:
         if hidden_in is not None:
             for unit in concerned:
                 self._scheduler.note_uncounted(unit)
-                unit.hide_output(hidden_in)
+                unit.keep_unseen(hidden_in)
 
     def _ways_in(self, entered: _Entered, calls: list[Call], output: Any) -> Iterable[Tensor]:
         """Tensors by which gradients enter the unit."""
@@ -384,7 +371,7 @@ class ModuleHooks:
             return found
         if changed:
             for call in calls:
-                call.num_awaited = -1
+                call.input_changed = True
             # Not those that only no_grad() has changed.
             found += [tensor for tensor in changed if tensor.grad_fn is not None]
         return found
@@ -487,22 +474,13 @@ def _begin_backward(
 
     def begin(grads: Any) -> None:
         for call in calls:
-            if not call.opened and call.num_awaited >= 0:
-                call.num_awaited = sum(map(_will_run, nodes)) if nodes else 1
-            scheduler.enter_backward(call)
+            scheduler.enter_backward(call, nodes)
 
     return begin
 
 
-# Whether the backward that is under way comes to a node.
-_will_run: Any = torch._C._will_engine_execute_node
-
-
 def _input_came(scheduler: Scheduler, call: Call, grad: Tensor) -> None:
-    if call.opened and call.num_awaited > 0:
-        call.num_awaited -= 1
-        if not call.num_awaited:
-            scheduler.leave_backward(call)
+    scheduler.input_came(call)
 
 
 def _refuse_transform(unit: Unit) -> None:

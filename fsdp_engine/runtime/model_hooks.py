@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from torch import nn
 
 from fsdp_engine.runtime.hooks import ModuleHooks
-from fsdp_engine.runtime.loose_units import LooseUnits
+from fsdp_engine.runtime.implicit_uses import ImplicitUses
 from fsdp_engine.runtime.scheduler import Scheduler
 from fsdp_engine.runtime.unit import Unit
 
@@ -49,7 +49,7 @@ class ModelHooks:
                 self._hooks[module].units.append(unit)
                 if module in beside:
                     loose.setdefault(unit, []).append(self._hooks[module])
-        self._loose = LooseUnits(self._hooks[root.built.modules[0]], units, loose, check)
+        self._implicit_uses = ImplicitUses(self._hooks[root.built.modules[0]], units, loose, check)
 
     @property
     def modules(self) -> Iterable[nn.Module]:

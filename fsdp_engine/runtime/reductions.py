@@ -194,7 +194,7 @@ class Reductions:
                     buffer.begin_backward(reduced=reduced)
         self._move_to(Phase.ACCUMULATING)
         # Settled now: gradients may come late, when a no_sync() is over.
-        partial = frozenset(unit.index for unit in self._queue if not unit.wishes.syncs)
+        partial = frozenset(unit.index for unit in self._queue if not unit.options.syncs)
         is_last = self.sync and self._timing.reduces_in_backward and not inputs_only
         is_last = is_last and len(partial) < max(len(self._queue), 1)
         self._turns.begin(is_last=is_last, inputs_only=inputs_only, partial=partial)

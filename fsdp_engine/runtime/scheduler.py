@@ -1,15 +1,23 @@
-"""When: what is gathered ahead of use, and what is released.
+"""When units are gathered and freed.
 
-Every event of forward and backward is a place in the record of the microbatch (``record.py``), from
-which everything follows: what to gather ahead, whether a unit that is left stays full, which bytes
-a use reads. Where execution leaves the record, units gathered in vain are dropped, the unit is
-gathered on demand, and what happens is recorded anew. Reductions are the business of
-``reductions.py``.
+Every event of forward and backward is a place in the recorded order of uses (``record.py``). The
+place determines which units to prefetch, whether a unit that is left is kept unsharded, and which
+bytes a use reads. Where execution leaves the recorded order, prefetched units are freed, the unit
+is gathered on demand, and a new order is recorded. Reductions are in ``reductions.py``.
+
+[Note: One order on all ranks]
+Collectives of one group must be issued in one order on all ranks. Sharded units are gathered when
+they are entered: all ranks must enter the same units. Units that are never sharded are only
+*refreshed* after their weights changed, and ranks may enter different ones. So refreshes are issued
+in the canonical order of units, up to the unit that is entered; the rest is issued when forward
+ends.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Hashable, Sequence
+from typing import Any
 
 import torch
 
@@ -21,8 +29,10 @@ from fsdp_engine.runtime.backward import Backward, check_is_whole
 from fsdp_engine.runtime.callers import callers
 from fsdp_engine.runtime.record import Record, Use, first_use_order
 from fsdp_engine.runtime.reductions import Reductions
-from fsdp_engine.runtime.refreshes import Refreshes
-from fsdp_engine.runtime.unit import Call, Residence, Unit
+from fsdp_engine.runtime.unit import Call, Kept, Unit
+
+# Whether the running backward reaches a node.
+_will_run: Any = torch._C._will_engine_execute_node
 
 
 def in_backward() -> bool:
@@ -30,20 +40,36 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+class Forward:
+    """One forward: made when the first unit is entered, dropped when the last one is left.
+
+    Attributes:
+        open: numbers of the units that are entered, outermost first, without one-off uses. A unit
+            of several modules can be in it more than once.
+        num_refreshed: places of the canonical order up to which units are refreshed.
+        refreshed: numbers of these units.
+    """
+
+    def __init__(self) -> None:
+        self.open: list[int] = []
+        self.num_refreshed = 0
+        self.refreshed: set[int] = set()
+
+
 class Scheduler:
-    """Moves units through their lives as forward and backward come along.
+    """Gathers and frees units as forward and backward use them.
 
     Args:
         units: all of them, in module order, the root first.
         memory: of the engine.
-        budget: elements gathered ahead.
-        reductions: told when a unit's gradients are complete.
+        budget: elements to prefetch.
+        reductions: called when the gradients of a unit are complete.
         timing: when changed weights are gathered.
-        expected: the order in which units are expected to be used.
+        expected: the order in which units are expected to be used first.
 
     Attributes:
         microbatch: to which forwards and backwards belong: see ``microbatches.py``.
-        inputs_only: backwards bring no gradients of parameters.
+        inputs_only: backwards compute no gradients of parameters.
     """
 
     def __init__(
@@ -67,77 +93,82 @@ class Scheduler:
             budget,
         )
         self._containing = expected.containing
-        # Forwards under way, outermost first, without those aside; a unit may stand here twice.
-        self._open: list[int] = []
-        # Full, or on their way, for a use that is to come: of these, those that wait for backward.
-        self._ahead: set[int] = set()
-        self._kept: set[int] = set()
-        self._backward = Backward()
-        self._looks_ahead = budget > 0
-        self._refreshes = Refreshes(self.units, ahead=timing.gathers_ahead and self._looks_ahead)
-        self._gathered_before = False
+        self._prefetches = budget > 0
+        self._has_refreshes = any(unit.needs_refresh and not unit.reshards for unit in units)
+        # All of them are issued when forward begins.
+        self._refreshes_ahead = timing.gathers_ahead and self._prefetches and self._has_refreshes
+        self._forward: Forward | None = None
+        self._backward: Backward | None = None
+        # Units that are unsharded, or in flight, for a use that is expected, with its phase.
+        self._reserved: dict[int, int] = {}
+        # Of units of several modules, calls that ran without autograd (re-entrant checkpoints may
+        # run them again) or whose outputs are not observed. While any of such a unit's gradients
+        # is missing it may be yet to come.
+        self._uncounted: Counter[int] = Counter()
+        # The last forward ran within a pipeline stage of torch's own.
+        self._in_stage_of_torch = False
 
     # Forward.
 
-    def enter_forward(self, unit: Unit, *, aside: bool = False) -> None:
+    def enter_forward(self, unit: Unit, *, is_recorded: bool = True) -> None:
         """A module of the unit is called.
 
         Args:
             unit: which.
-            aside: this use may not come again: it is not recorded.
+            is_recorded: the use is part of the recorded order. False: a one-off use.
         """
-        if not self._open:
-            self._begin_forward()
+        forward = self._forward
+        if forward is None:
+            forward = self._begin_forward()
         if not torch.is_grad_enabled():
             self.note_uncounted(unit)
-        if aside:
-            self._fill(unit, FORWARD)
-            self._show(unit)
-        else:
-            self._open.append(unit.index)
+        if is_recorded:
+            forward.open.append(unit.index)
             self._use(unit, FORWARD)
+        else:
+            self._provide(unit, FORWARD)
+            self._install(unit)
         unit.enter()
 
     def note_uncounted(self, unit: Unit) -> None:
-        """A module of the unit runs, and whether its backward is to come is not known."""
+        """A module of the unit runs, and whether its backward will come is not known."""
         if len(unit.built.modules) > 1:
-            self._backward.uncounted[unit.index] += 1
+            self._uncounted[unit.index] += 1
 
     def note_run_again(self, unit: Unit) -> None:
-        """A module of the unit is called within backward, and autograd follows."""
+        """A module of the unit is called within backward, with gradients enabled."""
+        assert self._backward is not None
         self._backward.num_run_again[unit.index] += 1
 
-    def leave_forward(self, unit: Unit, reads_again: bool, *, aside: bool = False) -> None:
+    def leave_forward(self, unit: Unit, reads_again: bool, *, is_recorded: bool = True) -> None:
         """A module of the unit has returned.
 
         Args:
             unit: which.
-            reads_again: backward will come to it, and read its weights.
-            aside: as it was entered.
+            reads_again: a backward will come to it, and read its weights.
+            is_recorded: as it was entered.
         """
-        if not aside:
-            self._open.remove(unit.index)
+        forward = self._forward
+        assert forward is not None
+        if is_recorded:
+            forward.open.remove(unit.index)
             if unit.buffers and reads_again:
                 self._record.leave(unit.index)
         unit.leave()
         if unit.uses == 0:
-            phase = self._record.next_phase(unit.index, self._open, reads_again)
-            if phase >= BACKWARD:
-                self._kept.add(unit.index)
-            elif phase:
-                self._ahead.add(unit.index)
-            if phase or unit.stays or unit.wishes.stays_after_forward:
+            phase = self._record.next_phase(unit.index, forward.open, reads_again)
+            if phase:
+                self._reserved[unit.index] = phase
+            if phase or unit.kept or unit.options.keeps_after_forward:
                 unit.uninstall()
-                unit.turn_to(phase or BACKWARD)
-                if unit.wishes.stays_after_forward:
-                    self._backward.touched[unit.index] = unit  # released as backward ends
+                unit.keep_for(phase or BACKWARD)
             else:
                 unit.release()
-        if not self._open:
-            self._end_forward(unit)
+        if not forward.open:
+            self._end_forward(forward, unit)
 
-    def _begin_forward(self) -> None:
-        if self._backward.is_open:
+    def _begin_forward(self) -> Forward:
+        if self._backward is not None:
             raise RuntimeError(
                 "the last backward did not finish, perhaps because of an exception: "
                 "call engine.reset() before the next forward"
@@ -149,103 +180,110 @@ class Scheduler:
                 for buffer in unit.trainable:
                     buffer.renew_accumulators()
         who = callers()
-        self._backward.is_told = self.microbatch is not None or not who.stage
+        self._in_stage_of_torch = self.microbatch is None and who.stage
         for unit in self.units:
             if who.functional_call:
                 unit.check_not_swapped()
             unit.follow_requires_grad()
+            if unit.is_gathering and not unit.is_current:
+                unit.wait()  # gathered before the forward, and changed since: to be gathered again
         self._record.begin_forward()
-        self._refreshes.begin()
-        if self._gathered_before:
-            self._gathered_before = False
-            for unit in self.units:
-                if unit.residence is Residence.GATHERING and not unit.is_current:
-                    unit.wait()  # changed since: to be gathered again
-        if self._refreshes.ahead:
-            # Into memory that is held anyway: the sooner the better.
-            self._refreshes.issue_through(None, self.reductions.canonical_order)
+        forward = self._forward = Forward()
+        if self._refreshes_ahead:
+            self._refresh_through(None, forward)  # into memory that is held anyway
+        return forward
 
-    def _end_forward(self, outermost: Unit) -> None:
-        self._drop_ahead()
-        if self._refreshes.are_needed:
-            self._refreshes.issue_through(None, self.reductions.canonical_order)
+    def _end_forward(self, forward: Forward, outermost: Unit) -> None:
+        self._forward = None
+        self._free_reserved(phase=FORWARD)
+        if self._has_refreshes:
+            self._refresh_through(None, forward)
             for unit in self.units:
-                # What this rank did not enter must not read main weights into the next step.
+                # Units that this rank did not enter must not read main weights that the next
+                # optimizer step writes.
                 unit.wait()
         if outermost is self.units[0]:
             self._record.end_forward()
             order = self._record.units_in_forward
             self.reductions.order_seen(first_use_order(order, len(self.units)))
 
-    def gather_before_forward(self, *, wait: bool, cut: bool = True) -> None:
-        """Issue what the next forward would begin with: what changed and is never cut, and
-        (``cut``) what forward gathers first."""
+    def gather_before_forward(self, *, wait: bool, sharded: bool = True) -> None:
+        """Issue the gathers that the next forward would begin with: those of units that are never
+        sharded and changed, and (``sharded``) the first ones of the recorded order."""
         if not self.is_at_rest:
-            return  # under way already
+            return  # that forward runs already
         for index in self.reductions.canonical_order:
             unit = self.units[index]
             if not unit.reshards and unit.needs_gather(FORWARD):
                 unit.gather(FORWARD)
-        for use in self._record.first if cut else ():
+        for use in self._record.first if sharded else ():
             unit = self.units[use.unit]
             if unit.reshards and unit.needs_gather(FORWARD):
-                unit.gather(FORWARD)
-                self._ahead.add(unit.index)
-        self._gathered_before = True
+                self._prefetch(unit, FORWARD)
         if wait:
             for unit in self.units:
                 unit.wait()
 
     def wait_for_gathers(self) -> None:
-        """Wait for the gathers in flight, and free parameters gathered ahead of use."""
+        """Wait for the gathers in flight, and free prefetched units."""
         for unit in self.units:
             unit.wait()
-        self._drop_ahead()
+        self._free_reserved(phase=FORWARD)
 
     # Backward.
 
     def recompute(self, unit: Unit) -> None:
         """A module of the unit is called within backward: activation checkpointing.
 
-        Nothing is released before the unit's own backward is over.
+        Nothing is freed before the unit's own backward is over.
         """
-        self.begin_backward()
-        self._backward.touched[unit.index] = unit
+        self.begin_backward().touched[unit.index] = unit
         if unit.uses:
             self._record.recomputes(unit.index)
-            self._fill(unit, BOTH)
-            self._show(unit)
+            self._provide(unit, BOTH)
+            self._install(unit)
         else:
-            # Where the same bytes serve both, its backward gathers no more.
+            # Where the same bytes serve both phases, its backward gathers no more.
             self._use(unit, FORWARD if unit.built.split_weights else BOTH)
 
-    def enter_backward(self, call: Call) -> None:
-        """The gradient of a call's output has come: its backward begins."""
-        if call.opened:
+    def enter_backward(self, call: Call, inputs: Sequence[Any] = ()) -> None:
+        """The gradient of an output of ``call`` has come: its backward begins.
+
+        Args:
+            call: which.
+            inputs: autograd's nodes of the call's inputs, where it has several.
+        """
+        backward = self._backward
+        if backward is not None and backward.has_entered(call):
             return
-        self.begin_backward()
-        if self._backward.weights_only:
+        backward = self.begin_backward()
+        if backward.weights_only:
             if call.reads_weights:
                 self.use_for_weights(call.unit)
             return
-        self._backward.enters(call)
+        backward.enter(call, sum(map(_will_run, inputs)) if inputs else 1)
         if call.reads_weights:
-            if call.aside:
-                self._fill(call.unit, BACKWARD)
-                self._show(call.unit)
-            else:
+            if call.is_recorded:
                 self._use(call.unit, BACKWARD)
+            else:
+                self._provide(call.unit, BACKWARD)
+                self._install(call.unit)
             call.unit.enter()
 
-    def leave_backward(self, call: Call) -> None:
-        """The gradients of a call's inputs have come: its backward is over."""
-        if call.closed or not call.opened:
+    def input_came(self, call: Call) -> None:
+        """The gradient of an input of ``call`` has come."""
+        if self._backward is not None and self._backward.input_came(call):
+            self._leave_backward(self._backward, call)
+
+    def _leave_backward(self, backward: Backward, call: Call) -> None:
+        """The backward of ``call`` is over."""
+        if not backward.leave(call):
             return
         unit = call.unit
-        self._backward.leaves(call)
         if unit.uses == 0:
-            if self._record.next_phase(unit.index, self._backward.open_units, False):
-                self._ahead.add(unit.index)
+            phase = self._record.next_phase(unit.index, backward.open_units, False)
+            if phase:
+                self._reserved[unit.index] = phase
                 unit.uninstall()
             else:
                 self._end_use(unit)
@@ -253,18 +291,21 @@ class Scheduler:
 
     def gradient_came(self, unit: Unit) -> None:
         """The last gradient of a buffer of ``unit`` came."""
+        backward = self._backward
+        assert backward is not None
         if unit.num_missing_grads or unit.index in self._containing:
-            return  # what lies before the units inside may still read its weights
-        calls = [call for call in unit.open_calls if not call.aside]
+            return  # functions before the units inside may still read its weights
+        calls = [call for call in backward.open_calls(unit) if call.is_recorded]
         if any(call.has_boundary for call in calls):
-            return  # the end of that call's backward will be seen
+            return  # the end of that call's backward is observed
         for call in calls:
-            self.leave_backward(call)
+            self._leave_backward(backward, call)
         self._check_ready(unit)
 
     def _check_ready(self, unit: Unit) -> None:
-        """All of the unit's gradients may have come."""
-        is_counted = unit.index not in self._backward.uncounted or not unit.num_missing_grads
+        """Report the unit to the reductions if all of its gradients have come."""
+        assert self._backward is not None
+        is_counted = unit.index not in self._uncounted or not unit.num_missing_grads
         runs_again = unit.index in self._backward.run_again
         if is_counted and not runs_again and not unit.awaits_backward(self.microbatch):
             self.reductions.unit_is_ready(unit)
@@ -273,81 +314,103 @@ class Scheduler:
         """A buffer of ``unit`` is about to get its first gradient of this backward."""
         if self.reductions.has_open_gradients(unit):
             return
-        self.begin_backward()
-        self._backward.creates_graph = torch.is_grad_enabled()
+        self.begin_backward().creates_graph = torch.is_grad_enabled()
         self.reductions.open_unit(unit)
 
     def late_gradient_came(self, unit: Unit) -> None:
-        """The last weight gradient that the unit's modules had put off has come."""
+        """The last weight gradient that the unit's modules postponed has come."""
         if unit.uses == 0:
             unit.uninstall()
         self.reductions.late_gradient_came(unit)
-        if not self._backward.is_open:
+        if self._backward is None:
             self.reductions.run_hooks()
 
-    def begin_backward(self, *, weights_only: bool = False) -> None:
-        """Some event of a backward, whichever is seen first.
+    def begin_backward(self, *, weights_only: bool = False) -> Backward:
+        """Returns the running backward; the first event of a backward makes it.
 
         Args:
-            weights_only: it is that of weights alone, in several runs of autograd: who begins it
-                ends it.
+            weights_only: it computes gradients of weights alone, in several runs of autograd: the
+                caller ends it.
         """
-        if self._backward.is_open:
-            return
-        if not self._backward.is_told:
+        if self._backward is not None:
+            return self._backward
+        if self._in_stage_of_torch:
             check_is_whole(self.units)
         self.reductions.begin_backward(inputs_only=self.inputs_only)
         for unit in self.units:
             # Parameters may have been frozen and thawed since forward, as adapters are around the
             # forward of a reference model.
             unit.follow_requires_grad_in_backward()
-        self._backward.is_open = True
-        self._backward.weights_only = weights_only
+        backward = self._backward = Backward(weights_only=weights_only)
         if not weights_only:
             self._record.begin_backward()
-            # Closes what autograd leaves open: parameters without a gradient, inputs without one.
+            # Ends calls that autograd leaves open: parameters or inputs without a gradient.
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+        return backward
 
     def use_for_weights(self, unit: Unit, following: Unit | None = None) -> None:
-        """In a backward of weights alone, ``unit`` is read from here on, and then ``following``."""
-        if unit in self._backward.for_weights or not unit.buffers:
+        """In a backward of weights alone, ``unit`` is read from here on, and ``following`` next."""
+        backward = self._backward
+        assert backward is not None
+        if unit in backward.for_weights or not unit.buffers:
             return
-        self._backward.for_weights.append(unit)
-        self._backward.touched[unit.index] = unit
-        self._fill(unit, BACKWARD)
-        self._ahead.discard(unit.index)
-        if following is not None and following.needs_gather(BACKWARD) and self._looks_ahead:
-            following.gather(BACKWARD)
-            self._ahead.add(following.index)
-        self._show(unit)
+        backward.for_weights.append(unit)
+        backward.touched[unit.index] = unit
+        self._provide(unit, BACKWARD)
+        self._reserved.pop(unit.index, None)
+        if following is not None and following.needs_gather(BACKWARD) and self._prefetches:
+            self._prefetch(following, BACKWARD)
+        self._install(unit)
         unit.enter()
 
     def weights_came(self, unit: Unit) -> None:
-        """All that a backward of weights alone brings of ``unit`` is there."""
-        if unit in self._backward.for_weights:
-            self._backward.for_weights.remove(unit)
+        """All gradients of ``unit`` that a backward of weights alone computes have come."""
+        backward = self._backward
+        assert backward is not None
+        if unit in backward.for_weights:
+            backward.for_weights.remove(unit)
             unit.leave()
-            if unit.uses == 0 and unit.index not in self._kept:
+            if unit.uses == 0 and unit.index not in self._reserved:
                 unit.release()
         self.reductions.unit_is_ready(unit)
 
     def end_backward(self) -> None:
-        """Autograd is done, and so is this backward."""
+        """Autograd has finished this backward."""
+        backward = self._backward
+        assert backward is not None
         self.reductions.end_backward()
-        if not self._backward.weights_only:
+        if not backward.weights_only:
             self._record.end_backward()
-        self._drop_ahead()
-        for unit in self._backward.end(self.units):
+        self._free_reserved()
+        backward.end()
+        self._forget_uncounted(backward)
+        touched = backward.touched
+        for unit in self.units:
+            if unit.kept and not backward.creates_graph and Kept.RECORDED in unit.kept:
+                unit.free_recorded()
+                touched[unit.index] = unit
+            elif unit.options.keeps_after_forward:
+                touched[unit.index] = unit
+        for unit in touched.values():
             if unit.uses == 0:
-                unit.end_uses()
                 self._end_use(unit)
+        self._backward = None
         self._memory.end_backward(step_is_over=self.reductions.are_final)
         self.reductions.run_hooks()
 
+    def _forget_uncounted(self, backward: Backward) -> None:
+        """Subtract the calls that ran again. If some did, the others are of a pipeline whose next
+        forward precedes this backward; if none did, they were of an evaluation."""
+        for index in list(self._uncounted):
+            num_run_again = backward.num_run_again[index]
+            self._uncounted[index] -= num_run_again
+            if not num_run_again or self._uncounted[index] <= 0:
+                del self._uncounted[index]
+
     @staticmethod
     def _end_use(unit: Unit) -> None:
-        """A backward is done with the unit."""
-        if unit.wishes.stays_after_backward:
+        """A backward has no more use for the unit."""
+        if unit.options.keeps_after_backward:
             unit.uninstall()
         else:
             unit.release()
@@ -355,72 +418,93 @@ class Scheduler:
     # Both.
 
     def _use(self, unit: Unit, phase: int) -> None:
-        """A use of ``unit`` begins: it is full, and what comes next is on its way."""
+        """A use of ``unit`` begins: provide its full parameters, and prefetch the next units."""
         if not unit.buffers:
             return
         step = self._record.use(unit.index, phase)
-        expected, window = step.expected, step.window
-        if (asked := unit.wishes.ahead(phase)) is not None:
+        window = step.window
+        if (asked := unit.options.prefetch(phase)) is not None:
             each_phase = BACKWARD if phase & BACKWARD else FORWARD
             window = tuple(Use(each.index, each_phase) for each in asked if each.reshards)
-        if self._kept:
-            # Kept for the start of backward; or else something comes first.
-            self._ahead |= self._kept
-            self._kept.clear()
-            expected = expected and self._backward.is_open
-        if not expected:
-            self._drop_ahead(keep={unit.index, *(use.unit for use in window)})
-        self._fill(unit, step.phase)
-        self._ahead.discard(unit.index)
+        if self._reserved:
+            kept = {unit.index, *(use.unit for use in window)}
+            if not step.expected:
+                self._free_reserved(keep=kept)
+            elif self._backward is None:
+                self._free_reserved(keep=kept, phase=BACKWARD)
+        self._provide(unit, step.phase)
+        self._reserved.pop(unit.index, None)
         for use in window:
             ahead = self.units[use.unit]
             if ahead.needs_gather(use.phase) and not ahead.uses:
-                ahead.gather(use.phase)
-                self._ahead.add(use.unit)
-        self._show(unit)
+                self._prefetch(ahead, use.phase)
+        self._install(unit)
 
     @staticmethod
-    def _show(unit: Unit) -> None:
+    def _install(unit: Unit) -> None:
         """The model reads full parameters from here on."""
         unit.wait()
         unit.note_access()
         # In backward, too: checkpoints within the unit run parts of its forward again.
         unit.install()
 
-    def _fill(self, unit: Unit, phase: int) -> None:
+    def _provide(self, unit: Unit, phase: int) -> None:
+        """Issue the gather of ``unit``, unless it is unsharded and current."""
         if not unit.needs_gather(phase):
             return
-        if unit.reshards or not self._refreshes.awaits(unit):
+        forward = self._forward
+        if unit.reshards or forward is None or unit.index in forward.refreshed:
             unit.gather(phase)
         else:
-            self._refreshes.issue_through(unit, self.reductions.canonical_order)
+            self._refresh_through(unit, forward)
 
-    def _drop_ahead(self, keep: Collection[int] = ()) -> None:
-        """Let go of units that were gathered ahead in vain."""
-        for index in sorted(self._ahead.difference(keep)):
-            self._ahead.discard(index)
+    def _refresh_through(self, last: Unit | None, forward: Forward) -> None:
+        """Refresh units that changed, in canonical order, up to ``last`` (None: all)."""
+        order = self.reductions.canonical_order
+        while forward.num_refreshed < len(order):
+            unit = self.units[order[forward.num_refreshed]]
+            forward.num_refreshed += 1
+            forward.refreshed.add(unit.index)
+            if not unit.reshards and unit.needs_gather(FORWARD):
+                unit.gather(FORWARD)
+            if unit is last:
+                return
+
+    def _prefetch(self, unit: Unit, phase: int) -> None:
+        unit.gather(phase)
+        self._reserved[unit.index] = phase
+
+    def _free_reserved(self, keep: Collection[int] = (), phase: int = BOTH) -> None:
+        """Free units that are unsharded for a use of ``phase`` that is no longer expected.
+
+        A use of both phases counts as one of backward.
+        """
+        for index, reserved_for in sorted(self._reserved.items()):
+            counts_as = BACKWARD if reserved_for & BACKWARD else FORWARD
+            if index in keep or not counts_as & phase:
+                continue
+            del self._reserved[index]
             unit = self.units[index]
             if unit.uses == 0 and unit.reshards:
                 unit.release()
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether neither a forward nor a backward is under way."""
-        return not self._open and not self._backward.is_open
+        """Whether neither a forward nor a backward is running."""
+        return self._forward is None and self._backward is None
 
     @property
     def phase(self) -> str:
-        """What the program does, for people: "forward", "backward", else "step"."""
-        if self._backward.is_open:
+        """What the program does, in messages: "forward", "backward", else "step"."""
+        if self._backward is not None:
             return "backward"
-        return "forward" if self._open else "step"
+        return "forward" if self._forward is not None else "step"
 
     def reset(self) -> None:
-        """Forget what was under way; communication must be over."""
-        self._open.clear()
-        self._ahead.clear()
-        self._kept.clear()
-        self._backward = Backward()
+        """Drop the running forward and backward; communication must be over."""
+        self._forward = self._backward = None
+        self._reserved.clear()
+        self._uncounted.clear()
         self.reductions.reset()
         for unit in self.units:
             unit.reset()

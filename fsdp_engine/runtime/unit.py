@@ -1,16 +1,16 @@
-"""A unit: a set of modules with the buffers of their parameters; what is gathered, reduced and
-released as one.
+"""A unit: a set of modules and the buffers of their parameters, gathered, reduced and freed as one.
 
-The life of a unit's full parameters, as data; anything else is a bug and raises:
+Full parameters exist as one object, :class:`UnshardedParams`, from the moment that their gather is
+issued until they are freed:
 
-    SHARDED --gather--> GATHERING --wait--> IDLE <--enter, leave--> IN_USE
-       ^                  |  ^               | |                      |
-       +------drop--------+  +-- gather -----|-+----------------------+   (stale, another phase)
-       +-------------------------release-----+
+    unit.unsharded:   None --gather--> in flight --wait--> ready --release--> None
+                                         ^                   |
+                                         +---gather again----+   (stale, or another phase)
 
-It is in use from the moment that one of its modules is called until that call returns, and again
-through that call's backward. A unit whose parameters are never cut starts out IDLE and is never
-released. What has to be gathered may depend on the phase of the use (``codecs/phase.py``).
+A unit whose parameters are not sharded has that object for life. Forwards and backwards that are
+computing with it are counted in ``unit.uses``: from the moment that one of the unit's modules is
+called until the call returns, and again through the backward of that call. Which bytes a use reads
+can depend on its phase (``codecs/phase.py``).
 """
 
 from __future__ import annotations
@@ -18,77 +18,109 @@ from __future__ import annotations
 import enum
 import warnings
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
-from fsdp_engine.codecs.phase import BACKWARD, FORWARD
+from fsdp_engine.codecs.phase import BACKWARD, BOTH
 from fsdp_engine.devices.lane import Lanes, Ticket
 from fsdp_engine.flat_dtensor import any_requires_grad
 from fsdp_engine.planning.build import BuiltUnit
 from fsdp_engine.planning.installing import Installation
-from fsdp_engine.runtime.wishes import Wishes
 
 
-class Residence(enum.Enum):
-    """Where a unit's full parameters are."""
+class Numbered(Protocol):
+    """A unit, as far as the options of other units refer to it."""
 
-    SHARDED = "sharded"
-    GATHERING = "gathering"
-    IDLE = "idle"
-    IN_USE = "in use"
+    @property
+    def index(self) -> int:
+        """Its number among the units of its engine."""
+        ...
 
-    next: tuple[Residence, ...]  # see TRANSITIONS
-
-
-class Stays(enum.Enum):
-    """Why a unit's full parameters are not released, whoever leaves it."""
-
-    RECORDED = "a backward with create_graph has recorded functions of them, which will read them"
-    UNSEEN = "where its backward begins was not seen once"
+    @property
+    def reshards(self) -> bool:
+        """Whether its parameters are sharded between uses."""
+        ...
 
 
-TRANSITIONS = {
-    (Residence.SHARDED, Residence.GATHERING),
-    (Residence.GATHERING, Residence.IDLE),
-    (Residence.GATHERING, Residence.IN_USE),
-    (Residence.GATHERING, Residence.SHARDED),
-    (Residence.IDLE, Residence.GATHERING),
-    (Residence.IDLE, Residence.IN_USE),
-    (Residence.IDLE, Residence.SHARDED),
-    (Residence.IN_USE, Residence.GATHERING),
-    (Residence.IN_USE, Residence.IDLE),
-}
-for _state in Residence:
-    # Looked up by identity: hashing an enum member runs Python code, several times a unit.
-    _state.next = tuple(after for before, after in TRANSITIONS if before is _state)
+@dataclass
+class UnitOptions:
+    """Options of one unit, set by users. They are read at each use, so they can change between
+    forwards and backwards; they must be equal on all ranks.
+
+    Attributes:
+        keeps_after_forward: full parameters are kept until the unit's backward is over.
+        keeps_after_backward: full parameters are kept until the next forward is over.
+        syncs: a backward that can be the step's last one reduces gradients along all axes.
+            False: as within ``no_sync``.
+        gathers_in_backward: backward reads the unit's weights, unless they are known to be unread.
+        prefetch_in_forward: units to prefetch when a forward enters this one. None: the next ones
+            of the recorded order.
+        prefetch_in_backward: the same for backward.
+    """
+
+    keeps_after_forward: bool = False
+    keeps_after_backward: bool = False
+    syncs: bool = True
+    gathers_in_backward: bool = True
+    prefetch_in_forward: Sequence[Numbered] | None = None
+    prefetch_in_backward: Sequence[Numbered] | None = None
+
+    def prefetch(self, phase: int) -> Sequence[Numbered] | None:
+        """Units to prefetch at a use of ``phase``; None: those of the recorded order."""
+        return self.prefetch_in_backward if phase & BACKWARD else self.prefetch_in_forward
+
+
+class Kept(enum.Enum):
+    """Why the full parameters of a unit are not freed between its uses."""
+
+    RECORDED = "a backward with create_graph recorded functions that read them"
+    UNSEEN = "the start of the unit's backward could not be observed"
+
+
+class UnshardedParams:
+    """Full parameters of one unit, from gather to free.
+
+    Attributes:
+        phases: the uses that their bytes serve: a sum of FORWARD and BACKWARD.
+        for_backward: a backward reads what was gathered last.
+        tickets: of the gather in flight; None: compute has waited for it.
+    """
+
+    __slots__ = ("for_backward", "phases", "tickets")
+
+    def __init__(
+        self, phases: int, for_backward: bool = False, tickets: list[Ticket] | None = None
+    ) -> None:
+        self.phases = phases
+        self.for_backward = for_backward
+        self.tickets = tickets
 
 
 class Call:
     """One forward of a unit whose output takes part in autograd.
 
-    Only autograd's hooks hold on to it: with its graph it goes, and no longer counts.
+    Only autograd's hooks refer to it: it is collected with its graph, and is then no longer
+    pending.
 
     Attributes:
         reads_weights: its backward needs the unit's full parameters.
-        aside: this use may not come again: it is not recorded, nor is its backward.
-        microbatch: it belongs to; None: whichever backward reaches it.
-        has_boundary: an input needs a gradient, so the end of this call's backward will be seen.
-        num_awaited: inputs whose gradients are yet to come in this backward. -1: not known, since
-            an input was changed in place; then the call is over when all of backward is.
-        opened: its backward has begun.
-        closed: its backward is over.
-        is_counted: its backward is to come, or under way.
-        follows_another: when it was made, the backward of another call of the unit was to come.
+        is_recorded: its use is part of the recorded order. False: a one-off use.
+        microbatch: the microbatch that it belongs to; None: any backward can reach it.
+        has_boundary: an input needs a gradient, so the end of this call's backward is observed.
+        input_changed: an input was changed in place, so its gradient is not observed: this call's
+            backward ends with the whole backward.
+        is_pending: its backward is to come, or runs.
+        follows_another: when it was made, another call of the unit was pending.
     """
 
     __slots__ = (
-        "aside",
-        "closed",
         "follows_another",
         "has_boundary",
-        "is_counted",
+        "input_changed",
+        "is_pending",
+        "is_recorded",
         "microbatch",
-        "num_awaited",
-        "opened",
         "reads_weights",
         "unit",
     )
@@ -98,45 +130,43 @@ class Call:
         unit: Unit,
         reads_weights: bool,
         *,
-        aside: bool = False,
+        is_recorded: bool = True,
         microbatch: Hashable | None = None,
     ) -> None:
         self.unit = unit
-        self.aside = aside
+        self.is_recorded = is_recorded
         self.microbatch = microbatch
         self.reads_weights = reads_weights
         self.has_boundary = False
-        self.num_awaited = 1
-        self.opened = False
-        self.closed = False
-        self.is_counted = False
+        self.input_changed = False
+        self.is_pending = False
         self.follows_another = False
 
-    def count(self) -> None:
-        """Its backward is to come."""
-        self.is_counted = True
-        if self.aside:
-            self.unit.num_aside += 1
+    def await_backward(self) -> None:
+        """Count the call as pending."""
+        self.is_pending = True
+        if not self.is_recorded:
+            self.unit.num_unrecorded += 1
         else:
-            counts = self.unit.num_calls
-            before = counts.get(self.microbatch, 0)
+            pending = self.unit.pending_calls
+            before = pending.get(self.microbatch, 0)
             self.follows_another = before > 0
-            counts[self.microbatch] = before + 1
+            pending[self.microbatch] = before + 1
 
-    def uncount(self) -> None:
-        """Its backward is over, or will never be."""
-        if self.is_counted:
-            self.is_counted = False
-            if self.aside:
-                self.unit.num_aside -= 1
+    def finish(self) -> None:
+        """Its backward is over, or cannot come: it is no longer pending."""
+        if self.is_pending:
+            self.is_pending = False
+            if not self.is_recorded:
+                self.unit.num_unrecorded -= 1
             else:
-                counts = self.unit.num_calls
-                after = counts.pop(self.microbatch, 0) - 1
+                pending = self.unit.pending_calls
+                after = pending.pop(self.microbatch, 0) - 1
                 if after > 0:
-                    counts[self.microbatch] = after
+                    pending[self.microbatch] = after
 
     def __del__(self) -> None:
-        self.uncount()
+        self.finish()
 
 
 class Unit:
@@ -144,31 +174,28 @@ class Unit:
 
     Attributes:
         built: its modules and buffers, its number and name.
-        index: its number among the units of its engine, which gives it.
-        wishes: what users ask of it.
-        residence: where its full parameters are.
-        uses: how many forwards and backwards of it are under way.
-        num_calls: forwards whose backward is to come and whose graph still lives, by microbatch.
-        num_aside: likewise, of uses aside.
-        open_calls: those whose backward has begun.
-        num_late: weight gradients that this backward's modules have put off.
-        stays: why it is not released, if it is not.
+        index: its number among the units of its engine, which sets it.
+        options: set by users.
+        unsharded: its full parameters; None: they are sharded.
+        uses: forwards and backwards that compute with the full parameters.
+        pending_calls: number of calls whose backward is to come and whose graph is alive, by
+            microbatch; one-off uses are in ``num_unrecorded``.
+        num_unrecorded: number of such calls that are one-off uses.
+        num_late: weight gradients that modules postponed in this backward.
+        kept: reasons not to free the full parameters.
     """
 
     def __init__(self, built: BuiltUnit, lanes: Lanes) -> None:
         self.built = built
         self.index = -1
-        self.wishes = Wishes()
-        self.residence = Residence.SHARDED if built.reshards else Residence.IDLE
+        self.options = UnitOptions()
+        self.unsharded = None if built.reshards else UnshardedParams(BOTH)
         self.uses = 0
-        self.num_calls: dict[Hashable | None, int] = {}
-        self.num_aside = 0
-        self.open_calls: list[Call] = []
+        self.pending_calls: dict[Hashable | None, int] = {}
+        self.num_unrecorded = 0
         self.num_late = 0
-        self.stays: set[Stays] = set()
+        self.kept: set[Kept] = set()
         self._lanes = lanes
-        self._tickets: list[Ticket] = []
-        self._phase = FORWARD  # what it was gathered for
         self._installation = Installation(built.buffers, built.label)
 
     @property
@@ -178,7 +205,7 @@ class Unit:
 
     @property
     def label(self) -> str:
-        """Its name for people."""
+        """Its name in messages."""
         return self.built.label
 
     @property
@@ -198,102 +225,96 @@ class Unit:
 
     @property
     def num_staged(self) -> int:
-        """Elements of transient memory that writing its gradients takes."""
+        """Elements of staging buffers that its gradients are written into."""
         return sum(b.grads.num_staged_elements for b in self.trainable if b.grads is not None)
 
     @property
     def reshards(self) -> bool:
-        """Whether its full parameters come and go."""
+        """Whether its parameters are sharded between uses."""
         return self.built.reshards
 
     @property
     def needs_refresh(self) -> bool:
-        """Whether a change of main weights has to travel or be cast before use."""
+        """Whether a change of main weights has to be sent or cast before use."""
         return self.built.needs_refresh
 
     @property
     def is_current(self) -> bool:
-        """Whether full parameters, if they are there, equal the main weights."""
+        """Whether full parameters, where they exist, equal the main weights."""
         return all(buffer.weights.is_current for buffer in self.built.buffers)
 
     @property
-    def is_whole(self) -> bool:
-        """Whether its full parameters are there or on their way, though they come and go."""
-        return self.reshards and self.residence is not Residence.SHARDED
+    def is_gathering(self) -> bool:
+        """Whether a gather is in flight."""
+        return self.unsharded is not None and self.unsharded.tickets is not None
 
     def needs_gather(self, phase: int) -> bool:
-        """Whether something must travel or be cast before the modules can compute.
+        """Whether parameters must be gathered or cast before the modules can compute.
 
         Args:
             phase: of the use: see ``codecs/phase.py``.
         """
-        residence, built = self.residence, self.built
-        if residence is Residence.SHARDED:
+        unsharded, built = self.unsharded, self.built
+        if unsharded is None or phase & ~unsharded.phases:
             return True
-        split = built.split_weights
-        if split and not all(weights.holds(phase) for weights in split):
-            return True
-        if residence is Residence.GATHERING:
+        if unsharded.tickets is not None:
             return False
         return (built.reshards or built.needs_refresh) and not self.is_current
 
     def gather(self, phase: int) -> None:
-        """Issue what brings the full parameters up to date."""
-        if self.built.split_weights:
-            self.wait()  # what another phase reads may be under way
-            if not self.uses:
-                for weights in self.built.split_weights:
-                    weights.keep_only(phase)
-        self._phase = phase
-        self._move_to(Residence.GATHERING)
-        for buffer in self.built.buffers:
-            self._tickets += buffer.weights.gather(phase)
+        """Issue the gather that brings full parameters up to date."""
+        built, before = self.built, self.unsharded
+        kept = held = 0
+        if before is not None:
+            held = before.phases
+            if built.split_weights:
+                self.wait()  # the bytes of another phase can be in flight
+                if self.uses:
+                    kept = held if self.is_current else 0
+                else:
+                    for weights in built.split_weights:
+                        weights.free_all_but(phase)
+            assert before.tickets is None, f"{self.label} is gathered while its gather is in flight"
+        tickets: list[Ticket] = []
+        for buffer in built.buffers:
+            tickets += buffer.weights.gather(phase, held)
+        phases = phase | kept if built.split_weights else BOTH
+        self.unsharded = UnshardedParams(phases, phase >= BACKWARD, tickets)
 
-    def turn_to(self, phase: int) -> None:
-        """It stays full until its next use: what is there is to be what that reads."""
+    def keep_for(self, phase: int) -> None:
+        """The unit is kept unsharded until its next use: provide the bytes that this use reads."""
         if self.built.split_weights:
             if self.needs_gather(phase):
                 self.gather(phase)
         elif phase & BACKWARD:
             for buffer in self.buffers:
-                buffer.weights.gathered(for_backward=True)
+                buffer.weights.gathered(BOTH, for_backward=True)
 
     def wait(self) -> None:
-        """Compute waits for the gather, if one is under way."""
-        if self.residence is Residence.GATHERING:
-            for ticket in self._tickets:
+        """Let compute wait for the gather in flight, if there is one."""
+        unsharded = self.unsharded
+        if unsharded is not None and unsharded.tickets is not None:
+            for ticket in unsharded.tickets:
                 self._lanes.compute.wait(ticket)
-            self._tickets.clear()
-            for_backward = self._phase >= BACKWARD
+            unsharded.tickets = None
             for buffer in self.built.buffers:
-                buffer.weights.gathered(for_backward=for_backward)
-            self._move_to(Residence.IN_USE if self.uses else Residence.IDLE)
+                buffer.weights.gathered(unsharded.phases, for_backward=unsharded.for_backward)
 
     def enter(self) -> None:
         """A module starts to compute with the full parameters."""
-        if self.residence is not Residence.IN_USE:
-            self._move_to(Residence.IN_USE)
         self.uses += 1
 
     def leave(self) -> None:
         """One forward or backward is over."""
         assert self.uses > 0, f"{self.label} is left more often than entered"
         self.uses -= 1
-        if self.uses == 0:
-            self._move_to(Residence.IDLE)
 
-    def end_uses(self) -> None:
-        """Nothing uses it, whatever was not seen to end."""
-        self.uses = 0
-        if self.residence is Residence.IN_USE:
-            self._move_to(Residence.IDLE)
-
-    def stay_for_recorded(self) -> None:
-        """A backward with ``create_graph`` goes through it: it is not released, whoever leaves it,
-        until :meth:`forget_recorded`.
+    def keep_recorded(self) -> None:
+        """A backward with ``create_graph`` reads the unit: keep it unsharded until
+        :meth:`free_recorded`.
 
         Raises:
-            RuntimeError: its weights cannot stay.
+            RuntimeError: forward and backward read different bytes.
         """
         if self.built.split_weights:
             raise RuntimeError(
@@ -301,49 +322,50 @@ class Unit:
                 "are one for forward and backward, to be kept until the second backward; found "
                 "weights of two encodings. Use level optim_grads"
             )
-        self.stays.add(Stays.RECORDED)
+        self.kept.add(Kept.RECORDED)
 
-    def forget_recorded(self) -> None:
-        """Nothing that was recorded of it will run any more."""
-        self.stays.discard(Stays.RECORDED)
+    def free_recorded(self) -> None:
+        """No recorded function of the unit will run again."""
+        self.kept.discard(Kept.RECORDED)
 
-    def hide_output(self, found: object) -> None:
-        """Nobody will see its backward begin, since its output lies in ``found``: it stays full.
+    def keep_unseen(self, found: object) -> None:
+        """The unit's output is inside of ``found``, so the start of its backward cannot be
+        observed: keep it unsharded.
 
         Raises:
-            RuntimeError: its weights cannot stay.
+            RuntimeError: forward and backward read different bytes.
         """
-        if not self.reshards or Stays.UNSEEN in self.stays or not self.num_elements:
+        if not self.reshards or Kept.UNSEEN in self.kept or not self.num_elements:
             return
         message = (
             f"forward of unit {self.label}: expected tensors to be returned by themselves or in "
-            f"tuples, lists, dicts or dataclasses; found a {type(found).__name__}, in which nobody "
-            "looks for them"
+            f"tuples, lists, dicts or dataclasses; found a {type(found).__name__}, in which the "
+            "engine does not look for tensors"
         )
         if self.built.split_weights:
             raise RuntimeError(f"{message}, and weights of two encodings. Return a dataclass")
         warnings.warn(
-            f"{message}. Its backward may come unseen, so its full parameters are not released any "
-            "more. Return a dataclass, and they will be",
+            f"{message}. The start of its backward cannot be observed, so its full parameters are "
+            "no longer freed. Return a dataclass, and they will be",
             stacklevel=2,
         )
-        self.stays.add(Stays.UNSEEN)
+        self.kept.add(Kept.UNSEEN)
 
     def release(self) -> None:
-        """Hand back the full parameters' memory, unless they are never cut."""
+        """Free the full parameters, unless they are not sharded or have to be kept."""
         self.uninstall()
-        if self.stays or self.residence is Residence.SHARDED or not self.built.reshards:
+        if self.kept or self.unsharded is None or not self.built.reshards:
             return
         self.wait()
-        self._move_to(Residence.SHARDED)
+        self.unsharded = None
         for buffer in self.built.buffers:
             buffer.weights.release()
 
     def follow_requires_grad(self) -> None:
-        """Freeze and thaw full parameters as the user has the sharded ones since.
+        """Copy ``requires_grad`` of the sharded parameters to the full ones.
 
         Raises:
-            RuntimeError: one requires grad that was frozen at ``shard``.
+            RuntimeError: a parameter requires grad that was frozen at ``shard``.
         """
         for buffer in self.buffers:
             if buffer.grads is not None:
@@ -362,8 +384,8 @@ class Unit:
                 )
 
     def follow_requires_grad_in_backward(self) -> None:
-        """Freeze and thaw full parameters as the user has frozen and thawed the sharded ones since
-        forward. Autograd accumulates into a leaf only if the leaf requires grad at that moment."""
+        """Copy ``requires_grad`` as users changed it since forward: autograd accumulates into a
+        leaf only if the leaf requires grad at that moment."""
         for buffer in self.trainable:
             buffer.follow_requires_grad()
 
@@ -381,24 +403,26 @@ class Unit:
             self._installation.uninstall()
 
     def note_access(self) -> None:
-        """Tell the compute lane that the model reads the full parameters from here on."""
+        """Report to the compute lane that the model reads the full parameters from here on."""
+        assert self.unsharded is not None
         for buffer in self.built.buffers:
-            buffer.weights.note_access()
+            buffer.weights.note_access(self.unsharded.phases)
 
     def awaits_backward(self, microbatch: Hashable | None) -> bool:
-        """Whether more gradients may come: of forwards, reads outside them, what is recorded.
+        """Whether more gradients may come: of forwards, of reads outside of them, of recorded
+        functions.
 
         Args:
-            microbatch: whose backward it is; the forwards of others have theirs to themselves.
-                None: of any.
+            microbatch: of the backward that runs; forwards of other microbatches have their own.
+                None: any.
         """
-        counts = self.num_calls
-        if counts and (microbatch is None or microbatch in counts or None in counts):
+        pending = self.pending_calls
+        if pending and (microbatch is None or microbatch in pending or None in pending):
             return True
-        if self.stays and Stays.RECORDED in self.stays:
+        if self.kept and Kept.RECORDED in self.kept:
             return True
-        if self.num_aside and self.num_missing_grads:
-            return True  # the model's forward may have read what its modules' calls have not
+        if self.num_unrecorded and self.num_missing_grads:
+            return True  # the model's forward can have read parameters that calls did not
         return any(buffer.reads.num_open for buffer in self.trainable)
 
     @property
@@ -411,22 +435,14 @@ class Unit:
         return missing
 
     def reset(self) -> None:
-        """As after ``shard``, from any state; communication must be over."""
-        self.uses = self.num_aside = self.num_late = 0
-        self.num_calls.clear()
-        self.stays.clear()
-        self._tickets.clear()
-        self.open_calls.clear()
+        """Drop all state but parameters and options; communication must be over."""
+        self.uses = self.num_unrecorded = self.num_late = 0
+        self.pending_calls.clear()
+        self.kept.clear()
         self.uninstall()
-        self.residence = Residence.SHARDED if self.reshards else Residence.IDLE
+        self.unsharded = None if self.reshards else UnshardedParams(BOTH)
         for buffer in self.buffers:
             buffer.weights.mark_stale()
             buffer.weights.release()
             if buffer.grads is not None:
                 buffer.grads.release()
-
-    def _move_to(self, residence: Residence) -> None:
-        assert residence in self.residence.next, (
-            f"{self.label}: {self.residence.value} -> {residence.value} is not a legal transition"
-        )
-        self.residence = residence

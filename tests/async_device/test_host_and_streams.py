@@ -23,7 +23,6 @@ from fsdp_engine.devices.collectives import Communicator
 from fsdp_engine.devices.host_memory import HostBlock
 from fsdp_engine.devices.lanes import make_lanes
 from fsdp_engine.engine import engine_of
-from fsdp_engine.runtime.unit import Residence
 from tests.async_device import device as on
 from tests.models import Transformer, token_batch
 from tests.pool import on_ranks
@@ -110,7 +109,7 @@ def test_a_unit_is_cast_while_the_link_is_busy_with_another() -> None:
 
     def before(module: nn.Module, args: object) -> None:
         """The gathers of two units are issued, and the link does not move."""
-        assert {first.residence, second.residence} == {Residence.GATHERING, Residence.IN_USE}
+        assert {first.is_gathering, second.is_gathering} == {True, False}
         copy_in.synchronize()
         ended.append(link.query())
 

@@ -237,9 +237,9 @@ def gathers_of(how: tuple[bool, bool]) -> list[list[tuple[str, tuple[int, ...]]]
 
     def gather(unit: Unit, phase: int) -> None:
         if unit.name:
-            (weights,) = unit.built.split_weights
+            held = unit.unsharded.phases if unit.unsharded is not None else 0
             planes = enumerate((FORWARD, BACKWARD))
-            missing = tuple(p for p, read in planes if phase & read and not weights.holds(read))
+            missing = tuple(plane for plane, read in planes if phase & ~held & read)
             found[-1].append((unit.name, missing))
         real(unit, phase)
 

@@ -89,28 +89,28 @@ def test_full_parameters_stay_as_long_as_asked() -> None:
     tokens, targets = batch(0, 0, 0)
     model.set_reshard_after_forward(False)
     loss = loss_of(model, tokens, targets)
-    assert unit.is_whole
+    assert unit.unsharded is not None
     loss.backward()
-    assert not unit.is_whole
+    assert unit.unsharded is None
     model.set_reshard_after_forward(True)
     model.set_reshard_after_backward(False)
     loss = loss_of(model, tokens, targets)
-    assert not unit.is_whole
+    assert unit.unsharded is None
     loss.backward()
-    assert unit.is_whole
+    assert unit.unsharded is not None
     assert isinstance(layer.up.weight, DTensor)
     layer.reshard()
-    assert not unit.is_whole
+    assert unit.unsharded is None
     handle = layer.unshard(async_op=True)
     handle.wait()
     assert type(layer.up.weight) is nn.Parameter
     assert layer.up.weight.shape == (50, 24)
-    assert unit.is_whole
+    assert unit.unsharded is not None
     layer.reshard()
     assert isinstance(layer.up.weight, DTensor)
     with torch.no_grad():
         model(tokens)
-    assert not unit.is_whole
+    assert unit.unsharded is None
 
 
 @on_ranks(2)

@@ -273,7 +273,7 @@ def test_a_number_of_ranks_to_reshard_to() -> None:
     for number in (1, 2):
         config = their_config("TorchFullyShardedDataParallelConfig", reshard_after_forward=number)
         ddp = wrapped(TorchFullyShardedDataParallel, config)
-        stays = {unit.wishes.stays_after_forward for unit in ddp.engine.units}
+        stays = {unit.options.keeps_after_forward for unit in ddp.engine.units}
         assert stays == {number == 1}
     for wrong in (3, "yes"):
         config = their_config("TorchFullyShardedDataParallelConfig", reshard_after_forward=wrong)

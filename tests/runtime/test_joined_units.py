@@ -154,7 +154,7 @@ def test_a_joined_unit_is_gathered_once_for_all_of_its_blocks() -> None:
         assert gathers == [first, last, first]
         for unit in engine.units:
             assert not unit.uses
-            assert not unit.is_whole
+            assert unit.unsharded is None or not unit.reshards
 
 
 def lora() -> nn.Module:

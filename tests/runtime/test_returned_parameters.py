@@ -157,7 +157,7 @@ def test_without_autograd_callers_read_them_too(name: str) -> None:
         with mode():
             batch = vector_batch(2, 0)
             torch.testing.assert_close(model(*batch), alone(*batch))
-    assert not any(unit.is_whole and unit.name for unit in engine.units)
+    assert not any(unit.reshards and unit.unsharded and unit.name for unit in engine.units)
 
 
 @pytest.mark.parametrize("reshard", [True, False])
@@ -193,7 +193,7 @@ def test_a_parameter_that_the_model_returns_can_be_read_after_backward() -> None
     engine = fe.shard(model)
     out, found = model(torch.ones(2, DIM))
     out.sum().backward()
-    assert all(not unit.is_whole for unit in engine.units)
+    assert all(unit.unsharded is None for unit in engine.units if unit.reshards)
     torch.testing.assert_close(found.detach(), bias)
 
 
