@@ -5,7 +5,8 @@ other, and a collective as long as the forward of a block. The simulated clock g
 as a ``Machine``. It derives the time of a step from the order of submissions alone; on the device
 streams, process groups and a host that has to keep up take it.
 
-A second table counts what the host waits for in a steady step, and the waits between streams.
+A second table counts what the host waits for in a steady step, and the waits between streams. DDP
+is there too, which has to know which parameters got no gradient on any rank, as the engine has.
 
     python benchmarks/async_device.py
 """
@@ -43,21 +44,38 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "optim": ("engine", {"strategy": "optim"}),
     "FSDP2": ("fsdp2", {"reshard_after_forward": True}),
     "FSDP2, no reshard": ("fsdp2", {"reshard_after_forward": False}),
+    "DDP": ("ddp", {"find_unused_parameters": True}),
 }
+# Of which the time of a step is measured.
+TIMED = [way for way in WAYS if way != "DDP"]
+
+
+class Gated(Mlp):
+    """A block with a parameter more, which is read on rank 1 if at all."""
+
+    def __init__(self, is_read: bool) -> None:
+        super().__init__(DIM, DIM)
+        self.gate = nn.Parameter(torch.ones(DIM))
+        self.is_read = is_read
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.gate if self.is_read else x)
 
 
 class Model(nn.Module):
     """Blocks of four kernels in forward.
 
     Args:
-        has_unused: the last one holds a parameter that no forward reads.
+        unused: ranks on which a parameter of the last block is not read: "none", for which there is
+            no such parameter, "all" or "one".
     """
 
-    def __init__(self, has_unused: bool = False) -> None:
+    def __init__(self, unused: str = "none") -> None:
         super().__init__()
+        self.unused = unused
         self.blocks = nn.ModuleList(Mlp(DIM, DIM) for _ in range(NUM_BLOCKS))
-        if has_unused:
-            self.blocks[-1].unused = nn.Parameter(torch.ones(DIM))
+        if unused != "none":
+            self.blocks[-1] = Gated(unused == "one" and dist.get_rank() == 1)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -99,21 +117,26 @@ def simulated(way: str) -> dict[str, float]:
 def make_step(way: str, model: Model, clips: bool = False) -> Callable[[], None]:
     """One step of training on the device; the host does not wait for its end."""
     kind, options = WAYS[way]
+    called: nn.Module = model
     if kind == "engine":
         fe.shard(model, min_unit_size=0, **options)
+    elif kind == "ddp":
+        called = nn.parallel.DistributedDataParallel(model.to(on.DEVICE), **options)
     else:
         model.to(on.DEVICE)
         mesh = dist.init_device_mesh(on.NAME, (dist.get_world_size(),))
         for block in model.blocks:
             fully_shard(block, mesh=mesh, **options)
         fully_shard(model, mesh=mesh, **options)
+        if model.unused == "one":  # or ranks would send different sizes
+            model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
     optimizer = adamw(model.parameters())
     if kind == "engine":
         fe.shard_optimizer(optimizer)
     x = torch.ones(ROWS, DIM).to(on.DEVICE)
 
     def step() -> None:
-        model(x).backward()
+        called(x).backward()
         if clips:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -132,7 +155,7 @@ def measured(rounds: int) -> dict[str, list[float]]:
     """Seconds of a step in each round, by way."""
     torch.manual_seed(0)
     start = Model()
-    steps = {way: make_step(way, copy.deepcopy(start)) for way in WAYS}
+    steps = {way: make_step(way, copy.deepcopy(start)) for way in TIMED}
 
     def several(step: Callable[[], None]) -> None:
         for _ in range(STEPS_IN_A_ROUND):
@@ -146,18 +169,18 @@ def measured(rounds: int) -> dict[str, list[float]]:
     return {way: [each / STEPS_IN_A_ROUND for each in seconds] for way, seconds in times.items()}
 
 
-# Way, whether gradients are clipped, whether a parameter gets no gradient.
+# Way, whether gradients are clipped, ranks on which a parameter gets no gradient.
 COUNTED = [
-    (way, clips, has_unused)
-    for way in ("optim_grads_params", "optim_grads", "optim", "FSDP2")
-    for clips, has_unused in ((False, False), (True, False), (True, True))
+    (way, clips, unused)
+    for way in ("optim_grads_params", "optim_grads", "optim", "FSDP2", "DDP")
+    for clips, unused in ((False, "none"), (True, "none"), (True, "all"), (True, "one"))
 ]
 
 
-def counted(way: str, clips: bool, has_unused: bool) -> dict[str, Any]:
+def counted(way: str, clips: bool, unused: str) -> dict[str, Any]:
     """Host syncs of a steady step, by reason and line, and its waits between streams."""
     torch.manual_seed(0)
-    step = make_step(way, Model(has_unused), clips)
+    step = make_step(way, Model(unused), clips)
     for _ in range(3):
         step()
     torch.accelerator.synchronize()
@@ -168,7 +191,7 @@ def counted(way: str, clips: bool, has_unused: bool) -> dict[str, Any]:
     return {
         "way": way,
         "clips": clips,
-        "has_unused": has_unused,
+        "unused": unused,
         "host_syncs": sum(syncs.values()),
         "sites": sorted(f"{reason} at {site}" for reason, site in syncs),
         "stream_waits": num_waits,
@@ -201,13 +224,13 @@ def main() -> None:
         "a steady step",
         ["way", "clips", "unused", "host syncs", "stream waits"],
         [
-            [str(each[key]) for key in ("way", "clips", "has_unused", "host_syncs", "stream_waits")]
+            [str(each[key]) for key in ("way", "clips", "unused", "host_syncs", "stream_waits")]
             for each in found["counts"]
         ],
     )
     for each in found["counts"]:
         if each["sites"]:
-            print(each["way"], each["clips"], each["has_unused"], each["sites"])
+            print(each["way"], each["clips"], each["unused"], each["sites"])
     harness.write_results(
         "async_device",
         {"kernel": KERNEL, "collective": COLLECTIVE, "blocks": NUM_BLOCKS, "clock": clock, **found},

@@ -11,7 +11,7 @@ and subtracted. Processor time of this process is counted, not the clock, so tha
 the machine matter little.
 
 Then, on two gloo ranks that train for some seconds: the processor time of the thread that watches
-for ranks that do not come ([Note: Who is missing] in ``watch.py``), while all is well.
+for ranks that do not come ([Note: Missing ranks] in ``stall_monitor.py``), while all is well.
 """
 
 from __future__ import annotations

@@ -25,15 +25,15 @@ from torch import Tensor, nn
 import fsdp_engine as fe
 from fsdp_engine.buffers.gradients import Gradients
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
-from fsdp_engine.buffers.shown_gradients import ShownGradients
+from fsdp_engine.buffers.published_gradients import PublishedGradients
 from fsdp_engine.buffers.weights import Weights
 from fsdp_engine.strategies import LEVELS
 
 NUM_UNITS, PER_UNIT, NUMEL = 10, 1000, 16
 METHODS: dict[type, tuple[str, ...]] = {
     ParamAndGradBuffer: ("follow_requires_grad", "begin_backward", "publish_gradients"),
-    ShownGradients: ("note_used", "end_backward", "put_back"),
-    Gradients: ("begin", "finish_writing", "reduce", "release"),
+    PublishedGradients: ("end_backward", "put_back"),
+    Gradients: ("begin", "end_writing", "reduce", "release"),
     Weights: ("gather", "gathered", "release"),
 }
 

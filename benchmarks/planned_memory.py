@@ -1,13 +1,12 @@
-"""Bytes of transient memory with planned addresses (``fsdp_double_buffer``) and without.
+"""Bytes of transient memory with arenas (``fsdp_double_buffer``) and without.
 
     python benchmarks/planned_memory.py
 
-GPTs on two gloo ranks, in bf16 with gradients in fp32 that travel in bf16, so that every kind of
-transient memory exists. Without: the most that is in use in a step, and what is kept idle between
-steps. With: the arenas, which are held all the time; how many storages a plan left without an
-address; and the host's time for filling and draining a storage of a megabyte, in turns. Then plans
-alone, of rows of units whose sizes are drawn at random: how long arenas are over what is full at
-once.
+GPTs on two gloo ranks, in bf16 with gradients in fp32 that are sent in bf16, so that every kind of
+transient memory exists. Without: the most bytes in use in a step, and the bytes kept idle between
+steps. With: the arenas, which are held all the time; and the host's time for filling and draining a
+storage of a megabyte, in turns. Then arenas alone, for rows of units of random sizes: their length
+over the most bytes that are full at once.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 import fsdp_engine as fe
-from fsdp_engine.devices.address_plan import ALIGNMENT, Overlaps, plan_addresses
+from fsdp_engine.devices.arena import ALIGNMENT, Arena
 from fsdp_engine.devices.memory import Memory, TransientStorage
 from fsdp_engine.strategies import LEVELS
 from gpt import GPT, GPTConfig
@@ -83,13 +82,7 @@ def measure_level(config: GPTConfig, level: str, name: str) -> dict[str, Any]:
             if planned:
                 assert held.get(role, 0) == peak.get(role, 0)
         memory = engine._memory
-        if planned:
-            found["without address"] = sum(
-                arena.plan.offsets.count(None)
-                for arena in memory.arenas.values()
-                if arena.memory is not None
-            )
-        else:
+        if not planned:
             found["idle"] = memory.idle_bytes
     return found
 
@@ -103,7 +96,7 @@ def time_fills() -> dict[str, list[float]]:
 
     storages = {}
     for name in ("ordinary", "planned"):
-        memory = Memory(torch.device("cpu"), plans_addresses=name == "planned")
+        memory = Memory(torch.device("cpu"), has_arenas=name == "planned")
         row = [memory.transient(2**20, torch.uint8, "full") for _ in range(50)]
         for storage in row:
             cycle(storage)
@@ -118,20 +111,27 @@ def time_fills() -> dict[str, list[float]]:
     return found
 
 
-def plan_rows() -> dict[str, list[float]]:
-    """Length of the arena over what is full at once, for rows of 3 to 60 units of 1 to 50 pages,
-    by how many units are gathered ahead."""
+def random_rows() -> dict[str, list[float]]:
+    """Length of the arena over the most bytes full at once, for rows of 3 to 60 units of 1 to 50
+    pages, by the number of units that are prefetched."""
     choose = random.Random(1)
     found: dict[str, list[float]] = {}
     for num_ahead in (1, 2, 3):
         ratios = found[f"{num_ahead} ahead"] = []
         for _ in range(300):
             num_units = choose.randint(3, 60)
-            sizes = [ALIGNMENT * choose.randint(1, 50) for _ in range(num_units)]
-            forward = [list(range(i, min(num_units, i + 1 + num_ahead))) for i in range(num_units)]
-            backward = [list(range(max(0, i - num_ahead), i + 1)) for i in range(num_units)]
-            record = Overlaps.of_moments([*forward, *backward], sizes)
-            ratios.append(plan_addresses(sizes, record, sum(sizes)).num_bytes / record.load)
+            arena = Arena(lambda num_bytes: torch.empty(num_bytes), lambda num_bytes: None)
+            for _ in range(num_units):
+                arena.begin_unit()
+                arena.add(ALIGNMENT * choose.randint(1, 50))
+            order = [*range(num_units), *reversed(range(num_units))]
+            stops = [num_units] * num_units + [2 * num_units] * num_units
+            moments = [
+                order[place : min(stop, place + 1 + num_ahead)] for place, stop in enumerate(stops)
+            ]
+            arena.expect(moments)
+            assert arena.memory is not None
+            ratios.append(arena.memory.numel() / arena.load)
     return found
 
 
@@ -144,10 +144,10 @@ def show(title: str, found: dict[str, Any]) -> None:
         kinds = [f"{role} {kind}" for role in ROLES for kind in ("in use", "planned")]
         ratio = f"{planned / used:.3f}" if used else "-"
         numbers = [f"{each[kind] / 1e6:.2f}" for kind in kinds]
-        numbers += [ratio, f"{each['idle'] / 1e6:.2f}", str(each["without address"])]
+        numbers += [ratio, f"{each['idle'] / 1e6:.2f}"]
         rows.append([name, *numbers])
     columns = ["level, budget", "full in use", "planned", "staging in use", "planned", "ratio"]
-    harness.print_table(title, [*columns, "idle without", "no address"], rows)
+    harness.print_table(title, [*columns, "idle without"], rows)
 
 
 def main() -> None:
@@ -161,7 +161,7 @@ def main() -> None:
     for name, times in fills.items():
         first, median, third = harness.quartiles(times)
         print(f"fill and drain, {name}: {median:.2f} us ({first:.2f}-{third:.2f})")
-    rows = results["arena over load, units of random sizes"] = plan_rows()
+    rows = results["arena over load, units of random sizes"] = random_rows()
     for name, ratios in rows.items():
         first, median, third = harness.quartiles(ratios)
         print(

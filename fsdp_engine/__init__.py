@@ -1,5 +1,6 @@
 """A sharded training engine for PyTorch: one core for DDP, ZeRO-1/2/3, HSDP and HFSDP."""
 
+from fsdp_engine.adapters import AdapterLayers
 from fsdp_engine.checkpoint import (
     Checkpointer,
     export_safetensors,
@@ -20,6 +21,7 @@ from fsdp_engine.optimizer import shard_optimizer
 from fsdp_engine.planner.estimates import Estimate, estimate
 from fsdp_engine.planner.plan import plan
 from fsdp_engine.planner.planning import Planning
+from fsdp_engine.planning.adapter_layers import register_adapter_layers
 from fsdp_engine.planning.checkpointing import checkpoint_units
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.pretrained.load import load_pretrained
@@ -69,3 +71,6 @@ __all__ = [
     "simulate",
     "weight_stream",
 ]
+
+# Materialization of meta parameters initializes the adapters of PEFT.
+register_adapter_layers(AdapterLayers)

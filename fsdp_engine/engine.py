@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
-from fsdp_engine.checkpoint.unfinished_load import check_finished
 from fsdp_engine.config import Timing
 from fsdp_engine.devices.memory import Memory
 from fsdp_engine.optimizer.clip import clip_, total_norm
@@ -30,10 +29,11 @@ from fsdp_engine.runtime.hooks import hook_gradients, hook_recomputation
 from fsdp_engine.runtime.late_gradients import hook_delayed_gradients
 from fsdp_engine.runtime.measuring import Measurement
 from fsdp_engine.runtime.microbatches import Microbatches
+from fsdp_engine.runtime.missing_values import MissingValues
 from fsdp_engine.runtime.model_hooks import ModelHooks
+from fsdp_engine.runtime.parameter_guard import ParameterGuard, refuse_copies, refuse_replicas
 from fsdp_engine.runtime.reductions import Reductions
-from fsdp_engine.runtime.rehearsal import moments_of
-from fsdp_engine.runtime.roster import Roster, refuse_copies, refuse_replicas
+from fsdp_engine.runtime.rehearsal import predict_concurrent_units
 from fsdp_engine.runtime.scheduler import Scheduler
 from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.strategies import Role
@@ -57,6 +57,8 @@ class Engine:
         units: its units, the root first.
         budget: elements that are gathered ahead.
         staging_budget: gradients that may be on their way at a time.
+        missing_values: the parameters and buffers that have no valid values, because nothing was
+            loaded into them yet or a load failed half way.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Engine:
         self.config = config
         self.policy = policy
         self._timing = timing
+        self.missing_values = MissingValues(model)
         self._memory, self._lanes = resources.memory, resources.lanes
         self.units = list(units)
         for index, unit in enumerate(self.units):
@@ -86,7 +89,7 @@ class Engine:
         expected = expect(model, [unit.built.modules for unit in self.units])
         if (pool := resources.pool) is not None:
             budgets = (self.budget, self.staging_budget)
-            self._memory.expect(moments_of(self.units, expected, *budgets))
+            self._memory.expect(predict_concurrent_units(self.units, expected, *budgets))
             pool.register()
         checks = None
         if config.check_for_nan_in_grad or config.check_for_large_grads:
@@ -98,8 +101,8 @@ class Engine:
         self._scheduler = Scheduler(
             self.units, self._memory, self.budget, self._reductions, timing, expected
         )
-        self._roster = Roster(model, self.units)
-        self._hooks = ModelHooks(self.units, self._scheduler, self._roster.check, self)
+        self._guard = ParameterGuard(model, self.units)
+        self._hooks = ModelHooks(self.units, self._scheduler, self._guard.check, self)
         for module in self._hooks.modules:
             refuse_copies(module)
         if not all(buffer.is_plain for buffer in self.buffers):
@@ -263,7 +266,7 @@ class Engine:
             ]
             install_into(unit.buffers, tensors)
             self._hooks.pause(unit, paused=True)
-        self._roster.paused = True
+        self._guard.paused = True
         try:
             yield
             for unit in units:
@@ -271,7 +274,7 @@ class Engine:
                     buffer.write_main(flat)
                     buffer.weights.mark_stale()
         finally:
-            self._roster.paused = False
+            self._guard.paused = False
             for unit in units:
                 install_into(unit.buffers, [buffer.sharded_params for buffer in unit.buffers])
                 self._hooks.pause(unit, paused=False)
@@ -301,7 +304,7 @@ class Engine:
             RuntimeError: a load of a checkpoint failed half way.
             ValueError: a module has another parameter than at ``shard()``; names it.
         """
-        check_finished(self)
+        self.missing_values.check()
         self.check_modules()
         keeps = not rank0_only or self.mesh.rank == 0
         # By the parameter, too: a module around the model may have state without its own prefix.
@@ -334,7 +337,7 @@ class Engine:
             ValueError: they have not; names the parameter.
         """
         if self._scheduler.is_at_rest:
-            self._roster.check_all()
+            self._guard.check_all()
 
     def reset(self) -> None:
         """Back to rest after an exception in forward or backward; weights stay as they are.
@@ -404,7 +407,7 @@ class Engine:
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Is called after each step of any optimizer: weights count as changed."""
-        self._roster.check_optimizer(optimizer)
+        self._guard.check_optimizer(optimizer)
         for buffer in self.buffers:
             if buffer.grads is not None:  # frozen weights are changed by nobody but the user
                 buffer.weights.mark_stale()

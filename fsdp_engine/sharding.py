@@ -11,15 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_engine.buffers.redistribute import Ladder
-from fsdp_engine.checkpoint.model_state import MODEL
-from fsdp_engine.checkpoint.unfinished_load import nothing_loaded
 from fsdp_engine.codecs import CodecRule
 from fsdp_engine.config import DistributedDataParallelConfig, Timing
 from fsdp_engine.devices import memory
-from fsdp_engine.devices.meeting import telling
 from fsdp_engine.devices.mesh import DataMesh, check_device_mesh, ranks_that_meet
 from fsdp_engine.devices.nccl_pool import check_nccl
 from fsdp_engine.devices.ranks import Ranks
+from fsdp_engine.devices.rendezvous import reporting
 from fsdp_engine.engine import Engine, engine_within
 from fsdp_engine.planning.assignment import UnitSelector
 from fsdp_engine.planning.build import Ladders, Resources, agree_on_plan, build_units, owned_within
@@ -111,7 +109,7 @@ def shard(
     """
     if strategy == AUTO or plan is not None:
         is_mesh = isinstance(mesh, DeviceMesh)
-        with telling(WHAT, ranks := ranks_that_meet(mesh if is_mesh else None)):
+        with reporting(WHAT, ranks := ranks_that_meet(mesh if is_mesh else None)):
             chooses = _chooses(strategy, outer_strategy, plan)
             given_here = {
                 "units": units,
@@ -127,7 +125,7 @@ def shard(
             arguments = chooses.arguments(_sizes_of(mesh), len(ranks), given_here)
         return shard(model, arguments.pop("mesh", mesh), **arguments)
     rows = 1
-    with telling(WHAT, ranks := ranks_that_meet(mesh if isinstance(mesh, DeviceMesh) else None)):
+    with reporting(WHAT, ranks := ranks_that_meet(mesh if isinstance(mesh, DeviceMesh) else None)):
         if mesh is not None and not isinstance(mesh, DeviceMesh):
             rows = _rows_of(mesh, len(ranks))
         given = config if config is not None else DistributedDataParallelConfig()
@@ -193,7 +191,7 @@ def make_engine(
             initial_values, min_unit_size, checkpointing: see :func:`shard`.
     """
     if expert_mesh is not None:
-        with telling(what, ranks_that_meet(mesh)):
+        with reporting(what, ranks_that_meet(mesh)):
             check_device_mesh(expert_mesh)
     num_instances = num_rows if num_rows > 1 else config.num_distributed_optimizer_instances
     note = "" if expert_mesh is None else "an expert_mesh"
@@ -239,7 +237,7 @@ def make_engine(
     if broadcast:
         start = start._replace(from_first=True)
     assert plan is not None
-    metas = [f"{MODEL}.{name}" for name, value in _saved(model) if value.is_meta]
+    metas = [name for name, value in _saved(model) if value.is_meta]
     if experts is not None:
         place_experts(model, plan.records, data, experts)
     if checkpointing:
@@ -251,7 +249,7 @@ def make_engine(
     made = [Unit(each, resources.lanes) for each in built]
     engine = Engine(model, made, ladders, resources, policy, timing)
     if start.is_empty and metas:
-        nothing_loaded(engine, metas)
+        engine.missing_values.mark_empty(metas)
     return engine
 
 

@@ -26,19 +26,19 @@ FLOORS: dict[str, int] = {
     "config": 0,
     "terminal": 0,
     "strategies": 0,
-    "adapters": 1,
     "layout": 1,
     "devices": 2,
     "codecs": 3,
     "flat_dtensor": 3,
     "optimizer": 4,
-    "checkpoint": 4,
     "buffers": 4,
     "planning": 5,
     "runtime": 6,
     "engine": 7,
     "sharding": 8,
     "pipelining": 8,
+    "adapters": 8,
+    "checkpoint": 8,
     "fsdp2": 9,
     "megatron": 9,
     "simulation": 9,
@@ -49,6 +49,15 @@ FLOORS: dict[str, int] = {
     "__init__": 11,
     "__main__": 12,
 }
+
+# The core, and the folders of formats and frontends that it does not import.
+CORE = {"layout", "devices", "buffers", "planning", "runtime", "strategies", "codecs"}
+CORE |= {"flat_dtensor", "optimizer", "engine", "sharding"}
+ABOVE_THE_CORE = {"adapters", "checkpoint", "export", "fsdp2", "integrations", "megatron"}
+ABOVE_THE_CORE |= {"pipelining", "planner", "pretrained", "simulation"}
+# Packages of the formats and frontends that the core does not import either.
+FORMAT_PACKAGES = {"accelerate", "lightning", "megatron", "peft", "ray", "safetensors"}
+FORMAT_PACKAGES |= {"transformers"}
 
 LEVEL_NAMES = {"no_shard", "optim", "optim_grads", "optim_grads_params"}
 LEVEL_OBJECTS = {"NO_SHARD", "OPTIM", "OPTIM_GRADS", "OPTIM_GRADS_PARAMS"}
@@ -116,7 +125,7 @@ ORDERLESS |= {"intersection_update", "issubset", "issuperset", "len", "max", "mi
 ORDERLESS |= {"sorted", "sum", "symmetric_difference_update", "update"} | SET_METHODS
 # Functions that read a set in its order, and why no communication depends on that order.
 ORDER_IS_LOCAL = {
-    ("devices.watch", "_look_for_slow"): "a thread that writes to the log",
+    ("devices.stall_monitor", "_log_stalls"): "a thread that writes to the log",
     ("runtime.unit", "the module"): "tuples that are only asked whether they contain a state",
 }
 
@@ -216,6 +225,17 @@ def imports_go_down(source: Source) -> Iterator[Finding]:
             yield line, f"floor {floor} imports {name} from floor {FLOORS[room]}"
 
 
+def the_core_imports_no_format(source: Source) -> Iterator[Finding]:
+    """The core imports no checkpoint format, planner or frontend, of the package or of others."""
+    if source.room not in CORE:
+        return
+    for line, name in source.imports():
+        first, *rest = name.split(".")
+        is_above = first == "fsdp_engine" and bool(rest) and rest[0] in ABOVE_THE_CORE
+        if is_above or first in FORMAT_PACKAGES:
+            yield line, f"the core imports {name}"
+
+
 def find_cycle(imports: dict[str, set[str]]) -> list[str]:
     """Files that import each other in a circle; none: []."""
     done: set[str] = set()
@@ -297,8 +317,8 @@ def only_mesh_makes_groups(source: Source) -> Iterator[Finding]:
 
 
 def only_what_cuda_alone_has_names_it(source: Source) -> Iterator[Finding]:
-    """``torch.cuda`` is named in devices/nccl_pool.py and host_memory.py only."""
-    if source.path in ("devices.nccl_pool", "devices.host_memory"):
+    """``torch.cuda`` is named in devices/cuda.py only."""
+    if source.path == "devices.cuda":
         return
     for line, name in source.mentions():
         if f"{name}.".startswith("torch.cuda."):
@@ -588,6 +608,7 @@ def _address_keys(node: ast.Call) -> list[str]:
 
 RULES: list[Callable[[Source], Iterator[Finding]]] = [
     imports_go_down,
+    the_core_imports_no_format,
     only_collectives_communicates,
     only_mesh_makes_groups,
     only_what_cuda_alone_has_names_it,
@@ -631,6 +652,14 @@ PLANTED: list[tuple[Callable[[Source], Iterator[Finding]], str, str]] = [
     (imports_go_down, "codecs.cast", "from ..runtime.unit import Unit"),
     (imports_go_down, "runtime.hooks", "def f():\n    from ..engine import Engine"),
     (imports_go_down, "attic", "x = 1"),
+    (
+        the_core_imports_no_format,
+        "engine",
+        "from fsdp_engine.checkpoint.model_state import MODEL",
+    ),
+    (the_core_imports_no_format, "planning.materialize", "from fsdp_engine import adapters"),
+    (the_core_imports_no_format, "runtime.hooks", "def f():\n    from ..pretrained import load"),
+    (the_core_imports_no_format, "planning.materialize", "import peft"),
     (
         only_collectives_communicates,
         "buffers.sharded_buffer",
@@ -677,6 +706,7 @@ PLANTED: list[tuple[Callable[[Source], Iterator[Finding]], str, str]] = [
     (only_memory_allocates, "runtime.unit", "x.untyped_storage().resize_(0)"),
     (only_what_cuda_alone_has_names_it, "devices.lanes", "torch.cuda.current_stream()"),
     (only_what_cuda_alone_has_names_it, "engine", "from torch.cuda import empty_cache"),
+    (only_what_cuda_alone_has_names_it, "devices.host_memory", "import torch\ntorch.cuda.cudart()"),
     (only_memory_allocates, "runtime.unit", "x.new_zeros(3)"),
     (only_lanes_knows_streams, "runtime.scheduler", "import torch\ns: torch.cuda.Stream = f()"),
     (only_lanes_knows_streams, "runtime.unit", "from torch.profiler import record_function as r"),

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 import fsdp_engine as fe
-from fsdp_engine.devices.mesh import pretended_ranks
+from fsdp_engine.devices.mesh import simulated_ranks
 
 PACKAGE = Path(fe.__file__).parent
 ROOT = PACKAGE.parent
@@ -123,7 +123,7 @@ def traced(run: Callable[[], None], begins: tuple[str, str], ends: Iterable[str]
 
 def paths_of(level: str) -> dict[str, list[str]]:
     """The files of the calls of a gather and of a gradient in a step."""
-    with pretended_ranks((2,)) as mesh:
+    with simulated_ranks((2,)) as mesh:
         model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
         config = fe.DistributedDataParallelConfig(suggested_communication_unit_size=0)
         engine = fe.shard(

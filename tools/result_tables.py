@@ -683,18 +683,47 @@ def async_device_steps() -> str:
 
 def async_device_waits() -> str:
     """Host syncs and waits between streams in a steady step on the asynchronous device."""
-    cases = {
-        (False, False): "plain",
-        (True, False): "clipped",
-        (True, True): "clipped, a parameter without gradient",
-    }
+    cases = (
+        "plain",
+        "clipped",
+        "a parameter without gradient on all ranks",
+        "a parameter without gradient on this rank alone",
+    )
     counts = results("async_device")["counts"]
     by_way: dict[str, list[str]] = {}
     for each in counts:
         numbers = f"{each['host_syncs']}, {each['stream_waits']}"
         by_way.setdefault(each["way"], []).append(numbers)
-    rows = [(way if way == "FSDP2" else f"`{way}`", *numbers) for way, numbers in by_way.items()]
-    return table(("host syncs, stream waits", *cases.values()), rows)
+    others = {"FSDP2", "DDP"}
+    rows = [(way if way in others else f"`{way}`", *numbers) for way, numbers in by_way.items()]
+    return table(("host syncs, stream waits", *cases), rows)
+
+
+def missing_waits() -> str:
+    """Waits of the lanes in a steady step, and what shows that each is needed."""
+    rows = []
+    for name, waits in results("missing_waits")["programs"].items():
+        patterns = [each["pattern"] for each in waits if not each["implied"]]
+        shown = [pattern for pattern in patterns if pattern is not None]
+        rows.append(
+            (
+                name,
+                str(len(waits)),
+                str(len(waits) - len(patterns)),
+                str(len(shown)),
+                str(sum(pattern < 3 for pattern in shown)),
+                str(len(patterns) - len(shown)),
+            )
+        )
+    columns = (
+        "program, two ranks",
+        "waits of a step",
+        "implied by others",
+        "without it: wrong weights",
+        "of these by a slow source alone",
+        "not shown",
+    )
+    return with_machine(table(columns, rows), "missing_waits")
 
 
 TABLES: tuple[Callable[[], str], ...] = (
@@ -734,4 +763,5 @@ TABLES: tuple[Callable[[], str], ...] = (
     published_ranges,
     async_device_steps,
     async_device_waits,
+    missing_waits,
 )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from fsdp_engine.buffers.shown_gradients import ShownGradients
+from fsdp_engine.buffers.published_gradients import PublishedGradients
 from fsdp_engine.flat_dtensor import accumulator_of
 
 
@@ -18,7 +18,7 @@ class GradientHooks:
     and so the parameter, would keep all of them for ever. So hooks hold this object weakly.
 
     Args:
-        shown: ``.grad`` of what users hold.
+        published: ``.grad`` of what users hold.
         sharded_params: what users hold.
         on_grad: called as ``on_grad(index, parameter)`` whenever autograd has accumulated a
             gradient into a full parameter.
@@ -27,18 +27,18 @@ class GradientHooks:
 
     def __init__(
         self,
-        shown: ShownGradients,
+        published: PublishedGradients,
         sharded_params: Sequence[Tensor],
         on_grad: Callable[[int, Tensor], None],
         begin: Callable[[], object],
     ) -> None:
         self._on_grad = on_grad
         self._begin = begin
-        self.follow(shown, sharded_params)
+        self.follow(published, sharded_params)
 
-    def follow(self, shown: ShownGradients, sharded_params: Sequence[Tensor]) -> None:
+    def follow(self, published: PublishedGradients, sharded_params: Sequence[Tensor]) -> None:
         """What users hold has another dtype, and so other accumulators; or is looked at first."""
-        self._shown = shown
+        self._published = published
         # Autograd would add to `.grad` in place, unscaled.
         self._accumulators = [accumulator_of(param) for param in sharded_params]
         for index, node in enumerate(self._accumulators):
@@ -47,7 +47,7 @@ class GradientHooks:
     def renew(self, sharded_params: Sequence[Tensor]) -> None:
         """Another stream is current: the accumulators become new ones, which belong to it."""
         self._accumulators = []
-        self.follow(self._shown, sharded_params)
+        self.follow(self._published, sharded_params)
 
     def listen(self, full_params: Sequence[Tensor], own: dict[int, int] | None) -> None:
         """Put hooks on the full parameters; their ids go into ``own``, by index, if given."""
@@ -77,6 +77,6 @@ class GradientHooks:
             preceding = hooks()
             if preceding is not None and grads[0] is not None:
                 preceding._begin()
-                preceding._shown.make_way(index)
+                preceding._published.detach_for_autograd(index)
 
         return hook

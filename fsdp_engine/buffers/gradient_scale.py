@@ -13,18 +13,40 @@ be infinite. So what travels in fp16 is divided by about the root of that diviso
 rest after it was summed: it is larger by ``boost``, a power of two, wherever it lies in a buffer of
 the wire's. (PyTorch's FSDP divides in the same two parts.) Gradients that are kept in fp16 and
 accumulated whole have no such buffer: they are divided once, beforehand.
+
+[Note: Reducing again]
+A backward after the last reduction adds to what is reduced. Along axes that cut gradients that is
+what every microbatch does. Along the others gradients are accumulated whole and reduced once more,
+so what is reduced must come out of that as it went in: of it each rank keeps the range it owns,
+zeros the rest, and
+
+- where the axis is reduced and cut, nobody else has anything there: the sum is what was kept;
+- where it is all-reduced, all n ranks have the same: each keeps 1/n of it;
+- what collectives or a later pass divide is multiplied beforehand.
+
+Worked example, 4 ranks at level "optim": 8.0 is reduced, and gradients 4, 0, 4, 8 follow. They are
+written as 1, 0, 1, 2; the owner has 8.0 beside its own, and the sum is 12.0 = 8.0 + the mean, 4.0.
+At "no_shard" each rank has 2.0 beside its own, and the sum is the same. It takes no memory.
+
+Where gradients are sent in another dtype, what is reduced would be rounded each time. There it is
+kept beside the accumulation buffer instead: see [Note: Gradients between backwards] in
+``published_gradients.py``.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from fsdp_engine.buffers.redistribute import Ladder
+from fsdp_engine.buffers.sharded_buffer import ShardedBuffer
 from fsdp_engine.buffers.spec import BufferSpec
 from fsdp_engine.config import DistributedDataParallelConfig
+from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis
 
 
 @dataclass(frozen=True)
@@ -74,11 +96,35 @@ def boost(divisor: float, wire: torch.dtype) -> float:
     return max(1.0, 2.0 ** round(math.log2(divisor) / 2)) if wire == torch.float16 else 1.0
 
 
-def scaled_copy(source: Tensor, out: Tensor, factor: float) -> None:
-    """``out = source * factor``, computed in the wider of their dtypes."""
-    if factor == 1.0:
-        out.copy_(source)
-    elif source.dtype.itemsize >= out.dtype.itemsize:
-        torch.mul(source, factor, out=out)
-    else:
-        out.copy_(source).mul_(factor)
+def kept_factor(
+    ladder: Ladder, axes: Sequence[Axis], spec: BufferSpec, scale: GradientScale
+) -> float:
+    """What is reduced times this, reduced again, is the same.
+
+    Args:
+        ladder: of the mesh.
+        axes: along which gradients are reduced once more.
+        spec: of the buffer.
+        scale: what its gradients are multiplied with.
+    """
+    # Of what is staged, a later pass multiplies only what comes.
+    factor = 1.0 if spec.grad_depth > 0 else 1.0 / scale.later
+    for axis in axes:
+        comm = ladder.comms[axis].reduce
+        assert comm is not None
+        is_cut = spec.optim_depth > AXIS_BELOW_DEPTH.index(axis)
+        if is_cut and scale.average:
+            factor *= comm.size
+        elif not is_cut and not scale.average:
+            factor /= comm.size
+    return factor
+
+
+def keep_owned(accum: ShardedBuffer, optim_depth: int, factor: float) -> None:
+    """Multiply the part at ``optim_depth`` with ``factor``, and zero the rest, in place."""
+    whole, own = accum.tensor, accum.narrow(optim_depth)
+    start = own.storage_offset() - whole.storage_offset()
+    whole[:start].zero_()
+    whole[start + own.numel() :].zero_()
+    if factor != 1.0:
+        own.mul_(factor)

@@ -1,36 +1,147 @@
-"""The gradients of one buffer, from where autograd leaves them to the optimizer's range.
+"""The gradients of one buffer, from autograd to the optimizer's shard.
 
-    full --reduce--> main_grad[GRAD] --reduce, on the last microbatch--> main_grad[OPTIM]
+    full --reduce--> accumulation[GRAD] --reduce, on the last microbatch--> accumulation[OPTIM]
 
-Each gradient is written once, scaled and cast on the way, into its place in a flat buffer:
+Each gradient is written once, scaled and cast in the same pass, into its place in a flat buffer:
 
-- GRAD full (depth 0): straight into the buffer that accumulates, which later microbatches add to
-  and the last one reduces in place;
-- GRAD cut: into a transient *staging* buffer in the wire's dtype, which every microbatch reduces
-  along the axes that cut gradients, into the shard that accumulates; the other axes wait for the
-  last.
+- GRAD not sharded (depth 0): into the accumulation buffer, to which later microbatches add and
+  which the last one reduces in place;
+- GRAD sharded: into a transient *staging* buffer in the communication dtype. Every microbatch
+  reduces it along the axes that shard gradients into the accumulation buffer; the other axes are
+  reduced on the last microbatch.
 
-[Note: When gradients are held] in ``gradient_memory.py`` says when there is memory for it.
+State has two lifetimes, with an object for each. A :class:`GradientWriter` is made when the first
+gradient of a backward is written, and dropped when their reduction is submitted.
+:class:`StepGradients` are made with the first gradient after gradients were cleared, and dropped
+when all of them are cleared. [Note: When gradients are held] in ``gradient_memory.py`` describes
+their memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import or_
 
 import torch
 from torch import Tensor
 
-from fsdp_engine.buffers.gradient_memory import GradientMemory
-from fsdp_engine.buffers.gradient_scale import gradient_scale
+from fsdp_engine.buffers.gradient_memory import GradientMemory, GradientTensors, WriteBuffer
+from fsdp_engine.buffers.gradient_scale import (
+    GradientScale,
+    gradient_scale,
+    keep_owned,
+    kept_factor,
+)
 from fsdp_engine.buffers.redistribute import Machinery
-from fsdp_engine.buffers.reducing_again import keep_owned, kept_factor
-from fsdp_engine.buffers.reduction_chains import ReductionChains, make_chains
 from fsdp_engine.buffers.sharded_buffer import ShardedBuffer
 from fsdp_engine.buffers.spec import BufferSpec
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.devices import memory
 from fsdp_engine.devices.lane import Ticket
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH
+
+_STRIDED = torch.strided
+
+
+class GradientWriter:
+    """Writes the gradients of one backward.
+
+    Args:
+        target: what is written into.
+        scale: of the gradients.
+        adds: per parameter, 1: the next gradient is added, not written over. Not shared.
+
+    Attributes:
+        target: see the argument.
+        arrived: per parameter, 1: its gradient was written.
+        num_missing: parameters whose gradient was not written yet.
+    """
+
+    __slots__ = ("_adds", "_factor", "_scale", "_views", "arrived", "num_missing", "target")
+
+    def __init__(self, target: WriteBuffer, scale: GradientScale, adds: bytearray) -> None:
+        self.target = target
+        self._views = target.views
+        self._scale = scale
+        self._factor = scale.factor if isinstance(scale.factor, float) else None
+        self._adds = adds
+        self.arrived = bytearray(len(adds))
+        self.num_missing = len(adds)
+
+    def write(self, index: int, grad: Tensor) -> bool:
+        """Write the gradient of parameter ``index``, scaled and cast in one pass.
+
+        Returns:
+            Whether the gradients of all parameters were written.
+        """
+        if grad.layout is not _STRIDED:
+            grad = grad.to_dense()
+        view, factor = self._views[index], self._factor
+        if self._adds[index]:
+            if factor is not None:
+                view.add_(grad, alpha=factor)
+            else:
+                view.add_(grad.to(view.dtype), alpha=self._scale.alpha)
+        elif factor is not None:
+            torch.mul(grad, factor, out=view)
+        else:
+            assert isinstance(self._scale.factor, Tensor)
+            torch.mul(grad.reshape(-1), self._scale.factor, out=view.view(-1))
+        if not self.arrived[index]:
+            self.arrived[index] = self._adds[index] = 1
+            self.num_missing -= 1
+        return not self.num_missing
+
+
+class StepGradients:
+    """One buffer's gradients from the first one until all of them are cleared.
+
+    Args:
+        num_params: of the buffer.
+
+    Attributes:
+        tensors: over the accumulation buffer; None before it is needed.
+        sums: per parameter, 1: its place in the accumulation buffer holds a sum that counts. 0: the
+            next gradient overwrites it.
+        used: per parameter, 1: this rank had a gradient of it.
+        is_published: ``.grad`` of the parameters is what is accumulated. False: sums are partial,
+            and the user has not seen them.
+        num_published: published gradients that the user has not made None.
+        earlier: reduced gradients that are added when the next reduction is done, by parameter:
+            [Note: Gradients between backwards] in ``published_gradients.py``.
+        penalties: likewise, gradients of this rank's slices.
+        versions: of the published gradients when partial sums were published; none: sums are
+            reduced.
+        full_values: gradients of all ranks, where every rank gathered them; None: not gathered.
+    """
+
+    __slots__ = (
+        "earlier",
+        "full_values",
+        "is_published",
+        "num_published",
+        "penalties",
+        "sums",
+        "tensors",
+        "used",
+        "versions",
+    )
+
+    def __init__(self, num_params: int) -> None:
+        self.tensors: GradientTensors | None = None
+        self.sums = bytearray(num_params)
+        self.used = bytearray(num_params)
+        self.is_published = True
+        self.num_published = 0
+        self.earlier: dict[int, Tensor] = {}
+        self.penalties: dict[int, Tensor] = {}
+        self.versions: list[int] = []
+        self.full_values: Sequence[Tensor] | None = None
+
+    @property
+    def holds_any(self) -> bool:
+        """Whether there are earlier gradients or penalties."""
+        return bool(self.earlier or self.penalties)
 
 
 class Gradients:
@@ -41,9 +152,9 @@ class Gradients:
         config: says how gradients are divided.
 
     Attributes:
-        touched: per parameter, 1: a gradient came in this backward.
-        num_touched: how many of them.
-        writes_to_staging: whether gradients are cut, so that full ones are transient.
+        step: of the current step; None: gradients are cleared.
+        writer: of the current backward; None: it has no gradients, or they are reduced.
+        writes_to_staging: whether gradients are sharded, so that full ones are transient.
         rounds_again: what is reduced cannot be reduced again without loss.
     """
 
@@ -55,29 +166,25 @@ class Gradients:
         ladder, dtypes = machinery.ladder, spec.kind.dtypes
         self._config = config
         self._scale = gradient_scale(spec, config, ladder.mesh.size, machinery.memory.device)
+        self._num_params = len(spec.layout.slots)
         self.writes_to_staging = spec.grad_depth > 0
-        self.touched = bytearray(len(spec.layout.slots))
-        self.num_touched = 0
-        # Nothing is accumulated: the next gradients overwrite. And those of which that is so
-        # though others are kept.
-        self._is_fresh = True
-        self._cleared: set[int] = set()
         # Axes that are reduced on the last microbatch only, innermost first.
         axes = AXIS_BELOW_DEPTH[spec.grad_depth :]
         self._last_axes = [axis for axis in axes if ladder.comms[axis].reduce is not None]
-        has_wire = dtypes.comm != dtypes.main_grad and bool(self._last_axes)
+        has_pool = machinery.memory.has_pool
+        is_resident = has_pool or config.fsdp_double_buffer
+        self._memory = GradientMemory(spec, machinery, self._last_axes, is_resident=is_resident)
         # [Note: Reducing again]
-        self.rounds_again = has_wire or dtypes.optim_grad != dtypes.main_grad
-        self._memory = GradientMemory(spec, machinery, has_wire=has_wire)
-        self._chains: ReductionChains | None = None
-        # See [Note: When gradients are held].
-        self._is_given_out = machinery.memory.has_pool or config.fsdp_double_buffer
-        if machinery.memory.has_pool:
-            self.main_grads()
+        has_comm = self._memory.has_comm_buffer
+        self.rounds_again = has_comm or dtypes.optim_grad != dtypes.main_grad
+        self.step: StepGradients | None = None
+        self.writer: GradientWriter | None = None
+        if has_pool:
+            self._memory.take(self._scale)
 
     @property
     def awaits_last_microbatch(self) -> bool:
-        """Whether axes of several ranks are left for the last microbatch to be reduced over."""
+        """Whether axes of several ranks are reduced on the last microbatch only."""
         return bool(self._last_axes)
 
     @property
@@ -86,287 +193,253 @@ class Gradients:
         return self._spec.layout.numel if self.writes_to_staging else 0
 
     @property
+    def num_missing(self) -> int:
+        """Parameters whose gradient this backward has not brought, or has brought and reduced."""
+        return self._num_params if self.writer is None else self.writer.num_missing
+
+    @property
     def rest_bytes(self) -> int:
-        """Bytes of what accumulates, while it is there."""
+        """Bytes of the accumulation buffer while it is allocated."""
         return self._memory.rest_bytes
 
     @property
     def transient_bytes(self) -> int:
-        """Bytes of the staging buffer and of the copy in the wire's dtype, while they are there."""
+        """Bytes of the staging and the communication buffer while they are allocated."""
         return self._memory.transient_bytes
 
     @property
     def optim_grads(self) -> Tensor | None:
-        """This rank's part of the reduced gradients, 1-D, padding included; None: there is none."""
-        if not self._memory.filled:
-            return None
-        if self._memory.handed is not None:
-            return self._memory.handed.tensor
-        accum = self._memory.accum
-        return None if accum is None else accum.narrow(self._spec.optim_depth)
+        """This rank's shard of the gradients, 1-D, padding included; None: there is none."""
+        tensors = self.step.tensors if self.step is not None else None
+        return None if tensors is None else tensors.for_optimizer.narrow(self.optim_depth)
 
     @property
     def optim_depth(self) -> int:
-        """The depth of what the optimizer gets."""
+        """The depth of the optimizer's shard."""
         return self._spec.optim_depth
-
-    def for_optimizer(self) -> ShardedBuffer:
-        """The buffer whose part at the depth of OPTIM the optimizer gets."""
-        main = self.main_grads()
-        return self._memory.handed if self._memory.handed is not None else main
 
     @property
     def divisor(self) -> float:
-        """What sums over the ranks are divided by."""
+        """Sums over the ranks are divided by this."""
         return self._scale.num_ranks
 
     def divide_by(self, divisor: float) -> None:
-        """What comes from now on is divided by ``divisor`` instead of the number of ranks.
+        """Divide sums over the ranks by ``divisor`` from the next gradient on.
 
         Raises:
-            RuntimeError: gradients travel in fp16, and have come: [Note: fp16 on the wire].
+            RuntimeError: gradients are sent in fp16, and some were: [Note: fp16 on the wire].
         """
         spec = self._spec
         scale = gradient_scale(spec, self._config, divisor, self._machinery.memory.device)
-        if self._chains is not None and scale.boost != self._scale.boost:
+        if self._memory.tensors is not None and scale.boost != self._scale.boost:
             raise RuntimeError(
                 f"gradient divisor of {spec.label}: expected it to be set before the first "
                 "backward, since gradients travel in fp16; found a backward behind"
             )
         self._scale = scale
 
-    def main_grads(self) -> ShardedBuffer:
-        """What accumulates, with memory: zeros, if it had none."""
-        accum = self._made()
-        self._memory.fill(zero=True)
-        return accum
+    def make_step(self) -> StepGradients:
+        """Returns the step's gradients; makes them if gradients are cleared."""
+        if self.step is None:
+            self.step = StepGradients(self._num_params)
+        return self.step
 
-    def give_out(self) -> ShardedBuffer:
-        """The same; from now on it stays for good."""
-        self._is_given_out = True
-        return self.main_grads()
+    def accumulation(self) -> GradientTensors:
+        """Returns the step's tensors, with memory: zeros, if it is allocated now."""
+        return self._tensors(zero=True)
+
+    def main_grads(self) -> ShardedBuffer:
+        """Returns the accumulation buffer, with memory: zeros, if it is allocated now."""
+        return self.accumulation().accum
+
+    def for_optimizer(self) -> ShardedBuffer:
+        """Returns the buffer whose shard at the depth of OPTIM the optimizer reads."""
+        return self.accumulation().for_optimizer
+
+    def give_out(self) -> GradientTensors:
+        """Returns tensors that stay valid for good, with memory: zeros, if it is allocated now."""
+        self._memory.is_resident = True
+        return self._memory.take(self._scale, zero=True)
 
     def free(self) -> None:
-        """All is cleared: the memory goes, also where it was given out."""
+        """Gradients are cleared: free the memory, also where it is resident."""
         self._memory.free()
 
     def restore(self) -> None:
-        """What was given out has memory again."""
-        if self._is_given_out:
-            self.main_grads()
+        """Allocate resident memory again, zeroed."""
+        if self._memory.is_resident:
+            self._memory.take(self._scale, zero=True)
 
     def accumulated(self, index: int) -> Tensor | None:
-        """This rank's part of parameter ``index`` in what is accumulated, 1-D; None: there is no
-        memory."""
-        accum = self._memory.accum
-        if accum is None or not self._memory.filled:
-            return None
-        return accum.local(index, self._spec.optim_depth)
+        """Returns this rank's part of parameter ``index`` in the accumulation buffer, 1-D; None:
+        nothing is accumulated."""
+        tensors = self.step.tensors if self.step is not None else None
+        return None if tensors is None else tensors.accum.local(index, self.optim_depth)
 
     def no_gradient(self, local: Tensor) -> Tensor:
-        """Zeros of a slice, as the optimizer would get them."""
+        """Returns zeros of the shape of a slice, in the dtype that the optimizer reads."""
         return memory.zeros(local.numel(), self._spec.kind.dtypes.optim_grad, local.device)
 
     def scratch(self, dtype: torch.dtype) -> Tensor | None:
-        """The memory of whole gradients as a line of ``dtype``; None if it is too small. Whoever
-        uses it leaves zeros."""
+        """Returns the memory of full gradients as a flat tensor of ``dtype``, which the caller
+        leaves zeroed; None if it is too small."""
         if self.writes_to_staging or self._spec.kind.dtypes.main_grad.itemsize < dtype.itemsize:
             return None
-        self._made()
-        self._memory.fill()
-        return self._memory.scratch(dtype)
+        return self._tensors().line(dtype, self._spec.layout.numel)
 
     def begin(self) -> None:
         """The first gradient of a backward is about to be written."""
-        self._made()
+        step = self.make_step()
+        step.is_published = False
         if self.writes_to_staging:
-            self._memory.fill_staging()
+            target, adds = self._memory.stage(), bytearray(self._num_params)
         else:
-            self._memory.fill()
-        self._machinery.lanes.compute.access(writes=(self.written_flat,))
+            target, adds = self._tensors().written, bytearray(step.sums)
+        self._machinery.lanes.compute.access(writes=(target.buffer.tensor,))
+        self.writer = GradientWriter(target, self._scale, adds)
 
     def resume(self) -> None:
-        """What is reduced is to be added to: see [Note: Reducing again]."""
+        """Reduced gradients are to be added to: see [Note: Reducing again]."""
         accum = self.main_grads()
         self._machinery.lanes.compute.access(writes=(accum.tensor,))
         ladder, spec = self._machinery.ladder, self._spec
         factor = kept_factor(ladder, self._last_axes, spec, self._scale)
         keep_owned(accum, spec.optim_depth, factor)
 
-    def write(self, index: int, grad: Tensor) -> None:
-        """Put the gradient of parameter ``index`` into its place: scaled and cast in one pass."""
-        if grad.layout is not torch.strided:
-            grad = grad.to_dense()
-        view, scale = self._memory.views[index], self._scale
-        is_second = self.touched[index]
-        if is_second or self._keeps(index):
-            if isinstance(scale.factor, float):
-                view.add_(grad, alpha=scale.factor)
-            else:
-                view.add_(grad.to(view.dtype), alpha=scale.alpha)
-        elif isinstance(scale.factor, float):
-            torch.mul(grad, scale.factor, out=view)
-        else:
-            torch.mul(grad.reshape(-1), scale.factor, out=view.view(-1))
-        if not is_second:
-            self.touched[index] = 1
-            self.num_touched += 1
-
-    def finish_writing(self) -> None:
-        """No more gradients come in this backward; those that did not come are zeros."""
-        if self.num_touched < len(self.touched):
-            missing = [index for index in zeros_in(self.touched) if not self._keeps(index)]
+    def end_writing(self) -> None:
+        """No more gradients are written in this backward; those that are missing are zeros."""
+        step, writer = self.step, self.writer
+        assert step is not None
+        assert writer is not None
+        arrived = writer.arrived
+        if not writer.num_missing:
+            step.used[:] = arrived
+        elif writer.num_missing < self._num_params:
+            step.used[:] = bytes(map(or_, step.used, arrived))
+        keeps = not self.writes_to_staging
+        if writer.num_missing:
+            missing = [each for each in zeros_in(arrived) if not (keeps and step.sums[each])]
             if missing:
-                torch._foreach_zero_([self._memory.views[index] for index in missing])
-        if self.writes_to_staging:
-            self._memory.zero_gaps()
+                torch._foreach_zero_([writer.target.views[index] for index in missing])
+        if keeps:
+            _set_all(step.sums)
         else:
-            self._accumulated()
+            writer.target.zero_padding()
 
-    def written(self) -> Sequence[Tensor]:
-        """Where gradients lie that have not travelled yet, one tensor for each parameter."""
-        return self._memory.views
+    def written(self) -> WriteBuffer:
+        """Returns the gradients of this backward before any reduction; without a backward, the
+        accumulation buffer."""
+        return self._tensors().written if self.writer is None else self.writer.target
 
-    @property
-    def written_flat(self) -> Tensor:
-        """The same memory as one tensor; zeros between parameters."""
-        assert self._memory.line is not None
-        return self._memory.line.tensor
-
-    def zero_fresh(self) -> None:
-        """What no backward has written since gradients were cleared becomes zero."""
-        accum = self.main_grads()
-        if self._is_fresh:
+    def zero_missing(self) -> None:
+        """Zero gradients that no backward has written since they were cleared."""
+        accum, step = self.main_grads(), self.make_step()
+        step.is_published = False
+        if 1 not in step.sums:
             accum.tensor.zero_()
-        self._zero_cleared(accum)
-        self._accumulated()
-
-    def zero(self) -> None:
-        """All gradients become zero, padding included."""
-        accum = self._memory.accum
-        if accum is not None and self._memory.filled:
-            self._machinery.lanes.compute.access(writes=(accum.tensor,))
-            accum.tensor.zero_()
+        self._zero_cleared(step, accum)
 
     def scale(self, factor: float | Tensor, is_reduced: bool) -> None:
-        """Multiply what is accumulated, or (``is_reduced``) the part that the optimizer gets."""
-        accum = self._memory.accum
-        if accum is None or not self._memory.filled:
+        """Multiply the accumulation buffer, or (``is_reduced``) the optimizer's shard."""
+        if self.step is None or self.step.tensors is None:
             return
-        part = self.optim_grads if is_reduced else accum.tensor
+        part = self.optim_grads if is_reduced else self.step.tensors.accum.tensor
         assert part is not None
         part.mul_(factor.to(part.dtype) if isinstance(factor, Tensor) else factor)
 
-    def reduce(self, *, microbatch: bool, last: bool) -> Ticket | None:
-        """Submit what is to be reduced now; returns a ticket, None if there is nothing.
+    def reduce(self, *, last: bool) -> Ticket | None:
+        """Submit the reductions that are due; drops the backward's writer.
 
         Args:
-            microbatch: a backward has just written its gradients.
-            last: it was the last one of the step.
+            last: this is the last microbatch of the step.
+
+        Returns:
+            A ticket of the last one; None if none is due.
         """
-        accum, chains, compute = self._made(), self._chains, self._machinery.lanes.compute
-        assert chains is not None
+        step, writer, compute = self.make_step(), self.writer, self._machinery.lanes.compute
+        self.writer = None
         ticket: Ticket | None = None
-        if self._scale.later != 1.0 and (microbatch if self.writes_to_staging else last):
-            self.written_flat.mul_(self._scale.later)
-        if self.writes_to_staging and microbatch:
-            self._memory.fill()
-            self._zero_cleared(accum)
-            chain = chains.overwriting if self._is_fresh else chains.adding
+        if self.writes_to_staging and writer is not None:
+            if self._scale.later != 1.0:
+                writer.target.buffer.tensor.mul_(self._scale.later)
+            tensors = self._tensors()
+            is_first = 1 not in step.sums
+            self._zero_cleared(step, tensors.accum)
+            chain = tensors.chains.overwriting if is_first else tensors.chains.adding
             ticket = chain.run((compute.record(),))
-            self._accumulated()
-        if last and chains.last:
-            has_come = self._memory.fill_wire()
+        else:
+            tensors = self._tensors()
+            if last and self._scale.later != 1.0 and not self.writes_to_staging:
+                tensors.accum.tensor.mul_(self._scale.later)
+        if last and tensors.chains.last:
+            allocated = self._memory.allocate_comm()
             after = [] if ticket is None else [ticket]
-            if has_come or ticket is None:
+            if allocated or ticket is None:
                 after.append(compute.record())
-            ticket = chains.last.run(after)
-        self._forget_backward()
+            ticket = tensors.chains.last.run(after)
         return ticket
 
     def release(self) -> None:
-        """The reduction is done (compute has waited for it): hand transient memory back."""
-        self._memory.drain()
+        """The reduction is done (compute has waited for it): free transient memory."""
+        self._memory.free_transient()
 
-    def clear(self, index: int) -> None:
-        """What is accumulated of parameter ``index`` counts no more."""
-        if not self._is_fresh:
-            self._cleared.add(index)
-            self._is_fresh = len(self._cleared) == len(self.touched)
-
-    def keep(self, index: int) -> None:
-        """What lies in the place of parameter ``index`` counts, from now on."""
-        if self._is_fresh:
-            self._cleared = set(range(len(self.touched)))
-            self._is_fresh = False
-        self._cleared.discard(index)
-
-    def clear_all(self) -> None:
-        """What is accumulated counts no more."""
-        self._is_fresh = True
-        self._cleared.clear()
-
-    def discard(self) -> None:
-        """Forget whatever was accumulated, and this backward."""
-        self._forget_backward()
-        self.clear_all()
-
-    def leave(self) -> None:
-        """Of no use any more: what was accumulated is left to whoever holds it."""
-        self._memory.leave()
-
-    @property
-    def num_uses(self) -> int:
-        """Holds on what accumulates: grows with each tensor over it that somebody keeps."""
-        return self._memory.num_uses
-
-    @property
-    def may_go(self) -> bool:
-        """Whether what accumulates has memory, which is not given out for good."""
-        return not self._is_given_out and self._memory.filled
-
-    def let_go(self, *, are_held: bool) -> None:
-        """All is cleared: see [Note: When gradients are held].
+    def drop_step(self, *, looks: bool = False) -> bool:
+        """All gradients are cleared. Returns whether the user holds some that the next step will
+        write; compute must be done with them.
 
         Args:
-            are_held: somebody holds what was accumulated: it is left to him.
+            looks: find that out also where it decides nothing else.
         """
-        if are_held:
-            self._memory.leave()
-        elif self._spec.optim_depth > 0:
-            self._memory.free()
+        step, self.step = self.step, None
+        if step is None or step.tensors is None:
+            return False
+        return self._memory.release(step.tensors, looks=looks)
 
-    def _made(self) -> ShardedBuffer:
-        """What accumulates, with the tensors over it; perhaps without memory."""
-        if self._memory.accum is None:
-            with self._memory.made() as accum:
-                self._chains = make_chains(
-                    self._spec, self._machinery, self._scale, self._last_axes, self._memory, accum
-                )
-            return accum
-        return self._memory.accum
+    def begin_zeroed(self) -> bool:
+        """Drop the step; the next one begins with the same memory, zeroed, padding included.
 
-    def _keeps(self, index: int) -> bool:
-        """Whether the next gradient of parameter ``index`` is added where it is written."""
-        return not (self.writes_to_staging or self._is_fresh or index in self._cleared)
+        Returns:
+            Whether there is memory. False: the step is as it was.
+        """
+        tensors = self._memory.tensors
+        if tensors is None or not tensors.has_memory:
+            return False
+        self._machinery.lanes.compute.access(writes=(tensors.accum.tensor,))
+        tensors.accum.tensor.zero_()
+        tensors.forget_zeroed()
+        self.step = StepGradients(self._num_params)
+        self.step.tensors = tensors
+        return True
 
-    def _zero_cleared(self, accum: ShardedBuffer) -> None:
-        """What counts no more, beside what does, becomes zero."""
-        if self._cleared and not self._is_fresh:
+    def abandon(self) -> None:
+        """This object is no longer used: leave the memory to references of the user."""
+        self.step = self.writer = None
+        self._memory.abandon()
+
+    def _tensors(self, *, zero: bool = False) -> GradientTensors:
+        """The step's tensors, with memory."""
+        step = self.step
+        if step is None:
+            step = self.make_step()
+        tensors = step.tensors
+        if tensors is None:
+            tensors = step.tensors = self._memory.take(self._scale, zero=zero)
+        return tensors
+
+    def _zero_cleared(self, step: StepGradients, accum: ShardedBuffer) -> None:
+        """Zero places that hold no sum beside others that do: all are added to."""
+        if 1 in step.sums and 0 in step.sums:
             depth = self._spec.grad_depth
-            torch._foreach_zero_([accum.local(index, depth) for index in sorted(self._cleared)])
+            torch._foreach_zero_([accum.local(index, depth) for index in zeros_in(step.sums)])
+        _set_all(step.sums)
 
-    def _accumulated(self) -> None:
-        self._is_fresh = False
-        self._cleared.clear()
 
-    def _forget_backward(self) -> None:
-        self.touched[:] = bytes(len(self.touched))
-        self.num_touched = 0
+def _set_all(flags: bytearray) -> None:
+    flags[:] = b"\1" * len(flags)
 
 
 def zeros_in(flags: bytearray | bytes) -> Iterator[int]:
-    """Places of the bytes that are 0; costs what there are of them."""
+    """Yields the places of zero bytes; costs time for each of them only."""
     place = flags.find(0)
     while place >= 0:
         yield place

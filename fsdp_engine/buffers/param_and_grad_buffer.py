@@ -25,9 +25,9 @@ from fsdp_engine.buffers.gathering import gathered
 from fsdp_engine.buffers.gradient_hooks import GradientHooks
 from fsdp_engine.buffers.gradients import Gradients
 from fsdp_engine.buffers.param_record import ParamRecord
+from fsdp_engine.buffers.published_gradients import PublishedGradients, local_part
 from fsdp_engine.buffers.redistribute import Machinery
 from fsdp_engine.buffers.sharded_buffer import ShardedBuffer, flat_source
-from fsdp_engine.buffers.shown_gradients import ShownGradients, local_part
 from fsdp_engine.buffers.spec import BufferKind, BufferSpec
 from fsdp_engine.buffers.weights import Weights
 from fsdp_engine.codecs import ParamCodec
@@ -115,7 +115,7 @@ class ParamAndGradBuffer:
             sharded.__dict__.update(marks)
         self.hooks = ParamHooks(names, [record.param for record in self.records])
         self.reads = OutsideReads(self.full_params, names, self.hooks)
-        self._shown = self._make_shown()
+        self._published = self._make_published()
         for index, sharded in enumerate(self.sharded_params):
             if isinstance(sharded, FlatDTensor):
                 sharded._home = self.reads.home(index)
@@ -173,10 +173,10 @@ class ParamAndGradBuffer:
                 sharded.flat_placement.give_norms_as_dtensors()
 
     @property
-    def shown(self) -> ShownGradients:
+    def published(self) -> PublishedGradients:
         """``.grad`` of the sharded parameters, which must be trainable."""
-        assert self._shown is not None
-        return self._shown
+        assert self._published is not None
+        return self._published
 
     @property
     def mesh(self) -> DataMesh:
@@ -223,45 +223,47 @@ class ParamAndGradBuffer:
             memory: where those come from that have been on the meta device; they have no values
                 yet.
         """
-        dtypes, shown = kind.dtypes, gradients_of(self.sharded_params)
-        grads = [None if each is None else local_part(each).to(dtypes.optim_grad) for each in shown]
+        dtypes, before = kind.dtypes, gradients_of(self.sharded_params)
+        grads = [
+            None if each is None else local_part(each).to(dtypes.optim_grad) for each in before
+        ]
         clear_gradients(self.sharded_params)
-        del shown
+        del before
         self.spec = replace(self.spec, kind=kind)
         if memory is not None:
             self._machinery = replace(self._machinery, memory=memory)
-        before, self.weights = (
-            self.weights,
-            Weights(self.spec, self._machinery, codec, self.full_params),
-        )
+        weights = self.weights
+        self.weights = Weights(self.spec, self._machinery, codec, self.full_params)
         if memory is None:
-            self.weights.main.tensor.copy_(before.main.tensor)
-        before.release()
-        before.give_back()
+            self.weights.main.tensor.copy_(weights.main.tensor)
+        weights.release()
+        weights.give_back()
         if self.grads is not None:
             divisor = self.grads.divisor
-            self.grads.leave()
+            self.grads.abandon()
             self.grads = Gradients(self.spec, self._machinery, self._config)
             self.grads.divide_by(divisor)
         for index, full in enumerate(self.full_params):
-            become(full, self._as_users_have_it(index, self.weights.params[index]))
+            bound = self.weights.bind(index, full)
+            if bound is not full:
+                become(full, self._as_users_have_it(index, bound))
             if not self.is_plain:
                 become(self.sharded_params[index], self._flat(index))
-        self._shown = self._make_shown(changed=True)
+        self._published = self._make_published(changed=True)
         if self._gradient_hooks is not None:
-            self._gradient_hooks.follow(self.shown, self.sharded_params)
+            self._gradient_hooks.follow(self.published, self.sharded_params)
         if self.reads.main_grad is not None:
             self.attach_main_grads()
         for index, grad in enumerate(grads):
             if grad is not None:
-                self.shown.put(index, grad, is_reduced=are_reduced)
+                self.published.put(index, grad, is_reduced=are_reduced)
 
     def hook_gradients(
         self, on_grad: Callable[[int, Tensor], None], begin: Callable[[], object]
     ) -> None:
         """See :class:`GradientHooks`."""
         own = self.hooks.own if self.is_plain else None
-        self._gradient_hooks = GradientHooks(self.shown, self.sharded_params, on_grad, begin)
+        self._gradient_hooks = GradientHooks(self.published, self.sharded_params, on_grad, begin)
         self._gradient_hooks.listen(self.full_params, own)
         self.reads.reduces_gradients = True
 
@@ -286,14 +288,14 @@ class ParamAndGradBuffer:
                 full.requires_grad_(requires_grad)
 
     def begin_backward(self, *, reduced: bool) -> None:
-        """See :meth:`ShownGradients.begin_backward`."""
+        """See :meth:`PublishedGradients.begin_backward`."""
         if self.is_plain:
             self.hooks.adopt(self.sharded_params)
-        self.shown.begin_backward(reduced=reduced, hooked=self.hooks.hooked)
+        self.published.begin_backward(reduced=reduced, hooked=self.hooks.hooked)
 
     def publish_gradients(self, used: Sequence[int], *, reduced: bool) -> None:
-        """See :meth:`ShownGradients.publish`."""
-        self.shown.publish(used, reduced=reduced)
+        """See :meth:`PublishedGradients.publish`."""
+        self.published.publish(used, reduced=reduced)
 
     def name_of_unreduced(self, params: Collection[int]) -> str | None:
         """Name of a parameter whose ``.grad`` is accumulated and would be another one once it is
@@ -308,7 +310,7 @@ class ParamAndGradBuffer:
         found = gradients_of(self.sharded_params)
         for index, (param, grad) in enumerate(zip(self.sharded_params, found, strict=True)):
             # What users put there is theirs, and zeros are what they are.
-            if id(param) not in params or grad is None or grad is not self.shown.view(index):
+            if id(param) not in params or grad is None or grad is not self.published.tensor(index):
                 continue
             if not self.is_plain or bool(grad.any()):
                 return self.records[index].name
@@ -318,7 +320,7 @@ class ParamAndGradBuffer:
         """Run users' hooks on published gradients, and add earlier gradients to them. See
         :class:`ParamHooks`."""
         self.hooks.run_on_gradients(self.sharded_params)
-        self.shown.add_earlier()
+        self.published.add_earlier()
         self.hooks.run_on_params(self.sharded_params)
 
     def attach_main_grads(self) -> None:
@@ -326,15 +328,17 @@ class ParamAndGradBuffer:
         is one; sharded ones this rank's slice (``FlatDTensor.main_grad``)."""
         if self.grads is None:
             return
-        self.reads.main_grad = self.shown.main_grad
-        self.reads.set_main_grad = self.shown.set_main_grad
+        self.reads.main_grad = self.published.main_grad
+        self.reads.set_main_grad = self.published.set_main_grad
         if self.grads.writes_to_staging:
             return
-        main = self.grads.give_out()
-        for index, param in enumerate(self.full_params):
-            # What users may put into .grad is what is shown there.
-            shown = self.is_plain and self.grads.for_optimizer() is main
-            grad = self.shown.view(index) if shown else main.full(index)
+        tensors = self.grads.give_out()
+        # Users may put main_grad into .grad, so it is the published tensor where there is one.
+        if self.is_plain and tensors.optim is None:
+            main_grads = tensors.publish(self.sharded_params, self.spec.optim_depth)
+        else:
+            main_grads = [tensors.accum.full(index) for index in range(len(self.full_params))]
+        for param, grad in zip(self.full_params, main_grads, strict=True):
             param.main_grad = grad  # type: ignore[attr-defined]
 
     def gather_main_grads(self) -> None:
@@ -349,12 +353,12 @@ class ParamAndGradBuffer:
         whole = self._gathered("gradients", own)
         if not self.grads.writes_to_staging:
             self.grads.main_grads().tensor.copy_(whole.tensor)
-        self.shown.show_whole([whole.full(index) for index in range(len(self.records))])
+        self.published.publish_full([whole.full(index) for index in range(len(self.records))])
 
     @property
     def has_whole_grads(self) -> bool:
         """Whether :meth:`gather_main_grads` was called since gradients were cleared."""
-        return self._shown is not None and self._shown.has_whole
+        return self._published is not None and self._published.has_full
 
     def free_gradients(self) -> None:
         """The memory of cleared gradients goes, also where it stays otherwise."""
@@ -366,10 +370,10 @@ class ParamAndGradBuffer:
         if self.grads is not None:
             self.grads.restore()
 
-    def discard_gradients(self, *, keeps_memory: bool = False) -> None:
-        """See :meth:`ShownGradients.discard`; of full parameters, too."""
-        if self._shown is not None:
-            self._shown.discard(keeps_memory=keeps_memory)
+    def discard_gradients(self, *, zero: bool = False) -> None:
+        """See :meth:`PublishedGradients.discard`; of full parameters, too."""
+        if self._published is not None:
+            self._published.discard(zero=zero)
             clear_gradients(self.full_params)
 
     @property
@@ -487,7 +491,7 @@ class ParamAndGradBuffer:
 
     def _scratch(self, dtype: torch.dtype) -> Tensor | None:
         """The gradients' memory, while there are none in it."""
-        if self.grads is None or not self.shown.are_cleared:
+        if self.grads is None or not self.published.are_cleared:
             return None
         return self.grads.scratch(dtype)
 
@@ -513,7 +517,7 @@ class ParamAndGradBuffer:
             start, stop = self.layout.tensor_range(index, self.spec.optim_depth, at)
             self.weights.main.local(index, self.spec.optim_depth).copy_(source[start:stop])
 
-    def _make_shown(self, *, changed: bool = False) -> ShownGradients | None:
+    def _make_published(self, *, changed: bool = False) -> PublishedGradients | None:
         if self.grads is None:
             return None
         dtypes = self.kind.dtypes
@@ -522,9 +526,9 @@ class ParamAndGradBuffer:
                 sharded.grad_dtype = dtypes.optim_grad
         names = [record.name for record in self.records]
         reads = None if self.is_plain else self.reads.gradients
-        shown = ShownGradients(self.sharded_params, names, self.grads, reads)
-        self.reads.on_gradient = shown.was_set
-        return shown
+        published = PublishedGradients(self.sharded_params, names, self.grads, reads)
+        self.reads.on_gradient = published.was_set
+        return published
 
     def _as_users_have_it(self, index: int, full: Tensor) -> nn.Parameter:
         """``full``, a plain parameter; over it, a DTensor where the user's parameter is one."""

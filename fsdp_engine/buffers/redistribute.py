@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fsdp_engine.buffers.gradient_scale import scaled_copy
 from fsdp_engine.buffers.sharded_buffer import ShardedBuffer
 from fsdp_engine.devices.collectives import Communicator, Steps
 from fsdp_engine.devices.lane import Chain, Lane, Lanes, Operation
@@ -153,10 +152,20 @@ def copy(chain: Chain, lane: Lane, label: str, source: Tensor, out: Tensor, fact
     """Add to ``chain``: ``out = source * factor``, whatever their dtypes."""
 
     def steps() -> Steps:
-        scaled_copy(source, out, factor)
+        _scaled_copy(source, out, factor)
         yield from ()
 
     chain.add(lane, f"cast of {label}", steps, reads=[source], writes=[out])
+
+
+def _scaled_copy(source: Tensor, out: Tensor, factor: float) -> None:
+    """``out = source * factor``, computed in the wider of their dtypes."""
+    if factor == 1.0:
+        out.copy_(source)
+    elif source.dtype.itemsize >= out.dtype.itemsize:
+        torch.mul(source, factor, out=out)
+    else:
+        out.copy_(source).mul_(factor)
 
 
 def _gather(
@@ -320,5 +329,5 @@ def _keep(source: Tensor, out: Tensor, how: Reduction) -> Steps:
     if how.accumulate:
         out.add_(source, alpha=1.0 / how.boost)
     elif not begin_together(out, source):
-        scaled_copy(source, out, 1.0 / how.boost)
+        _scaled_copy(source, out, 1.0 / how.boost)
     yield from ()

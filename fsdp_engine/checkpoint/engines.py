@@ -8,14 +8,20 @@ module that holds both would be.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_engine.checkpoint.sharded_model import NamedRecord, ShardedBuffer, ShardedModel
+from fsdp_engine.checkpoint.sharded_model import (
+    MissingValues,
+    NamedRecord,
+    ShardedBuffer,
+    ShardedModel,
+)
 from fsdp_engine.devices.mesh import DataMesh
 from fsdp_engine.devices.ranks import Ranks
 from fsdp_engine.layout.expert_place import ExpertPlace
@@ -52,6 +58,37 @@ class _Buffer:
     grads: object | None
 
 
+class _JointMissingValues:
+    """Missing values of several engines, by names that begin with the engine's name."""
+
+    def __init__(self, engines: Mapping[str, EngineLike]) -> None:
+        self._engines = engines
+
+    def check(self) -> None:
+        """Raise if any entry of any engine has no valid value."""
+        for engine in self._engines.values():
+            engine.missing_values.check()
+
+    @contextmanager
+    def replacing(self, keys: Iterable[Hashable]) -> Iterator[None]:
+        """Context in which entries are replaced. An exception marks them in every engine."""
+        keys = list(keys)
+        with ExitStack() as stack:
+            for name, engine in self._engines.items():
+                own = (_without_engine(key, f"{name}.") for key in keys)
+                replaced = [key for key in own if key is not None]
+                stack.enter_context(engine.missing_values.replacing(replaced))
+            yield
+
+
+def _without_engine(key: Hashable, prefix: str) -> Hashable | None:
+    """An engine's own key; None: ``key`` is a tensor of another engine. Keys of entries outside
+    models are those of every engine."""
+    if not isinstance(key, str):
+        return key
+    return key.removeprefix(prefix) if key.startswith(prefix) else None
+
+
 class _Together:
     """Engines by name, as one sharded model.
 
@@ -65,6 +102,7 @@ class _Together:
         self.model: nn.Module = nn.ModuleDict({name: each.model for name, each in engines.items()})
         first = next(iter(engines.values()))
         self.mesh, self.ranks = first.mesh, first.ranks
+        self.missing_values: MissingValues = _JointMissingValues(self._engines)
 
     @property
     def buffers(self) -> list[ShardedBuffer]:

@@ -30,7 +30,6 @@ from fsdp_engine.checkpoint.model_state import (
     is_extra_state,
 )
 from fsdp_engine.checkpoint.reader import ReadBuffer, Reader
-from fsdp_engine.checkpoint.unfinished_load import check_finished
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.flat_dtensor.placement import Box, flat_range_boxes
 from fsdp_engine.flat_dtensor.spread import Spread
@@ -75,7 +74,7 @@ def engine_sources(engine: EngineLike, dtype: torch.dtype | None) -> list[Source
             failed half way.
     """
     check_at_rest(engine)
-    check_finished(engine)
+    engine.missing_values.check()
     check_shared("export_safetensors", engine)
     is_written = {
         id(param): record.is_written

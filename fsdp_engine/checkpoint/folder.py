@@ -38,7 +38,7 @@ import io
 import os
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,7 +76,6 @@ from fsdp_engine.checkpoint.plain_errors import plain_errors
 from fsdp_engine.checkpoint.reader import Reader
 from fsdp_engine.checkpoint.run_state import pack, unpack
 from fsdp_engine.checkpoint.sharded_model import ShardedModel
-from fsdp_engine.checkpoint.unfinished_load import check_finished, replacing
 from fsdp_engine.checkpoint.wrapped_optimizer import torch_optimizer
 from fsdp_engine.checkpoint.writer import PREFIX, SUFFIX, SavePlanner, Writer
 from fsdp_engine.devices.agreement import agree, agree_on_same
@@ -252,7 +251,7 @@ def training_entries(
         RuntimeError, ValueError, TypeError: see :func:`save_checkpoint`.
     """
     check_at_rest(engine)
-    check_finished(engine)
+    engine.missing_values.check()
     entries: dict[str, Any] = {MODEL: model_entries(engine, trainable_only=trainable_only)}
     if trainable_only and engine.ranks.rank == 0:
         entries[TRAINABLE_ONLY] = True
@@ -385,7 +384,7 @@ class FolderMatch:
             error = caught
         agree(what, error, group)
         self.targets |= objects
-        with replacing(self._engine, tensors):
+        with self._engine.missing_values.replacing(map(_missing_key, tensors)):
             try:
                 read_entries(self._folder, self._metadata, tensors, group, alone=group is None)
                 self.targets |= tensors
@@ -399,6 +398,13 @@ class FolderMatch:
                 error.__cause__ = caught
             self._engine.weights_changed()
             agree(what, error, group)
+
+
+def _missing_key(key: str) -> Hashable:
+    """An entry in ``engine.missing_values``: a tensor of the model by its name there, any other
+    entry by a key that no tensor of the model has."""
+    name = key.removeprefix(f"{MODEL}.")
+    return name if name != key else (key,)
 
 
 class _LoadPlanner(dcp.DefaultLoadPlanner):

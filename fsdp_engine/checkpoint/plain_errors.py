@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch.distributed.checkpoint import CheckpointException
 
-from fsdp_engine.devices.meeting import ERROR_KINDS
+from fsdp_engine.devices.rendezvous import ERROR_KINDS
 
 
 @contextmanager

@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from fsdp_engine.checkpoint.export_source import parts_of
-from fsdp_engine.checkpoint.model_state import MODEL, describe_tensor, is_extra_state
+from fsdp_engine.checkpoint.model_state import describe_tensor, is_extra_state
 from fsdp_engine.checkpoint.pieces import Box, Pieces, flat_parts
 from fsdp_engine.checkpoint.reader import ReadBuffer, read_box
 from fsdp_engine.checkpoint.safetensors_file import TensorInFile
 from fsdp_engine.checkpoint.sharded_model import ShardedModel
-from fsdp_engine.checkpoint.unfinished_load import replacing
 from fsdp_engine.devices.agreement import agree
 
 # Reads in flight, and what each holds beyond the rank's own slices.
@@ -171,7 +170,7 @@ def replace_weights(
     """
     error: Exception | None = None
     names = engine.model.state_dict() if names is None else names
-    with replacing(engine, [f"{MODEL}.{name}" for name in names]):
+    with engine.missing_values.replacing(names):
         try:
             fill()
         except Exception as caught:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -49,12 +50,29 @@ class ShardedBuffer(Protocol):
         ...
 
 
+class MissingValues(Protocol):
+    """The part of :class:`~fsdp_engine.runtime.missing_values.MissingValues` that loads use."""
+
+    def check(self) -> None:
+        """Raise if any entry has no valid value."""
+        ...
+
+    def replacing(self, keys: Iterable[Hashable]) -> AbstractContextManager[None]:
+        """Context in which entries are replaced. An exception marks them as missing."""
+        ...
+
+
 class ShardedModel(Protocol):
     """What a checkpoint needs to know of an engine."""
 
     model: nn.Module
     mesh: DataMesh
     ranks: Ranks
+
+    @property
+    def missing_values(self) -> MissingValues:
+        """The parameters and buffers that have no valid values."""
+        ...
 
     @property
     def buffers(self) -> Sequence[ShardedBuffer]:

@@ -87,8 +87,8 @@ class ParamCodec(ABC):
         """Tensors that outlive a call: ``encode`` writes them, ``decode`` reads them."""
         return ()
 
-    def converted(self, main: torch.dtype, compute: torch.dtype) -> ParamCodec:
-        """A codec like this one for main weights, and compute weights, of other dtypes.
+    def converted(self, dtypes: ParamDtypes) -> ParamCodec:
+        """A codec like this one for parameters of other dtypes.
 
         Raises:
             NotImplementedError: its weights have no other dtypes.
@@ -139,7 +139,8 @@ class ParamCodec(ABC):
         """The parameter that modules compute with. Called once for each, in order.
 
         Args:
-            param: the user's.
+            param: the user's. With a :meth:`converted` codec the one that modules compute with
+                already, which then becomes what this returns.
             full: where its full bytes come and go, a tensor of its shape for each plane; where the
                 codec decodes, the decoded ones. They may have no memory now.
         """

@@ -10,6 +10,7 @@ from torch import Tensor
 from fsdp_engine.codecs.base import ParamCodec
 from fsdp_engine.devices.collectives import Steps
 from fsdp_engine.devices.memory import begin_together
+from fsdp_engine.precision import ParamDtypes
 
 
 class CastCodec(ParamCodec):
@@ -20,9 +21,9 @@ class CastCodec(ParamCodec):
         self.wire_dtype = compute
         self.is_identity = main == compute and not copies
 
-    def converted(self, main: torch.dtype, compute: torch.dtype) -> CastCodec:
+    def converted(self, dtypes: ParamDtypes) -> CastCodec:
         """See :class:`ParamCodec`."""
-        return CastCodec(main, compute)
+        return CastCodec(dtypes.main, dtypes.compute)
 
     def encode(self, main: Tensor, wires: Sequence[Tensor]) -> Steps:
         """See :class:`ParamCodec`."""

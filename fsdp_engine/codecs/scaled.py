@@ -139,7 +139,7 @@ class ScaledCodec(ParamCodec):
                 scale is NaN or Inf, and the result may be any number.
         """
 
-    def converted(self, main: torch.dtype, compute: torch.dtype) -> ScaledCodec:
+    def converted(self, dtypes: ParamDtypes) -> ScaledCodec:
         """See :class:`ParamCodec`."""
         return type(self)(self._options)
 

@@ -86,11 +86,6 @@ def check_hooks(name: str, param: Tensor, *, is_in_dtensor: bool) -> None:
             "have to write into the DTensor over it. Leave the module out of tensor parallelism, "
             "or convert it to the tensor class only where it is not parallel"
         )
-    if param.is_meta:
-        raise ValueError(
-            f"{name}: expected a parameter with values, since its class has {_PRE}; found a {kind} "
-            "on the meta device. Build the model on its device"
-        )
     count = _num_pre_arguments(param)
     if count not in (1, _ALL_ARGUMENTS):
         raise ValueError(
@@ -109,7 +104,7 @@ def check_hooks(name: str, param: Tensor, *, is_in_dtensor: bool) -> None:
                 "of the model's parameters"
             )
     values = list(inner.values())
-    if any(not torch.equal(values[0], other) for other in values[1:]):
+    if not param.is_meta and any(not torch.equal(values[0], other) for other in values[1:]):
         raise ValueError(
             f"{name}: expected a {kind} whose inner tensors {list(inner)} have one value for each "
             "element, which is what a slice holds; found different ones. Make them parameters of "
@@ -125,6 +120,19 @@ def tensor_hooks(
         return None
     kind = type(param)
     return f"hooks of {kind.__module__}.{kind.__qualname__}", lambda: TensorHooksCodec(dtypes)
+
+
+def with_values(param: Tensor, values: Tensor) -> Tensor:
+    """A tensor of the class of ``param``, which may be on the meta device, with plain ``values`` of
+    its shape; over their memory where the class allows it."""
+    with torch.no_grad():
+        return _wrapped(_empty_like(param, values.dtype, values.device), values)
+
+
+def marks_of(param: Tensor) -> dict[str, Any]:
+    """Attributes that users set on ``param``, without those of its class."""
+    own = {"_is_param", *vars(param.detach())}
+    return {name: value for name, value in vars(param).items() if name not in own}
 
 
 def plain_values(tensor: Tensor) -> Tensor:
@@ -150,7 +158,7 @@ class TensorHooksCodec(ParamCodec):
         self._policy = MixedPrecisionPolicy(param_dtype=dtypes.compute, reduce_dtype=dtypes.reduce)
         self._modules: Sequence[nn.Module] = ()
         self._mesh: DataMesh | None = None
-        self._bound: list[_Hooked] = []
+        self._bound: dict[int, _Hooked] = {}  # by id of what modules compute with
         self._templates: list[Tensor] = []
         self._takes_all: list[bool] = []  # whether pre hooks take all arguments
         self._is_current = False
@@ -158,6 +166,10 @@ class TensorHooksCodec(ParamCodec):
     def belongs_to(self, modules: Sequence[nn.Module], mesh: DataMesh) -> None:
         """See :class:`ParamCodec`."""
         self._modules, self._mesh = modules, mesh
+
+    def converted(self, dtypes: ParamDtypes) -> TensorHooksCodec:
+        """See :class:`ParamCodec`: the same codec, for memory in place of the meta device."""
+        return self if dtypes == self._dtypes else super().converted(dtypes)  # type: ignore
 
     def prepare(
         self,
@@ -167,8 +179,11 @@ class TensorHooksCodec(ParamCodec):
         device: torch.device,
     ) -> None:
         """See :class:`ParamCodec`."""
-        self._templates = [_empty_like(param) for param in params]
-        self._takes_all = [_num_pre_arguments(param) == _ALL_ARGUMENTS for param in params]
+        if not self._templates:
+            self._templates = [
+                _empty_like(each, self._dtypes.main, self._device) for each in params
+            ]
+            self._takes_all = [_num_pre_arguments(each) == _ALL_ARGUMENTS for each in params]
 
     def initial_value(self, param: Tensor) -> Tensor:
         """See :class:`ParamCodec`."""
@@ -176,15 +191,17 @@ class TensorHooksCodec(ParamCodec):
 
     def marks(self, param: Tensor) -> Mapping[str, Any]:
         """See :class:`ParamCodec`: nothing of the class's own."""
-        own = {"_is_param", *vars(param.detach())}
-        return {name: value for name, value in vars(param).items() if name not in own}
+        return marks_of(param)
 
     def bind(self, param: nn.Parameter, full: Sequence[Tensor]) -> nn.Parameter:
-        """See :class:`ParamCodec`: what the post hook makes of it."""
-        assert self._mesh is not None
-        index = len(self._bound)
-        hooked = _Hooked(self, index, full[0], param.requires_grad)
-        self._bound.append(hooked)
+        """See :class:`ParamCodec`: what the post hook makes of it. The hooks never see the meta
+        device: there, what this returns is on the mesh's device, and is bound again when its full
+        values have memory."""
+        hooked = self._bound.get(id(param))
+        if hooked is None:
+            hooked = _Hooked(self, len(self._bound), full[0], self._device, param.requires_grad)
+            self._bound[id(hooked.param)] = hooked
+        hooked.full = full[0]
         return hooked.param
 
     def encode(self, main: Tensor, wires: Sequence[Tensor]) -> Steps:
@@ -197,15 +214,20 @@ class TensorHooksCodec(ParamCodec):
     def after_gather(self, *, for_backward: bool) -> None:
         """See :class:`ParamCodec`: the hooks run, once for each gather."""
         if not self._is_current:
-            for hooked in self._bound:
+            for hooked in self._bound.values():
                 hooked.run()
             self._is_current = True
 
     def before_release(self) -> None:
         """See :class:`ParamCodec`: what the hooks made goes, too."""
         self._is_current = False
-        for hooked in self._bound:
+        for hooked in self._bound.values():
             hooked.free()
+
+    @property
+    def _device(self) -> torch.device:
+        assert self._mesh is not None
+        return self._mesh.device
 
     def pre(self, index: int, values: Tensor) -> tuple[Sequence[Tensor], Any, Tensor]:
         """What the pre hook of parameter ``index`` returns for plain ``values``, and the tensor of
@@ -227,12 +249,25 @@ class TensorHooksCodec(ParamCodec):
 
 
 class _Hooked:
-    """One parameter: what its hooks read and write, in memory that comes and goes."""
+    """One parameter: what its hooks read and write, in memory that comes and goes.
 
-    def __init__(self, codec: TensorHooksCodec, index: int, full: Tensor, trains: bool) -> None:
-        self._codec, self._index, self._full = codec, index, full
+    Attributes:
+        param: what modules compute with.
+        full: its main weights, which the pre hook reads.
+    """
+
+    def __init__(
+        self,
+        codec: TensorHooksCodec,
+        index: int,
+        full: Tensor,
+        device: torch.device,
+        trains: bool,
+    ) -> None:
+        self.full = full
+        self._codec, self._index = codec, index
         with torch.no_grad():
-            zeros = memory.empty(tuple(full.shape), full.dtype, full.device).zero_()
+            zeros = memory.zeros(tuple(full.shape), full.dtype, device)
             inputs, metadata, shard = codec.pre(index, zeros)
             self._outputs = [memory.empty(tuple(t.shape), t.dtype, t.device) for t in inputs]
             for output, given in zip(self._outputs, inputs, strict=True):
@@ -248,7 +283,7 @@ class _Hooked:
     def run(self) -> None:
         for tensor, size in zip(self._held, self._sizes, strict=True):
             memory.resize_foreign(tensor, size)
-        inputs, metadata, shard = self._codec.pre(self._index, self._full)
+        inputs, metadata, shard = self._codec.pre(self._index, self.full)
         # Gathers of the same weights are no change that autograd may see.
         plain = [each for each in self._held if type(each) is Tensor]
         with torch.autograd._unsafe_preserve_version_counter((*plain, self.param)):
@@ -274,23 +309,35 @@ def _inner_tensors(param: Any) -> dict[str, Tensor]:
 
 
 def _wrapped(template: Any, values: Tensor) -> Tensor:
-    """A tensor of the class of ``template`` with plain ``values``; over them, where it can be."""
-    if hasattr(template, "__tensor_flatten__"):
-        attributes, context = template.__tensor_flatten__()
-        inner = dict.fromkeys(attributes, values)
-        made: Tensor = type(template).__tensor_unflatten__(
-            inner, context, values.shape, values.stride()
-        )
-        return made
-    made = torch.ops.aten.new_zeros.default(template, list(values.shape))
-    torch.ops.aten.copy_.default(made, values)
+    """A tensor of the class of ``template`` with plain ``values``; over their memory, where the
+    class is made of inner tensors."""
+    made = _over(template, values)
+    if made is None:
+        made = torch.ops.aten.new_zeros.default(template, list(values.shape))
+        torch.ops.aten.copy_.default(made, values)
     return made
 
 
-def _empty_like(param: Tensor) -> Tensor:
-    """A tensor of the class of ``param`` that keeps none of its elements."""
+def _empty_like(param: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of the class of ``param`` without elements."""
     with torch.no_grad():
-        shape = [0, *param.shape[1:]]
-        if _inner_tensors(param):
-            return _wrapped(param, memory.empty(tuple(shape), param.dtype, param.device))
-        return torch.ops.aten.new_zeros.default(param.detach(), shape)
+        shape = (0, *param.shape[1:])
+        made = _over(param, memory.empty(shape, dtype, device))
+        if made is None:
+            made = torch.ops.aten.new_zeros.default(
+                param.detach(), shape, dtype=dtype, device=device
+            )
+        return made
+
+
+def _over(template: Any, values: Tensor) -> Tensor | None:
+    """A tensor of the class of ``template`` whose inner tensors are ``values``; None where the
+    class cannot be made so."""
+    if not hasattr(template, "__tensor_flatten__"):
+        return None
+    attributes, context = template.__tensor_flatten__()
+    inner = dict.fromkeys(attributes, values)
+    made: Tensor = type(template).__tensor_unflatten__(
+        inner, context, values.shape, values.stride()
+    )
+    return made if isinstance(made, type(template)) else None

@@ -2,8 +2,8 @@
 
 An accelerator here is a device with streams: work that the host submits runs later, in the order of
 its stream. The CPU is none, nor is the meta device. The package calls an accelerator by the module
-that torch registers for it. ``nccl_pool.py`` (NCCL's memory) and ``host_memory.py``
-(``cudaHostRegister``) are the only files that name ``torch.cuda``.
+that torch registers for it. ``cuda.py`` has what CUDA alone has, and no other file names
+``torch.cuda``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An error on one rank is an error on all, so that nobody waits for somebody who left."""
+"""An error on one rank is raised on all ranks, so that none waits for a rank that has left."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Any
 from torch.distributed import ProcessGroup
 
 from fsdp_engine.devices.collectives import gather_objects
-from fsdp_engine.devices.meeting import error_of_another
+from fsdp_engine.devices.rendezvous import error_of_another
 
 
 def agree(
     what: str, error: Exception | None, group: ProcessGroup | None, value: Any = None
 ) -> list[Any]:
-    """Tell all ranks whether this one can go on. Collective.
+    """Exchange errors: all ranks continue, or all raise. Collective.
 
     Args:
-        what: what is being done, for the message.
-        error: why this rank cannot go on; None: it can.
+        what: the action, in the message.
+        error: of this rank; None: it can continue.
         group: of all ranks; None: there is one.
-        value: something to tell the others.
+        value: given to the other ranks.
 
     Returns:
-        Every rank's ``value``, if all can go on.
+        Every rank's ``value``, if none has an error.
 
     Raises:
         Exception: ``error``; or one of the kind of the first rank's that has one.

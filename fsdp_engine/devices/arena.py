@@ -1,160 +1,180 @@
-"""Memory in which transient storages have addresses of their own.
+"""Transient storages that are filled from one piece of memory, first fit.
 
 [Note: Arena]
-An arena is one piece of memory for all storages of one role, for as long as one plan holds
-([Note: Planned addresses] in ``address_plan.py``). Of each address there is a *piece*, a storage
-object over those bytes. To fill a storage is to swap its memory, none, with that of its piece
-(``UntypedStorage._swap_data_ptr_``, from torch 2.13 on), to drain it is to swap back: nothing is
-allocated, and the storage that autograd's views are made over stays the same object. Every piece
-keeps the arena's memory alive, so it outlives the last storage that is filled from it.
+An arena is one piece of memory for all transient storages of one role. A storage that is filled
+gets the lowest range of bytes that is free and long enough. Steps fill and drain storages in nearly
+the same order, so in steady steps each range is found again and nothing is allocated. Of every
+range that was handed out there is a *piece*, a storage object over these bytes. To fill a storage
+is to swap its memory, none, with that of the piece (``UntypedStorage._swap_data_ptr_``, from torch
+2.13 on), to drain it is to swap back: the storage under autograd's views stays the same object.
+Every piece keeps the memory of the arena alive.
 
-What happens is recorded all along. Until there is a plan, and wherever a storage meets another at
-its address, :meth:`Arena.fill` declines, and ordinary memory serves. When a backward ends and
-somebody was declined, a plan is due from what that step recorded, unless the plan knew it all and
-had no room. It is made with the next fill at which no address is in use, so that nothing has to
-move. Old plans are not forgotten as long as both find room together: steps that alternate between
-two orders settle. Where steps never come to agree, a plan is made after each of the first few of
-them (orders of gathers and reductions are learnt one after the other), then after 8, 16, 32, ...
+Ranges are handed out in an address space without an end, of which the arena has the first
+bytes. A storage whose range lies beyond gets ordinary memory. If a step has done so, the arena is
+allocated anew with the next fill at which no storage has memory of it, as long as was needed so
+far, but at most ``SLACK`` times the most bytes ever filled at once. It never gets shorter.
 
-On CUDA all storages of one role are drained after compute is done with them, and what fills them
-comes after compute, so what one of them leaves in its address is done before another comes, on
-whatever lanes they are filled and drained. An arena serves one role, and is allocated within a
-fill, so that its memory belongs to that lane; or, if a step was rehearsed, before anything runs.
+    fill a, fill b, drain a, fill c, drain b, fill d        equal sizes: a 0, b 1, c 0, d 1
+
+On CUDA all storages of one role are drained after compute is done with them, and filled after
+compute. So the work on a range is done before the range is handed out again, on any lane. An arena
+is allocated within a fill, so that its memory belongs to that lane; or, with ``nccl_ub``, as long
+as a step in module order needs, before anything runs, and for good (``expect``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from fsdp_engine.devices.address_plan import AddressPlan, Overlaps, Recorder, plan_addresses
+# Ranges start at multiples of so many bytes, as those of torch's caching allocator on CUDA.
+ALIGNMENT = 512
+# An arena is at most so many times as long as the most bytes that were filled at once.
+SLACK = 1.5
 
-# Steps in a row that left the plan, each of which makes another one.
-FIRST_PLANS = 4
+
+def aligned(num_bytes: int) -> int:
+    """``num_bytes``, rounded up to the alignment."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+class _Range(NamedTuple):
+    """Bytes from ``start`` to ``stop`` that ``owner`` has; ``piece``: they lie in the arena."""
+
+    start: int
+    stop: int
+    owner: Hashable
+    piece: torch.UntypedStorage | None
 
 
 class Arena:
-    """The addresses of one role's storages. See the module docstring.
+    """The memory of one role's storages. See the module docstring.
 
     Args:
         allocate: gives so many bytes, as a 1-D tensor of uint8.
-        book: is told by how many bytes the arena grows.
+        book: is called with the bytes by which the arena grows.
 
     Attributes:
-        memory: the arena's; None while there is no plan.
-        plan: where storages lie in it.
+        memory: of the arena; None until a step has ended.
+        load: most bytes that were filled at once, each storage rounded up to the alignment.
     """
 
     def __init__(self, allocate: Callable[[int], Tensor], book: Callable[[int], None]) -> None:
+        self.memory: Tensor | None = None
+        self.load = 0
         self._allocate = allocate
         self._book = book
-        self.memory: Tensor | None = None
-        self.plan = AddressPlan((), (), 0, True)
-        self._num_bytes: list[int] = []
-        self._pieces: list[torch.UntypedStorage | None] = []
-        self._units: list[list[int]] = []
         self._is_fixed = False
-        self._served = 0  # the set of those that have memory from here
-        self._recorder = Recorder()
-        self._planned_from = Overlaps()
-        self._due: Overlaps | None = None
-        self._num_declined = 0  # fills since the last backward
-        self._num_left = 0  # steps in a row that left the plan
+        self._num_bytes = 0
+        self._taken: list[_Range] = []  # by start
+        self._num_taken = 0  # bytes
+        self._end = 0  # of the highest range that was handed out
+        self._is_due = False
+        self._pieces: dict[tuple[int, int], torch.UntypedStorage] = {}
+        self._units: list[list[int]] = []
 
     def begin_unit(self) -> None:
         """Storages that are added from here on are those of the next unit."""
         self._units.append([])
 
-    def add(self, num_bytes: int) -> int:
-        """One more storage; returns its number."""
-        number = self._recorder.add(num_bytes)
-        self._num_bytes.append(num_bytes)
-        self._pieces.append(None)
+    def add(self, num_bytes: int) -> None:
+        """One more storage, which :meth:`expect` has to count."""
         if self._units:
-            self._units[-1].append(number)
-        return number
+            self._units[-1].append(num_bytes)
 
     def expect(self, moments: Sequence[Sequence[int]]) -> None:
-        """Make a plan before any step. The arena is as long as that one needs, for good.
+        """Allocate the arena before any step, for good.
 
         Args:
-            moments: units whose storages are filled together, numbered as they were begun.
+            moments: units whose storages are filled at one time, in the order in which they are
+                filled, numbered as they were begun.
         """
-        storages = [[n for unit in moment for n in self._units[unit]] for moment in moments]
-        self._make_plan(Overlaps.of_moments(storages, self._recorder.sizes))
+        held: dict[int, None] = {}
+        for moment in moments:
+            for unit in [each for each in held if each not in moment]:
+                del held[unit]
+                for place in range(len(self._units[unit])):
+                    self._release((unit, place))
+            for unit in moment:
+                if unit not in held:
+                    held[unit] = None
+                    for place, num_bytes in enumerate(self._units[unit]):
+                        self._reserve((unit, place), num_bytes)
+        self._taken.clear()
+        self._num_taken = 0
+        self._grow()
         self._is_fixed = True
-        # What was filled so far, for views to be made, is no step.
-        self._recorder.take()
-        self._num_declined = 0
 
-    def fill(self, number: int, storage: torch.UntypedStorage) -> bool:
-        """Give ``storage``, which is empty, the memory of its address.
-
-        Returns whether it has it: False where it has no address, or somebody else is there.
-        """
-        if self._due is not None and not self._served:
-            self._make_plan(self._due)
-        self._recorder.fill(number)
-        piece = self._pieces[number]
-        if piece is None or self.plan.rivals[number] & self._served:
-            self._num_declined += 1
+    def fill(self, storage: torch.UntypedStorage, num_bytes: int) -> bool:
+        """Give ``storage``, which is empty, bytes of the arena; returns whether they fit."""
+        if self._is_due and all(taken.piece is None for taken in self._taken):
+            self._grow()
+        piece = self._reserve(storage._cdata, num_bytes)
+        if piece is None:
             return False
-        self._served |= 1 << number
         storage._swap_data_ptr_(piece)  # type: ignore[attr-defined]
         return True
 
-    def drain(self, number: int, storage: torch.UntypedStorage) -> bool:
-        """Take the memory of its address away from ``storage``; returns whether it had that."""
-        self._recorder.drain(number)
-        bit = 1 << number
-        if not self._served & bit:
+    def drain(self, storage: torch.UntypedStorage) -> bool:
+        """Take the memory of the arena away from ``storage``; returns whether it had any."""
+        piece = self._release(storage._cdata)
+        if piece is None:
             return False
-        self._served &= ~bit
-        storage._swap_data_ptr_(self._pieces[number])  # type: ignore[attr-defined]
+        storage._swap_data_ptr_(piece)  # type: ignore[attr-defined]
         return True
 
     def end_step(self) -> None:
-        """A backward is over: see whether the plan still holds."""
-        record = self._recorder.take()
-        if not self._num_declined:
-            self._num_left = 0
-            return
-        self._num_declined = 0
-        if record.is_within(self._planned_from):
-            return
-        self._num_left += 1
-        if self._num_left <= FIRST_PLANS or self._num_left & (self._num_left - 1) == 0:
-            self._due = record
+        """A backward is over: from the next fill on the arena is as long as it needed."""
+        self._is_due = not self._is_fixed and self._length() > self._num_bytes
 
-    def _make_plan(self, record: Overlaps) -> None:
-        self._due = None
-        sizes = self._recorder.sizes
-        limit = self.plan.num_bytes if self._is_fixed else None
-        both = record.joined(self._planned_from)
-        self._planned_from, self.plan = both, plan_addresses(sizes, both, limit)
-        if not self.plan.is_complete:
-            self._planned_from, self.plan = record, plan_addresses(sizes, record, limit)
-        self._resize()
-        assert self.memory is not None
-        self._pieces = [
-            None if offset is None else _piece(self.memory[offset : offset + num_bytes])
-            for offset, num_bytes in zip(self.plan.offsets, self._num_bytes, strict=True)
-        ]
+    def _length(self) -> int:
+        return min(self._end, aligned(int(SLACK * self.load)))
 
-    def _resize(self) -> None:
-        num_bytes = 0 if self.memory is None else self.memory.numel()
-        if self.memory is None or (num_bytes != self.plan.num_bytes and not self._is_fixed):
-            # The old memory goes first.
-            self.memory, self._pieces = None, []
-            self._book(-num_bytes)
-            self.memory = self._allocate(self.plan.num_bytes)
-            self._book(self.plan.num_bytes)
+    def _reserve(self, owner: Hashable, num_bytes: int) -> torch.UntypedStorage | None:
+        """Hand out the first free range; returns its piece if it lies in the arena."""
+        size, start, place = aligned(num_bytes), 0, 0
+        for taken in self._taken:
+            if start + size <= taken.start:
+                break
+            start = taken.stop
+            place += 1
+        stop, piece = start + size, None
+        if stop <= self._num_bytes:
+            piece = self._piece(start, num_bytes)
+        self._taken.insert(place, _Range(start, stop, owner, piece))
+        self._end = max(self._end, stop)
+        self._num_taken += size
+        self.load = max(self.load, self._num_taken)
+        return piece
 
+    def _release(self, owner: Hashable) -> torch.UntypedStorage | None:
+        """Take a range back; returns its piece if it lies in the arena."""
+        for place, taken in enumerate(self._taken):
+            if taken.owner == owner:
+                del self._taken[place]
+                self._num_taken -= taken.stop - taken.start
+                return taken.piece
+        return None
 
-def _piece(part: Tensor) -> torch.UntypedStorage:
-    """A storage over just these bytes, which keeps all memory behind them alive."""
-    piece: Tensor = from_dlpack(to_dlpack(part))
-    return piece.untyped_storage()
+    def _piece(self, start: int, num_bytes: int) -> torch.UntypedStorage:
+        """A storage over just these bytes, which keeps the memory behind them alive."""
+        piece = self._pieces.get((start, num_bytes))
+        if piece is None:
+            assert self.memory is not None
+            part: Tensor = from_dlpack(to_dlpack(self.memory[start : start + num_bytes]))
+            piece = self._pieces[start, num_bytes] = part.untyped_storage()
+        return piece
+
+    def _grow(self) -> None:
+        self._is_due = False
+        # The old memory goes first.
+        self.memory = None
+        self._pieces.clear()
+        self._book(-self._num_bytes)
+        self._num_bytes = self._length()
+        self.memory = self._allocate(self._num_bytes)
+        self._book(self._num_bytes)

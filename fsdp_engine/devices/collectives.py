@@ -6,7 +6,7 @@ ranks, so on gloo parts go straight from the buffer they lie in to where they be
 Other backends use their own collectives (*native*). On gloo with CUDA tensors parts go through
 host memory (*staged*).
 
-An operation is a generator: it issues communication, yields the works, and goes on when they are
+An operation is a generator: it issues communication, yields the works, and continues when they are
 done. A lane (``lane.py``) decides what "done" means: on CPU the host waits, on CUDA the lane's
 stream does and the generator runs through at once. Collectives of the device's own backend (NCCL on
 CUDA) are issued synchronously: then they run on the current stream, which is the lane's, with its
@@ -20,10 +20,7 @@ disagree about which unit comes next, both time out with the unit's name, and no
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from datetime import timedelta
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,14 +28,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from fsdp_engine.devices import memory, watch
+from fsdp_engine.devices import memory, stall_monitor
 from fsdp_engine.devices.accelerator import default_backend, is_accelerator
-from fsdp_engine.devices.groups import backend_of
-from fsdp_engine.devices.pretence import pretends_host
-from fsdp_engine.devices.watch import naming
+from fsdp_engine.devices.groups import name_of_backend
+from fsdp_engine.devices.simulated_device import simulates_host
+from fsdp_engine.devices.stall_monitor import naming
 
 Work = dist.Work
-Steps = Iterator[Sequence[Work | watch.HostWork]]
+Steps = Iterator[Sequence[Work | stall_monitor.HostWork]]
 
 # Methods of groups, and not the functions of torch.distributed around them, which look at arguments
 # that are known here, for as long as the rest of issuing takes. torch 2.11 has the old names alone.
@@ -48,47 +45,8 @@ _ALL_GATHER = "_allgather_base" if _IS_OLD else "all_gather_single"
 _REDUCE_SCATTER = "_reduce_scatter_base" if _IS_OLD else "reduce_scatter_single"
 
 
-# What a rank does before it sends anything more over a group: see before_next.
-_BEFORE_NEXT: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Callable[[], None]]] = (
-    weakref.WeakKeyDictionary()
-)
-# Of no message that is ever sent.
-_NO_TAG = 2**30
-
-
-def before_next(group: dist.ProcessGroup, action: Callable[[], None]) -> None:
-    """Call ``action`` before each collective over ``group`` until :func:`not_before_next`.
-
-    It holds for buffers and small collectives of tensors. Those of objects are not concerned.
-    """
-    actions = _BEFORE_NEXT.setdefault(group, [])
-    if action not in actions:
-        actions.append(action)
-
-
-def not_before_next(group: dist.ProcessGroup, action: Callable[[], None]) -> None:
-    """Take back :func:`before_next`."""
-    actions = _BEFORE_NEXT.get(group, [])
-    if action in actions:
-        actions.remove(action)
-    if not actions:
-        _BEFORE_NEXT.pop(group, None)
-
-
-def _prepare(group: dist.ProcessGroup) -> None:
-    for action in list(_BEFORE_NEXT.get(group, ())):
-        action()
-
-
-def end_waits(group: dist.ProcessGroup) -> None:
-    """Close this rank's connections of a gloo group: waits in it raise, on all its ranks.
-
-    The group is of no use after it. gloo does the same after a timeout of its own, and this is one.
-    """
-    if group.size() > 1 and _is_gloo(group, torch.device("cpu")):
-        probe, other = memory.empty(1, torch.uint8, "cpu"), (group.rank() + 1) % group.size()
-        with suppress(RuntimeError):
-            group.recv([probe], other, _NO_TAG).wait(timedelta(milliseconds=1))
+# Bytes of small tensors that are sent in one message.
+_MESSAGE_BYTES = 2**26
 
 
 class Communicator:
@@ -124,8 +82,6 @@ class Communicator:
             source: this rank's part; None: it lies in ``full`` already.
             tag: tells this message from others in flight.
         """
-        if _BEFORE_NEXT:
-            _prepare(self.group)
         full = _as_sent(full)
         source = self.part(full) if source is None else _as_sent(source)
         if self._staged:
@@ -167,8 +123,6 @@ class Communicator:
             accumulate: add to ``out`` instead of overwriting it.
             tag: tells this message from others in flight.
         """
-        if _BEFORE_NEXT:
-            _prepare(self.group)
         wide = None if reduce_dtype == full.dtype else reduce_dtype
         if self._gloo:
             if average:
@@ -212,10 +166,8 @@ class Communicator:
         average: bool = False,
     ) -> Steps:
         """Sum (or average) ``tensor`` over the ranks, in place, by the backend's own all-reduce."""
-        if _BEFORE_NEXT:
-            _prepare(self.group)
         work = self.group.allreduce([_as_reals(tensor)], self._options.all_reduce[average])
-        yield [watch.HostWork(work)] if self._gloo else self._to_wait_for(work)
+        yield [stall_monitor.HostWork(work)] if self._gloo else self._to_wait_for(work)
 
     def _to_wait_for(self, work: Work | None) -> Sequence[Work]:
         return () if self._stays_on_stream else (_require(work),)
@@ -295,12 +247,10 @@ def all_reduce_(
     ``what`` it is for is part of the error of a rank that waits in vain.
     """
     if group is not None:
-        if _BEFORE_NEXT:
-            _prepare(group)
         ops = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
         with naming(what, group):
             work = _require(dist.all_reduce(tensor, op=ops[op], group=group, async_op=True))
-            (watch.HostWork(work) if tensor.device.type == "cpu" else work).wait()
+            (stall_monitor.HostWork(work) if tensor.device.type == "cpu" else work).wait()
     return tensor
 
 
@@ -338,11 +288,16 @@ class MaxGroup(dist.ProcessGroup):
 def broadcast_(tensor: Tensor, group: dist.ProcessGroup | None, source: int = 0) -> Tensor:
     """Give every rank of the group the values of its rank ``source``. None: one rank."""
     if group is not None and tensor.numel():
-        if _BEFORE_NEXT:
-            _prepare(group)
         with naming("values of the first rank", group):
             dist.broadcast(_as_sent(tensor), group=group, group_src=source)
     return tensor
+
+
+def broadcast_together_(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
+    """As :func:`broadcast_` from the first rank, of many tensors of one dtype in few messages."""
+    if group is not None and tensors:
+        with naming("values of the first rank", group):
+            dist._broadcast_coalesced(group, list(tensors), _MESSAGE_BYTES, 0)
 
 
 def gather_objects(
@@ -399,24 +354,20 @@ def _as_reals(tensor: Tensor) -> Tensor:
 
 
 def _is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
-    name = _name_of_backend(group, device)
-    return name == "gloo" or (name == "fake" and pretends_host())
-
-
-def _name_of_backend(group: dist.ProcessGroup, device: torch.device) -> str:
-    return str(getattr(backend_of(group, device), "name", lambda: "")())
+    name = name_of_backend(group, device)
+    return name == "gloo" or (name == "fake" and simulates_host())
 
 
 def _at_one_place(first: Tensor, second: Tensor) -> bool:
     """Whether they begin at one address; a fake tensor has none."""
-    if pretends_host():
+    if simulates_host():
         return memory.begin_together(first, second)
     return first.data_ptr() == second.data_ptr()
 
 
 def _stays_on_stream(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether collectives are issued synchronously: see the module docstring."""
-    return is_accelerator(device) and _name_of_backend(group, device) == default_backend(device)
+    return is_accelerator(device) and name_of_backend(group, device) == default_backend(device)
 
 
 def _require(work: Work | None) -> Work:

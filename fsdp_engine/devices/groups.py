@@ -1,4 +1,4 @@
-"""Process groups: those that ranks agree to make, and what is asked of any.
+"""Process groups: how ranks agree to make them, and properties of any.
 
 ``dist.new_group`` is not used: see :func:`new_group`.
 """
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from fsdp_engine.devices.meeting import meet
+from fsdp_engine.devices.rendezvous import meet
 
 _BY_RANKS: weakref.WeakKeyDictionary[
     dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]
@@ -38,9 +38,9 @@ def group_of_ranks(
     key = (purpose, members)
     known = _BY_RANKS.setdefault(default_group(), {})
     timeout = timeout_of_group(like, device)
-    meeting = meet("a group of model-parallel ranks", members, timeout, has=key in known)
-    if not meeting.all_have:
-        known[key] = group_like(like, list(members), device, f"{meeting.name}/{purpose}")
+    met = meet("a group of model-parallel ranks", members, timeout, has=key in known)
+    if not met.all_have:
+        known[key] = group_like(like, list(members), device, f"{met.name}/{purpose}")
     return known[key]
 
 
@@ -155,3 +155,8 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> object | None:
         return group._get_backend(torch.device(device.type))
     except RuntimeError:
         return None
+
+
+def name_of_backend(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The name of the backend that serves ``device`` in ``group``; "" if there is none."""
+    return str(getattr(backend_of(group, device), "name", lambda: "")())

@@ -1,23 +1,21 @@
-"""Host memory from which and to which an accelerator copies while the host goes on."""
+"""Host memory from which and to which an accelerator copies asynchronously."""
 
 from __future__ import annotations
 
-import ctypes
 import warnings
-import weakref
 
 import torch
 
-from fsdp_engine.devices import memory
+from fsdp_engine.devices import cuda, memory
 from fsdp_engine.devices.accelerator import current_accelerator, is_accelerator
 
 
 class HostBlock:
     """Uninitialised bytes of host memory, not booked, from which and to which an accelerator
-    copies while the host goes on (``pinned``).
+    copies asynchronously (``pinned``).
 
-    On CUDA exactly as many as asked for, given back when this goes: the pinned memory of torch's
-    own allocator comes in powers of two, and is never given back. Other accelerators have no other.
+    On CUDA exactly as many as asked for, freed with this object: torch's own allocator of pinned
+    memory rounds up to powers of two, and never frees. Other accelerators have only that one.
 
     Attributes:
         bytes: the memory, 1-D.
@@ -28,28 +26,13 @@ class HostBlock:
         is_torchs = pinned and device is not None and device.type != "cuda"
         self.bytes = memory.empty(num_bytes, torch.uint8, "cpu", pinned=is_torchs)
         if pinned and not is_torchs and num_bytes:
-            runtime = torch.cuda.cudart()
-            address = self.bytes.data_ptr()
-            code = runtime.cudaHostRegister(address, num_bytes, 0)
-            if int(code) != 0:
-                _forget_last_error()
+            error = cuda.pin(self.bytes, self)
+            if error is not None:
                 warnings.warn(
                     f"{num_bytes} bytes of host memory: expected to pin them; found that CUDA "
-                    f"cannot ({code}; see `ulimit -l`). Copies to them take longer",
+                    f"cannot ({error}; see `ulimit -l`). Copies to them take longer",
                     stacklevel=2,
                 )
-                return
-            release = weakref.finalize(self, runtime.cudaHostUnregister, address)
-            release.atexit = False  # CUDA may be gone by then
-
-
-def _forget_last_error() -> None:
-    """CUDA keeps the error of a call until it is asked for: by torch after its next kernel, which
-    would be taken for what failed."""
-    runtime = ctypes.CDLL(None)  # torch loads CUDA's runtime for the whole process
-    name = "hipGetLastError" if torch.version.hip else "cudaGetLastError"
-    if hasattr(runtime, name):
-        getattr(runtime, name)()
 
 
 def bytes_to(content: bytearray, device: torch.device) -> torch.Tensor:

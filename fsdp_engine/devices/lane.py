@@ -1,11 +1,12 @@
-"""What a lane is: an ordered queue of work, and what is submitted to it.
+"""Lanes: ordered queues of work.
 
 [Note: Lanes]
 There are five: compute (what the user's model does), a gather and a reduce lane for the inner
 axis, and a pair for the outer axis. Work on one lane runs in the order in which it was submitted;
 between lanes only tickets order it. On CUDA a lane is a stream and a ticket an event; the host
 never waits. On CPU compute is the host itself, a lane is a FIFO of asynchronous works, and waiting
-for a ticket drives its operation to the end.
+for a ticket drives its operation to the end. Of several tickets of one stream a lane waits for the
+newest only, and for none of its own.
 
 Accelerators have a sixth, which encodes main weights into the bytes that are gathered. There a cast
 does not wait for the all-gather of the unit before it, nor the link for the cast. On CPU the host
@@ -53,7 +54,7 @@ def unit_of(label: str) -> str:
 
 
 def name_of_wait(lane: str, unit: str) -> str:
-    """What is waited for, for people: "inner gather of blocks.1"."""
+    """The name of a wait in tables: "inner gather of blocks.1"."""
     return f"{lane} of {unit}"
 
 
@@ -71,7 +72,7 @@ class Lane(Protocol):
 
     Attributes:
         runs_ahead: whatever the host does.
-        meters: are told what compute waits for: see [Note: What compute waits for] in ``meter.py``.
+        meters: record waits of compute: see [Note: Waits of compute] in ``meter.py``.
     """
 
     runs_ahead: bool
@@ -93,8 +94,9 @@ class Lane(Protocol):
         """A ticket for everything submitted so far."""
         ...
 
-    def wait(self, ticket: Ticket) -> None:
-        """Whatever this lane does later comes after ``ticket``."""
+    def wait(self, *tickets: Ticket) -> None:
+        """Whatever this lane does later comes after ``tickets``; those of one lane are in the order
+        in which it was given their work."""
         ...
 
     def access(self, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:

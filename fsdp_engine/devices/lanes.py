@@ -6,7 +6,6 @@ See [Note: Lanes] in ``lane.py``.
 from __future__ import annotations
 
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_engine.devices import watch
+from fsdp_engine.devices import stall_monitor
 from fsdp_engine.devices.accelerator import is_accelerator, module_of
 from fsdp_engine.devices.lane import (
     COPY_IN,
@@ -30,7 +29,7 @@ from fsdp_engine.devices.lane import (
     unit_of,
 )
 from fsdp_engine.devices.meter import Meter, TimedWork
-from fsdp_engine.devices.watch import NOW
+from fsdp_engine.devices.stall_monitor import ACTIVITY
 
 # Of a lane on a device, how many submissions are kept to tell which of them is stuck.
 _MOST_RECENT = 256
@@ -58,7 +57,7 @@ def make_lanes(device: torch.device, ranks: Sequence[int] = ()) -> Lanes:
             DeviceLane(device, stream, ranks, name)
             for stream, name in zip(streams, others, strict=True)
         ]
-        watch.SLOW.update(lanes)
+        stall_monitor.DEVICE_LANES.update(lanes)
         return Lanes(DeviceLane(device, None, name=compute), *lanes)
     return Lanes(*(HostLane(ranks, name) for name in LANES))
 
@@ -179,12 +178,6 @@ def device_seconds(device: torch.device, action: Callable[[], object]) -> float:
     return float(begin.elapsed_time(end)) * 1e-3
 
 
-def is_in_flight(label: str) -> bool:
-    """Whether this rank's host has issued communication under that label, and has not seen its
-    end."""
-    return any(lane.has_in_flight(label) for lane in _HOST_LANES)
-
-
 _is_profiled: Any = torch.autograd._profiler_enabled
 
 
@@ -193,9 +186,6 @@ def _labelled(label: str) -> Any:
     if _is_profiled():
         return torch.profiler.record_function(f"fsdp_engine: {label}")
     return nullcontext()
-
-
-_HOST_LANES: weakref.WeakSet[HostLane] = weakref.WeakSet()
 
 
 class HostTicket:
@@ -217,18 +207,18 @@ class HostTicket:
 
     @property
     def label(self) -> str:
-        """Its unit and what is done."""
+        """Its operation and unit."""
         return self._label
 
     @property
     def ranks(self) -> Sequence[int]:
-        """Global ranks that it is about; none: all."""
+        """Global ranks that take part; none: all."""
         return self._lane.ranks
 
     @property
-    def is_in_flight(self) -> bool:
-        """Whether it has issued communication that the host has not waited for."""
-        return bool(self._works) and not self.done and self._failure is None
+    def is_started(self) -> bool:
+        """Whether its communication has been issued."""
+        return self._operation is None
 
     def start(self) -> None:
         """Issue its communication, once everything it comes after is done."""
@@ -255,42 +245,42 @@ class HostTicket:
             self._advance()
 
     def _advance(self) -> None:
-        """Wait for what is under way, then take the next step."""
+        """Wait for the pending works, then take the next step."""
         if self._failure is not None:
-            # A generator that raised is over; nobody may take that for success.
+            # A generator that raised is over, which must not pass for success.
             raise RuntimeError(self._failure)
         assert self._steps is not None
         profiled = _is_profiled()
         try:
             if self._works:
-                NOW.waits = self
+                ACTIVITY.waits = self
                 if profiled or self._lane.meters:
                     self._wait_seen()
                 else:
                     for work in self._works:
                         work.wait()
-                NOW.waits = None
+                ACTIVITY.waits = None
             if profiled:
                 with torch.profiler.record_function(f"fsdp_engine: {self._label}"):
                     works = next(self._steps, None)
-            else:  # a range that nobody looks at costs time, too
+            else:  # a range costs time without a profiler, too
                 works = next(self._steps, None)
         except ValueError as error:
             self._failure = str(error)
             raise
         except RuntimeError as error:
-            failure = watch.failure(self._label, self.ranks, error)
+            failure = stall_monitor.failure(self._label, self.ranks, error)
             self._failure = str(failure)
-            NOW.waits = None
+            ACTIVITY.waits = None
             raise failure from error
         self._works = works or ()
         if works is None:
             self.done = True
             self._steps = None
-            NOW.done = self._label
+            ACTIVITY.done = self._label
 
     def _wait_seen(self) -> None:
-        """Wait for what is under way, while a profiler or a meter looks."""
+        """Wait for the pending works, with a profiler or a meter."""
         lane = self._lane
         begin = time.perf_counter()
         with _labelled(f"compute waits for {name_of_wait(lane.name, unit_of(self._label))}"):
@@ -320,11 +310,6 @@ class HostLane:
         self.meters: tuple[Meter, ...] = ()
         self._waiting: deque[HostTicket] = deque()
         self._unfinished: deque[HostTicket] = deque()
-        _HOST_LANES.add(self)
-
-    def has_in_flight(self, label: str) -> bool:
-        """See :func:`is_in_flight`."""
-        return any(ticket.label == label and ticket.is_in_flight for ticket in self._unfinished)
 
     def submit(
         self,
@@ -337,14 +322,14 @@ class HostLane:
     ) -> HostTicket:
         """See :class:`Lane`."""
         del reads, writes
-        # What still waits here was held up by another lane. Blocking for it now, one submission
-        # later, keeps the lane moving without a thread that polls.
+        # Operations that still wait here come after work on another lane. Blocking for it now, one
+        # submission later, keeps the lane moving without a thread that polls.
         while self._waiting:
             self._waiting.popleft().start()
         unfinished = self._unfinished
         while unfinished and unfinished[0].done:
             unfinished.popleft()
-        NOW.last = label
+        ACTIVITY.last = label
         held_up_by = [each for each in after if not each.done]
         ticket = HostTicket(self, label, operation, held_up_by)
         unfinished.append(ticket)
@@ -356,7 +341,7 @@ class HostLane:
 
     def start_through(self, ticket: HostTicket) -> None:
         """Start everything up to and including ``ticket``."""
-        while self._waiting and ticket._operation is not None:
+        while self._waiting and not ticket.is_started:
             self._waiting.popleft().start()
         ticket.start()
 
@@ -364,11 +349,12 @@ class HostLane:
         """See :class:`Lane`; what the host has submitted, the host waits for by itself."""
         return _DONE
 
-    def wait(self, ticket: Ticket) -> None:
+    def wait(self, *tickets: Ticket) -> None:
         """See :class:`Lane`; the host blocks."""
-        if not ticket.done:
-            assert isinstance(ticket, HostTicket)
-            ticket.finish()
+        for ticket in tickets:
+            if not ticket.done:
+                assert isinstance(ticket, HostTicket)
+                ticket.finish()
 
     def access(self, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
         """See :class:`Lane`."""
@@ -409,14 +395,16 @@ class DeviceTicket:
     """An event on a stream.
 
     Attributes:
-        works: while somebody measures, what ends with it, and what that came right after.
+        stream: the stream.
+        works: while meters are present, the operation that ends with it, and those before it.
     """
 
-    __slots__ = ("event", "works")
+    __slots__ = ("event", "stream", "works")
     done = False
 
-    def __init__(self, event: torch.Event) -> None:
+    def __init__(self, event: torch.Event, stream: torch.Stream) -> None:
         self.event = event
+        self.stream = stream
         self.works: tuple[TimedWork, ...] = ()
 
 
@@ -465,8 +453,7 @@ class DeviceLane:
         """See :class:`Lane`; the host does not wait."""
         del reads, writes
         stream = self._target()
-        for ticket in after:
-            self.wait(ticket)
+        self.wait(*after)
         begin = self._timed_event(stream) if self.meters else None
         with self._module.stream(stream), _labelled(label):
             for work in chain.from_iterable(operation()):
@@ -476,13 +463,13 @@ class DeviceLane:
         if begin is not None:
             before = [work for each in after for work in getattr(each, "works", ())]
             ticket.works = (TimedWork(self.name, label, begin, ticket.event), *before)
-        NOW.last = label
+        ACTIVITY.last = label
         if not is_captured:  # an event of a graph cannot be queried
             self._recent.append((label, ticket.event))
         return ticket
 
     def stuck(self, now: float, patience: float) -> str | None:
-        """See :class:`~.watch.Slow`.
+        """See :class:`~.stall_monitor.DEVICE_LANES`.
 
         A device that is stuck stops the host soon. So no event is queried as long as work is
         submitted, and none while a graph is captured.
@@ -500,25 +487,31 @@ class DeviceLane:
 
     def record(self) -> DeviceTicket:
         """See :class:`Lane`."""
-        if self.meters:
-            return DeviceTicket(self._timed_event(self._target()))
-        event = self._module.Event()
-        event.record(self._target())
-        return DeviceTicket(event)
-
-    def wait(self, ticket: Ticket) -> None:
-        """See :class:`Lane`; the stream waits, not the host."""
-        if not isinstance(ticket, DeviceTicket):
-            return
         stream = self._target()
-        if self._stream is None and self.meters and ticket.works:
-            begin = self._timed_event(stream)
-            stream.wait_event(ticket.event)
-            end = self._timed_event(stream)
-            for meter in self.meters:
-                meter.waits(begin, end, ticket.works)
-        else:
-            stream.wait_event(ticket.event)
+        if self.meters:
+            return DeviceTicket(self._timed_event(stream), stream)
+        event = self._module.Event()
+        event.record(stream)
+        return DeviceTicket(event, stream)
+
+    def wait(self, *tickets: Ticket) -> None:
+        """See :class:`Lane`; the stream waits, not the host. Of several tickets of one stream it
+        waits for the newest, and for none of its own, unless waits are measured."""
+        stream = self._target()
+        each_is_timed = self._stream is None and bool(self.meters)
+        newest: dict[Any, DeviceTicket] = {}
+        for ticket in tickets:
+            if isinstance(ticket, DeviceTicket):
+                newest[ticket if each_is_timed else ticket.stream] = ticket
+        for awaited in newest.values():
+            if each_is_timed and awaited.works:
+                begin = self._timed_event(stream)
+                stream.wait_event(awaited.event)
+                end = self._timed_event(stream)
+                for meter in self.meters:
+                    meter.waits(begin, end, awaited.works)
+            elif awaited.stream != stream:
+                stream.wait_event(awaited.event)
 
     def _timed_event(self, stream: torch.Stream) -> torch.Event:
         event: torch.Event = self._module.Event(enable_timing=True)

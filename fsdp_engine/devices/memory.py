@@ -10,12 +10,12 @@ On CUDA memory comes from the caching allocator by ``resize_``. On CPU there is 
 pages are costly (the kernel zeroes each): so there memory is passed between storages of one size by
 swapping their data pointers, where torch can do so (``UntypedStorage._swap_data_ptr_``, in 2.13 but
 not in 2.11). Idle memory is kept within a step, as a caching allocator keeps it, but never so much
-that memory in use and idle together exceed what was once in use. With the step's last backward it
-goes back: the optimizer, or another model, can have it. (To get it again costs up to 2 % of a step,
+that memory in use and idle together exceed the most that was in use. The step's last backward frees
+it, for the optimizer or another model. (Allocating it again costs up to 2 % of a step,
 ``docs/benchmarks.md``.)
 
 [Note: Freed pages]
-Small allocations that last (of gloo's threads, of whoever logs) settle between large tensors that
+Small allocations that last (of gloo's threads, of loggers) settle between large tensors that
 autograd frees, so on CPU glibc's heap has ever more holes, and the resident set grows to about
 twice its size over a thousand steps though nothing leaks. ``malloc_trim`` hands the pages of all
 holes back to the system. It takes milliseconds, and what it gave back is taken again in the next
@@ -23,18 +23,17 @@ step, so every so many backwards it costs next to nothing. Settings of malloc do
 with a larger ``M_TOP_PAD`` (or any other of them) glibc no longer learns how large tensors are, and
 where the heap has no hole for one above 128 KiB it maps and unmaps it (``benchmarks/long_run.py``).
 
-[Note: Who serves a fill]
-With ``fsdp_double_buffer`` transient storages have addresses of their own, planned from what a
-step was seen to do ([Note: Arena] in ``arena.py``), and steps that go on like that allocate
-nothing. What a plan does not know, or has no room for, is served as without: by the pool of idle
-memory, or by ``resize_``. Either way the storage object is the same, and nobody above can tell.
-Planned or not, the ledger has it: an arena's bytes are held, under the role it serves, from its
-first plan on, and storages that are filled from it add nothing.
+[Note: Sources of a fill]
+With ``fsdp_double_buffer`` transient storages are filled from an arena ([Note: Arena] in
+``arena.py``), as long as the steps so far needed, and steady steps allocate nothing. Without it,
+and where the arena has no room, memory comes from the pool of idle memory, or by ``resize_``. The
+storage object is the same in each case. The bytes of an arena are booked under the role it serves
+as it is made, and storages that are filled from it add nothing.
 
 Where torch cannot swap data pointers (before 2.13), and under ``FakeTensorMode``, where there is no
-memory, no addresses are planned and all fills are ordinary ones; from the pool, if there is one and
-it may grow at any time. Idle memory is kept under ``FakeTensorMode``, too, unless a device is
-pretended: sizes of storages are swapped then.
+memory, there are no arenas; fills are from NCCL's pool, if there is one and it may grow at any
+time. Idle memory is kept under ``FakeTensorMode``, too, unless a device is simulated: sizes of
+storages are swapped then.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp_engine.devices.accelerator import is_accelerator, module_of
 from fsdp_engine.devices.arena import Arena
-from fsdp_engine.devices.pretence import pretends_device
+from fsdp_engine.devices.simulated_device import simulates_device
 
 _CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 # See [Note: Freed pages].
@@ -64,7 +63,7 @@ class Ledger:
     """Bytes held now, and at most so far, by role and in total.
 
     Attributes:
-        peaks: peaks of their own that somebody looks for.
+        peaks: further peaks that are recorded.
     """
 
     def __init__(self) -> None:
@@ -75,7 +74,7 @@ class Ledger:
         self.peak_total = 0
 
     def add(self, role: str, num_bytes: int) -> None:
-        """Book ``num_bytes`` (negative when given back) on ``role``."""
+        """Book ``num_bytes`` (negative when freed) on ``role``."""
         held = self.held[role] = self.held[role] + num_bytes
         self.total += num_bytes
         # Comparisons: they cost less than max(), and this is counted some times for each unit.
@@ -88,13 +87,13 @@ class Ledger:
                 peak.look(self)
 
     def reset_peak(self) -> None:
-        """Start a new peak from what is held now."""
+        """Start a new peak from the bytes held now."""
         self.peak = Counter(self.held)
         self.peak_total = self.total
 
 
 class Peak:
-    """The moment when most was held since this was made, whoever starts other peaks meanwhile.
+    """The moment with most bytes held since this was made, whatever other peaks are reset.
 
     Attributes:
         held: bytes by role at that moment.
@@ -113,14 +112,14 @@ class Peak:
 
 
 def begin_device_peak(device: torch.device) -> None:
-    """Torch's own peak of what is allocated on ``device`` starts anew; nothing on a CPU."""
+    """Torch's own peak of memory allocated on ``device`` starts anew; nothing on a CPU."""
     if is_accelerator(device):
         module_of(device).reset_peak_memory_stats(device)
 
 
 def device_peak(device: torch.device) -> int | None:
     """Most bytes that torch had allocated on ``device`` since :func:`begin_device_peak`; None on a
-    CPU, where nobody counts them."""
+    CPU, where they are not counted."""
     if not is_accelerator(device):
         return None
     return int(module_of(device).max_memory_allocated(device))
@@ -236,17 +235,17 @@ class Memory:
         device: which.
         pool: what collectives read and write is allocated in it: arenas, and persistent tensors
             that are ``sent``. None: nowhere special.
-        plans_addresses: transient storages get addresses of their own, where torch can do so.
+        has_arenas: transient storages are filled from arenas, where torch can do so.
 
     Attributes:
         ledger: bytes by role: "main", "model", "grad" (persistent); "full", "staging" (transient:
-            an arena's, and those of ordinary memory in use; see [Note: Who serves a fill]).
+            an arena's, and those of ordinary memory in use; see [Note: Sources of a fill]).
         has_pool: communication buffers must all be there when the engine is made.
-        arenas: planned addresses, by role.
+        arenas: by role.
     """
 
     def __init__(
-        self, device: torch.device, pool: Pool | None = None, *, plans_addresses: bool = False
+        self, device: torch.device, pool: Pool | None = None, *, has_arenas: bool = False
     ) -> None:
         self.device = device
         self._pool = pool
@@ -254,8 +253,8 @@ class Memory:
         self._in_use = 0
         self._most_in_use = 0
         self.ledger = Ledger()
-        # A device's own allocator keeps what is idle.
-        self._swaps = _CAN_SWAP and device.type == "cpu" and not pretends_device()
+        # A device's own allocator keeps idle memory.
+        self._swaps = _CAN_SWAP and device.type == "cpu" and not simulates_device()
         self._swap = _swap_sizes if empty_storage(device).device.type == "meta" else _swap
         self._idle: dict[int, list[torch.UntypedStorage]] = {}
         # Storage objects that have given their memory away, to take some again.
@@ -263,7 +262,7 @@ class Memory:
         self._trim = _find_malloc_trim() if device.type == "cpu" else None
         self._backwards = 0
         self.arenas: dict[str, Arena] = {}
-        if plans_addresses and _CAN_SWAP and type(empty(0, torch.uint8, device)) is torch.Tensor:
+        if has_arenas and _CAN_SWAP and type(empty(0, torch.uint8, device)) is torch.Tensor:
             for role in ("full", "staging"):
                 self.arenas[role] = Arena(self._allocate_arena, partial(self.ledger.add, role))
         self._fills_from_pool = pool is not None and pool.takes_more and not self.arenas
@@ -284,13 +283,13 @@ class Memory:
         """A storage whose memory comes and goes; it starts without.
 
         It has to be filled and drained on one lane; and all storages of one ``role`` on the same
-        one, or each drained after compute is done with it, and filled by what comes after compute.
+        one, or each drained after compute is done with it, and filled after compute.
         """
         return TransientStorage(self, numel, dtype, role)
 
     def lasting(self, numel: int, dtype: torch.dtype, role: str) -> TransientStorage:
-        """A storage whose memory comes and goes, and is gone for long: it is not kept idle
-        meanwhile, but handed back."""
+        """A storage whose memory comes and goes, and is gone for long: it is freed,
+        not kept idle."""
         return TransientStorage(self, numel, dtype, role, is_kept_idle=False)
 
     def begin_unit(self) -> None:
@@ -299,11 +298,10 @@ class Memory:
             arena.begin_unit()
 
     def expect(self, moments: Mapping[str, Sequence[Sequence[int]]]) -> None:
-        """Plan addresses before the first step, in memory of the pool if there is one.
+        """Allocate arenas before the first step, in memory of the pool if there is one.
 
         Args:
-            moments: by role, units whose storages will be filled together, numbered as they were
-                begun.
+            moments: by role; see :meth:`.Arena.expect`.
         """
         for role, arena in self.arenas.items():
             arena.expect(moments[role])
@@ -312,7 +310,7 @@ class Memory:
         return self._pool.allocating() if self._pool is not None and sent else nullcontext()
 
     def end_backward(self, *, step_is_over: bool = False) -> None:
-        """A backward is over: arenas look at their plans, and now and then freed pages go back. See
+        """A backward is over: arenas may grow, and now and then freed pages go back. See
         [Note: Freed pages].
 
         Args:
@@ -342,7 +340,8 @@ class Memory:
         with self._allocating(sent=True):
             return empty(num_bytes, torch.uint8, self.device)
 
-    def _fill(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+    def fill(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        """Give ``storage``, which is empty, idle or new memory. Not booked."""
         self._in_use += num_bytes
         if self._in_use > self._most_in_use:
             self._most_in_use = self._in_use
@@ -360,7 +359,8 @@ class Memory:
         with self._allocating(sent=self._fills_from_pool):
             storage.resize_(num_bytes)
 
-    def _drain(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+    def drain(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        """Take the memory of :meth:`fill` away."""
         self._in_use -= num_bytes
         if self._swaps:
             block = self._hollow.pop() if self._hollow else empty_storage(self.device)
@@ -431,7 +431,8 @@ class TransientStorage:
         self._storage = empty_storage(memory.device)
         serves = is_kept_idle and self.num_bytes
         self._arena = memory.arenas.get(role) if serves else None
-        self._number = self._arena.add(self.num_bytes) if self._arena is not None else -1
+        if self._arena is not None:
+            self._arena.add(self.num_bytes)
 
     def fill(self) -> None:
         """Give the storage memory (uninitialised). Nothing happens if it has some."""
@@ -439,8 +440,8 @@ class TransientStorage:
             if not self._is_kept_idle:
                 self._storage.resize_(self.num_bytes)
                 self._memory.ledger.add(self._role, self.num_bytes)
-            elif self._arena is None or not self._arena.fill(self._number, self._storage):
-                self._memory._fill(self._storage, self.num_bytes)
+            elif self._arena is None or not self._arena.fill(self._storage, self.num_bytes):
+                self._memory.fill(self._storage, self.num_bytes)
                 self._memory.ledger.add(self._role, self.num_bytes)
             self.filled = True
 
@@ -451,13 +452,13 @@ class TransientStorage:
                 self._storage.resize_(0)
                 self.leave()
                 return
-            if self._arena is None or not self._arena.drain(self._number, self._storage):
-                self._memory._drain(self._storage, self.num_bytes)
+            if self._arena is None or not self._arena.drain(self._storage):
+                self._memory.drain(self._storage, self.num_bytes)
                 self._memory.ledger.add(self._role, -self.num_bytes)
             self.filled = False
 
     def leave(self) -> None:
-        """Leave the memory to whoever holds tensors over it; this storage is of no use any more."""
+        """Leave the memory to the tensors over it; this storage cannot be used again."""
         if self.filled:
             self._memory.ledger.add(self._role, -self.num_bytes)
             self.filled = False

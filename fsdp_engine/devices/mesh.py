@@ -32,11 +32,12 @@ from fsdp_engine.devices.groups import (
     default_group,
     group_like,
     group_of_ranks,
+    name_of_backend,
     timeout_of_group,
 )
-from fsdp_engine.devices.meeting import meet, telling
-from fsdp_engine.devices.pretence import pretending
 from fsdp_engine.devices.ranks import Ranks, members_of
+from fsdp_engine.devices.rendezvous import meet, reporting
+from fsdp_engine.devices.simulated_device import simulated
 from fsdp_engine.layout import Coordinate
 from fsdp_engine.strategies import Axis
 
@@ -87,12 +88,12 @@ class DataMesh(Ranks):
 
         Raises:
             TypeError: not a DeviceMesh; on this rank.
-            ValueError: it has more than two axes, does not cover this rank, or cannot be
-                ``num_instances`` equal rows; on this rank. Or, on all, the shapes of their meshes
-                or their notes differ.
-            RuntimeError: a rank did not come, or its error; see :func:`~.meeting.meet`.
+            ValueError: it has more than two axes, does not cover this rank, sends an accelerator's
+                tensors by MPI, or cannot be ``num_instances`` equal rows; on this rank. Or, on all,
+                the shapes of their meshes or their notes differ.
+            RuntimeError: a rank did not come, or its error; see :func:`~.rendezvous.meet`.
         """
-        with telling(what, ranks_that_meet(device_mesh)):
+        with reporting(what, ranks_that_meet(device_mesh)):
             if device_mesh is None:
                 device_mesh = _mesh_of_all_ranks()
             coordinate = check_device_mesh(device_mesh)
@@ -106,9 +107,9 @@ class DataMesh(Ranks):
         timeout = timeout_of_group(device_mesh.get_group(0), device)
         order = members if len(members) <= 16 else hash(tuple(members))
         note = f"a mesh of shape {tuple(ranks.shape)} over {order}{note and '; '}{note}"
-        meeting = meet(what, members, timeout, note=note, has=key in known)
-        if not meeting.all_have:
-            known[key] = _make_axes(ranks, coordinate, device_mesh, device, meeting.name)
+        met = meet(what, members, timeout, note=note, has=key in known)
+        if not met.all_have:
+            known[key] = _make_axes(ranks, coordinate, device_mesh, device, met.name)
             _connect(_groups_of(known[key]), device)
         outer, inner, control, messages = known[key]
         return cls(device_mesh, device, control, messages, outer, inner)
@@ -177,8 +178,8 @@ _KNOWN: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], Ax
 def ranks_that_meet(device_mesh: object) -> list[int]:
     """Global ranks that take part in a call with this mesh; where it is none, all ranks.
 
-    Initialises torch.distributed, if nobody has and there is no mesh: who cannot go on must be able
-    to say so.
+    Initialises torch.distributed, unless that is done or there is a mesh: a rank that fails must be
+    able to report it.
     """
     if isinstance(device_mesh, DeviceMesh):
         return members_of(device_mesh)
@@ -188,7 +189,7 @@ def ranks_that_meet(device_mesh: object) -> list[int]:
 
 
 @contextmanager
-def pretended_ranks(sizes: Sequence[int], *, on_host: bool = False) -> Iterator[DeviceMesh]:
+def simulated_ranks(sizes: Sequence[int], *, on_host: bool = False) -> Iterator[DeviceMesh]:
     """Within it, this process is rank 0 of a mesh of ``sizes`` whose other ranks do not exist:
     what it sends goes nowhere, what it receives is whatever was there.
 
@@ -209,7 +210,7 @@ def pretended_ranks(sizes: Sequence[int], *, on_host: bool = False) -> Iterator[
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=math.prod(sizes))
     try:
-        with pretending(on_host=on_host):
+        with simulated(on_host=on_host):
             yield init_device_mesh("cpu", tuple(sizes))
     finally:
         dist.destroy_process_group()
@@ -233,6 +234,15 @@ def check_device_mesh(device_mesh: DeviceMesh) -> list[int]:
         raise ValueError(
             f"mesh: expected a mesh that covers this rank, {dist.get_rank()}; "
             f"found ranks {device_mesh.mesh.flatten().tolist()[:16]}"
+        )
+    device = torch.device(device_mesh.device_type)
+    sends = is_accelerator(device) and device_mesh.size() > 1
+    if sends and name_of_backend(device_mesh.get_group(0), device) == "mpi":
+        raise ValueError(
+            f"mesh: expected a backend for {device.type} tensors whose collectives wait for the "
+            "stream that computes their input, as NCCL, UCC and gloo do; found torch's MPI, which "
+            "does not. Use init_process_group(backend="
+            f"'cpu:mpi,{device.type}:{default_backend(device)}')"
         )
     return list(coordinate)
 
@@ -282,7 +292,7 @@ def _in_rows(
 
 
 def init_from_environment() -> None:
-    """Initialise torch.distributed, if nobody has, as torchrun says; without it for one rank."""
+    """Initialise torch.distributed, unless that is done: as torchrun says, or for one rank."""
     if dist.is_initialized():
         return
     device = current_accelerator()

@@ -1,17 +1,17 @@
-"""What compute waits for, noted while somebody measures.
+"""Waits of compute, recorded within ``engine.measure()``.
 
-[Note: What compute waits for]
-Lanes have *meters*: none in ordinary training, where an empty tuple is all that is looked at. While
-``engine.measure()`` is open there is one, and lanes tell it each wait of compute.
+[Note: Waits of compute]
+Lanes have *meters*: none in ordinary training, which costs a look at an empty tuple. Within
+``engine.measure()`` there is one, and lanes report each wait of compute to it.
 
-On CPU compute is the host, and it waits where it waits for works of a lane: the seconds of that
-are the operation's whose works they are. On CUDA nobody waits when a wait is submitted. So an event
-with a time is put before and one behind it on compute's stream: between them the stream did nothing
-but wait. (If the host is behind the device, there is nothing between them but the host's time from
-one call to the next, some microseconds.) They are read late, when they are reached anyway, or when
-somebody asks for what was found: nothing in training waits for them. What was waited for has two
-such events, too, and so has what that came right after: as in a simulation, a wait is due to the
-longest of them, since waiting for a cast of what was sent is waiting for the message.
+On CPU compute is the host, which waits for works of a lane: the seconds are those of the operation
+that has issued the works. On CUDA the host does not wait when a wait is submitted. So events with
+times are recorded before and behind the wait on compute's stream: between them the stream only
+waits. (If the host is behind the device, they are apart by the host's time from one call to the
+next, some microseconds.) They are read late, when they have been reached, or when the measurement
+is read: training does not wait for them. The operation that is waited for has two such events, too,
+and so have the operations before it: as in a simulation, a wait is due to the longest of them,
+since a wait for the cast of a message is a wait for the message.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TimedWork:
 
 
 class Meter(Protocol):
-    """Who is told what compute waits for."""
+    """Records waits of compute."""
 
     def waited(self, lane: str, label: str, seconds: float) -> None:
         """The host has waited for works of an operation."""
@@ -63,10 +63,10 @@ class Waits:
 
 
 class WaitMeter:
-    """Adds up waits. See [Note: What compute waits for].
+    """Adds up waits. See [Note: Waits of compute].
 
     Args:
-        phase: what the program does now.
+        phase: returns the present phase of the program.
 
     Attributes:
         found: waits by (lane, label, phase), as far as they are known.
@@ -91,7 +91,7 @@ class WaitMeter:
         """Turn events into seconds.
 
         Args:
-            wait: for the last of them. False: only what is reached is read.
+            wait: for the last of them. False: only events that have been reached are read.
         """
         pending = self._pending
         if wait and pending:

@@ -7,12 +7,12 @@ with the communicators of all data-parallel groups. *Plain* registration is a ma
 at the same moments, and torch registers what a registered pool grows by as soon as it is allocated.
 So all of it is allocated while the engine is made, in the order of units, and registered once,
 group by group. No step has run then: how long arenas ([Note: Arena] in ``arena.py``) must be
-follows from a rehearsal of one (``rehearsal.py``). Later plans make do with that, and storages that
-find no room lie in ordinary memory. So does what the receiving rank sums
-``reduce_scatter_with_fp32_accumulation`` in. Making arenas at the end of the first step, when all
-ranks have recorded one, was the other way: but ranks may have recorded different ones.
+follows from a rehearsal of one (``rehearsal.py``). Arenas keep that length, and storages for which
+they have no room get ordinary memory. So does what the receiving rank sums
+``reduce_scatter_with_fp32_accumulation`` in. Arenas of the length that the first
+step needed are no alternative: ranks may have needed different ones.
 
-Where torch cannot plan addresses (before 2.13), transient memory comes from the pool by way of
+Where torch cannot swap data pointers (before 2.13), transient memory comes from the pool by way of
 torch's caching allocator if registration is plain, and is ordinary memory otherwise.
 """
 
@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
+from fsdp_engine.devices import cuda
 from fsdp_engine.devices.collectives import all_reduce_
 from fsdp_engine.devices.groups import backend_of
 from fsdp_engine.devices.mesh import DataMesh
@@ -38,7 +39,7 @@ class NcclPool:
         symmetric: window instead of plain registration.
 
     Attributes:
-        takes_more: what is allocated later is registered by each rank for itself.
+        takes_more: each rank by itself registers memory that is allocated later.
     """
 
     def __init__(self, mesh: DataMesh, *, symmetric: bool) -> None:
@@ -47,12 +48,12 @@ class NcclPool:
         self._symmetric = symmetric
         self._groups = _sending_groups(mesh)
         backend: Any = backend_of(mesh.device_mesh.get_group(0), mesh.device)
-        self._pool = torch.cuda.MemPool(backend.mem_allocator)
+        self._pool = cuda.memory_pool(backend.mem_allocator)
 
     @contextmanager
     def allocating(self) -> Iterator[None]:
         """Within it, what this thread allocates on the device comes from the pool."""
-        with torch.cuda.use_mem_pool(self._pool, self._device):
+        with cuda.allocating_from(self._pool, self._device):
             yield
 
     def register(self) -> None:

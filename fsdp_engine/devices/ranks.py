@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fsdp_engine.devices.groups import free_gloo_group, new_group
-from fsdp_engine.devices.meeting import meet
+from fsdp_engine.devices.rendezvous import meet
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,11 @@ class Ranks:
         """
         if self.size == 1:
             return None
-        meeting = meet("a group on the host", self.ranks, timeout)
-        return new_group(self.ranks, timeout, f"{meeting.name}/host", backend="gloo")
+        met = meet("a group on the host", self.ranks, timeout)
+        return new_group(self.ranks, timeout, f"{met.name}/host", backend="gloo")
 
     def free_host_group(self, group: dist.ProcessGroup | None) -> None:
-        """Give back what :meth:`make_host_group` made: connections, threads and keys of the store.
+        """Free a group of :meth:`make_host_group`: connections, threads and keys of the store.
         Not collective, but no rank may need the group any more."""
         if group is not None and dist.is_initialized():
             free_gloo_group(group)

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.checkpoint.model_state import check_at_rest
-from fsdp_engine.checkpoint.unfinished_load import check_finished
 from fsdp_engine.devices.agreement import agree
 from fsdp_engine.engine import Engine
 from fsdp_engine.export.layout_in_files import Given, given_of
@@ -124,7 +123,7 @@ def check_ready(engine: Engine) -> None:
         RuntimeError, ValueError: they cannot.
     """
     check_at_rest(engine)
-    check_finished(engine)
+    engine.missing_values.check()
 
 
 class TensorMetadata(NamedTuple):

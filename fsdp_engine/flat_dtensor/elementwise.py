@@ -263,12 +263,14 @@ def set_masked(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 def slice_of_distributed(source: Tensor, flat: FlatPlacement) -> Tensor | None:
     """The slice of a tensor that ``distribute_tensor`` made by the placements of ``flat``, or by
-    those of its ``spread``; None: of any other."""
+    those of its ``spread``, or that every rank has whole; None: of any other."""
     if not isinstance(source, DTensor) or source.shape != flat.shape:
         return None
     if flat.spread is not None:
         lies_alike = flat.spread.has(source) or source._spec.placements == flat.placements
         return source._local_tensor.reshape(-1)[flat.start : flat.stop] if lies_alike else None
+    if _is_replicated(source):
+        return source._local_tensor.reshape(-1)[flat.start : flat.stop]
     last = source._spec.placements[-1]
     is_same = isinstance(last, FlatShard) and last.span == (flat.start, flat.stop)
     return source._local_tensor.reshape(-1) if is_same else None
@@ -278,8 +280,12 @@ def _whole(source: Tensor) -> Tensor:
     if not isinstance(source, DTensor):
         return source
     # Every rank holds all of it, as in what set_model_state_dict makes for us.
-    whole = all(isinstance(placement, Replicate) for placement in source._spec.placements)
-    return source.to_local() if whole else source.full_tensor()
+    return source.to_local() if _is_replicated(source) else source.full_tensor()
+
+
+def _is_replicated(source: DTensor) -> bool:
+    """Whether every rank of its mesh holds all of it."""
+    return all(isinstance(placement, Replicate) for placement in source._spec.placements)
 
 
 def _remember(owners: dict[int, Any], tensor: Any) -> Tensor:

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.runtime.assigned_values import AssignedValues, Owner
-from fsdp_engine.runtime.roster import watch
+from fsdp_engine.runtime.parameter_guard import watch
 from fsdp_engine.runtime.unit import Unit
 
 
 class ValuesBeforeEngine:
-    """See the module docstring. An engine's roster takes its place.
+    """See the module docstring. An engine's ``ParameterGuard`` takes its place.
 
     Args:
         unit: whose parameters.

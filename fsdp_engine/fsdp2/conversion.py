@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fsdp_engine.devices import memory
 from fsdp_engine.fsdp2.group import Group, groups_within
-from fsdp_engine.runtime.conversion import changes_of, hidden
-from fsdp_engine.runtime.same_dtypes import note_conversion
+from fsdp_engine.runtime.conversion import agree_on_changes, changes_of, hidden
 
 # What becomes of each dtype of a unit that gets memory.
 _Moves = dict[torch.dtype, torch.dtype]
@@ -23,7 +23,7 @@ def convert(module: nn.Module, fn: Callable[[Tensor], Tensor], apply: Callable[[
     """What ``nn.Module._apply`` does, where parameters are those of units.
 
     Dtypes are changed in place, of whole units; units that come off the meta device get memory.
-    Parameters stay the objects that they are. Not collective.
+    Parameters stay the objects that they are. Collective where a dtype changes.
 
     Args:
         module: that is converted; ``fully_shard`` was called on it.
@@ -33,7 +33,8 @@ def convert(module: nn.Module, fn: Callable[[Tensor], Tensor], apply: Callable[[
     Raises:
         RuntimeError: a unit is in the hands of an engine whose outermost module is another; or
             shows full parameters that somebody computes with.
-        ValueError: the device would change; see also :func:`changes_of`.
+        ValueError: the device would change; see also :func:`changes_of`,
+            :func:`agree_on_changes`.
     """
     if getattr(_here, "is_under_way", False):
         apply()
@@ -46,17 +47,18 @@ def convert(module: nn.Module, fn: Callable[[Tensor], Tensor], apply: Callable[[
                 "way; found one"
             )
     moves = [(group, _moves(group, fn)) for group in groups]
-    changes = [
-        change
-        for group, moved in moves
-        if not moved
-        for change in changes_of(
-            group.unit, fn, group.resources.config, [m for g in group.modules for m in g.modules()]
-        )
-    ]
-    before = {
-        id(group): [(buffer, buffer.kind) for buffer in group.unit.buffers] for group in groups
-    }
+    changes: list[Any] = []
+    by_ranks: dict[tuple[int, ...], Any] = {}
+    for group, moved in moves:
+        if not moved:
+            inside = [each for outer in group.modules for each in outer.modules()]
+            found = list(changes_of(group.unit, fn, group.resources.config, inside))
+            changes += found
+            known = by_ranks.setdefault(tuple(group.ladders.ranks.ranks), (group.ladders, []))
+            known[1].extend(found)
+    for ladders, found in by_ranks.values():
+        if found:
+            agree_on_changes(ladders, found)
     for group in groups:
         group.unit.release()
     _here.is_under_way = True
@@ -72,8 +74,6 @@ def convert(module: nn.Module, fn: Callable[[Tensor], Tensor], apply: Callable[[
         if moved:
             group.values.forget()
             group.give_memory(moved.__getitem__)
-    for group in groups:
-        note_conversion(group.ladders, before[id(group)])
 
 
 def _moves(group: Group, fn: Callable[[Tensor], Tensor]) -> _Moves:

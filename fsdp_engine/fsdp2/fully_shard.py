@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from fsdp_engine.devices import memory
-from fsdp_engine.devices.meeting import telling
 from fsdp_engine.devices.mesh import DataMesh, ranks_that_meet
+from fsdp_engine.devices.rendezvous import reporting
 from fsdp_engine.fsdp2.errors import WrongUse
 from fsdp_engine.fsdp2.fsdp_module import become_fsdp_module
 from fsdp_engine.fsdp2.group import WHAT, Group, group_of, make_group
@@ -68,7 +68,7 @@ def fully_shard(
         TypeError, NotImplementedError: likewise.
         RuntimeError: a rank did not come; names it.
     """
-    with telling(WHAT, ranks_that_meet(mesh)):
+    with reporting(WHAT, ranks_that_meet(mesh)):
         levels = Strategy.from_names(strategy, outer_strategy)
         modules = _outermost(module)
         if isinstance(mesh, DeviceMesh) and mesh.ndim > 2:

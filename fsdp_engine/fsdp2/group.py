@@ -24,12 +24,12 @@ from fsdp_engine.engine import Engine, engine_within
 from fsdp_engine.fsdp2.assigned import ValuesBeforeEngine
 from fsdp_engine.fsdp2.errors import WrongUse
 from fsdp_engine.planning.build import Ladders, Resources, agree_on_plan, build_unit
-from fsdp_engine.planning.converting import kind_after
 from fsdp_engine.planning.dtensors import choose_written, ranks_of_model
 from fsdp_engine.planning.initial_values import OWN, Holdings, Start
 from fsdp_engine.planning.one_unit import plan_one
 from fsdp_engine.planning.plan import AxisPlans, Plan, PlannedUnit, PlanSettings
 from fsdp_engine.precision import MixedPrecisionPolicy
+from fsdp_engine.runtime.conversion import kind_after
 from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.sharding import axis_plan
 from fsdp_engine.strategies import Strategy

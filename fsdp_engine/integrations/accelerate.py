@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 from fsdp_engine.checkpoint.folder import load_checkpoint, save_checkpoint
 from fsdp_engine.devices.agreement import agree
-from fsdp_engine.devices.meeting import telling
 from fsdp_engine.devices.mesh import ranks_that_meet
+from fsdp_engine.devices.rendezvous import reporting
 from fsdp_engine.engine import Engine, engine_of
 from fsdp_engine.integrations.preparation import (
     check_not_stepped,
@@ -81,7 +81,7 @@ class FSDPEngineAccelerator(Accelerator):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        with telling(WHAT, ranks_that_meet(None)):
+        with reporting(WHAT, ranks_that_meet(None)):
             self.shard_arguments = checked_arguments(shard)
             self.pretrained = pretrained
             self._check_state()
@@ -102,7 +102,7 @@ class FSDPEngineAccelerator(Accelerator):
         engine = engine_of(model)
         if engine is None:
             plain = [plain_optimizer(each) for each in optimizers]
-            with telling("prepare()", ranks_that_meet(None)):
+            with reporting("prepare()", ranks_that_meet(None)):
                 check_not_stepped(model, plain)
             with held_by_name(model, plain):
                 engine = self._shard(model)

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from fsdp_engine.checkpoint.optimizer_state import name_params
 from fsdp_engine.checkpoint.sharded_model import saved_params
 from fsdp_engine.devices.agreement import agree
-from fsdp_engine.devices.meeting import telling
 from fsdp_engine.devices.mesh import ranks_that_meet
+from fsdp_engine.devices.rendezvous import reporting
 from fsdp_engine.engine import Engine, engine_of
 from fsdp_engine.optimizer.sharded_step import is_elementwise, shard_optimizer
 from fsdp_engine.precision import MixedPrecisionPolicy
@@ -58,10 +58,10 @@ class EngineArguments:
         self._arguments = {"initial_values": "rank0", **arguments}
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
+    def reporting(self) -> Iterator[None]:
         """An error within it, before a model is sharded, is raised on all ranks."""
         mesh = self._arguments.get("mesh")
-        with telling(WHAT, ranks_that_meet(mesh if isinstance(mesh, DeviceMesh) else None)):
+        with reporting(WHAT, ranks_that_meet(mesh if isinstance(mesh, DeviceMesh) else None)):
             yield
 
     def check_precision(self, precision: str) -> None:

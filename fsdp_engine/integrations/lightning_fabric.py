@@ -135,7 +135,7 @@ class FSDPEngineFabricStrategy(DDPStrategy):
                 every rank, before anything is changed.
         """
         names = {id(param): name for name, param in module.named_parameters()}
-        with self._arguments.telling():
+        with self._arguments.reporting():
             for optimizer in optimizers:
                 _check_fresh(optimizer, names)
         with held_by_name(module, optimizers):

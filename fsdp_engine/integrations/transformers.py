@@ -23,8 +23,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from fsdp_engine.checkpoint.folder import load_checkpoint, save_checkpoint
 from fsdp_engine.checkpoint.hugging_face import export_safetensors
 from fsdp_engine.devices.agreement import agree
-from fsdp_engine.devices.meeting import telling
 from fsdp_engine.devices.mesh import ranks_that_meet
+from fsdp_engine.devices.rendezvous import reporting
 from fsdp_engine.engine import Engine
 from fsdp_engine.integrations.accelerate import (
     SHARDED,
@@ -112,7 +112,7 @@ class FSDPEngineMixin(_Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         """As the trainer's, with an accelerator that shards."""
         self.args.device  # noqa: B018 - ranks come together, as the arguments say
-        with telling(WHAT, ranks_that_meet(None)):
+        with reporting(WHAT, ranks_that_meet(None)):
             arguments = checked_arguments(self._shard)
             _check(self.args)
             if self.args.save_only_model and not self._model_in_checkpoints:

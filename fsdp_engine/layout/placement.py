@@ -7,7 +7,7 @@ just long enough: at most 64 elements of padding a rank and 63 a tensor.
 A *granule* is a number of elements of a tensor (a row, a block of 128 rows, the whole tensor) that
 no shard boundary may cut. With ``N`` equal shards of ``S`` elements, boundaries lie at multiples
 of ``S``. A buffer costs ``N * S``, so the planner looks for the smallest ``S`` at which everything
-fits. What boundaries ask of a tensor depends on how many hit it:
+fits. The rule for a tensor depends on the number of boundaries that hit it:
 
     none   nothing: the tensor lies inside one shard
     one    its distance from the tensor's start is a multiple of the granule: shift the tensor
@@ -32,12 +32,11 @@ use, ``S`` a multiple of all steps and tensors in order, bounds the search from 
 *How many buffers.* Where many tensors are long, ``S`` is a multiple of a least common multiple,
 which can be far more than a rank's share. Classes are then better kept in buffers of their own.
 But one buffer more is one collective more in every gather and reduction. The rule: **an extra
-buffer is worth 0.1 % of the unit's elements**. Of all ways to group classes into buffers, take the
-one whose padded elements plus that price are least. So a buffer that pads at most 0.1 % is never
-split, and a split always pads less than one buffer would. There are never more buffers than
-classes; granule 1 gets its own only where it would lengthen every shard by a step. All groupings
-of up to seven classes are searched (others first join the group that they cost least), bounded
-from below by ``_shard_sizes``, so that few are ever packed.
+buffer is worth 0.1 % of the unit's elements**. Classes begin in buffers of their own; of all pairs
+of buffers the one is joined whose padded elements plus that price shrink most, until none shrinks.
+The result is compared with one buffer for all. So a buffer that pads at most 0.1 % is never split,
+and a split always pads less than one buffer would. There are never more buffers than classes;
+granule 1 gets its own only where it would lengthen every shard by a step.
 
 Worked example, 4 shards: ``a`` (10, 320) and ``b`` (11, 256) with rows as granules, ``c`` (128,)
 without. That is 6,144 elements, 1,536 a shard.
@@ -56,10 +55,11 @@ rows a rank. The norms' 8,192 elements would cost every rank a row; with their o
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -68,13 +68,10 @@ from fsdp_engine.layout.layout import ALIGNMENT, Layout, TensorSlot, round_up
 # An extra buffer has to save this part of a unit's elements: see [Note: Granule placement].
 PERCENT_PER_BUFFER = 0.1
 
-# So many classes have 877 groupings.
-_MAX_POOLS = 7
-
 
 @dataclass(frozen=True)
 class TensorRequest:
-    """A tensor that wants a place.
+    """A tensor to be placed.
 
     Args:
         name: fully qualified name of the parameter.
@@ -121,7 +118,7 @@ def plan_layouts(
     Args:
         requests: in registration order, which is kept where no tensor has a granule.
         inner_size: ranks on the inner axis, 1 where nothing is cut along it.
-        outer_size: ranks on the outer axis, likewise.
+        outer_size: ranks on the outer axis, 1 where nothing is cut along it.
         percent_per_buffer: what an extra buffer has to save, in percent of all elements.
         shard_multiple: elements of a shard are a multiple of it. One that does not divide
             ``ALIGNMENT`` is the caller's choice of padding: tensors are then kept in order, in
@@ -225,66 +222,34 @@ def _classes(tensors: Sequence[_Tensor]) -> list[_Class]:
 
 
 def _choose_buffers(classes: Sequence[_Class], num_shards: int, percent: float) -> list[_Plan]:
-    """Plans of the grouping of ``classes`` whose padded elements and price are least.
-
-    Groups are bit masks over pools of classes. Each costs its lower bound until it is part of the
-    best grouping; then it is packed, and costs what it really takes.
-    """
+    """Plans of a grouping of ``classes`` by padded elements and price: classes in buffers of their
+    own are joined, the pair first that saves most, until joining saves nothing."""
     price = percent / 100 * sum(one.num_elements for one in classes)
-    pools = _pool(classes, num_shards, price)
-    groups: list[list[_Class]] = [
-        [one for bit, pool in enumerate(pools) if mask >> bit & 1 for one in pool]
-        for mask in range(1 << len(pools))
-    ]
-    costs = [0.0] + [_least_numel(group, num_shards) + price for group in groups[1:]]
-    plans: dict[int, _Plan] = {}
-    while True:
-        chosen = _cheapest_grouping(costs)
-        unpacked = [mask for mask in chosen if mask not in plans]
-        if not unpacked:
-            return sorted((plans[mask] for mask in chosen), key=lambda plan: min(plan.offsets))
-        for mask in unpacked:
-            plans[mask] = _pack(groups[mask], num_shards)
-            costs[mask] = plans[mask].numel + price
+    groups: dict[tuple[_Class, ...], _Plan] = {(one,): _pack([one], num_shards) for one in classes}
+    pairs: dict[tuple[_Class, ...], _Plan] = {}
 
+    def cost(plans: Iterable[_Plan]) -> float:
+        return sum(plan.numel + price for plan in plans)
 
-def _pool(classes: Sequence[_Class], num_shards: int, price: float) -> list[list[_Class]]:
-    """Classes, most elements first, in at most ``_MAX_POOLS`` pools that are not taken apart."""
-    if len(classes) <= _MAX_POOLS:
-        return [[one] for one in classes]
-    pools: list[list[_Class]] = []
-    for one in classes:
-        alone = _least_numel([one], num_shards) + price
-        grown = [
-            _least_numel([*pool, one], num_shards) - _least_numel(pool, num_shards)
-            for pool in pools
-        ]
-        if len(pools) < _MAX_POOLS and (not grown or alone < min(grown)):
-            pools.append([one])
-        else:
-            pools[grown.index(min(grown))].append(one)
-    return pools
-
-
-def _cheapest_grouping(costs: Sequence[float]) -> list[int]:
-    """Disjoint masks that cover all bits at the least sum of ``costs``; few masks on a tie."""
-    best = [(0.0, 0)]  # by mask: (cost, the group that holds its lowest bit)
-    for mask in range(1, len(costs)):
-        lowest = mask & -mask
-        rest = others = mask ^ lowest
-        found = (costs[mask], mask)
-        while rest:
-            rest = (rest - 1) & others
-            group = lowest | rest
-            cost = costs[group] + best[mask ^ group][0]
-            if cost < found[0]:
-                found = (cost, group)
-        best.append(found)
-    mask, chosen = len(costs) - 1, []
-    while mask:
-        chosen.append(best[mask][1])
-        mask ^= chosen[-1]
-    return chosen
+    while len(groups) > 1:
+        best, saved = None, -math.inf
+        for first, second in itertools.combinations(groups, 2):
+            apart = cost([groups[first], groups[second]])
+            joined = first + second
+            if apart - price - _shard_sizes(joined, num_shards)[0][0] * num_shards < max(saved, 0):
+                continue  # a lower bound, without packing
+            if joined not in pairs:
+                pairs[joined] = _pack(joined, num_shards)
+            if apart - cost([pairs[joined]]) > saved:
+                best, saved = (first, second), apart - cost([pairs[joined]])
+        if best is None or saved < 0:
+            break
+        for each in best:
+            del groups[each]
+        groups[best[0] + best[1]] = pairs[best[0] + best[1]]
+    whole = [_pack(classes, num_shards)]
+    plans = min([whole, list(groups.values())], key=cost)
+    return sorted(plans, key=lambda plan: min(plan.offsets))
 
 
 def _shard_sizes(classes: Sequence[_Class], num_shards: int) -> list[range]:
@@ -304,11 +269,6 @@ def _shard_sizes(classes: Sequence[_Class], num_shards: int) -> list[range]:
     else:
         found.append(range(round_up(smallest, step), high + 1, step))
     return [sizes for sizes in reversed(found) if sizes]
-
-
-def _least_numel(classes: Sequence[_Class], num_shards: int) -> int:
-    """A lower bound on the elements of a buffer that holds ``classes``."""
-    return _shard_sizes(classes, num_shards)[0][0] * num_shards
 
 
 def _pack(classes: Sequence[_Class], num_shards: int) -> _Plan:

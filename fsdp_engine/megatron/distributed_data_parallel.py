@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_engine.config import DistributedDataParallelConfig, Timing
 from fsdp_engine.devices.accelerator import is_accelerator, module_of
 from fsdp_engine.devices.lanes import finish_compute
-from fsdp_engine.devices.meeting import telling
 from fsdp_engine.devices.mesh import ranks_that_meet
+from fsdp_engine.devices.rendezvous import reporting
 from fsdp_engine.engine import Engine
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.megatron.call_shapes import Shape, meant_mesh, shape_of
@@ -107,7 +107,7 @@ class DistributedDataParallel(LoopAttributes):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
         what, shape = type(self).__name__, self._shape_of(args, kwargs)
-        with telling(what, ranks_that_meet(meant_mesh(shape, args, kwargs))):
+        with reporting(what, ranks_that_meet(meant_mesh(shape, args, kwargs))):
             call = shape(*args, **kwargs)
             config, policy, units = call.config, call.mp_policy, call.units
             check_types(call.module, policy, config)

@@ -66,7 +66,7 @@ class MarkedGrad:
     def publish(self) -> list[Tensor]:
         """This rank's slice of each place's gradient; a place that has none gets one, unfilled."""
         return [
-            _local(buffer.shown.publish_one(index) if grad is None else grad)
+            _local(buffer.published.publish_one(index) if grad is None else grad)
             for (buffer, index), grad in zip(self.places, self._grads(), strict=True)
         ]
 

@@ -31,8 +31,13 @@ _QUANTIZED = (_SIGNED, "exp_avg_sq", "max_exp_avg_sq")
 
 
 def is_blockwise(optimizer: Optimizer) -> bool:
-    """Whether it is an optimizer of torchao's that quantises its state."""
-    return type(optimizer).__module__.startswith(_MODULES)
+    """Whether it is an optimizer of torchao's that quantises its state, or a subclass."""
+    return any(map(is_blockwise_class, type(optimizer).__mro__))
+
+
+def is_blockwise_class(kind: type) -> bool:
+    """Whether it is the class of such an optimizer, as torchao has it."""
+    return kind.__module__.startswith(_MODULES)
 
 
 def is_quantized_state(value: object) -> bool:

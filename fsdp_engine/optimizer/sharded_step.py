@@ -34,10 +34,18 @@ from torch.optim import Optimizer
 
 from fsdp_engine.flat_dtensor import FlatDTensor, clear_gradients, gradients_of, set_gradients
 from fsdp_engine.flat_dtensor.outside_reads import GradientReads
-from fsdp_engine.optimizer.quantized_state import is_blockwise, quantize_values, save_values
+from fsdp_engine.optimizer.quantized_state import (
+    is_blockwise,
+    is_blockwise_class,
+    quantize_values,
+    save_values,
+)
 
 _KNOWN = "Adam, AdamW, SGD, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop"
 _ELEMENTWISE = tuple(getattr(torch.optim, name) for name in _KNOWN.split(", "))
+# Methods that a step rests on: the second makes state, in optimizers of torch.
+_STEP = ("step", "_init_group")
+_TORCHS_WRAPPER = Optimizer.profile_hook_step(lambda self: None).__code__
 
 _slice_of: Callable[[Any], Tensor] = operator.attrgetter("_local_tensor")
 _dtype_of: Callable[[Any], torch.dtype] = operator.attrgetter("dtype")
@@ -52,7 +60,32 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 
 
 def _is_known(optimizer: Optimizer) -> bool:
-    return isinstance(optimizer, _ELEMENTWISE) or is_blockwise(optimizer)
+    """Whether its step is that of an optimizer which updates each element by itself."""
+    return _known_ancestor(optimizer) is not None and _own_method(optimizer) is None
+
+
+def _known_ancestor(optimizer: Optimizer) -> type[Optimizer] | None:
+    """The class of ``optimizer``, or the first that it inherits from, whose step is known."""
+    for kind in type(optimizer).__mro__:
+        if kind in _ELEMENTWISE or is_blockwise_class(kind):
+            return kind
+    return None
+
+
+def _own_method(optimizer: Optimizer) -> str | None:
+    """The method that a step rests on, and that is not inherited from the known ancestor."""
+    kind, known = type(optimizer), _known_ancestor(optimizer)
+    differs = (name for name in _STEP if _method(kind, name) is not _method(known, name))
+    return next(differs, None)
+
+
+def _method(kind: type[Optimizer] | None, name: str) -> Any:
+    """A method of a class, without what torch wraps around the step of each class that has an
+    instance."""
+    found: Any = getattr(kind, name, None)
+    while getattr(found, "__code__", None) is _TORCHS_WRAPPER:
+        found = found.__wrapped__
+    return found
 
 
 def refuse_blockwise(optimizer: Optimizer, *args: object) -> None:
@@ -87,9 +120,9 @@ def shard_optimizer(optimizer: AnyOptimizer, *, elementwise: bool = False) -> An
 
     Args:
         optimizer: Adam, AdamW, SGD, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop
-            of ``torch.optim``, or a subclass; or torchao's AdamW8bit, AdamW4bit, AdamWFp8, whose
-            blocks of quantised state then lie within a rank's slice. ``state_dict()`` of these has
-            the values, in fp32 (``quantized_state.py``).
+            of ``torch.optim``, or a subclass that inherits their step; or torchao's AdamW8bit,
+            AdamW4bit, AdamWFp8, whose blocks of quantised state then lie within a rank's slice.
+            ``state_dict()`` of these has the values, in fp32 (``quantized_state.py``).
         elementwise: the caller knows that any other optimizer updates each element from that
             element's own gradient and state alone, and keeps state tensors of the parameter's
             shape, or of shape ().
@@ -102,9 +135,14 @@ def shard_optimizer(optimizer: AnyOptimizer, *, elementwise: bool = False) -> An
         raise TypeError(f"optimizer: expected a torch.optim.Optimizer; found {optimizer!r}")
     name = type(optimizer).__name__
     if not (elementwise or _is_known(optimizer)):
+        if (ancestor := _known_ancestor(optimizer)) is not None:
+            name += (
+                f", a subclass of {ancestor.__name__} with {_own_method(optimizer)}() of its own"
+            )
         raise ValueError(
-            f"optimizer: expected one of {_KNOWN} or a subclass; found {name}. If it updates "
-            f"every element on its own, pass elementwise=True"
+            f"optimizer: expected one of {_KNOWN} or a subclass that inherits its step; found "
+            f"{name}. If it updates every element on its own, pass elementwise=True; if not, use "
+            "it as it is, without fe.shard_optimizer"
         )
     if optimizer.defaults.get("differentiable"):
         raise ValueError(
@@ -286,8 +324,8 @@ class _LocalState(_WriteThrough):
         return self._slot.show(value)
 
 
-class _LocalStates(dict[Any, Any]):
-    """The shadow's ``state``: by slice; what belongs to no slice is the optimizer's own."""
+class _LocalStates(_WriteThrough):
+    """The shadow's ``state``: by slice; of what is no slice it has the optimizer's own entries."""
 
     def __init__(self, owner: _Owner) -> None:
         super().__init__()
@@ -296,25 +334,37 @@ class _LocalStates(dict[Any, Any]):
     def __missing__(self, key: Any) -> Any:
         slot = self._owner.slot_of.get(id(key))
         if slot is None:
-            return self._owner.entry(key)
+            entry = self._owner.entry(key)
+            dict.__setitem__(self, key, entry)
+            return entry
         state = _LocalState(self._owner, slot, {})
-        super().__setitem__(key, state)
+        dict.__setitem__(self, key, state)
         return state
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if id(key) not in self._owner.slot_of:
             self._owner.state_to_change()[key] = value
+            dict.__setitem__(self, key, value)
             return
         state = self[key]
         state.clear()
         state.update(value)
+
+    def __delitem__(self, key: Any) -> None:
+        dict.__delitem__(self, key)
+        slot = self._owner.slot_of.get(id(key))
+        self._owner.state_to_change().pop(key if slot is None else slot.param, None)
+
+    def take_other(self, key: Any, value: Any) -> None:
+        """Adds the optimizer's own entry of what is no slice."""
+        dict.__setitem__(self, key, value)
 
     def take(self, slot: _Slot, shown: dict[Any, Any]) -> None:
         """Makes a slice's state what is shown as its parameter's."""
         values = {}
         for key, value in shown.items():
             shown[key], values[key] = slot.take(key, value)
-        super().__setitem__(slot.local, _LocalState(self._owner, slot, values))
+        dict.__setitem__(self, slot.local, _LocalState(self._owner, slot, values))
 
 
 class _LocalStep:
@@ -428,10 +478,12 @@ class _LocalStep:
     def _take_state(self, state: Any) -> None:
         """Makes the shadow's state what the optimizer's is."""
         self._local_states = _LocalStates(self._owner)
-        for slot in self._slots:
-            shown = state.get(slot.param)
-            if shown is not None:
+        slots = {id(slot.param): slot for slot in self._slots}
+        for key, shown in state.items():
+            if (slot := slots.get(id(key))) is not None:
                 self._local_states.take(slot, shown)
+            elif not isinstance(key, FlatDTensor):
+                self._local_states.take_other(key, shown)
         self._note_state(state)
 
     def _note_state(self, state: Any) -> None:

@@ -24,6 +24,7 @@ Those that are too small are joined with their neighbours afterwards (``unit_siz
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,60 +60,49 @@ def collect_records(model: nn.Module) -> list[ParamRecord]:
 
 
 def check_memory(model: nn.Module, records: Sequence[ParamRecord]) -> None:
-    """Whether each parameter has its elements to itself.
+    """Check that each parameter has its elements to itself.
 
     Raises:
-        ValueError: two parameters, or a parameter and a buffer, share elements; names both. What
-            is written to one would no longer be seen in the other.
+        ValueError: two parameters, or a parameter and a buffer, share elements; names both. An
+            update of one would not be seen in the other.
     """
-    tensors = [(record.name, record.shard.detach()) for record in records]
-    num_params = len(tensors)
-    tensors += [(name, buffer) for name, buffer in model.named_buffers()]
-    by_storage: dict[int, list[tuple[int, int, int]]] = {}
-    for index, (_, tensor) in enumerate(tensors):
-        # Other tensors have memory of their own kind, which no address tells.
+    params = [(record.name, "parameter", record.shard.detach()) for record in records]
+    buffers = [(name, "buffer", buffer) for name, buffer in model.named_buffers()]
+    by_storage: dict[int, list[tuple[str, str, Tensor]]] = {}
+    for each in (*params, *buffers):
+        tensor = each[2]
+        # Tensors of other classes have memory that no address identifies.
         if type(tensor) is not Tensor or tensor.layout is not torch.strided or not tensor.numel():
             continue
         if address := tensor.untyped_storage().data_ptr():
-            start = int(tensor.storage_offset()) * tensor.itemsize
-            by_storage.setdefault(address, []).append((start, start + _extent(tensor), index))
-    for spans in by_storage.values():
-        spans.sort()
-        for place, (_, stop, first) in enumerate(spans):
-            for start, _, second in spans[place + 1 :]:
-                if start >= stop:
-                    break
-                pair = tensors[min(first, second)], tensors[max(first, second)]
-                if min(first, second) < num_params and _share_elements(pair[0][1], pair[1][1]):
-                    is_buffer = max(first, second) >= num_params
-                    raise ValueError(
-                        f"{pair[0][0]}: expected a parameter with memory of its own; found the "
-                        f"{'buffer' if is_buffer else 'parameter'} {pair[1][0]} over the same "
-                        "elements. Tie parameters by assigning one nn.Parameter to both modules, "
-                        "or clone() one of the two"
-                    )
-
-
-def _extent(tensor: Tensor) -> int:
-    """Bytes from its first element to the end of its last."""
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return int(1 + sum((size - 1) * stride for size, stride in steps)) * tensor.itemsize
+            by_storage.setdefault(address, []).append(each)
+    for together in by_storage.values():
+        for first, second in itertools.combinations(together, 2):
+            if first[1] == "parameter" and _share_elements(first[2], second[2]):
+                raise ValueError(
+                    f"{first[0]}: expected a parameter with memory of its own; found the "
+                    f"{second[1]} {second[0]} over the same elements. Tie parameters by assigning "
+                    "one nn.Parameter to both modules, or clone() one of the two"
+                )
 
 
 def _share_elements(first: Tensor, second: Tensor) -> bool:
-    """Whether tensors, whose spans in one storage overlap, have an element in common: those that
-    are columns of one matrix, say, have not."""
-    if first.is_contiguous() and second.is_contiguous():
-        return True
-    if first.itemsize != second.itemsize:
-        return True
+    """Whether tensors over one storage have a byte in common: two columns of a matrix have not."""
     pair = (first, second)
-    offsets = [int(each.storage_offset()) for each in pair]
-    starts = [offset - min(offsets) for offset in offsets]
-    num_elements = max(start + _extent(each) for start, each in zip(starts, pair, strict=True))
-    seen = memory.zeros(num_elements, torch.bool, "cpu")
+    starts = [int(each.storage_offset()) * each.itemsize for each in pair]
+    stops = [
+        start
+        + (1 + sum((n - 1) * s for n, s in zip(each.shape, each.stride(), strict=True)))
+        * each.itemsize
+        for start, each in zip(starts, pair, strict=True)
+    ]
+    if starts[0] >= stops[1] or starts[1] >= stops[0]:
+        return False
+    if all(each.is_contiguous() for each in pair) or first.itemsize != second.itemsize:
+        return True
+    seen = memory.zeros((max(stops) - min(starts)) // first.itemsize, torch.bool, "cpu")
     views = [
-        seen.as_strided(each.shape, each.stride(), start)
+        seen.as_strided(each.shape, each.stride(), (start - min(starts)) // each.itemsize)
         for each, start in zip(pair, starts, strict=True)
     ]
     views[0].fill_(True)
@@ -313,7 +303,7 @@ def expect(model: nn.Module, units: Sequence[Sequence[nn.Module]]) -> Expected:
 
 def reads_weights_in_backward(module: nn.Module) -> bool:
     """Whether backward through a call of ``module`` needs its weights. An embedding's gradient is
-    made of indices and of what comes from behind."""
+    made of indices and of the gradient of its output."""
     holders = [each for each in module.modules() if any(True for _ in each.parameters(False))]
     return not holders or not all(_only_looks_up(each) for each in holders)
 
@@ -347,7 +337,7 @@ def _default_units(model: nn.Module, records: Sequence[ParamRecord]) -> list[Mod
     """See [Note: Default units]."""
     blocks = dict(_blocks("", model))
     if not blocks:
-        return []  # nothing says what is computed with what
+        return []  # there are no blocks
     runs: list[dict[str, nn.Module]] = [{}]
     seen: set[int] = set()
     for name, module in _pieces("", model, {id(block) for block in blocks.values()}):

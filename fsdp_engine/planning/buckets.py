@@ -28,7 +28,7 @@ def split_by_size(sizes: Sequence[int], size: int) -> list[range]:
 def split_by_count(sizes: Sequence[int], num_buckets: int) -> list[range]:
     """Positions of each of ``num_buckets`` buckets, or fewer where tensors are too few or large.
 
-    A bucket closes with the tensor that reaches an equal share of what is left.
+    A bucket closes with the tensor that reaches an equal share of the rest.
     """
     buckets: list[range] = []
     start = held = 0

@@ -1,14 +1,14 @@
 """From a plan to units with buffers: agree with all ranks, then change things.
 
-A unit is built knowing no other. What units share (queues, memory, numbers of messages) is handed
-in as :class:`Resources`, so they may be built one call at a time; an engine is put over them later.
+A unit is built without the others. They share :class:`Resources` (queues, memory, numbers of
+messages), so they may be built one call at a time; an engine is put over them later.
 
 Nothing is changed before every rank has checked its arguments and all ranks have told each other
 so: an error on one rank is raised on all, and no rank is left waiting.
 
-What the user's modules do when they give themselves values (``materialize.py``) shows only while
-units are built. A rank where one of them raises goes on with whatever its memory holds, so that
-ranks send each other the same; when all is built it tells, and all raise.
+Errors of the user's modules that give themselves values (``materialize.py``) are raised while units
+are built. Such a rank continues with the values in its memory, so that all ranks send the same
+messages; when everything is built, all ranks raise.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from fsdp_engine.buffers.param_and_grad_buffer import FIRST_TAG, ParamAndGradBuffer
 from fsdp_engine.buffers.redistribute import Ladder, Machinery
@@ -66,6 +67,17 @@ class Ladders:
         ladder = self.expert if kind.is_expert and self.expert is not None else self.data
         return self.axis_plans.of(kind), ladder
 
+    @property
+    def groups(self) -> Sequence[ProcessGroup]:
+        """All groups over which the model's buffers communicate."""
+        found = [self.ranks.control_group]
+        for ladder in (self.data, self.expert):
+            if ladder is not None:
+                found.append(ladder.mesh.control_group)
+                axes = (ladder.mesh.inner, ladder.mesh.outer)
+                found += [each for axis in axes for each in (axis.gather_group, axis.reduce_group)]
+        return [group for group in dict.fromkeys(found) if group is not None]
+
 
 # Modules whose parameters units have.
 _OWNED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -94,7 +106,7 @@ class Resources:
         self.config = config
         symmetric = not config.disable_symmetric_registration
         self.pool = NcclPool(mesh, symmetric=symmetric) if config.nccl_ub else None
-        self.memory = Memory(mesh.device, self.pool, plans_addresses=config.fsdp_double_buffer)
+        self.memory = Memory(mesh.device, self.pool, has_arenas=config.fsdp_double_buffer)
         self.lanes = lanes_module.make_lanes(mesh.device, mesh.ranks)
         self.next_tag = FIRST_TAG
 
@@ -123,7 +135,7 @@ class BuiltUnit:
         policy: what their dtypes follow from.
         loose: see :class:`~fsdp_engine.planning.plan.PlannedUnit`.
         input_dtype: floating-point inputs of its modules are cast to it; None: left alone.
-        output_dtype: likewise what they return.
+        output_dtype: floating-point outputs are cast to it; None: left alone.
     """
 
     name: str
@@ -182,7 +194,7 @@ def agree_on_plan(
 
     Args:
         plan, holdings: None where there is an ``error``.
-        error: why this rank cannot go on.
+        error: of this rank.
         signature: everything that must be the same, in lines.
         initial_values: see :func:`~fsdp_engine.sharding.shard`.
         mesh: all data-parallel ranks.
@@ -318,7 +330,7 @@ def build_unit(
         buffers.append(buffer)
         if not (start.from_first or buffer.weights.main.tensor.is_meta):
             same_on_replicas(buffer)
-    # What lies beside blocks gets what the model's forward makes of its inputs.
+    # Modules beside blocks get inputs that the model's forward has computed.
     casts = policy.cast_forward_inputs and len(set(planned.loose)) < len(planned.modules)
     input_dtype = policy.param_dtype if casts else None
     unit = BuiltUnit(

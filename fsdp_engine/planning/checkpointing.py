@@ -42,7 +42,7 @@ def checkpoint_units(
     Their forwards run under ``torch.utils.checkpoint.checkpoint(use_reentrant=False)``: between
     forward and backward only their inputs are kept, and backward runs the forward again, with the
     same random numbers. Without autograd they run as they are. Call it before or after ``shard``;
-    what is checkpointed already stays as it is.
+    modules that are checkpointed already stay as they are.
 
     By default these are the blocks (the children of every ``nn.ModuleList`` and
     ``nn.Sequential``), each by itself, also where ``shard`` joins several in one unit. Not what

@@ -5,13 +5,13 @@ same values. Three cases, told apart before anything is changed:
 
     ranks hold                                   the sharded parameters start with
     ==========================================   ==========================================
-    the same values                              those: nothing travels
+    the same values                              those: nothing is sent
     values on the first rank, meta on others     the first rank's, broadcast unit by unit
     other values on some rank                    nothing: an error names the first that differs;
                                                  with ``initial_values="rank0"`` the first rank's
 
-What is compared is a checksum of every parameter and of every buffer that a state dict holds;
-other buffers are derived from them, or scratch. Ranks send one digest of all checksums, and the
+Ranks compare checksums of every parameter and of every buffer that a state dict holds; other
+buffers are derived from them, or scratch. Ranks send one digest of all checksums, and the
 checksums themselves only where digests differ. Experts are compared among the ranks that share
 them (their *scope*).
 """
@@ -27,8 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fsdp_engine.devices import memory
-from fsdp_engine.devices.collectives import broadcast_, gather_objects
+from fsdp_engine.devices.collectives import broadcast_together_, gather_objects
 from fsdp_engine.devices.mesh import DataMesh
 from fsdp_engine.planning.plan import Plan, is_expert
 
@@ -37,22 +36,19 @@ CHOICES = (SAME, FIRST, EMPTY)  # of shard(); FSDP2 lets each rank keep slices o
 
 # Words of a row: sums of rows and sums of columns tell apart two words that changed places.
 _ROW = 1024
-# Bytes of buffers that travel in one message.
-_MESSAGE_BYTES = 2**26
-
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Start(NamedTuple):
-    """What ranks have agreed on.
+    """The agreement of all ranks.
 
     Attributes:
-        seed: of the values of what is on the meta device everywhere.
+        seed: of the values of tensors that are on the meta device on all ranks.
         from_first: parameters are those of the first rank.
         whole: so are buffers, and only the first rank needs to have values.
         tag: the first that all ranks have free for messages.
-        is_empty: what is on the meta device everywhere gets memory, and its values from somewhere
-            else.
+        is_empty: tensors that are on the meta device on all ranks get memory, and their values
+            later.
     """
 
     seed: int = 0
@@ -98,7 +94,7 @@ class Holdings:
 
     @property
     def digests(self) -> dict[str, tuple[str, str]]:
-        """For each scope, of what is on the meta device and of the checksums."""
+        """For each scope, of the names on the meta device and of the checksums."""
         return {
             scope: (_digest(holding.metas), _digest(holding.sums.items()))
             for scope, holding in self._scopes.items()
@@ -272,26 +268,10 @@ def broadcast_buffers(model: nn.Module, mesh: DataMesh, experts: DataMesh | None
             found[experts is not None and _has_experts(module)].append(buffer.detach())
     for of_experts, buffers in found.items():
         ranks = experts if of_experts and experts is not None else mesh
-        if ranks.control_group is None:
-            continue
-        while buffers:
-            together, num_bytes = [buffers.pop(0)], 0
-            while buffers and (num_bytes := num_bytes + together[-1].nbytes) < _MESSAGE_BYTES:
-                together.append(buffers.pop(0))
-            _broadcast_together(together, ranks)
-
-
-def _broadcast_together(buffers: Sequence[Tensor], mesh: DataMesh) -> None:
-    num_bytes = sum(buffer.nbytes for buffer in buffers)
-    message = memory.empty(num_bytes, torch.uint8, mesh.device)
-    parts = message.split([buffer.nbytes for buffer in buffers])
-    for part, buffer in zip(parts, buffers, strict=True):
-        part.copy_(buffer.reshape(-1).view(torch.uint8))
-    broadcast_(message, mesh.control_group)
-    for part, buffer in zip(parts, buffers, strict=True):
-        # A part may begin at any byte: a copy of it begins where its dtype may.
-        values = part.clone().view(buffer.dtype).view(buffer.shape)
-        buffer.copy_(values)
+        sent = [buffer.reshape(-1).view(torch.uint8) for buffer in buffers]
+        broadcast_together_(sent, ranks.control_group)
+        for values, buffer in zip(sent, buffers, strict=True):
+            buffer.copy_(values.view(buffer.dtype).view(buffer.shape))
 
 
 def _has_experts(module: nn.Module) -> bool:

@@ -35,9 +35,9 @@ def install_into(
 class WatchedParameters(dict[str, Any]):
     """A module's parameters, of which some may be read without a call of the module.
 
-    Whoever reads ``child.weight`` within the model's forward gets the full parameter, and may do
-    with it what he likes: hand it to the child, or to a function of his own, which no tensor's
-    class can see coming. Reading costs some 60 ns more than from a dict.
+    Reading ``child.weight`` within the model's forward returns the full parameter, which the user's
+    code can pass to any function, also where no tensor's class is dispatched. Reading costs some
+    60 ns more than from a dict.
     """
 
     __slots__ = ()

@@ -24,10 +24,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
-from fsdp_engine.adapters import AdapterLayers
 from fsdp_engine.buffers.param_record import ParamRecord
+from fsdp_engine.codecs.tensor_hooks import has_hooks, marks_of, with_values
 from fsdp_engine.devices.accelerator import forked_generators
 from fsdp_engine.devices.memory import empty, empty_like
+from fsdp_engine.planning.adapter_layers import AdapterLayers, find_adapter_layers
 
 # Adapters draw other values than the unit that they are in.
 _OF_ADAPTERS = 1 << 20
@@ -41,7 +42,7 @@ def check_meta(model: nn.Module) -> tuple[bool, str]:
     """
     on_meta, lacks = False, ""
     knows_modules = callable(getattr(model, "_init_weights", None))
-    covered = AdapterLayers(model).covered
+    covered = find_adapter_layers(model).covered
     for name, module in model.named_modules():
         if isinstance(module, ParametrizationList):
             continue  # the module that has it gives it values
@@ -72,7 +73,7 @@ class ModuleTree:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.adapters = AdapterLayers(model)
+        self.adapters = find_adapter_layers(model)
         self._modules: dict[int, nn.Module] = {}  # children first, as they were built
         nn.Module.apply(model, self._enter)
         self._parents: dict[int, list[nn.Module]] = {key: [] for key in self._modules}
@@ -123,9 +124,9 @@ def materialize(
         records: the unit's parameters; ``record.param`` and the modules get the real ones.
         device: where.
         seed: the same on all ranks, so that all ranks draw the same values.
-        base_seed: likewise, and the same for all units: experts draw by their names among all
+        base_seed: the same on all ranks, and for all units: experts draw by their names among all
             experts, so that they have the same values however many ranks they are cut over.
-        is_empty: parameters are NaN (0 where they are no floats): somebody loads them. Modules
+        is_empty: parameters are NaN (0 where they are no floats), to be loaded later. Modules
             with buffers give themselves values all the same, since not all buffers are saved.
 
     Raises:
@@ -135,16 +136,20 @@ def materialize(
     metas = [record for record in records if record.param.is_meta]
     # Containers among them get no tensors of their own, but may give their children values.
     modules = {module: _metas_of(module) for module in tree.ready(metas)}
+    originals = [record.param for record in metas]
     for record in metas:
         # Of a DTensor the global tensor, so that values are those of the model without it.
+        # Modules give plain tensors their values, whatever their class.
         param, marks = record.param, record.shard.__dict__
+        if has_hooks(param):
+            marks = marks_of(param)
         shape = tuple(param.shape)
         if record.expert is not None and record.expert.is_cut:
             shape = record.expert.whole_shape(shape)
         if is_empty and not any(module._buffers for module, _ in record.owners):
             # One element stands for all: nothing as large as the model is ever there.
             values = _valueless(empty((), param.dtype, device)).expand(shape)
-        elif record.spread is None and not _is_cut(record):
+        elif record.spread is None and not (_is_cut(record) or has_hooks(param)):
             values = empty_like(param, device)
         else:
             values = empty(shape, param.dtype, device)
@@ -152,9 +157,7 @@ def materialize(
             _valueless(values)
         real = nn.Parameter(values, requires_grad=param.requires_grad)
         real.__dict__.update(marks)
-        record.param = real
-        for module, attribute in record.owners:
-            module._parameters[attribute] = real
+        _replace(record, real)
     if is_empty:
         modules = {module: names for module, names in modules.items() if module._buffers}
     for module in modules:
@@ -164,9 +167,22 @@ def materialize(
     _reset(tree.model, others, device, seed, own_seeds, is_empty=is_empty)
     if not is_empty:
         _begin_adapters(tree.adapters, metas, device, seed + _OF_ADAPTERS)
-    for record in metas:
+    for record, original in zip(metas, originals, strict=True):
         if _is_cut(record):
             _keep_own_experts(record)
+        if has_hooks(original):
+            real = nn.Parameter(
+                with_values(original, record.param.detach()), original.requires_grad
+            )
+            vars(real).update(marks_of(original))
+            _replace(record, real)
+
+
+def _replace(record: ParamRecord, param: nn.Parameter) -> None:
+    """``param`` is the record's, and that of its modules, from now on."""
+    record.param = param
+    for module, attribute in record.owners:
+        module._parameters[attribute] = param
 
 
 def _begin_adapters(
@@ -221,7 +237,7 @@ def materialize_buffers(
     """Real values for modules that own meta buffers but no meta parameter, and move the others.
 
     Args:
-        values: False: memory alone, for somebody else's values.
+        values: False: memory alone, for another rank's values.
         is_empty: buffers that are saved need none.
     """
     lonely = {module: names for module in model.modules() if (names := _metas_of(module))}
@@ -257,9 +273,7 @@ def _keep_own_experts(record: ParamRecord) -> None:
     values = whole.detach().chunk(expert.size)[expert.rank].clone()
     own = nn.Parameter(values, requires_grad=whole.requires_grad)
     own.__dict__.update(whole.__dict__)
-    record.param = own
-    for module, attribute in record.owners:
-        module._parameters[attribute] = own
+    _replace(record, own)
 
 
 def _seeds_of_experts(
@@ -293,8 +307,8 @@ def _reset(
 ) -> None:
     """``modules``: children first, with the names of tensors that have no values yet.
 
-    ``own_seeds``: of those that do not draw after the others. ``is_empty``: what is saved is loaded
-    later.
+    ``own_seeds``: of those that do not draw after the others. ``is_empty``: saved tensors are
+    loaded later.
     """
     if not modules:
         return

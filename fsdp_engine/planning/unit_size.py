@@ -93,7 +93,7 @@ def join_small(
 
 
 def split_by_least(sizes: Sequence[int], least: int) -> list[range]:
-    """Positions of each run: a run ends with what brings it to ``least``; what is left over at the
+    """Positions of each run: a run ends with the size that brings it to ``least``; the rest at the
     end joins the run before it."""
     runs = split_by_size(sizes, least)
     if len(runs) > 1 and sum(sizes[place] for place in runs[-1]) < least:

@@ -23,7 +23,6 @@ from fsdp_engine.checkpoint.hugging_face_folder import INDEX, SINGLE
 from fsdp_engine.checkpoint.model_state import check_at_rest, check_shared
 from fsdp_engine.checkpoint.reading_weights import Match, match, whole
 from fsdp_engine.checkpoint.safetensors_file import read_header
-from fsdp_engine.checkpoint.unfinished_load import check_finished
 from fsdp_engine.devices.agreement import agree
 from fsdp_engine.engine import Engine
 
@@ -100,7 +99,7 @@ def save_adapters(engine: Engine, folder: Path, dtype: torch.dtype | None, token
     error: Exception | None = None
     try:
         check_at_rest(engine)
-        check_finished(engine)
+        engine.missing_values.check()
         check_shared(what, engine)
         if prompts and dtype is not None:
             raise ValueError(f"dtype: expected None for prompts, which PEFT makes; found {dtype}")

@@ -9,8 +9,6 @@ import torch
 from torch import nn
 
 from fsdp_engine.adapters import AdapterLayers, Place
-from fsdp_engine.checkpoint.model_state import MODEL
-from fsdp_engine.checkpoint.unfinished_load import has_nothing
 from fsdp_engine.engine import Engine
 
 
@@ -44,7 +42,7 @@ def own_values(engine: Engine, missing: Collection[str], *, is_base: bool) -> Ow
         is_base: what is read are the weights under PEFT's adapters.
     """
     model = engine.model
-    without = {name for name in missing if has_nothing(engine, f"{MODEL}.{name}")}
+    without = {name for name in missing if name in engine.missing_values}
     layers = AdapterLayers(model)
     found, kept = [], []
     for prefix, module in reversed(list(model.named_modules())):

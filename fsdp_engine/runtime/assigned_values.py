@@ -20,7 +20,7 @@ from fsdp_engine.runtime.unit import Unit
 
 @dataclass(frozen=True)
 class Owner:
-    """One place of one parameter: its name, who else is tied to it, and what stands for it."""
+    """One place of one parameter: its name, names tied to it, and its two tensors."""
 
     name: str
     others: tuple[str, ...]
@@ -127,10 +127,11 @@ class AssignedValues:
         elif self._is_of_another(value, sharded):
             problem = "memory of another of its parameters. Tie parameters before shard()"
         elif isinstance(value, FlatDTensor):
-            mine = sharded._flat if isinstance(sharded, FlatDTensor) else None
+            mine = sharded.flat_placement if isinstance(sharded, FlatDTensor) else None
+            given = value.flat_placement
             # By name, too: on one rank the slices of two parameters can both be empty.
-            if mine is None or value._flat != mine or value._flat.name != mine.name:
-                problem = f"another slice, {value.flat_placement}. Assign value.full_tensor()"
+            if mine is None or given != mine or given.name != mine.name:
+                problem = f"another slice, {given}. Assign value.full_tensor()"
         elif isinstance(value, DTensor):
             if not _is_distributed_like(value, sharded):
                 problem = f"a DTensor over {value.device_mesh}. Assign value.full_tensor()"
@@ -161,7 +162,7 @@ def _is_distributed_like(value: Tensor, sharded: Tensor) -> bool:
 
 
 def _address(tensor: Tensor) -> tuple[int, int]:
-    """Of its memory, and of its first element in it; zeros where nobody can tell."""
+    """Addresses of its memory, and of its first element in it; zeros if it has none."""
     local = tensor.local if isinstance(tensor, FlatDTensor) else tensor
     if isinstance(local, DTensor) or type(local) not in (Tensor, nn.Parameter) or local.is_meta:
         return 0, 0

@@ -1,34 +1,58 @@
 """``model.to(dtype)``, ``.half()``, ``.bfloat16()``, ``.float()``, ``.double()`` of sharded models.
 
-torch converts a module by a function that it hands down from module to module, and puts what the
-function returns into the parameter, which stays the object that it was. So does this: main weights
-are rounded where they lie, each rank's for itself, and nothing is sent; gradients that users see
-follow; optimizer state stays as it is. Parameters of no unit, and buffers of modules, are torch's.
-Ranks compare the new dtypes before their next communication (``same_dtypes.py``).
+torch converts a module by a function that it hands down from module to module, and puts the result
+into the parameter, which stays the same object. So does this: main weights are rounded in place,
+each rank's for itself; published gradients follow; optimizer state stays as it is. Parameters of no
+unit, and buffers of modules, are converted by torch.
+
+[Note: Conversion on some ranks]
+Ranks meet before a conversion and compare the new dtypes: a rank that skipped it would send
+messages of other lengths, which gloo answers with an abort and NCCL with a hang or wrong values. A
+rank that does not convert waits, sooner or later, in a collective for the ranks that do. On gloo
+this is detected within seconds, and its wait fails with the same error. On NCCL, where the host
+does not wait, the ranks that convert raise after the group's timeout, and NCCL's watchdog ends the
+others. Nothing has been changed then.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.buffers.spec import BufferKind
-from fsdp_engine.codecs import ParamCodec
+from fsdp_engine.codecs import CastCodec, ParamCodec
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.devices import memory
+from fsdp_engine.devices.groups import timeout_of_group
+from fsdp_engine.devices.rendezvous import meet
 from fsdp_engine.planning.build import Ladders
-from fsdp_engine.planning.converting import kind_after
 from fsdp_engine.planning.installing import holders
-from fsdp_engine.runtime.same_dtypes import note_conversion
+from fsdp_engine.planning.plan import keeps_statistics
+from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.unit import Unit
 
-Change = tuple[ParamAndGradBuffer, BufferKind, ParamCodec]
+_WHAT = (
+    "conversion of sharded parameters, which every rank has to make or none (model.to(dtype), "
+    ".half(), .double())"
+)
+_MOST_NAMED = 8
+
+
+class Change(NamedTuple):
+    """A buffer, with its kind and its codec after the conversion."""
+
+    buffer: ParamAndGradBuffer
+    kind: BufferKind
+    codec: ParamCodec
 
 
 class Conversions:
@@ -36,11 +60,11 @@ class Conversions:
 
     Args:
         units: all of them.
-        ladders: where its buffers are.
+        ladders: the communicators of its buffers.
         config: the options it was made with.
-        is_at_rest: whether neither a forward nor a backward is under way.
-        wait: on return nothing is under way.
-        are_reduced: whether the gradients of a unit that users see are reduced; None: some are
+        is_at_rest: whether neither a forward nor a backward runs.
+        wait: on return no communication is pending.
+        are_reduced: whether the published gradients of a unit are reduced; None: some are
             accumulated that are not.
     """
 
@@ -59,70 +83,61 @@ class Conversions:
         self._is_at_rest = is_at_rest
         self._wait = wait
         self._are_reduced = are_reduced
-        self._is_under_way = False
+        self._is_running = False
 
     def watch(self, model: nn.Module) -> None:
-        """Let all modules of ``model`` ask here what to do when they are converted."""
+        """Convert all modules of ``model`` by :meth:`convert`."""
         for module in model.modules():
             vars(module)["_apply"] = _Apply(module, self)
 
     def convert(
         self, module: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any
     ) -> None:
-        """What ``nn.Module._apply`` does; a subclass may have other arguments (metrics do).
+        """Replaces ``nn.Module._apply``; a subclass may have other arguments (metrics do).
+        Collective where a dtype changes.
 
         Raises:
-            RuntimeError: not at rest; ValueError: see :func:`changes_of`.
+            RuntimeError: not at rest. ValueError: see :func:`changes_of`, :func:`agree_on_changes`.
         """
         apply = partial(type(module)._apply, module, fn, *args, **kwargs)
-        recurse = (args[0] if args else kwargs.get("recurse")) is not False
-        if self._is_under_way:
+        if self._is_running:
             apply()
             return
-        self._is_under_way = True
-        try:
-            self._convert(module, fn, apply, recurse)
-        finally:
-            self._is_under_way = False
-
-    def _convert(
-        self,
-        module: nn.Module,
-        fn: Callable[[Tensor], Tensor],
-        apply: Callable[[], object],
-        recurse: bool,
-    ) -> None:
+        recurse = (args[0] if args else kwargs.get("recurse")) is not False
         inside = list(module.modules()) if recurse else [module]
-        changes = [
-            (unit, change)
+        by_unit = {
+            unit: changes
             for unit in self._units
-            for change in changes_of(unit, fn, self._config, inside)
-        ]
+            if (changes := list(changes_of(unit, fn, self._config, inside)))
+        }
+        changes = [each for found in by_unit.values() for each in found]
         if changes:
             self._check_rest()
             self._wait()
-        with hidden([buffer for _, (buffer, _, _) in changes]):
-            apply()  # what keeps its dtype is torch's, too
-        for unit in {id(unit): unit for unit, _ in changes}.values():
+            agree_on_changes(self._ladders, changes)
+        self._is_running = True
+        try:
+            with hidden([each.buffer for each in changes]):
+                apply()  # everything whose dtype does not change, too
+        finally:
+            self._is_running = False
+        for unit, found in by_unit.items():
             unit.release()
-        before = [(buffer, buffer.kind) for _, (buffer, _, _) in changes]
-        for unit, (buffer, kind, codec) in changes:
-            buffer.convert(kind, codec, are_reduced=bool(self._are_reduced(unit)))
-        if before:
-            note_conversion(self._ladders, before)
+            for buffer, kind, codec in found:
+                buffer.convert(kind, codec, are_reduced=bool(self._are_reduced(unit)))
 
     def _check_rest(self) -> None:
         found = ""
         if not self._is_at_rest():
-            found = "one under way (after an exception, call engine.reset())"
+            found = "one in progress (after an exception, call engine.reset())"
         for unit in self._units:
             if unit.awaits_backward(None) or unit.num_late:
-                found = f"a forward through {unit.label} whose backward is to come"
+                found = f"a forward through {unit.label} whose backward is pending"
         if found:
             raise RuntimeError(
-                "conversion of a sharded model: expected no forward or backward under way, and no "
-                f"graph that leads to its parameters; found {found}. Run the backward, or let go "
-                "of the output"
+                "conversion of a sharded model: expected no forward or backward in progress, and "
+                f"no graph that leads to its parameters; found {found}. Run the backward, or "
+                "delete the output"
             )
         for unit in self._units:
             if self._are_reduced(unit) is None:
@@ -134,8 +149,7 @@ class Conversions:
 
 
 class _Apply:
-    """``_apply`` of one module of a sharded model. A copy of the module, or what is unpickled, has
-    torch's."""
+    """``_apply`` of one module of a sharded model. A copied or unpickled module has torch's."""
 
     def __init__(self, module: nn.Module, conversions: Conversions) -> None:
         self._module = weakref.ref(module)
@@ -159,17 +173,15 @@ def changes_of(
     config: DistributedDataParallelConfig,
     inside: Sequence[nn.Module],
 ) -> Iterator[Change]:
-    """What ``fn`` changes of the buffers of a unit.
-
-    What it makes of a tensor shows on one without elements.
+    """The changes that ``fn`` makes to the buffers of a unit, found by a tensor without elements.
 
     Args:
-        fn: what ``nn.Module._apply`` was given.
+        fn: the function given to ``nn.Module._apply``.
         config: the options that the unit was made with.
-        inside: modules whose parameters are meant.
+        inside: modules whose parameters are converted.
 
     Raises:
-        ValueError: other devices; a part of what lies in one buffer; or see :func:`kind_after`.
+        ValueError: another device; a part of a buffer; or see :func:`kind_after`.
     """
     known = set(map(id, inside))
     for buffer in unit.buffers:
@@ -194,7 +206,82 @@ def changes_of(
                 f"gathered with it to be converted; found {buffer.records[other].name} left out. "
                 "Convert the whole unit or model, or single modules before it is sharded"
             )
-        yield buffer, *kind_after(buffer, probe.dtype, unit.built.policy, config)
+        yield Change(buffer, *kind_after(buffer, probe.dtype, unit.built.policy, config))
+
+
+def kind_after(
+    buffer: ParamAndGradBuffer,
+    dtype: torch.dtype,
+    policy: MixedPrecisionPolicy,
+    config: DistributedDataParallelConfig,
+) -> tuple[BufferKind, ParamCodec]:
+    """The kind and the codec of ``buffer`` with main weights of ``dtype``.
+
+    They follow from the policy, except its ``main_params_dtype``. Compute weights and gradients for
+    which the policy names no dtype get the same one. Example, fp32 weights that are converted to
+    bf16: with ``MixedPrecisionPolicy()`` everything is bf16; with ``reduce_dtype=fp32`` gradients
+    are summed in fp32, and kept in bf16.
+
+    Raises:
+        ValueError: such a buffer is not possible; names the first parameter.
+    """
+    name = buffer.records[0].name
+    modules = [module for record in buffer.records for module, _ in record.owners]
+    compute = None if any(map(keeps_statistics, modules)) else policy.param_dtype
+    policy = dataclasses.replace(policy, main_params_dtype=dtype, param_dtype=compute)
+    probe = memory.empty(0, dtype, "cpu").requires_grad_(buffer.kind.requires_grad)
+    dtypes = policy.resolve(probe, config.reduce_scatter_with_fp32_accumulation)
+    kind = dataclasses.replace(buffer.kind, dtypes=dtypes)
+    if config.nccl_ub:
+        raise ValueError(
+            f"{name}: expected {buffer.kind.dtypes.main} to stay, since nccl_ub registers memory "
+            f"once; found a conversion to {dtype}. Convert the model before shard()"
+        )
+    try:
+        codec = buffer.weights.codec.converted(dtypes)
+    except NotImplementedError as error:
+        raise ValueError(
+            f"{name}: {error}, and a conversion to {dtype}. Convert the model before shard()"
+        ) from None
+    if buffer.is_plain and not codec.is_identity:
+        raise ValueError(
+            f"{name}: expected main weights to stay in {dtypes.compute}, in which the policy has "
+            f"weights computed, since they are the compute weights; found a conversion to {dtype}. "
+            "Convert the model before it is sharded, or shard it at level optim"
+        )
+    if codec.is_identity and not buffer.is_plain and buffer.spec.optim_depth == 0:
+        codec = CastCodec(dtypes.main, dtypes.compute, copies=True)
+    return kind, codec
+
+
+def agree_on_changes(ladders: Ladders, changes: Iterable[Change]) -> None:
+    """Compare the new dtypes of all ranks of the model, before anything is changed. Collective.
+
+    Raises:
+        ValueError: they differ, or a rank does not convert.
+        RuntimeError: a rank did not come.
+    """
+    group = ladders.ranks.control_group
+    if group is not None:
+        timeout, note = timeout_of_group(group, ladders.ranks.device), _described(ladders, changes)
+        meet(_WHAT, ladders.ranks.ranks, timeout, note=note, groups=ladders.groups)
+
+
+def _described(ladders: Ladders, changes: Iterable[Change]) -> str:
+    """The changes, in a text that is equal on ranks with equal ones: "torch.float64, before
+    torch.float32: units of first.weight (3f2ad45c)". The digest is of all that differs."""
+    names_of: dict[str, list[str]] = {}
+    lines = [str(ladders.data.number)]
+    for buffer, kind, _ in changes:
+        name, now, before = buffer.records[0].name, kind.dtypes, buffer.kind.dtypes
+        names_of.setdefault(f"{now.main}, before {before.main}", []).append(name)
+        lines.append(f"{name} {now} {before}")
+    parts = []
+    for dtypes, names in sorted(names_of.items()):
+        more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+        parts.append(f"{dtypes}: units of {', '.join(names[:_MOST_NAMED])}{more}")
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    return f"{'; '.join(parts)} ({digest[:8]})"
 
 
 @contextmanager

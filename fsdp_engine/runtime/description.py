@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 from fsdp_engine.devices.mesh import DataMesh
 from fsdp_engine.planning.assignment import expect
 from fsdp_engine.runtime.measuring import Measurement
 from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.strategies import Axis, Role, Strategy
+from fsdp_engine.terminal import format_bytes
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,7 @@ class Description:
     Attributes:
         title: of the table.
         rows: of each unit.
-        measured: what the latest ``engine.measure()`` has found, a table of its own; None: nobody
-            has measured.
+        measured: by the latest ``engine.measure()``, a table of its own; None: there was none.
     """
 
     title: str
@@ -71,10 +70,10 @@ class Description:
             ("parameters", "num_parameters", _count),
             ("elements", "num_elements", _count),
             ("padding", "padding", _count),
-            ("weights", "weight_bytes", _size),
-            ("gradients", "grad_bytes", _size),
-            ("+ full", "full_bytes", _size),
-            ("+ staging", "staging_bytes", _size),
+            ("weights", "weight_bytes", format_bytes),
+            ("gradients", "grad_bytes", format_bytes),
+            ("+ full", "full_bytes", format_bytes),
+            ("+ staging", "staging_bytes", format_bytes),
             ("gathers", "num_gathers", _count),
             ("reductions", "num_reductions", _count),
         )
@@ -98,7 +97,7 @@ def describe_units(
     budget: int,
     measured: Measurement | None = None,
 ) -> Description:
-    """Rows for ``units`` as they lie on this rank, and what was ``measured`` of them."""
+    """Rows for ``units`` on this rank, and the latest measurement of them."""
     title = (
         f"{strategy} on {mesh.outer.size} x {mesh.inner.size} ranks (outer x inner), "
         f"up to {budget:,} elements gathered ahead. Bytes are this rank's; gathers and reductions "
@@ -161,29 +160,18 @@ def _runs(rows: Sequence[UnitRow]) -> list[tuple[int, int, UnitRow]]:
     """(first, last, row) for each run of rows that differ in name only."""
     runs: list[tuple[int, int, UnitRow]] = []
     for index, row in enumerate(rows):
-        if runs and _same(runs[-1][2], row):
-            runs[-1] = (runs[-1][0], index, runs[-1][2])
+        before = runs[-1][2] if runs else None
+        if before and row.name and before.name and replace(before, name=row.name) == row:
+            runs[-1] = (runs[-1][0], index, before)
         else:
             runs.append((index, index, row))
     return runs
 
 
-def _same(a: UnitRow, b: UnitRow) -> bool:
-    return bool(a.name and b.name) and dataclasses.replace(a, name=b.name) == b
-
-
 def _total(rows: Sequence[UnitRow]) -> UnitRow:
-    fields = [field.name for field in dataclasses.fields(UnitRow) if field.name != "name"]
-    return UnitRow("", *(sum(getattr(row, field) for row in rows) for field in fields))
+    names = [field.name for field in fields(UnitRow) if field.name != "name"]
+    return UnitRow("", *(sum(getattr(row, name) for row in rows) for name in names))
 
 
 def _count(value: int) -> str:
     return f"{value:,}"
-
-
-def _size(value: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"

@@ -64,8 +64,9 @@ class GradientChecks:
         """Look at gradients of ``buffer`` that are about to travel for the first time."""
         assert buffer.grads is not None
         number, first, count = self._place[id(buffer)]
-        views = list(map(_in_parts, buffer.grads.written()))
-        flat = _in_parts(buffer.grads.written_flat)
+        written = buffer.grads.written()
+        views = list(map(_in_parts, written.views))
+        flat = _in_parts(written.buffer.tensor)
         if self.looks_for_nan and not _is_seen_to_be_finite(flat):
             # The largest magnitude is NaN or Inf if any element is, in whatever dtype.
             peaks = _largest(views)

@@ -403,7 +403,7 @@ def _copy_params(units: Iterable[Unit], output: Any, containers: Sequence[Any]) 
         return tensor if freed.isdisjoint(storage_keys(tensor)) else tensor.clone()
 
     for container in containers:
-        Exchange().put(copied, container)
+        map_tensors(copied, container, Exchange())
     return map_tensors(copied, output)
 
 
@@ -434,7 +434,6 @@ def hook_recomputation(scheduler: Scheduler, unit: Unit) -> None:
 
 
 def _gradient_writer(scheduler: Scheduler, unit: Unit, buffer: ParamAndGradBuffer) -> Any:
-    count = len(buffer.records)
     converts = buffer.has_dtensors or buffer.weights.codec.wraps
     shard_of = buffer.shard_of_gradient if converts else None
 
@@ -445,11 +444,13 @@ def _gradient_writer(scheduler: Scheduler, unit: Unit, buffer: ParamAndGradBuffe
             return  # a function that has none for it, or computes it later
         grads = buffer.grads  # other ones since a conversion
         assert grads is not None
-        if not grads.num_touched:
+        writer = grads.writer
+        if writer is None:
             scheduler.begin_gradient(unit)
+            writer = grads.writer
+            assert writer is not None
         param.grad = None
-        grads.write(index, grad if shard_of is None else shard_of(index, grad))
-        if grads.num_touched == count:
+        if writer.write(index, grad if shard_of is None else shard_of(index, grad)):
             scheduler.gradient_came(unit)
 
     if not scheduler.reductions.stream.exists:

@@ -1,4 +1,4 @@
-"""What a call of a module was given, and what the module is handed in its place."""
+"""The arguments of a module's call, with casts and views in place of tensors."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_engine.runtime.trees import Exchange, iter_tensors
+from fsdp_engine.runtime.trees import Exchange, iter_tensors, map_tensors
 
 
 class Inputs:
-    """What one call was given, where some of it was replaced: casts, and views for the boundary.
+    """Arguments of one call, some of them replaced: by casts, and by views for the boundary.
 
-    The module gets the user's own containers, since it may be what it is to change; they hold the
+    The module gets the user's own containers, which it may be meant to change; they hold the
     replacements until it returns.
 
     Args:
@@ -31,7 +31,7 @@ class Inputs:
         self.views: list[Tensor] = []
 
     def cast(self, dtype: torch.dtype) -> None:
-        """Cast what is floating-point."""
+        """Cast floating-point tensors."""
 
         def cast(tensor: Tensor) -> Tensor:
             new = cast_to(dtype, tensor)
@@ -44,7 +44,7 @@ class Inputs:
         self._replace(cast)
 
     def mark(self, listen: Callable[[Tensor], Tensor]) -> None:
-        """Replace what needs a gradient by ``listen`` of it, and note what else is there."""
+        """Replace tensors that need a gradient by ``listen`` of them, and record the others."""
         views: dict[int, Tensor] = {}
         for tensor in iter_tensors(self._tree):
             self._known[id(tensor)] = (tensor, version_of(tensor))
@@ -67,7 +67,7 @@ class Inputs:
         return [tensor for tensor, version in self._known.values() if version_of(tensor) != version]
 
     def added(self) -> list[Tensor]:
-        """What the module has put into the user's containers."""
+        """Tensors that the module has put into the user's containers."""
         return [tensor for tensor in iter_tensors(self._given) if id(tensor) not in self._known]
 
     @property
@@ -80,7 +80,7 @@ class Inputs:
         args, kwargs = self._tree
         exchange = Exchange()
         # Keyword arguments come in a dict of this call's own.
-        self._tree = exchange.put(function, args), exchange.put(function, dict(kwargs))
+        self._tree = tuple(map_tensors(function, each, exchange) for each in (args, dict(kwargs)))
         self._exchanges.append(exchange)
 
 

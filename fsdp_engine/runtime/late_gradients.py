@@ -92,7 +92,8 @@ class _Awaited:
         self.is_due = False
         grads = self._buffer.grads
         assert grads is not None
-        grads.write(self._index, self._buffer.shard_of_gradient(self._index, grad))
+        assert grads.writer is not None
+        grads.writer.write(self._index, self._buffer.shard_of_gradient(self._index, grad))
         self._unit.num_late -= 1
         if not self._unit.num_late:
             self._scheduler.late_gradient_came(self._unit)

@@ -1,7 +1,7 @@
-"""``engine.measure()``: how long units waited for their communication, and what was really held.
+"""``engine.measure()``: how long compute waited for communication, and the memory held.
 
 Off, it costs nothing: lanes look at an empty tuple where they wait anyway. How waits are seen is
-[Note: What compute waits for] in ``devices/meter.py``. Names of lanes, units and phases are those
+[Note: Waits of compute] in ``devices/meter.py``. Names of lanes, units and phases are those
 of a simulation (``fe.Simulation.exposed``) and of the profiler's ranges. Kinds of memory are those
 of a simulation, too; what autograd keeps is only known where the allocator counts, on CUDA.
 """
@@ -23,6 +23,7 @@ from fsdp_engine.devices.lane import COPY_IN, LANES, Lanes, name_of_wait, unit_o
 from fsdp_engine.devices.memory import Memory, Peak, begin_device_peak, device_peak
 from fsdp_engine.devices.meter import WaitMeter
 from fsdp_engine.runtime.scheduler import Scheduler
+from fsdp_engine.terminal import format_bytes
 
 # Kinds of memory by role of the engine's ledger (idle: memory of the transient ones, between
 # uses); anything else is weights.
@@ -43,7 +44,7 @@ class Waited:
     Attributes:
         unit: whose, by its label: "the root module" for the root.
         lane: which that was on: "inner gather", "inner reduce", "outer gather", "outer reduce".
-        phase: "forward", "backward" or "step", what was under way.
+        phase: of the program: "forward", "backward" or "step".
         seconds: how long, in all steps.
         count: in how many waits.
     """
@@ -58,9 +59,9 @@ class Waited:
 class Measurement:
     """What one ``engine.measure()`` found on this rank, so far or in all; ``str`` gives a table.
 
-    Steps go on as they do without, and nobody waits for a device; on CUDA torch's peak of allocated
-    memory starts anew. It may be open more than once at a time, and at any time: what is found
-    counts from there. Not collective: one rank may measure alone.
+    Steps run as they do without, and the host does not wait for a device; on CUDA torch's peak of
+    allocated memory starts anew. Several may be open at a time, and begin at any time: each counts
+    from its begin. Not collective: one rank may measure alone.
 
     Args:
         memory: of the engine.
@@ -141,7 +142,7 @@ class Measurement:
     @property
     def memory(self) -> dict[str, int]:
         """Bytes by kind at the moment when the engine held most: "weights", "gradients",
-        "transient" (full parameters and gradients on their way), and the "optimizer"'s state.
+        "transient" (full parameters and staged gradients), and the "optimizer"'s state.
 
         On CUDA also "activations": the rest of what torch had allocated at its peak, at least;
         whatever else lives on the device counts there.
@@ -161,8 +162,8 @@ class Measurement:
         return sum(self.memory.values())
 
     def by_unit(self) -> dict[str, dict[str, float]]:
-        """Seconds waited, in all steps, by unit and lane; units that made nobody wait are not in
-        it."""
+        """Seconds waited, in all steps, by unit and lane; units without waits are
+        left out."""
         sums: dict[str, dict[str, float]] = {}
         for each in self.waited:
             lanes = sums.setdefault(each.unit, {})
@@ -209,8 +210,6 @@ class Measurement:
         return f"{text}, longest for the {name} in {most.phase}. {how}:"
 
     def _held(self) -> str:
-        from fsdp_engine.terminal import format_bytes
-
         kinds = ", ".join(f"{kind} {format_bytes(n)}" for kind, n in self.memory.items() if n)
         known = "" if self._allocated is not None else "; activations are not seen on a CPU"
         return f"Held at most: {format_bytes(self.peak_bytes)}: {kinds}{known}"

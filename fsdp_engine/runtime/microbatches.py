@@ -1,14 +1,14 @@
-"""Microbatches of which several are under way at a time, as in a pipeline.
+"""Several microbatches in progress at a time, as in a pipeline.
 
     GPipe          F0 F1 F2 B0 B1 B2
     1F1B           F0 F1 B0 F2 B1 B2
     zero bubble    F0 F1 I0 F2 I1 W0 I2 W1 W2        I: gradients of inputs, W: of weights
 
 [Note: Several microbatches]
-Whoever runs such a schedule says which microbatch a forward or a backward belongs to, and which
-backward is the last one of the step. Without the former a unit's gradients would count as complete
-only when the backward is over, since calls of other microbatches have theirs to come: all of a
-stage's gradients would be staged at a time where gradients are cut. Without the latter every
+The code that runs such a schedule names the microbatch of each forward and backward, and the last
+backward of the step. Without the former a unit's gradients would count as complete only when the
+backward is over, since the backwards of other microbatches are pending: all gradients of a stage
+would be staged at a time where gradients are sharded. Without the latter every
 backward would reduce all axes.
 
 A backward in two parts is no backward in autograd's eyes: both parts are ``autograd.grad``, which
@@ -111,13 +111,13 @@ class Microbatches:
             last: see :meth:`backward`.
 
         Raises:
-            RuntimeError: a backward is under way.
+            RuntimeError: a backward runs.
         """
         scheduler = self._scheduler
         if not scheduler.is_at_rest:
             raise RuntimeError(
-                "backward of weights: expected no forward or backward under way; found one (after "
-                "an exception, call engine.reset())"
+                "backward of weights: expected no forward or backward in progress; found one "
+                "(after an exception, call engine.reset())"
             )
         order = [scheduler.units[index] for index in reversed(scheduler.reductions.canonical_order)]
         turns = {unit.index: turn for turn, unit in enumerate(order)}

@@ -17,7 +17,7 @@ class ModelHooks:
 
     Args:
         units: all of them, the root first.
-        scheduler: what is told of calls.
+        scheduler: of the engine.
         check: called before each forward of the model.
         engine: kept alive as long as the modules.
     """
@@ -42,7 +42,7 @@ class ModelHooks:
                 continue
             # All of its modules, or none: a unit's gradients have come when all calls are over.
             for module in built.modules:
-                # What lies beside blocks gets what the model's forward makes of its inputs.
+                # Modules beside blocks get inputs that the model's forward has computed.
                 dtypes = (None, built.output_dtype) if module in beside else casts
                 if module not in self._hooks:
                     self._hooks[module] = ModuleHooks(scheduler, module, dtypes, engine)

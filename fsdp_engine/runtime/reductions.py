@@ -17,7 +17,7 @@ From cleared gradients to the next clearing, a step goes through:
        |                       +-- backward -- final <-- end of backward, or finish -----+
        +------ zero_grad, zero_grad_buffer ------+
 
-A backward after the end adds to what is reduced: [Note: Reducing again] in ``reducing_again.py``.
+A backward after the end adds to what is reduced: [Note: Reducing again] in ``gradient_scale.py``.
 ``zero_grad`` is seen when the next backward begins.
 
 ``Timing`` says which of the two: ``shard``'s own engine goes all the way within the last backward;
@@ -49,8 +49,8 @@ from fsdp_engine.devices.lane import Lanes
 from fsdp_engine.devices.lanes import GradientStream
 from fsdp_engine.devices.ranks import Ranks
 from fsdp_engine.runtime.gradient_checks import GradientChecks
+from fsdp_engine.runtime.reduction_queue import GradientArrival, PendingReductions, ReductionQueue
 from fsdp_engine.runtime.step_message import StepMessage
-from fsdp_engine.runtime.turns import Came, InFlight, Turns
 from fsdp_engine.runtime.unit import Unit
 
 _MOST_NAMED = 8
@@ -74,6 +74,23 @@ TRANSITIONS = {
     (Phase.ISSUED, Phase.FINAL),
     (Phase.FINAL, Phase.ACCUMULATING),
 }
+
+
+class StepReductions:
+    """The reductions of one step, from its first backward until gradients are cleared.
+
+    Attributes:
+        phase: where its gradients are; not CLEARED.
+        partial: units of which the last backward left gradients accumulated.
+        arrived_units: units whose gradients have arrived since gradients were published.
+        hooks_are_due: users' hooks have to run on gradients that have become final.
+    """
+
+    def __init__(self, phase: Phase) -> None:
+        self.phase = phase
+        self.partial: frozenset[int] = frozenset()
+        self.arrived_units: set[int] = set()
+        self.hooks_are_due = False
 
 
 class Reductions:
@@ -110,18 +127,23 @@ class Reductions:
         self.canonical_order = self._seen_order
         self._buffers = [buffer for unit in units for buffer in unit.trainable]
         self._message = StepMessage(self._buffers, ranks.message_group, ranks.device, checks)
-        self._queue = self._make_queue()
+        self._order = self._make_order()
         self.stream = GradientStream(ranks.device)
-        self._in_flight = InFlight(lanes, budget, [unit.num_staged for unit in units])
+        self._pending = PendingReductions(lanes, budget, [unit.num_staged for unit in units])
         self._wait_later = weakref.WeakMethod(self.wait) if lanes.compute.runs_ahead else None
-        self._turns = Turns(len(units))
-        self._phase = Phase.CLEARED
-        self._hooks_are_due = False
+        # Of the backward and of the step; None between two of them.
+        self._queue: ReductionQueue | None = None
+        self._step: StepReductions | None = None
+
+    @property
+    def phase(self) -> Phase:
+        """Where the step's gradients are."""
+        return Phase.CLEARED if self._step is None else self._step.phase
 
     @property
     def are_final(self) -> bool:
-        """Whether the step's gradients are reduced, and shown."""
-        return self._phase is Phase.FINAL
+        """Whether the step's gradients are reduced and published."""
+        return self.phase is Phase.FINAL
 
     @property
     def num_steps(self) -> int:
@@ -129,12 +151,12 @@ class Reductions:
         return self._message.num_started
 
     def are_reduced(self, unit: Unit) -> bool | None:
-        """Whether what users see of the unit's gradients is reduced; None: some are accumulated
-        that are not."""
-        is_final = self._phase is Phase.FINAL and unit.index not in self._turns.partial
-        if is_final or all(buffer.shown.are_cleared for buffer in unit.trainable):
+        """Whether the unit's published gradients are reduced; None: some are accumulated that are
+        not."""
+        is_final = self._is_final(unit)
+        if is_final or all(buffer.published.are_cleared for buffer in unit.trainable):
             return is_final
-        return False if self._phase is Phase.CLEARED else None
+        return False if self._step is None else None
 
     def check_step(self, params: Iterable[torch.Tensor]) -> None:
         """An optimizer is about to step ``params`` with their ``.grad``.
@@ -142,7 +164,7 @@ class Reductions:
         Raises:
             RuntimeError: one of these is accumulated and not reduced; names its parameter.
         """
-        if self._phase is Phase.CLEARED or (self.are_final and not self._turns.partial):
+        if self._step is None or (self.are_final and not self._step.partial):
             return
         stepped = {id(param) for param in params}
         for unit in self._units:
@@ -163,7 +185,8 @@ class Reductions:
 
     def has_open_gradients(self, unit: Unit) -> bool:
         """Whether this backward has brought some of the unit's, not yet reduced."""
-        return self._turns.came[unit.index] is Came.SOME
+        queue = self._queue
+        return queue is not None and queue.arrival(unit) is GradientArrival.SOME
 
     def begin_backward(self, *, inputs_only: bool = False) -> None:
         """A backward begins.
@@ -177,42 +200,46 @@ class Reductions:
         """
         self.stream.begin()
         self._message.finish()
-        if self._turns.is_closing:
+        if self._queue is not None and self._queue.autograd_is_done:
             raise RuntimeError(
                 f"backward: expected the weight gradients of {self._missing()}, which the last "
                 "backward put off, to be computed first (backward_dw); found them missing"
             )
-        if self._phase is Phase.ISSUED:
+        if self.phase is Phase.ISSUED:
             raise RuntimeError(
                 "backward: expected finish_grad_sync() after the last microbatch's backward; found "
                 "another backward. Run all microbatches but the last under no_sync()"
             )
-        if self._timing.finishes_backward or self._phase is not Phase.ACCUMULATING:
-            for unit in self._queue:
-                reduced = self._phase is Phase.FINAL and unit.index not in self._turns.partial
+        if self._timing.finishes_backward or self.phase is not Phase.ACCUMULATING:
+            for unit in self._order:
+                reduced = self._is_final(unit)
                 for buffer in unit.trainable:
                     buffer.begin_backward(reduced=reduced)
         self._move_to(Phase.ACCUMULATING)
         # Settled now: gradients may come late, when a no_sync() is over.
-        partial = frozenset(unit.index for unit in self._queue if not unit.options.syncs)
+        partial = frozenset(unit.index for unit in self._order if not unit.options.syncs)
         is_last = self.sync and self._timing.reduces_in_backward and not inputs_only
-        is_last = is_last and len(partial) < max(len(self._queue), 1)
-        self._turns.begin(is_last=is_last, inputs_only=inputs_only, partial=partial)
+        is_last = is_last and len(partial) < max(len(self._order), 1)
+        self._queue = ReductionQueue(
+            self._order, is_last=is_last, inputs_only=inputs_only, partial=partial
+        )
 
     def open_unit(self, unit: Unit) -> None:
         """The unit's first gradient of this backward is about to be written."""
-        came = self._turns.came
-        if came[unit.index] is Came.SOME:
+        queue = self._queue
+        assert queue is not None
+        arrival = queue.arrival(unit)
+        if arrival is GradientArrival.SOME:
             return
-        if came[unit.index] is Came.REDUCED:
+        if arrival is GradientArrival.REDUCED:
             raise RuntimeError(
                 f"a gradient for unit {unit.label} came after its reduction had started: expected "
                 "one gradient per parameter and backward; found a second one (a parameter that is "
                 "used in several re-entrant checkpoints?). Put the modules that share it into one "
                 "unit, or use checkpoint(..., use_reentrant=False)"
             )
-        self._in_flight.make_room(unit)
-        came[unit.index] = Came.SOME
+        self._pending.make_room(unit)
+        queue.set_arrival(unit, GradientArrival.SOME)
         for buffer in unit.trainable:
             assert buffer.grads is not None
             buffer.grads.begin()
@@ -220,25 +247,30 @@ class Reductions:
     def unit_is_ready(self, unit: Unit) -> None:
         """All gradients of the unit that this backward brings have come, or will come later."""
         if unit.trainable:
-            self._turns.unit_is_ready(unit)
+            assert self._queue is not None
+            self._queue.set_ready(unit)
             with self.stream.entered():
-                self._advance()
+                self._advance(self._queue)
 
     def late_gradient_came(self, unit: Unit) -> None:
         """The last weight gradient that ``unit``'s modules had put off has come."""
+        queue = self._queue
+        assert queue is not None
         with self.stream.entered():
-            self._advance()
-            if self._turns.is_closing and not self._turns.waiting(self._queue):
-                self._close()
+            self._advance(queue)
+            if queue.autograd_is_done and not queue.waiting:
+                self._close(queue)
 
     def end_backward(self) -> None:
-        """Backward is over: reduce what is left, wait for it, show the gradients, as far as this
-        engine's timing has it."""
-        self._turns.is_closing = True
+        """Backward is over: reduce the remaining units, wait for pending reductions and publish the
+        gradients, as far as this engine's timing has it."""
+        queue = self._queue
+        assert queue is not None
+        queue.autograd_is_done = True
         with self.stream.entered():
-            self._advance()
-            if not self._turns.waiting(self._queue):
-                self._close()
+            self._advance(queue)
+            if not queue.waiting:
+                self._close(queue)
 
     def start(self, *, wait: bool = False) -> None:
         """Issue the last reductions of the step, unless they are issued already.
@@ -246,32 +278,32 @@ class Reductions:
         Args:
             wait: return when they are done.
         """
-        if self._turns.is_open or self._phase in (Phase.ISSUED, Phase.FINAL):
+        if self._queue is not None or self.phase in (Phase.ISSUED, Phase.FINAL):
             return  # backward issues them, or has
         self.wait()
-        for buffer in self._buffers if self._phase is Phase.CLEARED else ():
+        for buffer in self._buffers if self._step is None else ():
             buffer.begin_backward(reduced=False)  # no microbatch at all on this rank: zeros
-        for unit in self._queue:
+        for unit in self._order:
             tickets = []
             for buffer in unit.trainable:
                 grads = buffer.grads
                 assert grads is not None
-                grads.zero_fresh()
+                grads.zero_missing()
                 if self._checks is not None and not grads.writes_to_staging:
                     self._checks.look(buffer)
-                ticket = grads.reduce(microbatch=False, last=True)
+                ticket = grads.reduce(last=True)
                 if ticket is not None:
                     tickets.append(ticket)
-            self._in_flight.add(unit, tickets, staged=False)
+            self._pending.add(unit, tickets, staged=False)
         self._issued()
         if wait:
             self.wait()
 
     def wait(self) -> None:
         """Compute waits for everything that is issued."""
-        if len(self._in_flight):
+        if len(self._pending):
             with self.stream.entered():
-                self._in_flight.finish()
+                self._pending.finish()
         for buffer in self._buffers:
             buffer.reads.gradients.in_flight = None
 
@@ -282,27 +314,28 @@ class Reductions:
             RuntimeError: a backward is not over, or its weight gradients have not all come; names
                 parameters. Or what checks of gradients found, on all ranks.
         """
-        if self._turns.is_open:
+        if self._queue is not None:
             raise RuntimeError(
                 "finish_grad_sync: expected the gradients of all parameters; found a backward that "
                 "is not over, or weight gradients put off by it (backward_dw): missing are those "
                 f"of {self._missing()}"
             )
-        if self._phase is Phase.FINAL:
+        if self.phase is Phase.FINAL:
             return
         self.start()
         self.wait()
-        self._publish()
-        self._turns.forget()
+        assert self._step is not None
+        self._publish(self._step)
         self._move_to(Phase.FINAL)
 
     def run_hooks(self) -> None:
         """Run users' hooks on gradients that have become final, and add earlier gradients to them;
         the engine must be at rest."""
-        if self._hooks_are_due:
-            self._hooks_are_due = False
-            for unit in self._queue:
-                if unit.index not in self._turns.partial:
+        step = self._step
+        if step is not None and step.hooks_are_due:
+            step.hooks_are_due = False
+            for unit in self._order:
+                if unit.index not in step.partial:
                     for buffer in unit.trainable:
                         buffer.run_hooks()
 
@@ -315,92 +348,94 @@ class Reductions:
         Raises:
             RuntimeError: a backward is not over.
         """
-        if self._turns.is_open:
+        if self._queue is not None:
             raise RuntimeError(
                 "zero_grad_buffer: expected no backward under way; found one without the gradients "
                 f"of {self._missing()} (after an exception, call engine.reset())"
             )
         self.wait()
         self._message.finish()
-        self._turns.forget()
+        self._step = None
         for buffer in self._buffers:
-            buffer.discard_gradients(keeps_memory=zero)
-            if zero and buffer.grads is not None:
-                buffer.grads.zero()
-        self._phase = Phase.CLEARED
+            buffer.discard_gradients(zero=zero)
 
     def scale(self, factor: float | torch.Tensor) -> None:
         """Multiply all gradients that are there, reduced or accumulated so far."""
         self.wait()
         for buffer in self._buffers:
             assert buffer.grads is not None
-            buffer.grads.scale(factor, self._phase is Phase.FINAL)
-            buffer.shown.scale_held(factor)
+            buffer.grads.scale(factor, self.are_final)
+            buffer.published.scale_kept(factor)
 
     def reset(self) -> None:
-        """Forget this backward and all accumulated gradients."""
-        self._in_flight.forget()
-        self._turns.end()
-        self._turns.forget()
-        self._phase = Phase.CLEARED
+        """Drop this backward and the step with all accumulated gradients."""
+        self._pending.discard()
+        self._queue = self._step = None
         self._message.forget()
         for buffer in self._buffers:
             buffer.discard_gradients()
 
-    def _make_queue(self) -> list[Unit]:
+    def _is_final(self, unit: Unit) -> bool:
+        """Whether the unit's gradients are reduced, as those of the step are."""
+        step = self._step
+        return step is not None and step.phase is Phase.FINAL and unit.index not in step.partial
+
+    def _make_order(self) -> list[Unit]:
         """Trainable units in the order of their reductions."""
         order = [self._units[index] for index in reversed(self.canonical_order)]
         return [unit for unit in order if unit.trainable]
 
-    def _advance(self) -> None:
-        """Reduce, in order, what is ready."""
-        while (unit := self._turns.next(self._queue)) is not None:
-            self._reduce(unit)
+    def _advance(self, queue: ReductionQueue) -> None:
+        """Reduce, in order, the units that are ready."""
+        while (unit := queue.next()) is not None:
+            self._reduce(queue, unit)
 
-    def _reduce(self, unit: Unit) -> None:
-        """Issue what this backward has to reduce of ``unit``."""
-        last = self._turns.is_last and unit.index not in self._turns.partial
-        if not self.has_open_gradients(unit):
-            if not last and (self._turns.inputs_only or not unit.num_staged):
-                return  # nothing came, nothing travels: what was accumulated stays
+    def _reduce(self, queue: ReductionQueue, unit: Unit) -> None:
+        """Submit the reductions of ``unit`` that are due in this backward."""
+        last = queue.is_last and unit.index not in queue.partial
+        if queue.arrival(unit) is not GradientArrival.SOME:
+            if not last and (queue.inputs_only or not unit.num_staged):
+                return  # there is nothing to send: the accumulation buffer stays as it is
             self.open_unit(unit)
         tickets = []
         for buffer in unit.trainable:
             grads = buffer.grads
             assert grads is not None
-            buffer.shown.note_used()
-            grads.finish_writing()
+            grads.end_writing()
             if self._checks is not None and (last or grads.writes_to_staging):
                 self._checks.look(buffer)
-            ticket = grads.reduce(microbatch=True, last=last)
+            ticket = grads.reduce(last=last)
             if ticket is not None:
                 tickets.append(ticket)
-        self._turns.came[unit.index] = Came.REDUCED
-        self._in_flight.add(unit, tickets, staged=True)
+        queue.set_arrival(unit, GradientArrival.REDUCED)
+        self._pending.add(unit, tickets, staged=True)
 
-    def _close(self) -> None:
-        """All that this backward brings has come and is issued."""
-        self._turns.end()
+    def _close(self, queue: ReductionQueue) -> None:
+        """All gradients of this backward have arrived, and their reductions are submitted."""
+        step, self._queue = self._step, None
+        assert step is not None
+        step.partial = queue.partial
+        step.arrived_units.update(queue.reduced)
         for buffer in self._buffers:
-            buffer.shown.end_backward()
-        if self._turns.is_last:
+            buffer.published.end_backward()
+        if queue.is_last:
             self._issued()
             if self._timing.finishes_backward:
                 self.finish()
             return
         if self._timing.finishes_backward:
-            for unit in self._queue:
-                self._publish_partial(unit)
-        self._turns.forget()
-        self._leave_in_flight()
+            for unit in self._order:
+                self._publish_partial(unit, step)
+            step.arrived_units.clear()
+        self._leave_pending()
 
-    def _leave_in_flight(self) -> None:
+    def _leave_pending(self) -> None:
         """See [Note: Reductions left in flight]."""
         reads = [buffer.reads.gradients for buffer in self._buffers]
         if self._wait_later is None or any(each.were_asked for each in reads):
             self.wait()
-        elif len(self._in_flight):
-            self._in_flight.end_backward()
+        elif len(self._pending):
+            self._pending.end_backward()
             for each in reads:
                 each.in_flight = self._wait_later
 
@@ -408,49 +443,59 @@ class Reductions:
         self._move_to(Phase.ISSUED)
         self._message.start(self._seen_order)
 
-    def _publish_partial(self, unit: Unit) -> None:
+    @staticmethod
+    def _publish_partial(unit: Unit, step: StepReductions) -> None:
         """Between microbatches: ``.grad`` is there wherever something is accumulated, on any rank,
         so that the user's clearing it can be seen."""
         for buffer in unit.trainable:
-            if self._turns.came[unit.index] is Came.REDUCED:
+            if unit.index in step.arrived_units:
                 buffer.publish_gradients([True] * len(buffer.records), reduced=False)
             else:
-                buffer.shown.put_back()
+                buffer.published.put_back()
 
-    def _publish(self) -> None:
+    def _publish(self, step: StepReductions) -> None:
         new_order = self._seen_order != self.canonical_order
         verdict = self._message.read(new_order)
         if new_order and verdict.same_order:
             self.canonical_order = self._seen_order
-            self._queue = self._make_queue()
+            self._order = self._make_order()
         if verdict.problem is not None:
             self.clear(zero=False)
             raise RuntimeError(verdict.problem)
-        self._hooks_are_due = True
-        for unit in self._queue:
-            if unit.index in self._turns.partial:
-                self._publish_partial(unit)
+        step.hooks_are_due = True
+        for unit in self._order:
+            if unit.index in step.partial:
+                self._publish_partial(unit, step)
                 continue
             for buffer in unit.trainable:
-                used = verdict.used.get(id(buffer), buffer.shown.used)
+                used = verdict.used.get(id(buffer), buffer.published.used)
                 buffer.publish_gradients(used, reduced=True)
+        step.arrived_units.clear()
 
     def _move_to(self, phase: Phase) -> None:
-        assert (self._phase, phase) in TRANSITIONS, (
-            f"gradients: {self._phase.value} -> {phase.value} is not a legal transition"
+        assert (self.phase, phase) in TRANSITIONS, (
+            f"gradients: {self.phase.value} -> {phase.value} is not a legal transition"
         )
-        self._phase = phase
+        if self._step is None:
+            self._step = StepReductions(phase)
+        self._step.phase = phase
 
     def _missing(self) -> str:
         """Names of parameters whose gradients this backward has not brought so far."""
-        came = self._turns.came
-        names = [
-            record.name
-            for unit in self._turns.waiting(self._queue)
-            for buffer in unit.trainable
-            if buffer.grads is not None and came[unit.index] is not Came.REDUCED
-            for record, has_come in zip(buffer.records, buffer.grads.touched, strict=True)
-            if not has_come
-        ]
+        queue = self._queue
+        assert queue is not None
+        names: list[str] = []
+        for unit in queue.waiting:
+            if queue.arrival(unit) is GradientArrival.REDUCED:
+                continue
+            for buffer in unit.trainable:
+                assert buffer.grads is not None
+                writer = buffer.grads.writer
+                arrived = bytes(len(buffer.records)) if writer is None else writer.arrived
+                names += [
+                    record.name
+                    for record, flag in zip(buffer.records, arrived, strict=True)
+                    if not flag
+                ]
         more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
         return ", ".join(names[:_MOST_NAMED]) + more

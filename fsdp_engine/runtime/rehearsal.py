@@ -1,8 +1,9 @@
-"""What is there together in a step, from units and their sizes alone.
+"""The units that hold transient memory at one time, predicted from units and their sizes alone.
 
-A *moment* is the units that have something at one time: full parameters, or staged gradients. Where
-memory has to be counted or made before a step has run, this is the step, with units used as their
-modules were registered (:class:`~fsdp_engine.planning.assignment.Expected`).
+A *moment* is the units that have full parameters, or staged gradients, at one time, in the order in
+which they get them. Where memory has to be counted or allocated before a step has run, units are
+taken to be used as their modules were registered
+(:class:`~fsdp_engine.planning.assignment.Expected`).
 """
 
 from __future__ import annotations
@@ -17,21 +18,22 @@ from fsdp_engine.runtime.record import Use, prefetch_windows
 from fsdp_engine.runtime.unit import Unit
 
 
-def moments_of(
+def predict_concurrent_units(
     units: Sequence[Unit], expected: Expected, budget: int, staging_budget: StagingBudget
 ) -> dict[str, list[list[int]]]:
-    """By role of transient memory ("full", "staging"), all moments of a step.
+    """Returns all moments of a step by role of transient memory ("full", "staging").
 
     Args:
         units: by number.
         expected: how they are used.
-        budget: elements that may be gathered ahead.
-        staging_budget: what may be staged.
+        budget: elements that may be prefetched.
+        staging_budget: of staged gradients.
     """
     elements = [unit.num_elements if unit.reshards else 0 for unit in units]
     # In the first forward, loose units are full throughout.
     loose = [unit.index for unit in units if unit.built.loose]
-    full = [sorted({*moment, *loose}) for moment in full_moments(expected, elements, budget)]
+    moments = full_moments(expected, elements, budget)
+    full = [list(dict.fromkeys((*loose, *moment))) for moment in moments]
     return {
         "full": full,
         "staging": list(
@@ -45,42 +47,42 @@ def full_moments(expected: Expected, elements: Sequence[int], budget: int) -> It
 
     Args:
         expected: how units are used.
-        elements: by unit, what is gathered of it.
-        budget: elements that are gathered ahead.
+        elements: by unit, those that are gathered.
+        budget: elements that are prefetched.
     """
     for order in (expected.forward, expected.backward):
         uses = [Use(unit, FORWARD) for unit in order]
         for use, window in zip(uses, prefetch_windows(uses, elements, budget), strict=True):
             ahead = (each.unit for each in window)
-            yield sorted({use.unit, *expected.around[use.unit], *ahead})
+            yield list(dict.fromkeys((*sorted(expected.around[use.unit]), use.unit, *ahead)))
 
 
 def staged_moments(
     expected: Expected, staged: Sequence[int], budget: StagingBudget
 ) -> Iterator[list[int]]:
-    """Units whose gradients are staged when each of them gets its first one, if no reduction were
-    done before somebody waits for it.
+    """Units whose gradients are staged when each of them gets its first one, if every reduction
+    took until it is waited for.
 
     Args:
         expected: how units are used. One that contains others, or is used again further on in
             backward, gets gradients until then.
         staged: by unit, elements of its staging.
-        budget: what may be staged.
+        budget: of staged gradients.
     """
     order = expected.forward
     first_place = {unit: place for place, unit in reversed(list(enumerate(order)))}
     in_flight: deque[int] = deque()
     num_elements = 0
-    taken: set[int] = set()
+    taken: dict[int, None] = {}
     for place, unit in reversed(list(enumerate(order))):
         for each in (*sorted(expected.around[unit]), unit):
             if each in taken:
                 continue
             while in_flight and budget.is_exceeded(len(in_flight), num_elements, staged[each]):
                 num_elements -= staged[in_flight[0]]
-                taken.discard(in_flight.popleft())
-            taken.add(each)
-        yield sorted(taken)
+                taken.pop(in_flight.popleft(), None)
+            taken[each] = None
+        yield list(taken)
         if place == first_place[unit]:
             in_flight.append(unit)
             num_elements += staged[unit]

@@ -26,7 +26,7 @@ from fsdp_engine.config import Timing
 from fsdp_engine.devices.memory import Memory
 from fsdp_engine.planning.assignment import Expected
 from fsdp_engine.runtime.backward import Backward, check_is_whole
-from fsdp_engine.runtime.callers import callers
+from fsdp_engine.runtime.call_context import call_context
 from fsdp_engine.runtime.record import Record, Use, first_use_order
 from fsdp_engine.runtime.reductions import Reductions
 from fsdp_engine.runtime.unit import Call, Kept, Unit
@@ -179,10 +179,10 @@ class Scheduler:
             for unit in self.units:
                 for buffer in unit.trainable:
                     buffer.renew_accumulators()
-        who = callers()
-        self._in_stage_of_torch = self.microbatch is None and who.stage
+        context = call_context()
+        self._in_stage_of_torch = self.microbatch is None and context.stage
         for unit in self.units:
-            if who.functional_call:
+            if context.functional_call:
                 unit.check_not_swapped()
             unit.follow_requires_grad()
             if unit.is_gathering and not unit.is_current:

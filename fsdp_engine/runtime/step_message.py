@@ -33,7 +33,7 @@ from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.devices import collectives
 from fsdp_engine.devices.host_memory import bytes_to
 from fsdp_engine.devices.lanes import SideStream
-from fsdp_engine.devices.watch import naming
+from fsdp_engine.devices.stall_monitor import naming
 from fsdp_engine.runtime.gradient_checks import GradientChecks
 from fsdp_engine.runtime.record import order_digest
 
@@ -105,7 +105,7 @@ class StepMessage:
         for part in self._parts:
             flags = bytearray()
             for buffer in part.buffers:
-                flags += bytes(buffer.shown.used)
+                flags += bytes(buffer.published.used)
             if part.group is self._group:
                 digest = order_digest(order)
                 flags += digest + bytes(255 - byte for byte in digest)
@@ -127,7 +127,7 @@ class StepMessage:
         found: list[int] | None = None
         for part in self._parts:
             is_main = part.group is self._group
-            missing = not all(all(buffer.shown.used) for buffer in part.buffers)
+            missing = not all(all(buffer.published.used) for buffer in part.buffers)
             if not (missing or (is_main and (has_new_order or self._looks_for_nan))):
                 continue  # the work is waited for before the next message
             with naming(_WHAT, part.group), self._stream.entered():
@@ -137,8 +137,8 @@ class StepMessage:
             part.work = None
             at = 0
             for buffer in part.buffers:
-                used[id(buffer)] = values[at : at + len(buffer.shown.used)]
-                at += len(buffer.shown.used)
+                used[id(buffer)] = values[at : at + len(buffer.published.used)]
+                at += len(buffer.published.used)
             if is_main:
                 digest = values[at : at + _DIGEST_BYTES]
                 complement = values[at + _DIGEST_BYTES : at + 2 * _DIGEST_BYTES]

@@ -1,4 +1,8 @@
-"""Tensors inside whatever modules take and return: tuples, dicts, dataclasses, any nesting."""
+"""Tensors in the arguments and results of modules: tuples, dicts, dataclasses, any nesting.
+
+Not ``torch.utils._pytree``: that takes a dataclass, or a user's own mapping, for a leaf, and
+builds every container anew.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,6 @@ import copy
 import dataclasses
 import enum
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +38,7 @@ def containers_in(values: Iterable[Any]) -> list[Any]:
 
 
 def unknown_part(tree: Any) -> Any:
-    """Something in ``tree`` that may hold tensors which nobody here finds; None if nothing does."""
+    """A part of ``tree`` that may hold tensors that :func:`iter_tensors` does not find; or None."""
     if isinstance(tree, _SIMPLE):
         return None
     if isinstance(tree, (tuple, list, Mapping)) or _is_dataclass(tree):
@@ -47,75 +50,61 @@ def unknown_part(tree: Any) -> Any:
 _SIMPLE = (torch.Tensor, torch.dtype, torch.device, type(None), int, float, str, bytes, enum.Enum)
 
 
-def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+def map_tensors(
+    function: Callable[[torch.Tensor], torch.Tensor], tree: Any, exchange: Exchange | None = None
+) -> Any:
     """``tree`` with every tensor replaced; parts in which nothing changed are kept as they are.
 
-    Keeping unchanged parts means that a container of a user's own class comes back as the same
-    object unless one of its tensors really was replaced. No container is changed: see
-    :class:`Exchange` for that.
+    So a container of a user's own class is returned as the same object unless one of its tensors
+    was replaced. Then it is copied; with ``exchange`` it is changed in place, if it can be.
     """
     if isinstance(tree, torch.Tensor):
         return function(tree)
     if isinstance(tree, tuple):
-        return _mapped_tuple(partial(map_tensors, function), tree)
+        items = [map_tensors(function, item, exchange) for item in tree]
+        if all(new is old for new, old in zip(items, tree, strict=True)):
+            return tree
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     changes = [
-        (key, new)
+        (key, value, new)
         for key, value in _slots(tree)
-        if (new := map_tensors(function, value)) is not value
+        if (new := map_tensors(function, value, exchange)) is not value
     ]
-    return _changed_copy(tree, changes) if changes else tree
+    if not changes:
+        return tree
+    if exchange is None or not _is_mutable(tree):
+        return _changed_copy(tree, [(key, new) for key, _, new in changes])
+    for key, _, new in changes:
+        _set(tree, key, new)
+    exchange.changed.append((tree, {id(new): (new, old) for _, old, new in changes}))
+    return tree
 
 
 class Exchange:
     """Other tensors in the user's own containers, until it is undone.
 
-    A list, dict or dataclass that a module is given may be what it is to change (a history, a
-    cache), so that it has to get that very object. Tuples, and whatever else cannot be changed,
-    are copied where a tensor in them is replaced.
+    A module may change a list, dict or dataclass that it is given (a history, a cache), so it has
+    to get that object. Tuples, and other immutable containers, are copied if a tensor in them is
+    replaced.
+
+    Attributes:
+        changed: each container with its new values by ``id``, and the old ones.
     """
 
     def __init__(self) -> None:
-        # Each container with its new values by id, and the old ones.
-        self._changed: list[tuple[Any, dict[int, tuple[Any, Any]]]] = []
-
-    def put(self, function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
-        """``tree``, with each of its tensors replaced by what ``function`` makes of it."""
-        if isinstance(tree, torch.Tensor):
-            return function(tree)
-        if isinstance(tree, tuple):
-            return _mapped_tuple(partial(self.put, function), tree)
-        changes = [
-            (key, value, new)
-            for key, value in _slots(tree)
-            if (new := self.put(function, value)) is not value
-        ]
-        if not changes:
-            return tree
-        if not _is_mutable(tree):
-            return _changed_copy(tree, [(key, new) for key, _, new in changes])
-        for key, _, new in changes:
-            _set(tree, key, new)
-        self._changed.append((tree, {id(new): (new, old) for _, old, new in changes}))
-        return tree
+        self.changed: list[tuple[Any, dict[int, tuple[Any, Any]]]] = []
 
     def undo(self) -> None:
-        """Put the old values back, wherever in their containers the new ones are by now."""
-        for tree, old_of in reversed(self._changed):
+        """Put the old values back, to wherever in their containers the new ones are."""
+        for tree, old_of in reversed(self.changed):
             for key, value in _slots(tree):
                 if id(value) in old_of:
                     _set(tree, key, old_of[id(value)][1])
-        self._changed.clear()
-
-
-def _mapped_tuple(function: Callable[[Any], Any], tree: tuple[Any, ...]) -> Any:
-    items = [function(item) for item in tree]
-    if all(new is old for new, old in zip(items, tree, strict=True)):
-        return tree
-    return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+        self.changed.clear()
 
 
 def _slots(tree: Any) -> list[tuple[Any, Any]]:
-    """What a container holds, with where it holds it; nothing of what is no container."""
+    """Keys and values of a container; none of any other object."""
     if isinstance(tree, list):
         return list(enumerate(tree))
     if isinstance(tree, Mapping):

@@ -294,8 +294,7 @@ class Unit:
         """Let compute wait for the gather in flight, if there is one."""
         unsharded = self.unsharded
         if unsharded is not None and unsharded.tickets is not None:
-            for ticket in unsharded.tickets:
-                self._lanes.compute.wait(ticket)
+            self._lanes.compute.wait(*unsharded.tickets)
             unsharded.tickets = None
             for buffer in self.built.buffers:
                 buffer.weights.gathered(unsharded.phases, for_backward=unsharded.for_backward)
@@ -431,7 +430,7 @@ class Unit:
         missing = 0
         for buffer in self.trainable:
             assert buffer.grads is not None
-            missing += len(buffer.records) - buffer.grads.num_touched
+            missing += buffer.grads.num_missing
         return missing
 
     def reset(self) -> None:

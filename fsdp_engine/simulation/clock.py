@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_engine.devices.lane import COMPUTE, LANES, Lanes, Operation, Steps, unit_of
+from fsdp_engine.devices.lane import COMPUTE, COPY_IN, LANES, Lanes, Operation, Steps, unit_of
 from fsdp_engine.devices.meter import Meter
 from fsdp_engine.simulation.machine import Machine
 
@@ -181,9 +181,10 @@ class SimulatedLane:
         ticket.done = not self.runs_ahead  # what the host has submitted it waits for by itself
         return ticket
 
-    def wait(self, ticket: Any) -> None:
+    def wait(self, *tickets: Any) -> None:
         """See :class:`~fsdp_engine.devices.lanes.Lane`."""
-        self._clock.wait(self, ticket)
+        for ticket in tickets:
+            self._clock.wait(self, ticket)
 
     def access(self, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
         """See :class:`~fsdp_engine.devices.lanes.Lane`."""
@@ -233,7 +234,9 @@ class Clock:
         self.exposed: list[Exposed] = []
         self.sent_bytes: dict[str, float] = {}
         self.memory_changed: Callable[[], None] = lambda: None
-        self.lanes = {name: SimulatedLane(self, name) for name in LANES}
+        # Those of a device, or of a CPU: see [Note: Lanes] in ``devices/lane.py``.
+        names = (*LANES, COPY_IN) if machine.host_runs_ahead else LANES
+        self.lanes = {name: SimulatedLane(self, name) for name in names}
         self._compute = self.lanes[COMPUTE]
         # What compute's next operation comes after, and the phase in which somebody said so.
         self._awaited: SimulatedTicket | None = None
@@ -403,5 +406,5 @@ def _issue(steps: Steps) -> bool:
 
 
 def axis_of(lane: str) -> str:
-    """The axis whose messages ``lane`` carries: "inner" or "outer"."""
-    return lane.split()[0]
+    """The axis whose messages ``lane`` carries, "inner" or "outer"; of encodings the inner one."""
+    return "inner" if lane == COPY_IN else lane.split()[0]

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.devices.lanes import lanes_made_by
-from fsdp_engine.devices.mesh import pretended_ranks
+from fsdp_engine.devices.mesh import simulated_ranks
 from fsdp_engine.engine import Engine
 from fsdp_engine.optimizer import shard_optimizer
 from fsdp_engine.sharding import shard
@@ -121,7 +121,7 @@ def simulate(
     clock.memory_changed = memory.sample
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with (
-        pretended_ranks(sizes, on_host=not machine.host_runs_ahead) as device_mesh,
+        simulated_ranks(sizes, on_host=not machine.host_runs_ahead) as device_mesh,
         lanes_made_by(clock.make_lanes),
         fake,
         Operations(clock, memory, sizes[-1], fake, known or KnownOperations()),

@@ -227,7 +227,7 @@ def count_host_syncs() -> Iterator[Counter[tuple[str, str]]]:
     counts: Counter[tuple[str, str]] = Counter()
 
     def observe(reason: str) -> None:
-        counts[reason, _call_site(sys._getframe(1))] += 1
+        counts[reason, _call_site(sys._getframe().f_back)] += 1
 
     _ext().set_observer(observe)
     try:
@@ -239,6 +239,11 @@ def count_host_syncs() -> Iterator[Counter[tuple[str, str]]]:
 def num_stream_waits() -> int:
     """Stream-ordered waits that programs asked for, since :func:`without_wait` was last entered."""
     return int(_ext().num_stream_waits())
+
+
+def num_jobs(stream: torch.Stream) -> int:
+    """Kernels, copies and collectives that ``stream`` has been given in this process."""
+    return int(_ext().num_jobs(stream.stream_id))
 
 
 @contextlib.contextmanager

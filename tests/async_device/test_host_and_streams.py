@@ -149,9 +149,9 @@ def test_training_on_other_streams_than_that_of_shard_is_right(level: str, apart
     rows = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
     model = Transformer(num_blocks=2)
     on_device = copy.deepcopy(model)
-    fe.shard(model, dist.init_device_mesh("cpu", (2,)), strategy=level)
+    fe.shard(model, dist.init_device_mesh("cpu", (2,)), strategy=level, min_unit_size=0)
     train_on(model, rows, None, None)
-    engine = fe.shard(on_device, strategy=level)
+    engine = fe.shard(on_device, strategy=level, min_unit_size=0)
     forward = torch.deferred.Stream()
     backward = torch.deferred.Stream() if apart else forward
     for stream in (forward, backward):
@@ -201,6 +201,17 @@ def test_collectives_of_a_backend_that_is_not_the_devices_own_are_waited_for() -
         lanes.compute.wait(ticket)
         assert full.tolist() == [1.0] * 3 + [2.0] * 3
     assert group.are_async == [True]
+
+
+@on_ranks(2)
+def test_a_mesh_whose_collectives_do_not_wait_for_streams_is_refused() -> None:
+    """torch's MPI, which needs a torch of its own: its name alone is tried."""
+    model = blocks_of(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mesh_module, "name_of_backend", lambda group, device: "mpi")
+        with pytest.raises(ValueError, match=r"expected a backend for deferred tensors .* MPI"):
+            fe.shard(model)
+    fe.shard(model)
 
 
 @on_ranks(1)

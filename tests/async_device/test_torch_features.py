@@ -225,13 +225,13 @@ def test_an_optimizer_steps_as_on_the_cpu(name: str, way: str) -> None:
 
 
 @on_ranks(2)
-def test_a_captured_step_and_a_learning_rate_on_the_device_step_as_on_the_cpu() -> None:
+def test_an_optimizer_with_a_learning_rate_on_the_device_steps_as_on_the_cpu() -> None:
     job = Job(num_micro=1)
     expected = train(dataclasses.replace(job, make_optimizer=OPTIMIZERS["adamw"]), "cpu")
 
     def make(parameters: Any) -> torch.optim.Optimizer:
         rate = torch.tensor(1e-2, device=on.DEVICE)
-        return torch.optim.AdamW(parameters, lr=rate, eps=1e-6, foreach=False, capturable=False)
+        return torch.optim.AdamW(parameters, lr=rate, eps=1e-6, foreach=False)
 
     with random_delays(seed=1):
         found = train(dataclasses.replace(job, make_optimizer=make), on.NAME)

@@ -179,3 +179,26 @@ def test_fsdp2_has_no_host_sync_in_a_steady_step() -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert step == 0 or not syncs
+
+
+class Gated(nn.Module):
+    """A linear and a scale that only rank 1 reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(8, 8), nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x * self.scale if dist.get_rank() == 1 else x).sum()
+
+
+@on_ranks(2)
+def test_ddp_waits_for_the_device_where_a_parameter_has_no_gradient_on_one_rank() -> None:
+    """As ``docs/devices.md`` says, which compares the engine with it."""
+    x = torch.ones(2, 8, device=on.DEVICE)
+    model = nn.parallel.DistributedDataParallel(Gated().to(on.DEVICE), find_unused_parameters=True)
+    for _ in range(2):
+        model(x).backward()
+    with on.count_host_syncs() as syncs:
+        model(x).backward()
+    assert sum(syncs.values()) == (1 if dist.get_rank() == 0 else 0), syncs

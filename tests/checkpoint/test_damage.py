@@ -24,8 +24,8 @@ from fsdp_engine.checkpoint.checksums import BLOCK_BYTES, BlockSummer, CheckedFi
 from fsdp_engine.checkpoint.command_line import app
 from fsdp_engine.checkpoint.dcp_metadata import METADATA, read_metadata
 from fsdp_engine.checkpoint.manifest import MANIFEST
-from tests.checkpoint.test_checkpoint import contents, different
-from tests.pool import Ranks
+from tests.checkpoint.test_checkpoint import contents, different, shared_folder
+from tests.pool import Ranks, on_ranks
 
 NUM_DAMAGES = 150
 
@@ -403,3 +403,33 @@ def keep_plain_values(folder: str) -> None:
 
 def test_plain_values_need_no_trust(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(keep_plain_values, str(tmp_path), world_size=1, group=False)
+
+
+@on_ranks(2)
+def test_engines_by_name_are_unusable_after_a_failed_load_until_they_are_loaded_again() -> None:
+    folder = shared_folder()
+    models = {name: nn.Linear(256, 256) for name in ("actor", "critic")}
+    engines = {name: fe.shard(each, initial_values="rank0") for name, each in models.items()}
+    fe.save_checkpoint(f"{folder}/whole", engines)
+    if dist.get_rank() == 0:
+        shutil.copytree(f"{folder}/whole", f"{folder}/damaged")
+        file = next(Path(f"{folder}/damaged").glob("__shards_*"))
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    dist.barrier()
+    with pytest.raises(RuntimeError, match="half way"):
+        fe.load_checkpoint(f"{folder}/damaged", engines)
+    x = torch.ones(1, 256)
+    for use in (
+        lambda: models["actor"](x),
+        lambda: models["critic"](x),
+        lambda: fe.save_checkpoint(f"{folder}/no", engines),
+        engines["actor"].full_state_dict,
+    ):
+        with pytest.raises(RuntimeError, match=r"partly replaced.*Load a checkpoint again"):
+            use()
+    fe.load_checkpoint(f"{folder}/whole", engines)
+    for model in models.values():
+        assert model(x).isfinite().all()
+    fe.save_checkpoint(f"{folder}/again", engines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -109,7 +110,7 @@ class Narrow(torch.Tensor):
 KINDS: dict[str, Any] = {"pair": lambda t: Pair(t, t.clone()), "narrow": Narrow}
 
 
-def _model(kind: str) -> nn.Module:
+def _model(kind: str, *, is_plain: bool = False) -> nn.Module:
     torch.manual_seed(0)
     # Narrow pads uneven shards. 6 rows of the second layer are even.
     size = 7 if kind == "narrow" else 8
@@ -120,7 +121,8 @@ def _model(kind: str) -> nn.Module:
     for block in blocks:
         for layer in (block[0], block[2]):
             assert isinstance(layer, nn.Linear)
-            layer.weight = nn.Parameter(KINDS[kind](layer.weight.detach().clone()))
+            if not is_plain:
+                layer.weight = nn.Parameter(KINDS[kind](layer.weight.detach().clone()))
     return nn.Sequential(*blocks)
 
 
@@ -179,22 +181,76 @@ def test_hooks_train_alike_at_each_level(ranks: Ranks, kind: str, level: str) ->
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
-def _refused(what: str) -> None:
+def _from_meta(kind: str, way: str, level: str) -> list[float]:
+    """Sharded on the meta device; then parameters get the values of ``_model(kind)``."""
+    with torch.device("meta"):
+        model = _model(kind)
+    if way in ("fully_shard", "assigned"):
+        for block in model.children():
+            fsdp2.fully_shard(block, strategy=level)
+        fsdp2.fully_shard(model, strategy=level)
+        assert all(param.is_meta for param in model.parameters())
+        if way == "fully_shard":
+            model.to_empty(device="cpu")
+    else:
+        if way == "rank0" and dist.get_rank() == 0:
+            model = _model(kind)
+        fe.shard(model, strategy=level, min_unit_size=0)
+    if way != "rank0":
+        values = dict(_model(kind, is_plain=True).named_parameters())
+        state = {
+            name: distribute_tensor(values[name].detach(), param.device_mesh, param.placements)
+            for name, param in model.named_parameters()
+        }
+        model.load_state_dict(state, assign=way == "assigned")
+    return _train(model)
+
+
+FIRST = [("fully_shard", LEVELS[3]), ("fully_shard", LEVELS[0]), ("shard", LEVELS[1])]
+FROM_META = [
+    pytest.param(*each, marks=() if each in FIRST else pytest.mark.thorough)
+    for each in itertools.product(("fully_shard", "assigned", "shard", "rank0"), LEVELS)
+]
+
+
+@pytest.mark.parametrize(("way", "level"), FROM_META)
+@pytest.mark.parametrize("kind", KINDS)
+def test_hooks_train_with_values_set_after_sharding_on_meta(
+    ranks: Ranks, kind: str, way: str, level: str
+) -> None:
+    expected = ranks.run(_with_fsdp2, kind, 1, world_size=2)
+    found = ranks.run(_from_meta, kind, way, level, world_size=2)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def _own_values_from_meta(kind: str) -> bool:
+    """Whether layers draw the values that they draw without the tensor class."""
+    found = []
+    for is_plain in (False, True):
+        with torch.device("meta"):
+            model = _model(kind, is_plain=is_plain)
+        torch.manual_seed(3)
+        fe.shard(model, min_unit_size=0)
+        found.append([param.full_tensor() for param in model.parameters()])  # type: ignore[operator]
+    return all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hooks_on_meta_begin_with_the_values_of_plain_layers(ranks: Ranks, kind: str) -> None:
+    assert all(ranks.run(_own_values_from_meta, kind, world_size=2))
+
+
+def _refused() -> None:
     model = _model("pair")
     weight = nn.Parameter(Pair(torch.ones(8, 6), torch.zeros(8, 6)))
-    match = r"0\.0\.weight: expected a Pair whose inner tensors \['a', 'b'\] have one value"
-    if what == "meta":
-        with torch.device("meta"):
-            weight = nn.Parameter(Pair(torch.ones(8, 6), torch.ones(8, 6)))
-        match = r"0\.0\.weight: expected a parameter with values"
     model[0][0].weight = weight  # type: ignore[index]
+    match = r"0\.0\.weight: expected a Pair whose inner tensors \['a', 'b'\] have one value"
     with pytest.raises(ValueError, match=match):
         fe.shard(model)
 
 
-@pytest.mark.parametrize("what", ["different", "meta"])
-def test_what_the_hooks_cannot_have_is_refused_by_name(ranks: Ranks, what: str) -> None:
-    ranks.run(_refused, what, world_size=2)
+def test_different_inner_tensors_are_refused_by_name(ranks: Ranks) -> None:
+    ranks.run(_refused, world_size=2)
 
 
 def _hooks_are_refused_on(where: str, level: str) -> None:

@@ -1,4 +1,4 @@
-"""Storages that are filled from planned addresses: who is served, what moves, what lives on."""
+"""Storages that are filled from an arena: which are, when it grows, what keeps it alive."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import random
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdp_engine.devices import memory as memory_module
-from fsdp_engine.devices.address_plan import ALIGNMENT, SLACK, aligned
+from fsdp_engine.devices.arena import ALIGNMENT, SLACK, Arena, aligned
 from fsdp_engine.devices.memory import Memory, TransientStorage
 from tests.torch_versions import plans_addresses
 
@@ -19,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def make(*sizes: int, role: str = "full") -> tuple[Memory, list[TransientStorage]]:
-    memory = Memory(CPU, plans_addresses=True)
+    memory = Memory(CPU, has_arenas=True)
     return memory, [memory.transient(size, torch.uint8, role) for size in sizes]
 
 
@@ -44,7 +46,7 @@ def arena_bytes(memory: Memory, role: str = "full") -> int:
 
 
 @plans_addresses
-def test_a_step_is_recorded_and_the_next_one_finds_its_addresses() -> None:
+def test_an_arena_is_as_long_as_the_first_step_needed_and_later_steps_find_their_ranges() -> None:
     memory, row = make(*[1000] * 5)
     walk(memory, row)
     assert arena_bytes(memory) == 0
@@ -52,10 +54,9 @@ def test_a_step_is_recorded_and_the_next_one_finds_its_addresses() -> None:
     memory.ledger.reset_peak()
     found = [walk(memory, row) for _ in range(3)]
     assert found[0] == found[1] == found[2]
-    assert found[0][:5] == found[0][5:][::-1]  # a storage has one address
     assert len(set(found[0])) == 2
     assert arena_bytes(memory) == 2 * aligned(1000)
-    # What is held is the arena, in use or not, and nothing beside it.
+    # The arena is held, in use or not, and nothing beside it.
     assert memory.ledger.held["full"] == memory.ledger.peak["full"] == 2 * aligned(1000)
     assert memory.idle_bytes == 0
 
@@ -83,73 +84,86 @@ def test_views_stay_valid_while_the_memory_behind_them_moves() -> None:
 
 
 @plans_addresses
-def test_who_meets_another_at_its_address_gets_ordinary_memory() -> None:
+def test_a_storage_that_does_not_fit_gets_ordinary_memory() -> None:
     memory, row = make(*[1000] * 4)
     walk(memory, row)
     walk(memory, row)
-    first, _, third, _ = row
-    third.fill()
-    first.fill()  # they share an address, since they were never filled together
+    for storage in row[:3]:
+        storage.fill()
     assert memory.ledger.held["full"] == arena_bytes(memory) + 1000
-    views = [each.view(0, (1000,)).fill_(value) for each, value in ((first, 1), (third, 3))]
-    assert [int(view.sum()) for view in views] == [1000, 3000]
-    first.drain()
-    third.drain()
+    views = [each.view(0, (1000,)).fill_(value) for value, each in enumerate(row[:3], 1)]
+    assert [int(view.sum()) for view in views] == [1000, 2000, 3000]
+    for storage in row[:3]:
+        storage.drain()
     assert memory.ledger.held["full"] == arena_bytes(memory)
 
 
 @plans_addresses
-def test_a_step_that_leaves_the_plan_makes_a_new_one_and_a_known_step_none() -> None:
+def test_an_arena_grows_after_a_step_that_needed_more_and_keeps_its_length_else() -> None:
     memory, row = make(*[1000] * 4)
-    arena = memory.arenas["full"]
     walk(memory, row)
     walk(memory, row)
-    plan = arena.plan
-    walk(memory, row[:2])  # units that are skipped meet nobody new
-    walk(memory, row[:1])
-    assert arena.plan is plan
-    other = [row[2], row[0], row[1], row[3]]
-    walk(memory, other)
-    assert arena.plan is plan  # while it is in use nothing moves
-    walk(memory, other)
-    assert arena.plan is not plan
-    plan = arena.plan
-    memory.ledger.reset_peak()
-    for order in (other, row, other, row):  # the first one is not forgotten
+    arena = memory.arenas["full"].memory
+    for order in (row[:2], row[:1], [row[2], row[0], row[1], row[3]]):
         walk(memory, order)
-    assert arena.plan is plan
-    assert memory.ledger.peak["full"] == arena_bytes(memory) <= SLACK * 2 * aligned(1000)
-
-
-@plans_addresses
-def test_a_plan_waits_until_nobody_is_at_an_address() -> None:
-    memory, row = make(*[1000] * 4)
-    stays = memory.transient(1000, torch.uint8, "full")
-    walk(memory, row)
-    stays.fill()
-    walk(memory, [stays, *row][1:])
-    plan = memory.arenas["full"].plan
-    walk(memory, row[::2])  # meets whom it did not meet: a plan is due
-    kept = stays.view(0, (1000,)).fill_(7)
-    walk(memory, row)
+        assert memory.arenas["full"].memory is arena
+    for storage in row[:3]:
+        storage.fill()
+    memory.end_backward()
+    assert memory.arenas["full"].memory is arena  # while a storage is filled nothing moves
+    kept = row[0].view(0, (1000,)).fill_(7)
+    row[3].fill()
     assert int(kept.sum()) == 7000
-    stays.drain()
+    for storage in row:
+        storage.drain()
     walk(memory, row)
-    assert memory.arenas["full"].plan is not plan
+    assert arena_bytes(memory) == 4 * aligned(1000)
+    memory.ledger.reset_peak()
+    walk(memory, row)
+    assert memory.ledger.peak["full"] == arena_bytes(memory)
 
 
 @plans_addresses
-def test_plans_become_rare_where_steps_never_agree() -> None:
+def test_an_arena_has_at_most_one_and_a_half_times_the_bytes_filled_at_once() -> None:
     choose = random.Random(3)
-    memory, row = make(*[ALIGNMENT] * 12)
-    plans = set()
+    memory, row = make(*[ALIGNMENT * choose.randint(1, 20) for _ in range(12)])
+    arena = memory.arenas["full"]
+    lengths = []
     for _ in range(64):
         walk(memory, choose.sample(row, 12))
-        plans.add(id(memory.arenas["full"].plan))
-        assert arena_bytes(memory) <= SLACK * 2 * ALIGNMENT
-        assert memory.ledger.held["full"] == arena_bytes(memory)
-    assert memory.arenas["full"]._num_left == 64
-    assert len(plans) <= 1 + 4 + 4  # the first few, and after 8, 16, 32, 64
+        lengths.append(arena_bytes(memory))
+        assert lengths[-1] <= aligned(int(SLACK * arena.load))
+        assert memory.ledger.held["full"] == lengths[-1]
+    assert lengths == sorted(lengths)  # it never gets shorter
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 10**9), st.integers(2, 40), st.integers(1, 4), st.booleans())
+def test_units_of_all_sizes_need_little_more_than_is_filled_at_once(
+    seed: int, num_units: int, num_ahead: int, has_root: bool
+) -> None:
+    """Pure integers: ranges that are handed out in forward and backward, with prefetches."""
+    choose = random.Random(seed)
+    sizes = [choose.randint(1, 60) * ALIGNMENT for _ in range(num_units)]
+    arena = Arena(lambda num_bytes: torch.empty(0), lambda num_bytes: None)
+    held: set[int] = set()
+    order = choose.sample(range(1, num_units), num_units - 1)
+    if has_root:
+        arena._reserve(0, sizes[0])
+    for direction in (order, order[::-1]):
+        for place, unit in enumerate(direction):
+            for each in direction[place : place + 1 + num_ahead]:
+                if each not in held:
+                    held.add(each)
+                    arena._reserve(each, sizes[each])
+            spans = [(taken.start, taken.stop) for taken in arena._taken]
+            assert spans == sorted(spans)
+            assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
+            held.remove(unit)
+            arena._release(unit)
+    assert arena.load <= arena._end <= 2 * arena.load
+    equal = len(set(sizes)) == 1
+    assert arena._end == arena.load or not equal
 
 
 @plans_addresses
@@ -173,7 +187,7 @@ def test_storages_with_memory_never_share_a_byte_whatever_happens() -> None:
 
 
 @plans_addresses
-def test_the_arena_outlives_whoever_is_filled_from_it() -> None:
+def test_the_arena_outlives_the_storages_that_are_filled_from_it() -> None:
     memory, (first, second) = make(100_000, 100_000)
     for _ in range(2):
         first.fill()
@@ -195,7 +209,7 @@ def test_the_arena_outlives_whoever_is_filled_from_it() -> None:
 @plans_addresses
 def test_roles_have_arenas_of_their_own() -> None:
     """On CUDA they are filled on different lanes."""
-    memory = Memory(CPU, plans_addresses=True)
+    memory = Memory(CPU, has_arenas=True)
     full = memory.transient(10, torch.float32, "full")
     staging = memory.transient(10, torch.bfloat16, "staging")
     for _ in range(2):
@@ -208,7 +222,7 @@ def test_roles_have_arenas_of_their_own() -> None:
 
 @plans_addresses
 def test_a_rehearsed_step_has_its_arena_before_it_runs_and_keeps_it() -> None:
-    memory = Memory(CPU, plans_addresses=True)
+    memory = Memory(CPU, has_arenas=True)
     row = []
     for _ in range(4):
         memory.begin_unit()
@@ -219,7 +233,7 @@ def test_a_rehearsed_step_has_its_arena_before_it_runs_and_keeps_it() -> None:
     assert memory.ledger.held["full"] == memory.ledger.peak["full"] == 2 * aligned(1000)
     walk(memory, row)
     assert memory.ledger.peak["full"] == 2 * aligned(1000)
-    # More than was expected: the arena stays, and who has no room in it lies elsewhere.
+    # More than was expected: the arena stays, and others get ordinary memory.
     for _ in range(3):
         memory.ledger.reset_peak()
         for storage in row:
@@ -232,7 +246,7 @@ def test_a_rehearsed_step_has_its_arena_before_it_runs_and_keeps_it() -> None:
 
 
 @plans_addresses
-def test_storages_of_no_bytes_have_no_address() -> None:
+def test_storages_of_no_bytes_take_no_room() -> None:
     memory, (nothing, something) = make(0, 5)
     for _ in range(3):
         nothing.fill()
@@ -243,11 +257,11 @@ def test_storages_of_no_bytes_have_no_address() -> None:
     assert arena_bytes(memory) == ALIGNMENT
 
 
-def test_no_addresses_are_planned_where_memory_cannot_move(
+def test_there_are_no_arenas_where_memory_cannot_move(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with FakeTensorMode():
-        assert Memory(CPU, plans_addresses=True).arenas == {}
+        assert Memory(CPU, has_arenas=True).arenas == {}
     assert Memory(CPU).arenas == {}
     monkeypatch.setattr(memory_module, "_CAN_SWAP", False)
     memory, row = make(*[1000] * 4)

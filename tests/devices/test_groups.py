@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdp_engine as fe
 from fsdp_engine.devices import groups
-from fsdp_engine.devices.meeting import meet, say_no
 from fsdp_engine.devices.mesh import DataMesh
+from fsdp_engine.devices.rendezvous import meet, report_error
 from fsdp_engine.megatron.finalize_model_grads import finalize_model_grads
 from fsdp_engine.megatron.groups import ModelParallelGroups, spanned_group
 from tests.megatron.model_parallel import Chunk
@@ -164,7 +164,7 @@ def test_a_meeting_names_who_did_not_come_and_those_learn_of_it_later() -> None:
 def test_the_error_of_one_rank_is_raised_on_all_at_once() -> None:
     for attempt in range(3):
         if dist.get_rank() == attempt:
-            say_no("tea", range(3), KeyError("leaves"))
+            report_error("tea", range(3), KeyError("leaves"))
             continue
         with pytest.raises(RuntimeError, match=f"tea failed on rank {attempt}: KeyError: 'leaves'"):
             meet("tea", range(3), LATE)

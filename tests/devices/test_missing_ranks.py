@@ -1,4 +1,4 @@
-"""A rank that stops: the others say which one, and after what. [Note: Who is missing]"""
+"""A rank that stops: the others say which one, and after what. [Note: Missing ranks]"""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
 
 import fsdp_engine as fe
-from fsdp_engine.devices import watch
+from fsdp_engine.devices import stall_monitor
 from fsdp_engine.devices.lanes import DeviceLane
 from fsdp_engine.strategies import LEVELS
 from tests import pool
@@ -122,11 +122,11 @@ def logged(patience_seconds: float) -> Iterator[list[str]]:
 
     handler.emit = emit
     logging.getLogger("fsdp_engine").addHandler(handler)
-    before, watch.PATIENCE_SECONDS = watch.PATIENCE_SECONDS, patience_seconds
+    before, stall_monitor.PATIENCE_SECONDS = stall_monitor.PATIENCE_SECONDS, patience_seconds
     try:
         yield lines
     finally:
-        watch.PATIENCE_SECONDS = before
+        stall_monitor.PATIENCE_SECONDS = before
         logging.getLogger("fsdp_engine").removeHandler(handler)
 
 
@@ -247,20 +247,20 @@ ENDS_AT_ONCE = """
 import time, torch, fsdp_engine as fe
 import torch.distributed as dist
 from torch import nn
-from fsdp_engine.devices import watch
+from fsdp_engine.devices import stall_monitor
 
 dist.init_process_group("gloo")
 fe.shard(nn.Linear(4, 4), initial_values="rank0")
-leave = watch._Watcher._leave_word
+leave = stall_monitor.StallMonitor._publish_end
 
 def leave_slowly(self, why):
     time.sleep(1)
     leave(self, why)
     print("left word:", why)
 
-watch._Watcher._leave_word = leave_slowly
+stall_monitor.StallMonitor._publish_end = leave_slowly
 dist.destroy_process_group()
-while not watch._WATCHERS[0]._over.is_set():
+while not stall_monitor._MONITORS[0]._over.is_set():
     time.sleep(0.01)
 """
 
@@ -352,10 +352,10 @@ def watch_a_fake_lane() -> None:
         with logged(patience_seconds=0.5) as lines:
             if dist.get_rank() == 0:
                 lane._recent.append(("gather of blocks.1", FakeEvent()))
-                watch.SLOW.add(lane)
+                stall_monitor.DEVICE_LANES.add(lane)
             do_something_else()
     finally:
-        watch.SLOW.discard(lane)
+        stall_monitor.DEVICE_LANES.discard(lane)
     expected = ["gather of blocks.1: rank 1 is at"] if dist.get_rank() == 0 else []
     assert len(lines) == len(expected), lines
     assert all(part in line for part, line in zip(expected, lines, strict=True)), lines
@@ -381,22 +381,22 @@ class DoneJustAfter:
 
 def test_work_that_ends_between_two_looks_is_no_error() -> None:
     work: Any = DoneJustAfter()
-    watch.HostWork(work).wait()
+    stall_monitor.HostWork(work).wait()
     assert work.num_waits == 2
     with pytest.raises(RuntimeError, match="closed by peer"):
-        watch.HostWork(DoneJustAfter("Connection closed by peer")).wait()  # type: ignore[arg-type]
+        stall_monitor.HostWork(DoneJustAfter("Connection closed by peer")).wait()  # type: ignore[arg-type]
 
 
 @on_ranks(2)
 def test_a_store_that_an_earlier_job_has_used_is_refused() -> None:
     """So it is where torchrun restarts workers and keeps its store."""
     left = {"n": 0, "is": ["node7 pid:[1]", 4242]}
-    store = dist.PrefixStore("fsdp_engine/watch", _get_default_store())
+    store = dist.PrefixStore("fsdp_engine/stall_monitor", _get_default_store())
     store.set(f"says/{dist.get_rank()}", json.dumps(left))
     with pytest.raises(
         RuntimeError,
-        match=f"no earlier rank {dist.get_rank()} has used; found what process 4242 on node7 has "
-        "left. Where torchrun restarts workers, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
+        match=f"no earlier rank {dist.get_rank()} has used; found keys of process 4242 on "
+        "node7. Where torchrun restarts workers, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
     ):
         fe.shard(make_model())
 
@@ -433,14 +433,14 @@ class CountingStore:
 @on_ranks(2)
 def test_a_rank_that_trains_asks_the_store_nothing() -> None:
     fe.shard(make_model())
-    (watcher,) = watch._WATCHERS
-    store: Any = CountingStore(watcher._store)
-    watcher._store = store
+    (monitor,) = stall_monitor._MONITORS
+    store: Any = CountingStore(monitor._store)
+    monitor._store = store
     for number in range(200):
         if number == 100:
             store.num_questions = 0  # of before
-        watch.NOW.last = f"operation {number}"
-        time.sleep(watch.PERIOD_SECONDS / 50)
+        stall_monitor.ACTIVITY.last = f"operation {number}"
+        time.sleep(stall_monitor.PERIOD_SECONDS / 50)
     assert store.num_questions == 0
     deadline = time.monotonic() + 60
     while not store.num_questions and time.monotonic() < deadline:

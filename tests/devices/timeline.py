@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fsdp_engine as fe
-from fsdp_engine.buffers.gradients import Gradients
+from fsdp_engine.buffers.gradients import Gradients, GradientWriter
 from fsdp_engine.devices import lanes as lanes_module
 
 _COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce")
@@ -50,7 +50,8 @@ class Timeline:
     def recording(self) -> Iterator[Timeline]:
         """Within it events are recorded, anew."""
         self.events.clear()
-        submit, write = lanes_module.HostLane.submit, Gradients.write
+        submit, write = lanes_module.HostLane.submit, GradientWriter.write
+        begin, labels = Gradients.begin, {}
 
         def submitted(lane: Any, label: str, *args: Any, **kwargs: Any) -> Any:
             if label.startswith(_COLLECTIVES):
@@ -58,18 +59,24 @@ class Timeline:
                 self.events.append((self.phase, what + ("+outer" if axis == "outer" else "")))
             return submit(lane, label, *args, **kwargs)
 
-        def written(gradients: Any, index: int, grad: Any) -> None:
-            self.events.append((self.phase, f"gradient of {gradients._spec.label}"))
-            write(gradients, index, grad)
+        def begun(gradients: Any) -> None:
+            begin(gradients)
+            labels[id(gradients.writer)] = gradients._spec.label
+
+        def written(writer: Any, index: int, grad: Any) -> bool:
+            self.events.append((self.phase, f"gradient of {labels[id(writer)]}"))
+            return write(writer, index, grad)
 
         lanes_module.HostLane.submit = submitted  # type: ignore[method-assign]
         if self._gradients:
-            Gradients.write = written  # type: ignore[method-assign]
+            Gradients.begin = begun  # type: ignore[method-assign]
+            GradientWriter.write = written  # type: ignore[method-assign]
         try:
             yield self
         finally:
             lanes_module.HostLane.submit = submit  # type: ignore[method-assign]
-            Gradients.write = write  # type: ignore[method-assign]
+            Gradients.begin = begin  # type: ignore[method-assign]
+            GradientWriter.write = write  # type: ignore[method-assign]
 
 
 def timed_step(

@@ -92,11 +92,12 @@ class TraceLane:
         clocks = (order.record(self._name) for order in self._tracer.orders)
         return TraceTicket(self._name, tuple(clocks))
 
-    def wait(self, ticket: Any) -> None:
+    def wait(self, *tickets: Any) -> None:
         self._tracer.sweep()
-        if not self._tracer.forgets(self._name, ticket.label):
-            for order, clock in zip(self._tracer.orders, ticket.clocks, strict=True):
-                order.wait(self._name, clock)
+        for ticket in tickets:
+            if not self._tracer.forgets(self._name, ticket.label):
+                for order, clock in zip(self._tracer.orders, ticket.clocks, strict=True):
+                    order.wait(self._name, clock)
 
     def access(self, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
         with self._tracer.doing(_Doing("what the engine announces", self._threads)):
@@ -311,15 +312,14 @@ class Tracer(TorchDispatchMode):
 
 
 def _planned(transient: TransientStorage) -> list[Span]:
-    """The bytes of an arena that it is filled from: whoever lies there next must come after."""
-    arena, storage = transient._arena, transient._storage
-    if arena is None or arena.memory is None:
+    """The bytes of an arena that it is filled from: their next owner must come after."""
+    memory = None if transient._arena is None else transient._arena.memory
+    if memory is None:
         return []
-    offset = arena.plan.offsets[transient._number]
-    start = arena.memory.data_ptr()
-    if offset is None or storage.data_ptr() != start + offset:
+    offset = transient._storage.data_ptr() - memory.data_ptr()
+    if not 0 <= offset < memory.numel():
         return []
-    return [Span(arena.memory.untyped_storage(), offset, offset + transient.num_bytes)]
+    return [Span(memory.untyped_storage(), offset, offset + transient.num_bytes)]
 
 
 def _named(reads: Sequence[Tensor], writes: Sequence[Tensor]) -> list[tuple[int, int, int, bool]]:

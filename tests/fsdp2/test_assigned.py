@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fsdp_engine.fsdp2 import fully_shard
+from fsdp_engine.fsdp2 import MixedPrecisionPolicy, fully_shard
 from tests.pool import Ranks
 
 _STEPS = 3
@@ -184,3 +184,18 @@ def _hold_the_assigned() -> None:
 
 def test_an_optimizer_of_the_assigned_tensors_is_refused(ranks: Ranks) -> None:
     ranks.run(_hold_the_assigned, world_size=2)
+
+
+def _assigned_without_shards() -> list[float]:
+    with torch.device("meta"):
+        model = _plain().bfloat16()
+    policy = MixedPrecisionPolicy(param_dtype=torch.float32)
+    fully_shard(model, strategy="no_shard", mp_policy=policy)
+    values = {name: value.bfloat16() for name, value in _values(_plain).items()}
+    model.load_state_dict(_distributed(model, values), assign=True)
+    return [param.full_tensor().tolist() for param in model.parameters()]  # type: ignore[operator]
+
+
+def test_replicated_values_are_assigned_where_main_weights_are_whole(ranks: Ranks) -> None:
+    expected = [value.bfloat16().tolist() for value in _values(_plain).values()]
+    assert ranks.run(_assigned_without_shards, world_size=2) == [expected, expected]

@@ -127,7 +127,7 @@ def test_nothing_is_asked_of_the_allocator_for_full_parameters_in_a_step() -> No
 
 @plans_addresses
 def test_pieces_of_an_arena_on_the_device_keep_it_alive_and_can_be_swapped() -> None:
-    memory = Memory(torch.device("cuda", torch.cuda.current_device()), plans_addresses=True)
+    memory = Memory(torch.device("cuda", torch.cuda.current_device()), has_arenas=True)
     first, second = (memory.transient(1000, torch.float32, "full") for _ in range(2))
     for number in range(3):
         first.fill()

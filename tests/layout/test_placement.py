@@ -296,7 +296,7 @@ def test_one_rank_needs_no_padding_for_granules() -> None:
     assert layout.padding == 0
 
 
-def test_more_row_sizes_than_are_searched_exhaustively_still_make_a_plan() -> None:
+def test_many_row_sizes_make_a_plan() -> None:
     rows = [64 * prime for prime in (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31)]
     requests = [TensorRequest(f"weight{row}", (2048, row), row) for row in rows]
     layouts = plan_layouts(requests, inner_size=256, outer_size=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import itertools
 import math
@@ -27,6 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement
 from fsdp_engine.optimizer import shard_optimizer
+from fsdp_engine.optimizer.sharded_step import is_elementwise
 from tests.pool import Ranks
 
 # Shape of the parameter, elements [start, stop) held here.
@@ -365,7 +367,8 @@ class Failing(torch.optim.AdamW):
 @pytest.mark.parametrize("fail", ["before", "middle", "after", "hook", "closure"])
 def test_an_exception_leaves_the_optimizer_whole(mesh: DeviceMesh, fail: str) -> None:
     pair = Pair(mesh)
-    sharded, plain = shard_optimizer(Failing(pair.flat)), Failing(pair.plain)
+    sharded = shard_optimizer(Failing(pair.flat), elementwise=True)
+    plain = Failing(pair.plain)
     step_both(pair, sharded, plain)
     pair.set_grads()
 
@@ -500,6 +503,110 @@ class Counting(torch.optim.Optimizer):
                 del state["scratch"]
                 state.pop("absent", None)
                 p.sub_(state["last"], alpha=group["lr"] / state["num_steps"])
+
+
+class Renamed(torch.optim.AdamW):
+    """A subclass with AdamW's own step."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.02)
+
+
+class Centralised(torch.optim.SGD):
+    """Subtracts means of rows, as gradient centralisation does, in a step of its own."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for param in self.param_groups[0]["params"]:
+            param.grad -= param.grad.mean(-1, keepdim=True)
+        return super().step(closure)
+
+
+class Decorated(torch.optim.SGD):
+    """Wraps the step that it inherits, under its name."""
+
+    @functools.wraps(torch.optim.SGD.step)
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        return torch.optim.SGD.step(self, *args, **kwargs)
+
+
+class Factored(torch.optim.Adam):
+    """Keeps state that is not elementwise, for the step that it inherits."""
+
+    def _init_group(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._init_group(*args, **kwargs)
+
+
+def test_a_subclass_with_its_ancestors_step_is_taken(mesh: DeviceMesh) -> None:
+    for first in ("sharded", "plain"):
+        kind: Any = type("Own", (Renamed,), {})  # torch wraps its step at the first instance
+        pair = Pair(mesh)
+        plain = kind(pair.plain) if first == "plain" else None
+        sharded = shard_optimizer(kind(pair.flat))
+        step_both(pair, sharded, plain or kind(pair.plain), num_steps=2)
+        pair.check()
+
+
+@pytest.mark.parametrize(
+    ("kind", "ancestor", "method"),
+    [
+        (Centralised, "SGD", "step"),
+        (Decorated, "SGD", "step"),
+        (Failing, "AdamW", "step"),
+        (Factored, "Adam", "_init_group"),
+    ],
+)
+def test_a_subclass_with_a_step_of_its_own_is_refused(
+    mesh: DeviceMesh, kind: Any, ancestor: str, method: str
+) -> None:
+    pair = Pair(mesh)
+    match = (
+        rf"{kind.__name__}, a subclass of {ancestor} with {method}\(\) of its own.*elementwise=True"
+    )
+    for _ in range(2):
+        with pytest.raises(ValueError, match=match):
+            shard_optimizer(kind(pair.flat))
+    assert not is_elementwise(kind(pair.flat))
+    shard_optimizer(kind(pair.flat), elementwise=True)
+
+
+class Lookup(torch.optim.Optimizer):
+    """Looks its state up as any dict lets it: by ``in``, ``get`` and in loops."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            if param not in self.state:
+                self.state[param] = {"sum": torch.zeros_like(param)}
+            total = self.state.get(param, {})["sum"]
+            total.add_(param.grad)
+            param.sub_(total, alpha=0.1)
+        assert len(self.state) == len(self.param_groups[0]["params"])
+        for state in self.state.values():
+            state["sum"].mul_(0.5)
+        last = self.param_groups[0]["params"][-1]
+        self.state.setdefault("last", []).append(self.state.pop(last)["sum"].tolist())
+        assert last not in self.state
+        self.state[last] = {"sum": torch.tensor(self.state["last"][-1])}
+        del self.state["last"]
+        assert [p.shape for p in self.state] == [s["sum"].shape for _, s in self.state.items()]
+
+
+def test_state_of_plain_parameters_is_found_in_each_way(mesh: DeviceMesh) -> None:
+    pair = Pair(mesh)
+    others = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    sharded = shard_optimizer(Lookup([*pair.flat, others[0]]), elementwise=True)
+    plain = Lookup([*pair.plain, others[1]])
+    for _ in range(3):
+        for other in others:
+            other.grad = torch.tensor([1.0, 2.0, 3.0])
+        step_both(pair, sharded, plain)
+        sharded.load_state_dict(copy.deepcopy(sharded.state_dict()))
+    pair.check()
+    assert torch.equal(*others)
 
 
 def test_any_elementwise_optimizer_may_be_declared_so(mesh: DeviceMesh) -> None:

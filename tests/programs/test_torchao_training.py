@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import fsdp_engine as fe
@@ -131,3 +132,34 @@ def test_it_trains_as_under_fsdp2_and_in_one_process(
         assert losses == close(results[0]["one process"])
         # The layers are quantised.
         assert losses != pytest.approx(results[0]["plain"], rel=1e-5)
+
+
+def _from_meta(kind: str, way: str, level: str) -> dict[str, list[float]]:
+    """As a recipe that builds on the meta device, shards, and then gives values."""
+    with with_torchao():
+        values = _model("plain")
+        with torch.device("meta"):
+            model = _model(kind)
+        if way == "fully_shard":
+            for block in model.children():
+                fsdp2.fully_shard(block, strategy=level)
+            fsdp2.fully_shard(model, strategy=level)
+        else:
+            fe.shard(model, strategy=level, min_unit_size=0)
+        if way != "shard":
+            model.to_empty(device="cpu")
+        options = StateDictOptions(full_state_dict=True)
+        set_model_state_dict(model, values.state_dict(), options=options)
+        return {
+            "found": _train(model, kind, [dist.get_rank()]),
+            "one process": _in_one_process(kind),
+        }
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("way", ["fully_shard", "shard"])
+@pytest.mark.parametrize("kind", ["float8 gather", "float8 precomputed", "int8", "bitnet"])
+def test_it_trains_from_the_meta_device(ranks: Ranks, kind: str, way: str, level: str) -> None:
+    results = ranks.run(_from_meta, kind, way, level, world_size=RANKS)
+    losses = [sum(each) / RANKS for each in zip(*(r["found"] for r in results), strict=True)]
+    assert losses == pytest.approx(results[0]["one process"], rel=TOLERANCES[torch.float32])

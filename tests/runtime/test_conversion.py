@@ -298,7 +298,7 @@ def test_what_cannot_be_converted_raises_and_changes_nothing(level: str) -> None
             model.norm.double()
     model.float()
     output = model(mine(data(0, torch.float32)))
-    with pytest.raises(RuntimeError, match="whose backward is to come"):
+    with pytest.raises(RuntimeError, match="whose backward is pending"):
         model.double()
     del output
     if level != "no_shard":

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp_engine as fe
-from fsdp_engine.devices import collectives, meeting
+from fsdp_engine.devices import rendezvous
 from fsdp_engine.fsdp2 import fully_shard
 from tests.pool import on_ranks
 
 LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-# A meeting looks for missing ranks at once, and again after as long; threads of ranks answer within
-# half a second.
+# A rendezvous checks the places of missing ranks soon, and again after as long; threads of ranks
+# answer within half a second.
 MOST_SECONDS = 30.0
 
 
@@ -38,12 +38,12 @@ class Net(nn.Module):
 
 
 @contextmanager
-def early_looks() -> Iterator[None]:
-    usual, meeting.FIRST_LOOK_SECONDS = meeting.FIRST_LOOK_SECONDS, 0.3
+def early_checks() -> Iterator[None]:
+    usual, rendezvous.FIRST_CHECK_SECONDS = rendezvous.FIRST_CHECK_SECONDS, 0.3
     try:
         yield
     finally:
-        meeting.FIRST_LOOK_SECONDS = usual
+        rendezvous.FIRST_CHECK_SECONDS = usual
 
 
 def made(level: str | None) -> nn.Module:
@@ -55,6 +55,10 @@ def made(level: str | None) -> nn.Module:
         return fully_shard(model)
     fe.shard(model, strategy=level)
     return model
+
+
+def own_part(param: torch.Tensor) -> torch.Tensor:
+    return (param.local if isinstance(param, fe.FlatDTensor) else param).detach()
 
 
 def step(model: nn.Module, optimizer: Any) -> None:
@@ -78,14 +82,19 @@ def check_all_raise(level: str | None, num_before: int, dtypes: dict[int, str]) 
         step(model, optimizer)
     began = time.monotonic()
     error: Exception | None = None
-    if dist.get_rank() in dtypes:
-        model.to(getattr(torch, dtypes[dist.get_rank()]))
+    before = [own_part(param).clone() for param in model.parameters()]
     try:
-        with early_looks():
+        with early_checks():
+            if dist.get_rank() in dtypes:
+                model.to(getattr(torch, dtypes[dist.get_rank()]))
             step(model, optimizer)
     except (RuntimeError, ValueError) as caught:
         error = caught
     assert time.monotonic() - began < MOST_SECONDS
+    if dist.get_rank() in dtypes:  # it has changed nothing
+        for param, value in zip(model.parameters(), before, strict=True):
+            assert param.dtype == torch.float32
+            assert torch.equal(own_part(param), value)
     for rank, text in enumerate(gathered_texts(error)):
         assert text.startswith("ValueError: "), (rank, text)
         for dtype in dtypes.values():
@@ -120,49 +129,45 @@ def test_one_of_four_ranks(level: str) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_conversion_of_all_ranks_costs_one_meeting(level: str) -> None:
+def test_a_conversion_of_all_ranks_costs_one_rendezvous(level: str) -> None:
     model = Net()
-    axis = fe.shard(model, strategy=level).mesh.inner
+    fe.shard(model, strategy=level)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step(model, optimizer)
-    meetings: list[str] = []
-    usual = meeting._Place.wait_for_all
+    found: list[str] = []
+    usual = rendezvous._Place.wait_for_all
 
     def counted(self: Any, *args: Any) -> Any:
-        meetings.append(self._what)
+        found.append(self._what)
         return usual(self, *args)
 
-    meeting._Place.wait_for_all = counted  # type: ignore[method-assign]
+    rendezvous._Place.wait_for_all = counted  # type: ignore[method-assign]
     try:
         model.double()
         if dist.get_rank() == 1:
             time.sleep(1.0)  # a rank that is late is waited for
         for _ in range(3):
             step(model, optimizer)
-        assert len(meetings) == 1, meetings
-        assert axis.gather_group not in collectives._BEFORE_NEXT
-        assert axis.reduce_group not in collectives._BEFORE_NEXT
-        # There and back on one rank is no conversion.
+        assert len(found) == 1, found
         if dist.get_rank() == 1:
-            model.float()
-            model.double()
+            model.double()  # they are already
         step(model, optimizer)
-        assert len(meetings) == 1, meetings
+        assert len(found) == 1, found
     finally:
-        meeting._Place.wait_for_all = usual  # type: ignore[method-assign]
+        rendezvous._Place.wait_for_all = usual  # type: ignore[method-assign]
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("what", ["norm", "read"])
-def test_the_first_communication_may_be_the_norm_or_a_read(what: str) -> None:
+def test_the_others_may_wait_in_the_norm_or_in_a_read(what: str) -> None:
     model = made("optim_grads_params")
     model(torch.ones(4, 6)).square().mean().backward()
-    if dist.get_rank() == 1:
-        model.double()
     read = partial(torch.nn.utils.clip_grad_norm_, model.parameters(), 1.0)
     if what == "read":
         read = model.head.weight.full_tensor  # type: ignore[assignment, union-attr]
-    with early_looks(), pytest.raises(ValueError, match=r"torch\.float64, before torch\.float32"):
+    if dist.get_rank() == 1:
+        read = model.double
+    with early_checks(), pytest.raises(ValueError, match=r"torch\.float64, before torch\.float32"):
         read()
     dist.barrier()
 
@@ -170,9 +175,8 @@ def test_the_first_communication_may_be_the_norm_or_a_read(what: str) -> None:
 @on_ranks(2)
 def test_two_models_of_one_shape_are_told_apart() -> None:
     first, second = made("optim"), made("optim")
-    (first if dist.get_rank() == 0 else second).double()
     with pytest.raises(ValueError, match="expected the same on all ranks"):
-        first(torch.ones(4, 6))
+        (first if dist.get_rank() == 0 else second).double()
     dist.barrier()
 
 
@@ -180,10 +184,10 @@ def test_two_models_of_one_shape_are_told_apart() -> None:
 def test_a_rank_that_is_slow_is_not_taken_for_one_that_does_not_convert() -> None:
     model, other = made("optim_grads_params"), made("optim_grads_params")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with early_looks():
-        model.double()
+    with early_checks():
         if dist.get_rank() == 0:
             time.sleep(4.0)
+        model.double()
         step(model, optimizer)
         other(torch.ones(4, 6))
     assert model.head.weight.dtype == torch.float64

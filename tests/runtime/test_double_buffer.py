@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
 from fsdp_engine.devices import memory as memory_module
-from fsdp_engine.devices.address_plan import SLACK
+from fsdp_engine.devices.arena import SLACK, aligned
 from fsdp_engine.strategies import LEVELS
 from tests import reference
 from tests.devices.test_memory import POLICIES, Even
@@ -296,7 +296,7 @@ def test_training_goes_on_after_an_exception_and_a_reset(in_backward: bool) -> N
             with pytest.raises(ArithmeticError):
                 model(*batch(0)).backward()
             engine.reset()
-            assert not any(arena._served for arena in engine._memory.arenas.values())
+            assert not any(arena._taken for arena in engine._memory.arenas.values())
         model.fails_at = -1
         train(model, engine, (2, 1))
 
@@ -364,27 +364,23 @@ class WithDeaf(Regression):
 def counting_fills(engine: Any) -> Iterator[list[int]]:
     """Within it, the bytes of every fill that ordinary memory serves are noted."""
     memory, found = engine._memory, list[int]()
-    fill = memory._fill
+    fill = memory.fill
 
     def noting(storage: Any, num_bytes: int) -> None:
         if num_bytes:
             found.append(num_bytes)
         fill(storage, num_bytes)
 
-    memory._fill = noting
+    memory.fill = noting
     try:
         yield found
     finally:
-        del memory._fill
+        del memory.fill
 
 
 def assert_settled(model: Any, engine: Any, body: Callable[[], None]) -> None:
-    """``body`` finds all it needs at planned addresses, and what is held never changes in it."""
-    plans = [
-        (arena, arena.plan, arena.memory)
-        for arena in engine._memory.arenas.values()
-        if arena._due is None  # what the step before has recorded is planned with the next fill
-    ]
+    """``body`` is served from the arenas, and the bytes that are held never change in it."""
+    arenas = [(arena, arena.memory) for arena in engine._memory.arenas.values()]
     held = engine.memory_bytes()
     engine.peak_memory_bytes(reset=True)
     with counting_fills(engine) as fills, pytest.MonkeyPatch.context() as patch:
@@ -393,8 +389,7 @@ def assert_settled(model: Any, engine: Any, body: Callable[[], None]) -> None:
     assert fills == []
     assert engine.memory_bytes() == held
     assert engine.peak_memory_bytes() == {**held, "total": sum(held.values())}
-    for arena, plan, memory in plans:
-        assert arena.plan is plan
+    for arena, memory in arenas:
         assert arena.memory is memory
 
 
@@ -422,10 +417,10 @@ def settle_pair(strategy: str, outer: str, all_ways: bool) -> None:
             for role, arena in engine._memory.arenas.items():
                 # What is there at once, each storage rounded up to 512 bytes; more only where
                 # sizes differ.
-                load = arena._planned_from.load
+                load, length = arena.load, 0 if arena.memory is None else arena.memory.numel()
                 assert peak.get(role, 0) <= load <= 2 * peak.get(role, 0), (name, role)
-                assert held.pop(role, 0) == arena.plan.num_bytes, (name, role)
-                assert load <= arena.plan.num_bytes <= (1 if make is Even else SLACK) * load
+                assert held.pop(role, 0) == length, (name, role)
+                assert load <= length <= aligned(int(SLACK * load)), (name, role)
             # Gradients stay, too: else they would be allocated in each step.
             assert held.pop("grad") == peak["grad"]
             rest = plain.memory_bytes()
@@ -508,29 +503,7 @@ def test_nothing_is_allocated_where_gradients_outlast_their_backward(
 
 @plans_addresses
 @on_ranks()
-def test_a_unit_is_full_at_one_address_and_staged_at_one() -> None:
-    model = uneven_model()
-    engine = fe.shard(model, config=PLANNED)
-    seen: dict[int, set[int]] = {index: set() for index in range(6)}
-
-    def look(index: int) -> Callable[..., None]:
-        return lambda *_: seen[index].add(model.blocks[index].up.weight.data_ptr())
-
-    for index, block in enumerate(model.blocks):
-        block.up.register_forward_pre_hook(look(index))
-        block.down.register_full_backward_hook(look(index))
-    train(model, engine, (1, 1))
-    for found in seen.values():
-        found.clear()
-    train(model, engine, (1, 2, 1))
-    assert [len(found) for found in seen.values()] == [1] * 6
-    # Six units are somewhere in the memory of three: the one in use and two gathered ahead.
-    assert len({found.copy().pop() for found in seen.values()}) < 6
-
-
-@plans_addresses
-@on_ranks()
-def test_evaluation_stays_at_the_planned_addresses() -> None:
+def test_evaluation_is_served_from_the_arenas() -> None:
     model = Order(0, 1, 2, 3, 4)
     engine = fe.shard(model, config=PLANNED)
     train(model, engine, (2, 1))
@@ -552,7 +525,7 @@ def test_evaluation_stays_at_the_planned_addresses() -> None:
 @plans_addresses
 @on_ranks(world_size=2)
 @pytest.mark.parametrize("strategy", ["optim_grads", LEVEL_3])
-def test_another_order_is_served_by_ordinary_memory_and_then_planned(strategy: str) -> None:
+def test_another_order_is_served_by_ordinary_memory_until_the_arena_grows(strategy: str) -> None:
     model = Order(0, 1, 2, 3, 4)
     engine = fe.shard(model, strategy=strategy, config=PLANNED)
     train(model, engine, (1, 1))
@@ -583,7 +556,7 @@ def test_orders_that_alternate_settle() -> None:
 
 @plans_addresses
 @on_ranks(world_size=2)
-def test_an_exception_changes_no_plan() -> None:
+def test_an_exception_changes_no_arena() -> None:
     model = Failing()
     engine = fe.shard(model, config=PLANNED)
     train(model, engine, (1, 1))

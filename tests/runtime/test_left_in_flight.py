@@ -108,7 +108,7 @@ def test_reductions_are_in_flight_until_the_next_backward_stages_gradients(
     pair: tuple[str, str],
 ) -> None:
     def body(model: Any, engine: Any) -> None:
-        in_flight, found = engine._reductions._in_flight, []
+        in_flight, found = engine._reductions._pending, []
         for number in range(2):
             microbatch(model, engine, number)
             found.append(len(in_flight))
@@ -126,7 +126,7 @@ def test_where_the_host_drives_lanes_backward_waits() -> None:
     model = Small()
     engine = fe.shard(model)
     microbatch(model, engine, 0)
-    assert len(engine._reductions._in_flight) == 0
+    assert len(engine._reductions._pending) == 0
 
 
 @on_ranks(world_size=4)
@@ -169,7 +169,7 @@ def test_a_look_that_does_not_wait_is_caught(look: str) -> None:
 def test_who_has_looked_is_waited_for_until_gradients_are_cleared() -> None:
     def body(model: Any, engine: Any) -> None:
         optimizer = reference.adamw(model.parameters())
-        in_flight = engine._reductions._in_flight
+        in_flight = engine._reductions._pending
         microbatch(model, engine, 0)
         sum_all(model, engine, optimizer)
         microbatch(model, engine, 1)

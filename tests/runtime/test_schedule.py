@@ -126,7 +126,7 @@ def test_gradients_wait_only_for_the_reductions_that_the_budget_has_no_room_for(
         config = config_of(num_blocks * BLOCK)
         engine = fe.shard(model, strategy=strategy, units="blocks.*", config=config)
         reductions, opening, waits = engine._reductions, [""], {}
-        open_unit, retire = reductions.open_unit, reductions._in_flight._retire_oldest
+        open_unit, retire = reductions.open_unit, reductions._pending._wait_for_oldest
 
         def opened(unit: Any, open_unit: Any = open_unit, opening: list[str] = opening) -> None:
             opening.append(unit.name)
@@ -134,18 +134,19 @@ def test_gradients_wait_only_for_the_reductions_that_the_budget_has_no_room_for(
             opening.pop()
 
         def retired(
+            num: int,
             reductions: Any = reductions,
             retire: Any = retire,
             opening: list[str] = opening,
             waits: dict[str, str] = waits,
         ) -> None:
-            if opening[-1]:
-                waits[opening[-1]] = reductions._in_flight._reductions[0][0].name
-            retire()
+            if opening[-1] and num:
+                waits[opening[-1]] = reductions._pending.oldest.name
+            retire(num)
 
         with (
             patch.object(reductions, "open_unit", opened),
-            patch.object(reductions._in_flight, "_retire_oldest", retired),
+            patch.object(reductions._pending, "_wait_for_oldest", retired),
         ):
             train(model, engine, [1])
         blocks = {int(unit[-1]): int(awaited[-1]) for unit, awaited in waits.items()}

@@ -19,14 +19,14 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
-from fsdp_engine.devices.lane import Operation
+from fsdp_engine.devices.lane import COPY_IN, LANES, Operation
 from fsdp_engine.simulation.calibrate import calibrate
-from fsdp_engine.simulation.clock import Clock, unit_of
+from fsdp_engine.simulation.clock import Clock, axis_of, unit_of
 from fsdp_engine.simulation.machine import Link, Machine, Processor
 from fsdp_engine.simulation.operations import all_to_all_seconds, message_seconds
 from tests.models import VOCABULARY, Transformer, token_batch
 from tests.pool import Ranks
-from tests.simulation.scene import machine, network, simulated
+from tests.simulation.scene import ROWS, WIDTH, LinearBlock, Tower, machine, network, simulated
 
 PRESETS = [fe.H100, fe.H200, fe.B200]
 LEVEL_3 = ("optim_grads_params", "no_shard")
@@ -293,6 +293,41 @@ def test_a_trace_has_a_row_for_each_lane(tmp_path: Path) -> None:
     for row in rows:
         mine = sorted((e["ts"], e["ts"] + e["dur"]) for e in spans if e["tid"] == row)
         assert all(end <= start + 1e-6 for (_, end), (start, _) in pairwise(mine))
+
+
+@pytest.mark.parametrize("on_host", [False, True], ids=["device", "host"])
+def test_weights_are_cast_on_a_lane_of_its_own_where_the_host_runs_ahead(on_host: bool) -> None:
+    """As on a device: a unit is cast while the link is busy with the unit before."""
+    link = Link(1e6, 0.0)
+    processor = Processor({torch.float32: 1e9, torch.bfloat16: 1e9}, 1e7, 1e12)
+    found = fe.simulate(
+        lambda: Tower(has_embedding=False),
+        2,
+        batch=torch.zeros(ROWS, WIDTH),
+        machine=Machine("slow", processor, link, link, 2, host_runs_ahead=not on_host),
+        units=[LinearBlock],
+        mp_policy=fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+        strategy="optim_grads_params",
+    )
+    casts = [span for span in found.spans if span.lane == "copy in"]
+    gathers = [span for span in found.spans if span.lane == "inner gather"]
+    assert {span.label.split()[0] for span in gathers} == {"all-gather"}
+    if on_host:
+        assert not casts
+        return
+    assert {span.label.split()[0] for span in casts} == {"encode"}
+    assert len(casts) == len(gathers)
+    assert any(
+        cast.start < gather.end and gather.start < cast.end for cast in casts for gather in gathers
+    )
+    assert set(found.sent_bytes) == {"inner"}
+
+
+def test_what_is_sent_and_waited_for_while_weights_are_encoded_counts_for_the_inner_axis() -> None:
+    found = small(strategy="optim_grads_params", codec_rules=(fe.Float8("tensor"),))
+    assert any(span.lane == "copy in" for span in found.spans)
+    assert set(found.sent_bytes) == {"inner", "outer"}
+    assert [axis_of(lane) for lane in (COPY_IN, *LANES[1:])] == ["inner"] * 3 + ["outer"] * 2
 
 
 class OneProduct(nn.Module):

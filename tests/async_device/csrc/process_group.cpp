@@ -486,6 +486,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_observer", &set_observer);
   m.def("num_stream_waits", &num_stream_waits);
   m.def("drop_wait", &drop_wait);
+  m.def("num_jobs", [](int64_t stream_id) {
+    return num_jobs(c10::Stream(c10::Stream::UNSAFE, the_device(), stream_id));
+  });
   m.def("set_delays", [](double compute, double copy, double collective, double host,
                          std::map<int64_t, double> by_stream, bool random, uint64_t seed) {
     set_delays({{compute, copy, collective}, host, std::move(by_stream), random, seed});

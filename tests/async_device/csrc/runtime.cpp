@@ -205,6 +205,7 @@ class StreamQueue {
     if (may_block) changed_.wait(lock, [this] { return jobs_.size() < kMostJobs; });
     jobs_.push_back({kind, std::move(name), std::move(job)});
     ++num_pushed_;
+    if (kind != kBookkeeping) ++num_delayed_;
     lock.unlock();
     changed_.notify_all();
   }
@@ -213,6 +214,11 @@ class StreamQueue {
   uint64_t position() {
     std::lock_guard<std::mutex> lock(mutex_);
     return num_pushed_;
+  }
+  // Of these, kernels, copies and collectives.
+  uint64_t num_delayed() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return num_delayed_;
   }
   bool has_done(uint64_t position) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -263,6 +269,7 @@ class StreamQueue {
   std::condition_variable changed_;
   std::deque<Job> jobs_;
   uint64_t num_pushed_ = 0;
+  uint64_t num_delayed_ = 0;
   uint64_t num_done_ = 0;
   bool started_ = false;
 };
@@ -336,6 +343,8 @@ void wait_on_stream(const c10::Stream& stream, const CompletionPtr& completion, 
   }
   queue_of(stream).push(kBookkeeping, "wait", [completion] { completion->wait(); }, false);
 }
+
+uint64_t num_jobs(const c10::Stream& stream) { return queue_of(stream).num_delayed(); }
 
 bool is_idle(const c10::Stream& stream) {
   auto& queue = queue_of(stream);

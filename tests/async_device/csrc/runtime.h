@@ -76,6 +76,8 @@ CompletionPtr record(const c10::Stream& stream);
 // and can be dropped (`drop_wait`); those within the device itself are neither.
 void wait_on_stream(const c10::Stream& stream, const CompletionPtr& completion, bool asked_for);
 bool is_idle(const c10::Stream& stream);
+// Kernels, copies and collectives that it has been given so far.
+uint64_t num_jobs(const c10::Stream& stream);
 
 // The host waits. `reason` goes to the observer of host syncs.
 void synchronize_stream(const c10::Stream& stream, const std::string& reason);

@@ -1,4 +1,4 @@
-"""Who calls the model, of those who do not tell: seen by their frames."""
+"""Callers of the model that do not announce themselves, found by their frames."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import NamedTuple
 from torch.nn.utils.stateless import _functional_call
 
 
-class Callers(NamedTuple):
-    """See the module docstring.
+class CallContext(NamedTuple):
+    """Functions that the current call of the model is within.
 
     Attributes:
-        functional_call: ``torch.func.functional_call`` is under way.
-        stage: likewise a stage of ``torch.distributed.pipelining``.
+        functional_call: ``torch.func.functional_call``.
+        stage: a forward of a stage of ``torch.distributed.pipelining``.
     """
 
     functional_call: bool
     stage: bool
 
 
-def callers() -> Callers:
-    """Who calls the model."""
+def call_context() -> CallContext:
+    """Returns the context of the current call, from the frames below."""
     functional_call = stage = False
     frame = sys._getframe().f_back
     while frame is not None:
         functional_call = functional_call or frame.f_code is _functional_call.__code__
         stage = stage or frame.f_code.co_name == "forward_maybe_with_nosync"
         frame = frame.f_back
-    return Callers(functional_call, stage)
+    return CallContext(functional_call, stage)

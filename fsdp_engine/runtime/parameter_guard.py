@@ -1,22 +1,23 @@
-"""Which tensor each place of a sharded model holds, and what a user puts there instead.
+"""Guards the parameters of a sharded model against assignments.
 
-    module.weight = nn.Parameter(values)    the values are taken, the sharded parameter stays;
-                                            likewise load_state_dict(assign=True)
+    module.weight = nn.Parameter(values)    the values are taken, the sharded parameter stays; also
+                                            load_state_dict(assign=True)
     head.weight = embedding.weight          raises: tied after shard()
-    module.new = nn.Linear(...)             raises: a parameter that no unit knows
+    module.new = nn.Linear(...)             raises: a parameter of no unit
 
-Assignments are seen by torch's hooks of registration, at once and at no cost in a step. What goes
-past them (``module._parameters[...] = ...``) is seen at the root's next forward, which compares all
-places in one pass, and at every save. So are FSDP2's all-gather hooks that were set on a parameter
-or on its slice.
+Assignments are seen by torch's registration hooks, at once and at no cost in a step. Those that
+bypass the hooks (``module._parameters[...] = ...``) are found by the root's next forward, which
+compares all places in one pass, and by every save. So are FSDP2's all-gather hooks that were set on
+a parameter or on its slice.
 """
 
 from __future__ import annotations
 
+import functools
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,30 +27,19 @@ from fsdp_engine.codecs.tensor_hooks import any_patched, refuse_patched
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.planning.recurrent import list_flat_weights
 from fsdp_engine.runtime.assigned_values import AssignedValues
-from fsdp_engine.runtime.callers import callers
+from fsdp_engine.runtime.call_context import call_context
 from fsdp_engine.runtime.unit import Unit
 
 _slice_of: Callable[[Any], Tensor] = operator.attrgetter("_local_tensor")
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
 
 
-class Watcher(Protocol):
-    """Who is asked when something is assigned to a module."""
-
-    def parameter_assigned(self, module: nn.Module, attribute: str, value: Tensor) -> Tensor:
-        """What to put into ``module`` when ``value`` is assigned to ``attribute``."""
-        ...
-
-    def module_assigned(self, module: nn.Module, attribute: str, value: nn.Module | None) -> None:
-        """``value`` is about to become a child of ``module``."""
-        ...
+# The guard of each module, of which ``parameter_assigned`` and ``module_assigned`` are called. Weak
+# both ways: a guard knows its modules, and a value that holds its key would never be freed.
+_GUARDS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
-# Weak both ways: a roster knows its modules, and a value that holds its key would never go.
-_WATCHERS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Watcher]] = weakref.WeakKeyDictionary()
-
-
-class Roster:
+class ParameterGuard:
     """See the module docstring.
 
     Args:
@@ -67,14 +57,14 @@ class Roster:
         self._values = AssignedValues(units)
         owners = self._values.owners
         self._owners = {(id(owner.module), owner.attribute): owner for owner in owners}
-        # Parameters that no unit was to have: they stay the user's.
+        # Parameters of no unit stay the user's.
         self._left_alone = {
             (id(module), attribute)
             for module in model.modules()
             for attribute, param in module._parameters.items()
             if param is not None and (id(module), attribute) not in self._owners
         }
-        # Columns of a table that one pass of C compares, however many parameters there are.
+        # Columns of a table that is compared in one pass in C.
         self._holders = [owner.module._parameters for owner in owners]
         self._keys = [owner.attribute for owner in owners]
         self._expected = [owner.sharded for owner in owners]
@@ -87,10 +77,10 @@ class Roster:
             watch(module, self)
 
     def check(self) -> None:
-        """Take values that were put into the modules past torch's hooks.
+        """Take values that were put into the modules without torch's hooks.
 
         Raises:
-            ValueError: something else was put there, or all-gather hooks were set on a parameter;
+            ValueError: another object was put there, or all-gather hooks were set on a parameter;
                 names the parameter.
         """
         found = map(dict.get, self._holders, self._keys)
@@ -103,7 +93,7 @@ class Roster:
                     refuse_patched(owner.name, owner.sharded)
 
     def check_all(self) -> None:
-        """Before a save: as :meth:`check`, and whether there are parameters that no unit knows.
+        """Before a save: as :meth:`check`, and check that every parameter is of a unit.
 
         Raises:
             ValueError: there are; names the first.
@@ -111,11 +101,12 @@ class Roster:
         if self.paused:
             return
         self.check()
+        full = {id(owner.full) for owner in self._values.owners}
         for prefix, module in self._model.named_modules(remove_duplicate=False):
             for attribute, param in module._parameters.items():
                 if param is None or (id(module), attribute) in self._left_alone:
                     continue
-                if id(param) not in self._values.names and not self._is_full(param):
+                if id(param) not in self._values.names and id(param) not in full:
                     raise _unknown(f"{prefix}.{attribute}" if prefix else attribute)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -123,11 +114,11 @@ class Roster:
         self._values.check_optimizer(optimizer)
 
     def parameter_assigned(self, module: nn.Module, attribute: str, value: Tensor) -> Tensor:
-        """What to put into ``module`` when ``value`` is assigned to ``attribute``.
+        """Returns the tensor to put into ``module`` when ``value`` is assigned to ``attribute``.
 
         Raises:
             ValueError: no value for a parameter that the model had when it was sharded.
-            RuntimeError: a forward of the module is under way.
+            RuntimeError: a forward of the module runs.
         """
         owner = self._owners.get((id(module), attribute))
         if owner is None:
@@ -136,7 +127,7 @@ class Roster:
             raise _unknown(f"{self._name_of(module)}{attribute}")
         present = module._parameters.get(attribute)
         if isinstance(module, nn.RNNBase) and present is not None:
-            list_flat_weights(module)  # it has put the value into a list of its own already
+            list_flat_weights(module)  # its own list has the value already
         if value is present:
             return value
         if present is owner.full and owner.full is not owner.sharded:
@@ -156,13 +147,13 @@ class Roster:
             return
         path = f"{self._name_of(module)}{attribute}"
         for name, inner in value.named_modules():
-            if _watcher_of(inner) is self:
+            if _guard_of(inner) is self:
                 continue
             for own, param in inner._parameters.items():
                 if param is not None:
                     raise _unknown(".".join(each for each in (path, name, own) if each))
             if isinstance(inner, _CONTAINERS):
-                watch(inner, self)  # what it is given later counts as well
+                watch(inner, self)  # assignments to it count as well
 
     def _name_of(self, module: nn.Module) -> str:
         for name, each in self._model.named_modules():
@@ -170,18 +161,15 @@ class Roster:
                 return f"{name}." if name else ""
         return f"({type(module).__name__})."
 
-    def _is_full(self, param: Tensor) -> bool:
-        return any(param is owner.full for owner in self._values.owners)
-
     def _take_all(self) -> None:
-        if callers().functional_call:
+        if call_context().functional_call:
             for unit in self._units:
                 unit.check_not_swapped()
-            return  # nobody cuts these parameters: it computes with those that it is given
+            return  # never sharded parameters: the call computes with those it is given
         for owner in self._values.owners:
             present = owner.module._parameters.get(owner.attribute)
             if present is owner.sharded or present is owner.full:
-                continue  # full: its weight gradient is yet to come (delay_wgrad_compute)
+                continue  # full: its weight gradient is pending (delay_wgrad_compute)
             if present is None:
                 raise ValueError(
                     f"{owner.name}: expected the parameter that the model had when it was sharded; "
@@ -200,37 +188,32 @@ def _unknown(name: str) -> ValueError:
     )
 
 
-def watch(module: nn.Module, watcher: Watcher) -> None:
-    """Let ``watcher``, while it lives, be asked when something is assigned to ``module``."""
-    _WATCHERS[module] = weakref.ref(watcher)
-    _watch_modules()
+def watch(module: nn.Module, guard: object) -> None:
+    """Let ``guard``, while it lives, see assignments to ``module``: as ``parameter_assigned(module,
+    attribute, value)``, which returns the tensor to put there, and ``module_assigned(module,
+    attribute, value)``."""
+    _GUARDS[module] = weakref.ref(guard)
+    _register_hooks()
 
 
-def _watcher_of(module: nn.Module) -> Watcher | None:
-    reference = _WATCHERS.get(module)
+def _guard_of(module: nn.Module) -> Any:
+    reference = _GUARDS.get(module)
     return reference() if reference is not None else None
 
 
-_is_watching = False
+@functools.cache
+def _register_hooks() -> None:
+    """Register torch's hooks of assignments to modules, once."""
 
-
-def _watch_modules() -> None:
-    """Let torch tell watchers what is put into their modules."""
-    global _is_watching
-    if _is_watching:
-        return
-    _is_watching = True
-
-    def parameter_assigned(module: nn.Module, name: str, value: Any) -> Tensor | None:
-        watcher = _watcher_of(module)
-        return None if watcher is None else watcher.parameter_assigned(module, name, value)
+    def parameter_assigned(module: nn.Module, name: str, value: Any) -> Any:
+        guard = _guard_of(module)
+        return None if guard is None else guard.parameter_assigned(module, name, value)
 
     def module_assigned(module: nn.Module, name: str, value: Any) -> None:
-        if (watcher := _watcher_of(module)) is not None:
-            watcher.module_assigned(module, name, value)
+        if (guard := _guard_of(module)) is not None:
+            guard.module_assigned(module, name, value)
 
-    returns_a_tensor: Any = parameter_assigned  # torch's annotation says None
-    _torch_module.register_module_parameter_registration_hook(returns_a_tensor)
+    _torch_module.register_module_parameter_registration_hook(parameter_assigned)
     _torch_module.register_module_module_registration_hook(module_assigned)
 
 
@@ -244,7 +227,7 @@ def refuse_copies(module: nn.Module) -> None:
 
 
 class _Unreplicated:
-    """What ``DistributedDataParallel`` reads of a module first: names of parameters to ignore."""
+    """Names of parameters to ignore, which ``DistributedDataParallel`` reads of a module first."""
 
     def __iter__(self) -> Iterator[str]:
         raise RuntimeError(

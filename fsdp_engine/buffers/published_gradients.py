@@ -1,0 +1,430 @@
+"""The ``.grad`` that users see of one buffer's parameters, and what they do to it.
+
+[Note: Gradients between backwards]
+Between two backwards ``.grad`` is the user's. The next backward looks at it:
+
+    None                     cleared: the next gradient overwrites
+    zeroed                   cleared, but becomes zeros at least, as in one process
+    as published, or edited  kept: the next gradient is added
+    another tensor           taken in its place
+
+Edits count where the gradient is reduced. Between microbatches of ``no_sync()`` the ``.grad`` of a
+rank is a summand, and an edit of it is not one of the sum: it raises. A plain tensor does not
+record that it was zeroed; it is kept, and zeros are added to.
+
+Reduced gradients that must not be reduced once more are kept beside the accumulation buffer until
+its reduction is done, and are added then:
+
+- *earlier* gradients: those that users put into ``.grad``; those that a ``comm_dtype`` of low
+  precision would round once more ([Note: Reducing again] in ``gradient_scale.py``); those of
+  parameters with hooks, which autograd runs on the new gradient alone. They are added after the
+  hooks have run.
+- *penalties*: gradients that autograd accumulates into a sharded parameter itself, since a penalty
+  on the parameters was part of the loss. A penalty's gradient is that of the slice, the same on all
+  ranks that hold it. They are part of the new gradient and are added before the hooks run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from itertools import repeat
+from operator import is_, is_not, ne
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsdp_engine.buffers.gradient_memory import like
+from fsdp_engine.buffers.gradients import Gradients, StepGradients, zeros_in
+from fsdp_engine.flat_dtensor import FlatDTensor, clear_gradients, gradients_of, set_gradients
+from fsdp_engine.flat_dtensor.outside_reads import GradientReads
+
+
+class FoundGradients:
+    """What one backward found as ``.grad``, until gradients are published.
+
+    Attributes:
+        detached: parameters whose ``.grad`` was made None for the time of the backward.
+        unchanged: all of it was published, and still is ``.grad``.
+        by_autograd: parameters that autograd accumulates into by itself in this backward.
+    """
+
+    __slots__ = ("by_autograd", "detached", "unchanged")
+
+    def __init__(self) -> None:
+        self.detached: Sequence[int] = ()
+        self.unchanged = False
+        self.by_autograd: set[int] = set()
+
+
+class PublishedGradients:
+    """See the module docstring.
+
+    What every backward looks at is looked at by passes in C, and by Python only where it is out of
+    the ordinary: parameters may be many, and small.
+
+    Args:
+        params: what users hold.
+        names: of them.
+        gradients: where they are.
+        reads: what users look at; None: they hold the full parameters, plain tensors.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        names: Sequence[str],
+        gradients: Gradients,
+        reads: GradientReads | None,
+    ) -> None:
+        self._params = params
+        self._names = names
+        self._gradients = gradients
+        self._reads = reads
+        self._found: FoundGradients | None = None
+
+    @property
+    def used(self) -> bytes | bytearray:
+        """Per parameter, 1: a gradient arrived on this rank since gradients were cleared."""
+        step = self._gradients.step
+        return bytes(len(self._params)) if step is None else step.used
+
+    def begin_backward(self, *, reduced: bool, hooked: Collection[int] = ()) -> None:
+        """See [Note: Gradients between backwards].
+
+        Args:
+            reduced: gradients are reduced. False: microbatches are accumulated, or nothing is.
+            hooked: parameters with hooks on their gradients.
+
+        Raises:
+            RuntimeError: one was edited between microbatches; names the parameter.
+        """
+        self._found = None
+        if self._gradients.step is None and not self._is_plain:
+            return  # a user who sets a gradient begins a step
+        found = gradients_of(self._params)
+        if not any(map(is_not, found, repeat(None))):
+            self._drop_step()
+            return
+        step = self._gradients.make_step()
+        step.is_published = False
+        if step.full_values is not None:
+            self.publish_full(None)
+        tensors = self._gradients.accumulation()
+        published = self._published()
+        versions = tensors.versions()
+        others = [] if all(map(is_, found, published)) else _places(map(is_not, found, published))
+        if reduced:
+            step.used[:] = b"\1" * len(step.used)
+        self._look_at_others(step, others, found)
+        cleared = set(tensors.take_zeroed(found))
+        for index in sorted(cleared):
+            step.sums[index] = 0
+            _drop_kept(step, index)
+        if not reduced and step.versions and versions != step.versions:
+            for index in _places(map(ne, versions, step.versions)):
+                if found[index] is published[index] and index not in cleared:
+                    self._clear_or_raise(step, index, published[index])
+        step.versions = versions
+        at_start = self._found = FoundGradients()
+        at_start.unchanged = not others and not self._is_plain
+        if self._is_plain:  # autograd would add to it in place, unscaled
+            detached = _places(map(is_not, found, repeat(None))) if others else range(len(found))
+        else:
+            detached = [index for index in others if found[index] is not None]
+        at_start.detached = detached
+        if detached:
+            clear_gradients([self._params[index] for index in detached])
+        if reduced and len(others) + len(cleared) < len(found):
+            self._keep_reduced(step, cleared.union(others), hooked)
+
+    def detach_for_autograd(self, index: int) -> None:
+        """Autograd is about to accumulate into a sharded parameter by itself."""
+        if self._is_plain:
+            return
+        if self._found is None:
+            self._found = FoundGradients()
+        if index not in self._found.by_autograd:
+            self._found.by_autograd.add(index)
+            self._found.unchanged = False
+            self._params[index].grad = None
+
+    def end_backward(self) -> None:
+        """Backward is over: keep what autograd has accumulated into the parameters as penalties.
+
+        Raises:
+            RuntimeError: it is no gradient of this rank's slice; names the parameter.
+        """
+        if self._found is None or not self._found.by_autograd:
+            return
+        published, step = self._published(), self._gradients.make_step()
+        for index in sorted(self._found.by_autograd):
+            param = self._params[index]
+            if (grad := gradients_of([param])[0]) is not None:
+                if local_part(grad).shape != local_part(published[index]).shape:
+                    raise RuntimeError(
+                        f"backward: expected a gradient of this rank's slice of "
+                        f"{self._names[index]}; found one of shape {tuple(grad.shape)}: a function "
+                        "of your own (autograd.Function) was given the sharded parameter. Give it "
+                        "to the function in the first forward, too, or leave its module to the "
+                        "root (units= names the blocks alone)"
+                    )
+                _keep(step.penalties, index, grad)
+                step.used[index] = 1
+                param.grad = published[index]
+        self._found.by_autograd.clear()
+        step.versions = self._gradients.accumulation().versions()
+
+    def publish(self, used: Sequence[int], *, reduced: bool) -> None:
+        """Make ``.grad`` of the parameters that were used what is accumulated.
+
+        Args:
+            used: of each parameter, whether any rank had a gradient.
+            reduced: all is reduced: penalties are added to it.
+        """
+        gradients, found = self._gradients, self._found
+        tensors, step = gradients.accumulation(), gradients.make_step()
+        self._found = None
+        step.is_published = True
+        wanted: Sequence[Tensor | None] = tensors.publish(self._params, gradients.optim_depth)
+        step.num_published = len(wanted)
+        is_complete = all(used)
+        if not is_complete:
+            wanted = [*wanted]
+            grads = gradients_of(self._params)
+            for index in zeros_in(bytes(used)):
+                # One from an earlier microbatch goes, what users have put there stays.
+                wanted[index] = None if grads[index] is wanted[index] else grads[index]
+                step.num_published -= wanted[index] is None
+        if found is None or not found.unchanged or not is_complete:
+            set_gradients(self._params, wanted)
+        if reduced and step.penalties:
+            self._add(step.penalties)
+        # Between microbatches users may clear gradients, but not edit them.
+        step.versions = [] if reduced else tensors.versions()
+
+    def add_earlier(self) -> None:
+        """Add earlier gradients to the published ones, on which hooks have run."""
+        step = self._gradients.step
+        if step is None:
+            return
+        self._add(step.earlier)
+        if step.versions:
+            step.versions = self._gradients.accumulation().versions()
+
+    def put_back(self) -> None:
+        """This microbatch brought no gradients: ``.grad`` becomes what it was before."""
+        found, self._found = self._found, None
+        step = self._gradients.step
+        if step is None:
+            return
+        step.is_published = True
+        if found is not None and found.detached:
+            published = self._published()
+            params = [self._params[index] for index in found.detached]
+            set_gradients(params, [published[index] for index in found.detached])
+
+    def publish_one(self, index: int) -> Tensor:
+        """Make ``.grad`` of one parameter its place among the gradients, which the caller fills.
+
+        For a gradient that was computed outside backward; the next backward adds to it.
+        """
+        if self._reads is not None:
+            self._reads.wait()
+        grad, step = self._published()[index], self._gradients.make_step()
+        self._params[index].grad = grad
+        step.used[index] = step.sums[index] = 1
+        return grad
+
+    def put(self, index: int, grad: Tensor, *, is_reduced: bool) -> None:
+        """Make ``.grad`` of one parameter ``grad``, this rank's part of it.
+
+        Args:
+            is_reduced: it is, as those of all others are.
+        """
+        if is_reduced:
+            local_part(self.publish_one(index)).copy_(grad)
+        else:
+            self._params[index].grad = like(self._params[index], grad)
+            self._gradients.make_step()
+
+    def tensor(self, index: int) -> Tensor:
+        """Returns the tensor that ``.grad`` of parameter ``index`` is where there is one."""
+        return self._published()[index]
+
+    def main_grad(self, index: int) -> Tensor:
+        """Returns what is accumulated of a sharded parameter, as far as this rank has it: its
+        ``.grad``, if there is one; zeros, if nothing is accumulated."""
+        param, step = self._params[index], self._gradients.step
+        if param.grad is not None:
+            return param.grad
+        assert isinstance(param, FlatDTensor)
+        is_hidden = step is not None and not step.is_published
+        local = self._gradients.accumulated(index) if is_hidden else None
+        if local is None:
+            local = self._gradients.no_gradient(param.local)
+        found = FlatDTensor.from_flat_local(local.detach(), param.flat_placement)
+        if step is not None and step.full_values is not None:
+            found.whole = step.full_values[index]
+        return found
+
+    def set_main_grad(self, index: int, value: Tensor) -> None:
+        """Copy ``value`` into what :meth:`main_grad` returns."""
+        step = self._gradients.step
+        if self._params[index].grad is None and (step is None or step.is_published):
+            self.publish_one(index)
+        target = self.main_grad(index)
+        if value is not target:
+            target.copy_(value)
+
+    def publish_full(self, values: Sequence[Tensor] | None) -> None:
+        """Every rank has full gradients, ``values``, until they are cleared; None: no longer."""
+        self._gradients.make_step().full_values = values
+        for index, tensor in enumerate(self._published()):
+            assert isinstance(tensor, FlatDTensor)
+            tensor.whole = None if values is None else values[index]
+
+    @property
+    def has_full(self) -> bool:
+        """Whether :meth:`publish_full` has published any."""
+        step = self._gradients.step
+        return step is not None and step.full_values is not None
+
+    def was_set(self, is_there: bool) -> None:
+        """The user has made one gradient None, or (``is_there``) another one.
+
+        With the last one the step is dropped. (If it is not seen to be the last one, the next
+        backward sees it.)
+        """
+        step = self._gradients.step
+        if is_there:
+            self._gradients.make_step()
+        if is_there or step is None:
+            return
+        step.num_published -= 1
+        if step.num_published == 0 and step.is_published and not step.holds_any:
+            found = gradients_of(self._params)
+            if not any(map(is_not, found, repeat(None))):
+                self._drop_step()
+
+    def scale_kept(self, factor: float | Tensor) -> None:
+        """Multiply earlier gradients and penalties."""
+        step = self._gradients.step
+        for kept in (step.earlier, step.penalties) if step is not None else ():
+            for each in kept.values():
+                local = local_part(each)
+                local.mul_(factor.to(local.dtype) if isinstance(factor, Tensor) else factor)
+
+    def discard(self, *, zero: bool = False) -> None:
+        """Drop the step and this backward; ``.grad`` becomes None.
+
+        Args:
+            zero: the next step begins with the same memory, zeroed.
+        """
+        gradients, self._found = self._gradients, None
+        gradients.writer = None
+        clear_gradients(self._params)
+        if self.has_full:
+            self.publish_full(None)
+        if not zero or not gradients.begin_zeroed():
+            self._drop_step()
+        elif self._reads is not None and self._reads.were_asked:
+            self._reads.were_asked = gradients.accumulation().are_held
+
+    @property
+    def _is_plain(self) -> bool:
+        return self._reads is None
+
+    @property
+    def are_cleared(self) -> bool:
+        """Nothing is accumulated, or ``.grad`` of all is None or was zeroed since."""
+        step = self._gradients.step
+        if step is not None and (not step.is_published or step.holds_any):
+            return False
+        grads = [grad for grad in gradients_of(self._params) if grad is not None]
+        return all(isinstance(grad, FlatDTensor) and grad.zeroed for grad in grads)
+
+    def _drop_step(self) -> None:
+        """All gradients are cleared. See [Note: When gradients are held] in
+        ``gradient_memory.py``."""
+        step, reads = self._gradients.step, self._reads
+        if step is None:
+            return
+        if step.full_values is not None:
+            self.publish_full(None)
+        if reads is None:
+            self._gradients.drop_step()
+            return
+        reads.wait()
+        reads.were_asked = self._gradients.drop_step(looks=reads.were_asked)
+
+    def _look_at_others(
+        self, step: StepGradients, others: Sequence[int], found: Sequence[Tensor | None]
+    ) -> None:
+        """``.grad`` of ``others`` is not what was published."""
+        for index in others:
+            grad = found[index]
+            step.sums[index] = 0
+            step.used[index] = grad is not None
+            _drop_kept(step, index)
+            if grad is not None:
+                step.earlier[index] = grad
+
+    def _keep_reduced(
+        self, step: StepGradients, without: set[int], hooked: Collection[int]
+    ) -> None:
+        """Reduced gradients, but for those that are cleared, are to be added to."""
+        rounds_again, published = self._gradients.rounds_again, self._published()
+        kept = [
+            index
+            for index in (range(len(published)) if rounds_again else hooked)
+            if index not in without
+        ]
+        for index in kept:
+            _keep(step.earlier, index, local_part(published[index]).clone())
+        if len(without) + len(kept) < len(published):
+            self._gradients.resume()
+        for index in kept:
+            step.sums[index] = 0
+
+    def _add(self, kept: dict[int, Tensor]) -> None:
+        for index, grad in kept.items():
+            local_part(self._published()[index]).add_(local_part(grad))
+        kept.clear()
+
+    def _clear_or_raise(self, step: StepGradients, index: int, grad: Tensor) -> None:
+        """``grad`` was changed since microbatches were accumulated in it."""
+        if isinstance(grad, FlatDTensor) or bool(grad.any()):
+            raise RuntimeError(
+                f"backward: expected .grad of {self._names[index]} to be left alone, or cleared by "
+                "zero_grad(), between microbatches of no_sync(); found it changed. It is not "
+                "reduced yet: change it after the backward of the last microbatch"
+            )
+        step.sums[index] = 0
+
+    def _published(self) -> list[Tensor]:
+        """The tensors that ``.grad`` of the parameters are where there are gradients."""
+        gradients = self._gradients
+        return gradients.accumulation().publish(self._params, gradients.optim_depth)
+
+
+def _places(flags: Iterable[bool]) -> list[int]:
+    """Those that are set."""
+    return [place for place, flag in enumerate(flags) if flag]
+
+
+def _keep(kept: dict[int, Tensor], index: int, grad: Tensor) -> None:
+    """Add ``grad`` to what is kept of parameter ``index``."""
+    known = kept.get(index)
+    kept[index] = grad if known is None else local_part(known) + local_part(grad)
+
+
+def _drop_kept(step: StepGradients, index: int) -> None:
+    step.earlier.pop(index, None)
+    step.penalties.pop(index, None)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Returns what this rank holds of ``tensor``."""
+    if isinstance(tensor, FlatDTensor):
+        return tensor.local
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

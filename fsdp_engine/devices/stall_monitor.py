@@ -1,0 +1,463 @@
+"""The activity of every rank, answered on request: which ranks are missing where a wait fails.
+
+[Note: Missing ranks]
+A rank that is stuck, in a wait or in the user's code, cannot report it; an ended process reports
+nothing. So lanes write their activity down (``ACTIVITY``: a few attributes, nothing is sent). If it
+has not changed for half a second, a thread of the process checks every half second in the store of
+the default group whether a rank has asked: a rank that trains sends nothing. In large jobs it
+checks less often, so that all ranks together check at most 500 times a second.
+
+A rank whose wait has failed asks: it increments a number in the store, every thread answers with
+the activity of its rank, and a rank that does not answer has ended (certain, and known at once, for
+a process on the same machine) or is out of reach. A rank that ends in order leaves a last message.
+
+A rank that raises while others wait for it can leave them a reason (``give_reason``): their waits
+then fail with that error.
+
+The same thread logs waits of the host, and work on a device's stream, that take longer than
+``PATIENCE_SECONDS``, with the missing ranks: long before the timeout of the process group, which on
+NCCL ends the process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import operator
+import os
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+PERIOD_SECONDS = 0.5
+# At most so many checks of the store by all ranks together.
+MOST_CHECKS_PER_SECOND = 500
+# A thread answers within a period, unless other code holds the interpreter.
+ANSWER_SECONDS = 3.0
+# Waits that take longer are logged. Groups have timeouts of 10 (NCCL) or 30 minutes (gloo).
+PATIENCE_SECONDS = float(os.environ.get("FSDP_ENGINE_PATIENCE_SECONDS", "60"))
+_SLICE = timedelta(seconds=1)
+_MOST_NAMED = 8
+_LIBRARIES = (str(Path(__file__).parent), str(Path(dist.__file__).parents[1]))
+_log = logging.getLogger("fsdp_engine")
+
+
+class RankActivity:
+    """The activity of this rank. Written at every operation, read only on request.
+
+    Attributes:
+        last: label of the operation that was begun last.
+        done: label of the operation that was seen to end last.
+        waits: the operation that the host waits for, a new object each time: its ``label``, and
+            ``ranks``, the global ranks that take part (empty: all).
+        failed: label of the operation that failed last.
+        alarms: number of failures of other ranks that this rank has seen.
+    """
+
+    __slots__ = ("alarms", "done", "failed", "last", "waits")
+
+    def __init__(self) -> None:
+        self.alarms = 0
+        self.last = self.done = self.failed = "nothing"
+        self.waits: Any = None
+
+
+ACTIVITY = RankActivity()
+
+
+class GroupCollective(NamedTuple):
+    """A small collective outside lanes."""
+
+    label: str
+    group: dist.ProcessGroup
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Global ranks."""
+        return dist.get_process_group_ranks(self.group)
+
+
+class HostWork:
+    """A collective of the host that runs from neighbour to neighbour.
+
+    If a rank ends, only its neighbours see it at once. The others would wait for the timeout, so
+    they check once a second whether a rank has raised the alarm.
+    """
+
+    __slots__ = ("_work",)
+
+    def __init__(self, work: dist.Work) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        """Return when it is done.
+
+        Raises:
+            RuntimeError: it failed, or another rank has failed meanwhile.
+        """
+        while True:
+            try:
+                self._work.wait(_SLICE)
+                return
+            except RuntimeError:
+                if self._work.is_completed():
+                    # It has failed, or has completed since the wait: its own result decides.
+                    self._work.wait()
+                    return
+            monitor = _present()
+            if monitor is not None and monitor.has_alarm():
+                raise RuntimeError("another rank has failed")
+
+
+# Lanes whose work the host does not wait for. Each has ``ranks``, global, and ``stuck(now,
+# patience)``: the label of the oldest operation that has not been reached for ``patience`` seconds,
+# reported once; else None.
+DEVICE_LANES: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+class StallMonitor:
+    """The thread of one default group, and the questions to those of other ranks."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = weakref.ref(group)
+        self._rank = group.rank()
+        self._size = group.size()
+        # A connection of its own: other threads may block on the default one.
+        store = _get_default_store().clone()  # type: ignore[attr-defined]
+        self._store = dist.PrefixStore("fsdp_engine/stall_monitor", store)
+        self._identity = [_machine(), os.getpid()]
+        self._check_store()
+        # Of the training thread, which under Ray Train is not the main one.
+        self._training_thread = threading.get_ident()
+        self._answered = 0
+        self._before: tuple[object, ...] = (None, None, None)
+        self._next_check = 0.0
+        self._seen: Any = None
+        self._seen_at = 0.0
+        self._publish({"n": 0})
+        self._over = threading.Event()
+        name = "fsdp_engine stall monitor"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _check_store(self) -> None:
+        """Refuse a store that an earlier job has used: in it groups would find the addresses of
+        processes that have ended.
+
+        Raises:
+            RuntimeError: a process that was this rank before has used it.
+        """
+        key = f"says/{self._rank}"
+        was = json.loads(self._store.get(key))["is"] if self._store.check([key]) else None
+        if was not in (None, self._identity):
+            raise RuntimeError(
+                f"store of the default group: expected one that no earlier rank {self._rank} has "
+                f"used; found keys of process {was[1]} on {was[0].split()[0]}. Where "
+                "torchrun restarts workers, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its "
+                "environment"
+            )
+
+    @property
+    def is_present(self) -> bool:
+        """Whether its default group is the present one."""
+        return not self._over.is_set() and self._group() is dist.group.WORLD
+
+    def end(self, why: str) -> None:
+        """Publish the last message, unless that is done, and end the thread before the interpreter
+        ends: a thread within a call of the store would abort the process."""
+        if not self._over.is_set():
+            self._over.set()
+            self._publish_end(why)
+        self._thread.join(ANSWER_SECONDS)
+
+    def missing_at(self, what: str, ranks: Sequence[int]) -> str:
+        """Those of ``ranks`` that are not at ``what``, each with its place."""
+        others = [rank for rank in ranks if rank != self._rank]
+        try:
+            number, found, silent = self._answers(others)
+        except RuntimeError as error:
+            return f"the store, which rank 0 or the launcher keeps, does not answer ({error})"
+        texts = [
+            (rank in silent, rank, text)
+            for rank, state in found.items()
+            if (text := _place_of(what, rank, state, number)) is not None
+        ]
+        if any("gone" in state or _has_ended(state) for state in found.values()):
+            ACTIVITY.alarms = self._store.add("alarms", 1)
+        texts.sort(key=lambda each: ("ended" not in each[2], each[0], each[1]))
+        shown = "; ".join(text for _, _, text in texts[:_MOST_NAMED])
+        more = len(texts) - _MOST_NAMED
+        return shown + (f"; and {more} more ranks" if more > 0 else "")
+
+    def waits_of(self, ranks: Sequence[int]) -> dict[int, str]:
+        """By rank, the label of the operation that its host waits for, of those of ``ranks`` that
+        wait. Takes up to some seconds."""
+        number, found, _ = self._answers(ranks)
+        return {
+            rank: state["waits"]
+            for rank, state in found.items()
+            if state["n"] >= number and state.get("waits") is not None
+        }
+
+    def give_reason(self, ranks: Sequence[int], text: str) -> None:
+        """Leave ``ranks`` a reason: if a wait of theirs fails, it raises a ValueError with
+        ``text``."""
+        for rank in ranks:
+            self._store.set(f"reason/{rank}", text)
+
+    def reason(self) -> str | None:
+        """The reason that another rank has left for this one, if any."""
+        key = f"reason/{self._rank}"
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def _answers(self, ranks: Sequence[int]) -> tuple[int, dict[int, dict[str, Any]], list[int]]:
+        """Ask ``ranks``. Returns the number of the question, the latest state of each rank, and the
+        ranks that have not answered in time."""
+        number = self._store.add("asked", 1)
+        # All ranks ask at once: a thousand of them must not load the store too much.
+        pause = max(0.1, len(ranks) / MOST_CHECKS_PER_SECOND)
+        deadline = time.monotonic() + max(ANSWER_SECONDS, 3 * pause)
+        while True:
+            self._answer()
+            found = self._read(ranks)
+            silent = [
+                rank
+                for rank, state in found.items()
+                if "gone" not in state and state["n"] < number and not _has_ended(state)
+            ]
+            if not silent or time.monotonic() > deadline:
+                return number, found, silent
+            time.sleep(pause)
+
+    def has_alarm(self) -> bool:
+        """Whether a rank has found, since the last call, that another one has ended; or has left
+        this one a reason to fail."""
+        before, ACTIVITY.alarms = ACTIVITY.alarms, self._store.add("alarms", 0)
+        return ACTIVITY.alarms > before or self.reason() is not None
+
+    def _read(self, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
+        keys = [f"says/{rank}" for rank in ranks]
+        if keys and self._store.check(keys):
+            return {
+                rank: json.loads(text)
+                for rank, text in zip(ranks, self._store.multi_get(keys), strict=True)
+            }
+        found = {}
+        for rank, key in zip(ranks, keys, strict=True):
+            text = self._store.get(key) if self._store.check([key]) else '{"n": -1}'
+            found[rank] = json.loads(text)
+        return found
+
+    def _run(self) -> None:
+        while not self._over.wait(PERIOD_SECONDS):
+            if self._group() is not dist.group.WORLD:
+                self._over.set()
+                self._publish_end("has destroyed its process groups")
+                return
+            if self._is_still() and not self._try(self._answer):
+                return  # the store is gone: no rank can ask any more
+            self._log_stalls()
+
+    def _is_still(self) -> bool:
+        """Whether this rank's activity has not changed, and the next check of the store is due."""
+        before, self._before = self._before, (ACTIVITY.last, ACTIVITY.done, ACTIVITY.waits)
+        now = time.monotonic()
+        if now < self._next_check or any(map(operator.is_not, before, self._before)):
+            return False
+        self._next_check = now + self._size / MOST_CHECKS_PER_SECOND
+        return True
+
+    def _answer(self) -> None:
+        asked = self._store.add("asked", 0)
+        if asked > self._answered:
+            self._answered = asked
+            waits = ACTIVITY.waits
+            self._publish(
+                {
+                    "n": asked,
+                    "last": ACTIVITY.last,
+                    "waits": waits.label if waits is not None else None,
+                    "failed": ACTIVITY.failed,
+                    "at": _user_frame(self._training_thread),
+                }
+            )
+
+    def _publish(self, state: dict[str, Any]) -> None:
+        state["is"] = self._identity
+        self._store.set(f"says/{self._rank}", json.dumps(state))
+
+    def _publish_end(self, why: str) -> None:
+        self._try(lambda: self._publish({"gone": why, "last": ACTIVITY.last}))
+
+    def _try(self, action: Callable[[], None]) -> bool:
+        try:
+            action()
+        except RuntimeError:
+            return False
+        return True
+
+    def _log_stalls(self) -> None:
+        """Log operations that take too long, each once."""
+        now, waits = time.monotonic(), ACTIVITY.waits
+        if waits is not self._seen:
+            self._seen, self._seen_at = waits, now
+        elif waits is not None and now - self._seen_at > PATIENCE_SECONDS:
+            self._seen_at = float("inf")
+            self._log_stall(waits.label, waits.ranks)
+        for lane in list(DEVICE_LANES):
+            if (label := lane.stuck(now, PATIENCE_SECONDS)) is not None:
+                self._log_stall(label, lane.ranks)
+
+    def _log_stall(self, label: str, ranks: Sequence[int]) -> None:
+        missing = self.missing_at(label, ranks or range(self._size))
+        _log.error(
+            "rank %d has waited %.0f s for %s: %s",
+            self._rank,
+            PATIENCE_SECONDS,
+            label,
+            missing or "all ranks have reached it",
+        )
+
+
+_MONITORS: list[StallMonitor] = []
+
+
+def start() -> None:
+    """Start the monitor of the present default group, unless it runs. Ranks must share a store."""
+    if _present() is not None:
+        return
+    group = dist.group.WORLD
+    assert group is not None
+    if not _MONITORS:
+        atexit.register(_end)
+    _MONITORS[:] = [StallMonitor(group)]
+    ACTIVITY.__init__()  # type: ignore[misc]
+
+
+def _end() -> None:
+    error = getattr(sys, "last_value", None)
+    why = "" if error is None else f" with {type(error).__name__}: {str(error)[:200]}"
+    for monitor in _MONITORS:
+        monitor.end(f"has ended{why}")
+
+
+def _present() -> StallMonitor | None:
+    """The monitor of the present default group, if it runs."""
+    return _MONITORS[0] if _MONITORS and _MONITORS[0].is_present else None
+
+
+def monitor() -> StallMonitor:
+    """The monitor of the present default group, which :func:`start` has started."""
+    found = _present()
+    assert found is not None
+    return found
+
+
+def missing_ranks(what: str, ranks: Sequence[int] = ()) -> str:
+    """Ranks that have not come to ``what``, each with its place; "" where none can be asked. Takes
+    up to some seconds.
+
+    Args:
+        what: the label of the operation that has failed; ranks that wait for it, or failed in it,
+            are not missing.
+        ranks: global ranks; none: all.
+    """
+    ACTIVITY.failed = what
+    found = _present()
+    if found is None:
+        return ""
+    return found.missing_at(what, ranks or range(dist.get_world_size()))
+
+
+def failure(what: str, ranks: Sequence[int], error: BaseException) -> Exception:
+    """The exception for an operation whose wait has failed with ``error``."""
+    reason, found = None, _present()
+    if found is not None:
+        with suppress(RuntimeError):  # the store is gone with its rank
+            reason = found.reason()
+    if reason is not None:
+        ACTIVITY.failed = what
+        return ValueError(f"{what} did not complete: {reason}")
+    missing = missing_ranks(what, ranks)
+    return RuntimeError(
+        f"{what} did not complete: another rank failed, or never came to it"
+        f"{missing and ': '}{missing}. The last that did complete here was {ACTIVITY.done}. "
+        f"({error})"
+    )
+
+
+@contextmanager
+def naming(what: str, group: dist.ProcessGroup) -> Iterator[None]:
+    """Within it, a small collective of ``group``; its error names it and the missing ranks."""
+    ACTIVITY.last = what
+    ACTIVITY.waits = small = GroupCollective(what, group)
+    try:
+        yield
+    except RuntimeError as error:
+        raise failure(what, small.ranks, error) from error
+    finally:
+        ACTIVITY.waits = None
+    ACTIVITY.done = what
+
+
+def _place_of(what: str, rank: int, state: dict[str, Any], number: int) -> str | None:
+    """The place of ``rank``; None: at ``what``, as it should be."""
+    after = f"; the last it began was {state['last']}" if "last" in state else ""
+    if "gone" in state:
+        return f"rank {rank} {state['gone']}{after}"
+    if state["n"] < number:
+        if state["n"] < 0:
+            return f"rank {rank} has not come to the engine yet"
+        process = f"process {state['is'][1]} on {state['is'][0].split()[0]}"
+        if _has_ended(state):
+            return f"rank {rank} has ended ({process} is gone)"
+        return (
+            f"rank {rank} does not answer ({process}): it has ended, is stopped, out of reach, or "
+            "trains on"
+        )
+    if what in (state["waits"], state["failed"]):
+        return None
+    if state["waits"] is not None:
+        return f"rank {rank} waits for {state['waits']}"
+    return f"rank {rank} is at {state['at']}{after}"
+
+
+def _user_frame(thread: int) -> str:
+    """The innermost frame of a thread that is in the user's code."""
+    frame = sys._current_frames().get(thread)
+    innermost = frame
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame = frame.f_back
+    frame = frame or innermost
+    if frame is None:
+        return "its end"
+    code = frame.f_code
+    return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
+
+
+def _machine() -> str:
+    """The namespace of process numbers."""
+    space = Path("/proc/self/ns/pid")
+    return f"{socket.gethostname()} {os.readlink(space) if space.is_symlink() else ''}"
+
+
+def _has_ended(state: dict[str, Any]) -> bool:
+    """Whether the process is gone for certain."""
+    if state["n"] < 0 or state["is"][0] != _machine() or not Path("/proc/self/stat").exists():
+        return False
+    try:
+        status = Path(f"/proc/{state['is'][1]}/stat").read_text()
+    except OSError:
+        return True
+    return status.rpartition(")")[2].split()[0] in "ZX"  # ended, not reaped yet
