@@ -7,8 +7,6 @@ for each memory configuration. All configurations are running and train alternat
 load on the machine affects all of them. For each turn: processor time (user and system) and page
 faults per step, and the resident set at its end. Processor time and page faults of one process
 depend less on other programs than wall time does.
-
-The figure is ``docs/long_run.png``.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ import sys
 import tempfile
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import harness
@@ -28,8 +25,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-ROOT = Path(__file__).parent.parent
-PICTURE = ROOT / "docs" / "long_run.png"
 EXAMPLE = ["--layers", "2", "--batch-size", "4", "--steps", "1000000", "--warmup", "50"]
 WAYS = {
     # name: environment, whether the engine returns freed pages to the system
@@ -102,26 +97,6 @@ def start(way: str, folder: str) -> list[Any]:
     return pipes
 
 
-def draw(curves: dict[str, list[dict[str, float]]]) -> None:
-    """Draw processor time and memory over steps, one line per configuration."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
-    for way, turns in curves.items():
-        steps = [turn["step"] for turn in turns]
-        axes[0].plot(steps, [turn["page_faults"] for turn in turns], label=way)
-        axes[1].plot(steps, [turn["resident_mib"] for turn in turns], label=way)
-    axes[0].set(xlabel="step", ylabel="page faults of a step", ylim=(0, None))
-    most = max(turn["resident_mib"] for turns in curves.values() for turn in turns)
-    axes[1].set(xlabel="step", ylabel="resident set (MiB)", ylim=(0, 1.1 * most))
-    axes[0].legend()
-    figure.savefig(PICTURE, dpi=110)
-    pyplot.close(figure)
-
-
 def report(curves: dict[str, list[dict[str, float]]]) -> None:
     """First, middle and last turns."""
     rows = []
@@ -162,7 +137,6 @@ def main() -> None:
             for pipe in ranks:
                 pipe.send(0)
     report(curves)
-    draw(curves)
 
 
 if __name__ == "__main__":

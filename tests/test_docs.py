@@ -61,6 +61,15 @@ def test_readme_is_read_in_five_minutes_and_leads_to_every_page() -> None:
         assert f"(docs/{page.name})" in text, page.name
 
 
+@pytest.mark.thorough
+def test_readme_imports_names_that_exist() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    imports = re.findall(r"^(?:from [\w.]+ )?import .*$", "\n".join(blocks), re.MULTILINE)
+    assert sum("fsdp_engine" in line for line in imports) >= 5
+    for line in imports:
+        exec(line, {})
+
+
 def test_figures_are_those_of_the_results_files() -> None:
     run = subprocess.run(
         [sys.executable, "tools/figures.py"], cwd=ROOT, capture_output=True, text=True, check=False
