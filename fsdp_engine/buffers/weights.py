@@ -217,15 +217,16 @@ class Weights:
         """Whether the full parameters that a use of ``phase`` reads are there, or on their way."""
         return all(plane.holds for plane in self._planes_of(phase))
 
-    def gather(self, phase: int) -> list[Ticket]:
+    def gather(self, phase: int, compute_now: Ticket | None = None) -> list[Ticket]:
         """Bring full parameters up to date; returns what to wait for.
 
         Args:
             phase: of the next use: see ``codecs/phase.py``.
+            compute_now: what compute has been given so far, if that was recorded.
         """
         tickets: list[Ticket] = []
         if self.main.tensor._version != self._seen_version:
-            tickets = self._bring_up_to_date()
+            tickets = self._bring_up_to_date(compute_now)
         refreshed = tuple(tickets)
         for plane in self._planes_of(phase):
             if not plane.holds:
@@ -237,7 +238,7 @@ class Weights:
                 plane.holds = True
         return tickets
 
-    def _bring_up_to_date(self) -> list[Ticket]:
+    def _bring_up_to_date(self, compute_now: Ticket | None) -> list[Ticket]:
         """What persists of the compute weights follows the main weights."""
         self._seen_version = self.main.tensor._version
         for plane in self._planes:
@@ -251,8 +252,9 @@ class Weights:
             storages = [self._decoded_storage]
         elif self.codec.needs_whole_line:
             storages = [plane.storage for plane in self._planes]
-        self._fill([storage for storage in storages if storage is not None])
-        return [self._refresh.run((self._machinery.lanes.compute.record(),))]
+        if self._fill([storage for storage in storages if storage is not None]):
+            compute_now = None  # memory that compute has used since
+        return [self._refresh.run((compute_now or self._machinery.lanes.compute.record(),))]
 
     def gathered(self, *, for_backward: bool) -> None:
         """Compute has waited for the gather.

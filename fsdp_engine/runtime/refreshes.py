@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fsdp_engine.codecs.phase import FORWARD
+from fsdp_engine.devices.lane import Ticket
 from fsdp_engine.runtime.unit import Unit
 
 
@@ -43,11 +44,13 @@ class Refreshes:
 
     def issue_through(self, last: Unit | None, order: Sequence[int]) -> None:
         """Refresh what is stale, in canonical order, up to ``last`` (None: all)."""
+        compute_now: Ticket | None = None  # nothing of the model runs in between
         while self._num_issued < len(order):
             unit = self._units[order[self._num_issued]]
             self._num_issued += 1
             self._issued.add(unit.index)
             if not unit.reshards and unit.needs_gather(FORWARD):
-                unit.gather(FORWARD)
+                compute_now = compute_now or unit.record_compute()
+                unit.gather(FORWARD, compute_now)
             if unit is last:
                 return

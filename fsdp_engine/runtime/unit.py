@@ -237,9 +237,19 @@ class Unit:
             return False
         return (built.reshards or built.needs_refresh) and not self.is_current
 
-    def gather(self, phase: int) -> None:
-        """Issue what brings the full parameters up to date."""
+    def record_compute(self) -> Ticket:
+        """What compute has been given so far."""
+        return self._lanes.compute.record()
+
+    def gather(self, phase: int, compute_now: Ticket | None = None) -> None:
+        """Issue what brings the full parameters up to date.
+
+        Args:
+            phase: of the next use.
+            compute_now: what compute has been given so far, if that was recorded.
+        """
         if self.built.split_weights:
+            compute_now = None
             self.wait()  # what another phase reads may be under way
             if not self.uses:
                 for weights in self.built.split_weights:
@@ -247,7 +257,7 @@ class Unit:
         self._phase = phase
         self._move_to(Residence.GATHERING)
         for buffer in self.built.buffers:
-            self._tickets += buffer.weights.gather(phase)
+            self._tickets += buffer.weights.gather(phase, compute_now)
 
     def turn_to(self, phase: int) -> None:
         """It stays full until its next use: what is there is to be what that reads."""
