@@ -212,16 +212,17 @@ class Weights:
         if not self.codec.is_identity:
             memory.give_back(self.main.tensor, "main")
 
-    def gather(self, phase: int, held: int) -> list[Ticket]:
+    def gather(self, phase: int, held: int, compute_now: Ticket | None = None) -> list[Ticket]:
         """Gather full parameters; returns tickets to wait for.
 
         Args:
             phase: of the next use: see ``codecs/phase.py``.
             held: phases whose full parameters are gathered, or in flight; 0: none.
+            compute_now: ticket of the work that compute has so far; None: it is recorded here.
         """
         tickets: list[Ticket] = []
         if self.main.tensor._version != self._seen_version:
-            tickets = self._bring_up_to_date()
+            tickets = self._bring_up_to_date(compute_now)
             held = 0
         if not self.reshards:
             return tickets
@@ -234,7 +235,7 @@ class Weights:
             tickets.append(plane.unshard.run(after))
         return tickets
 
-    def _bring_up_to_date(self) -> list[Ticket]:
+    def _bring_up_to_date(self, compute_now: Ticket | None) -> list[Ticket]:
         """Update the compute weights that are kept at rest from the main weights."""
         self._seen_version = self.main.tensor._version
         if self._through_scratch is not None:
@@ -246,8 +247,9 @@ class Weights:
             storages = [self._decoded_storage]
         elif self.codec.needs_whole_line:
             storages = [plane.storage for plane in self._planes]
-        self._fill([storage for storage in storages if storage is not None])
-        return [self._refresh.run((self._machinery.lanes.compute.record(),))]
+        if self._fill([storage for storage in storages if storage is not None]):
+            compute_now = None  # memory that compute has used since
+        return [self._refresh.run((compute_now or self._machinery.lanes.compute.record(),))]
 
     def gathered(self, phases: int, *, for_backward: bool) -> None:
         """Compute has waited for the gather.

@@ -437,6 +437,7 @@ class DeviceLane:
         self._recent: deque[tuple[str, Any]] = deque(maxlen=_MOST_RECENT)
         self._newest: tuple[str, Any] | None = None  # when last looked
         self._newest_since = 0.0
+        self._awaited: DeviceTicket | None = None  # last
         self._is_capturing = getattr(self._module, "is_current_stream_capturing", None)
 
     def _target(self) -> Any:
@@ -497,7 +498,8 @@ class DeviceLane:
 
     def wait(self, *tickets: Ticket) -> None:
         """See :class:`Lane`; the stream waits, not the host. Of several tickets of one stream it
-        waits for the newest, and for none of its own, unless waits are measured."""
+        waits for the newest, for none of its own, and for one only once, unless waits are
+        measured."""
         stream = self._target()
         each_is_timed = self._stream is None and bool(self.meters)
         newest: dict[Any, DeviceTicket] = {}
@@ -511,8 +513,11 @@ class DeviceLane:
                 end = self._timed_event(stream)
                 for meter in self.meters:
                     meter.waits(begin, end, awaited.works)
-            elif awaited.stream != stream:
+            elif awaited.stream != stream and (
+                self._stream is None or awaited is not self._awaited
+            ):
                 stream.wait_event(awaited.event)
+                self._awaited = awaited
 
     def _timed_event(self, stream: torch.Stream) -> torch.Event:
         event: torch.Event = self._module.Event(enable_timing=True)

@@ -23,6 +23,7 @@ import torch
 
 from fsdp_engine.codecs.phase import BACKWARD, BOTH, FORWARD
 from fsdp_engine.config import Timing
+from fsdp_engine.devices.lane import Ticket
 from fsdp_engine.devices.memory import Memory
 from fsdp_engine.planning.assignment import Expected
 from fsdp_engine.runtime.backward import Backward, check_is_whole
@@ -456,12 +457,14 @@ class Scheduler:
     def _refresh_through(self, last: Unit | None, forward: Forward) -> None:
         """Refresh units that changed, in canonical order, up to ``last`` (None: all)."""
         order = self.reductions.canonical_order
+        compute_now: Ticket | None = None  # the model runs nothing in between
         while forward.num_refreshed < len(order):
             unit = self.units[order[forward.num_refreshed]]
             forward.num_refreshed += 1
             forward.refreshed.add(unit.index)
             if not unit.reshards and unit.needs_gather(FORWARD):
-                unit.gather(FORWARD)
+                compute_now = compute_now or unit.record_compute()
+                unit.gather(FORWARD, compute_now)
             if unit is last:
                 return
 

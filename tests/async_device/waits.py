@@ -4,15 +4,12 @@ A wait orders a stream, the *waiter*, behind the work that another one, its *sou
 event was recorded. The first patterns of delays slow the source alone: then the waiter is ahead of
 it. What makes an access that comes too early visible:
 
-- Memory that the engine takes or frees is filled with NaN at once, by a kernel on the model's
-  stream. This stands for an activation that had the memory before, or that the allocator gives
-  it to.
+- Memory that the engine takes or frees is filled with NaN, by a kernel on the model's stream. This
+  stands for an activation that had the memory before, or that the allocator gives it to.
 - Units are blocks of one size, more than are gathered ahead, so that memory is reused.
 - Delays hold from the step before until the step after, and the host waits for nothing meanwhile.
 
-A wait is *implied* if the waiter has waited for as much of the source's work before. It is where
-two refreshes of weights are issued and no kernel of the model between. The host cannot leave it
-out: it does not see the model's kernels.
+A wait is *implied* if the waiter has waited for as much of the source's work before.
 """
 
 from __future__ import annotations
@@ -211,8 +208,9 @@ def patterns(wait: Wait, rank: int) -> Iterator[Delays]:
     yield {"lane": wait.source, "seconds": seconds}
     yield {"lane": wait.source, "seconds": seconds * (rank % 2 == 0)}
     yield {"lane": wait.source, "seconds": seconds * (rank % 2 == 1)}
+    yield {"lane": wait.source, "seconds": 15 * seconds}  # where collectives take long too
     yield {"collective": 6e-3, "compute": 1e-3 * (rank % 2)}
-    for seed in range(NUM_PATTERNS - 4):
+    for seed in range(NUM_PATTERNS - 5):
         yield {"compute": 1e-3, "copy": 1e-3, "collective": 8e-3, "seed": 4 * seed + rank}
 
 
