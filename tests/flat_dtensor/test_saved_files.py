@@ -1,7 +1,7 @@
 """State dicts that ``torch.save`` wrote with earlier versions.
 
-The files are of two ranks each: ``dp``, a ``Linear(2, 4)`` after ``fully_shard``; ``tp``, the same one
-with rows over two tensor-parallel ranks. Weights are 0 to 7, biases 0 to 3.
+The files are of two ranks each: ``dp``, a ``Linear(2, 4)`` after ``fully_shard``; ``tp``, the same
+one with rows over two tensor-parallel ranks. Weights are 0 to 7, biases 0 to 3.
 """
 
 from pathlib import Path
