@@ -27,7 +27,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import fsdp_engine as fe
 from fsdp_engine.planner.command_inputs import example_inputs
-from fsdp_engine.simulation.operation_cache import OperationCache
+from fsdp_engine.simulation.operations import OperationCache
 
 H100_REPORT = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
 A100_REPORT = "torchtitan, docs/performance.md of 2024"

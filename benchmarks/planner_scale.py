@@ -11,7 +11,7 @@ one thread. Reported are wall and processor time, without imports, and the peak 
 processor time depends less on other programs.
 
 Rows are simulated one after the other and share a cache of operations
-([Note: Operation cache], ``simulation/operation_cache.py``). ``--afresh`` disables the cache for
+([Note: Operation cache], ``simulation/operations.py``). ``--afresh`` disables the cache for
 comparison, in every ninth row. Results of models that were not run are kept in the file.
 """
 
@@ -36,7 +36,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
-from fsdp_engine.simulation.operation_cache import OperationCache
+from fsdp_engine.simulation.operations import OperationCache
 from fsdp_engine.strategies import ALL_STRATEGIES
 
 WORLD_SIZE = 1024

@@ -14,12 +14,10 @@ from fsdp_engine.checkpoint import (
 from fsdp_engine.codecs import Float8
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.engine import Engine
-from fsdp_engine.export.stream import WeightStream, weight_stream
-from fsdp_engine.export.version import WeightVersion
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.megatron.distributed_data_parallel import DistributedDataParallel
 from fsdp_engine.megatron.finalize_model_grads import finalize_model_grads
-from fsdp_engine.megatron.model_parallel_groups import ModelParallelGroups
+from fsdp_engine.megatron.process_groups import ModelParallelGroups
 from fsdp_engine.optimizer import shard_optimizer
 from fsdp_engine.planner.estimates import Estimate, estimate
 from fsdp_engine.planner.strategy_plan import StrategyPlan
@@ -29,11 +27,12 @@ from fsdp_engine.planning.checkpointing import checkpoint_units
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.pretrained.load import load_pretrained
 from fsdp_engine.pretrained.save import save_pretrained
+from fsdp_engine.pretrained.weight_stream import WeightStream, weight_stream
+from fsdp_engine.pretrained.weight_version import WeightVersion
 from fsdp_engine.runtime.hooks import register_forward_method
 from fsdp_engine.sharding import shard
 from fsdp_engine.simulation.machine import A100, B200, H100, H200, Machine
-from fsdp_engine.simulation.result import Simulation
-from fsdp_engine.simulation.simulate import simulate
+from fsdp_engine.simulation.simulate import Simulation, simulate
 from fsdp_engine.simulation.simulation_error import SimulationError
 
 __version__ = "0.1.0"  # the package's metadata read it here

@@ -50,7 +50,6 @@ FLOORS: dict[str, int] = {
     "simulation": 9,
     "pretrained": 9,
     "planner": 10,
-    "export": 10,
     "integrations": 10,
     "__init__": 11,
     "__main__": 12,
@@ -59,7 +58,7 @@ FLOORS: dict[str, int] = {
 # The core, and the folders of formats and frontends that it does not import.
 CORE = {"layout", "devices", "buffers", "planning", "runtime", "strategies", "codecs"}
 CORE |= {"flat_dtensor", "optimizer", "engine", "sharding"}
-ABOVE_THE_CORE = {"adapters", "checkpoint", "export", "fsdp2", "integrations", "megatron"}
+ABOVE_THE_CORE = {"adapters", "checkpoint", "fsdp2", "integrations", "megatron"}
 ABOVE_THE_CORE |= {"pipelining", "planner", "pretrained", "simulation"}
 # Packages of the formats and frontends that the core does not import either.
 FORMAT_PACKAGES = {"accelerate", "lightning", "megatron", "peft", "ray", "safetensors"}

@@ -24,10 +24,9 @@ from zipfile import BadZipFile
 import torch
 
 from fsdp_engine.checkpoint import tables
-from fsdp_engine.checkpoint.difference import compare, shared_bytes
 from fsdp_engine.checkpoint.directory import CheckpointDirectory
 from fsdp_engine.checkpoint.hugging_face import export_safetensors
-from fsdp_engine.checkpoint.inspection import describe, matches, tensor_bytes
+from fsdp_engine.checkpoint.inspection import compare, describe, matches, shared_bytes, tensor_bytes
 from fsdp_engine.checkpoint.model_state import MODEL
 from fsdp_engine.checkpoint.offline import (
     StoredCheckpoint,

@@ -1,8 +1,10 @@
 """DCP's metadata of a checkpoint, ``.metadata``: written with checksums, read without running code.
 
 The metadata is a pickle, which can call any function. Therefore it is read as data
-(``inert_pickle.py``), names outside a short list are refused, and every value is validated
-(``metadata_records.py``).
+(``inert_pickle.py``), names outside a short list are refused, and every value is validated: the
+classes of ``torch.distributed.checkpoint`` do not, and code that reads a checkpoint relies on them.
+Wrong types, negative sizes, files outside the checkpoint's folder, chunks without a location in a
+file, and chunks that do not cover their tensor exactly raise errors.
 
 Two additions to DCP's content are ignored by other readers:
 
@@ -14,15 +16,302 @@ A checkpoint of plain DCP contains neither, and is read without verification.
 
 from __future__ import annotations
 
+import collections
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
+from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
+from fsdp_engine.checkpoint import inert_pickle
 from fsdp_engine.checkpoint.checksums import BLOCK_BYTES, BlockSummer, DamagedError, FileSums
-from fsdp_engine.checkpoint.inert_pickle import RefusedError
-from fsdp_engine.checkpoint.metadata_records import SUMS, unpickle_metadata
+from fsdp_engine.checkpoint.inert_pickle import Record, RefusedError
+from fsdp_engine.checkpoint.manifest import check_file_name
+
+# The attribute of Metadata with the checksums of all files.
+SUMS = "fsdp_engine_sums"
+
+_DCP = "torch.distributed.checkpoint"
+_KINDS = {
+    **{
+        (f"{_DCP}.metadata", name): name
+        for name in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    },
+    (f"{_DCP}.filesystem", "_StorageInfo"): "_StorageInfo",
+    ("torch", "Size"): "Size",
+    ("torch.serialization", "_get_layout"): "layout",
+    # The path of the checkpoint, of any operating system and any version of Python.
+    **{
+        (module, name): "path"
+        for module in ("pathlib", "pathlib._local")
+        for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
+    },
+}
+# A pickle cannot modify these objects.
+_CONSTANTS: dict[tuple[str, str], Any] = {
+    ("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)
+}
+_CONSTANTS["collections", "OrderedDict"] = collections.OrderedDict
+_MAX_SIZE = 2**63 - 1
+# Checking chunks takes 2**dims steps for each; tensors are sharded along fewer dims.
+_MAX_SHARDED_DIMS = 8
+
+
+def unpickle_metadata(content: bytes, trust: bool) -> Metadata:
+    """Unpickle DCP's metadata.
+
+    The attributes ``state_dict_metadata``, ``planner_data``, ``storage_data`` and the checksums of
+    ``Metadata`` are kept. No code here reads other attributes.
+
+    Args:
+        content: the pickle; bytes after its end are ignored.
+        trust: allow other classes and functions, which are then called.
+
+    Raises:
+        RefusedError: it names a class or function that DCP's metadata does not contain.
+        ValueError: it is damaged; the message contains the expected and the found value.
+    """
+    try:
+        found = inert_pickle.load(content, _KINDS, _CONSTANTS, trust)
+    except inert_pickle.RefusedError:
+        raise
+    except Exception as error:  # unpickling damaged bytes raises errors of any type
+        raise ValueError(f"expected a pickle of it; found {error!r}") from error
+    state = _state(found, "Metadata", "the object")
+    entries = {
+        _typed(key, "a key", str): _entry(key, entry)
+        for key, entry in _mapping(state.get("state_dict_metadata"), "state_dict_metadata").items()
+    }
+    made = Metadata(
+        entries,
+        planner_data=_paths(state.get("planner_data")),
+        storage_data=_places(state.get("storage_data"), entries),
+    )
+    if SUMS in state:
+        _check_sums(state[SUMS])
+        setattr(made, SUMS, state[SUMS])
+    return made
+
+
+def _entry(key: str, entry: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+    if _is(entry, "BytesStorageMetadata"):
+        return BytesStorageMetadata()
+    state = _state(entry, "TensorStorageMetadata", key)
+    size = _size(state.get("size"), f"size of {key}")
+    chunks = []
+    for each in _typed(state.get("chunks"), f"chunks of {key}", list):
+        chunk = _state(each, "ChunkStorageMetadata", f"a chunk of {key}")
+        chunks.append(
+            ChunkStorageMetadata(
+                _size(chunk.get("offsets"), f"offsets of a chunk of {key}"),
+                _size(chunk.get("sizes"), f"sizes of a chunk of {key}"),
+            )
+        )
+    _check_cover(key, size, chunks)
+    return TensorStorageMetadata(_properties(key, state.get("properties")), size, chunks)
+
+
+def _properties(key: str, record: Any) -> TensorProperties:
+    """Properties of a tensor. All but the dtype are deprecated and not read."""
+    where = f"properties of {key}"
+    if not _is(record, "TensorProperties"):
+        raise _unexpected(where, "TensorProperties", record)
+    state = record.state
+    is_right = isinstance(state, tuple) and len(state) == 5
+    dtype = state[0] if is_right else None
+    return TensorProperties(dtype=_typed(dtype, f"dtype of {key}", torch.dtype))
+
+
+def _check_cover(key: str, size: torch.Size, chunks: Sequence[ChunkStorageMetadata]) -> None:
+    """Check that every element of a tensor is in exactly one chunk.
+
+    A box of ``d`` dims is determined by its ``2**d`` corners with alternating signs, the mixed
+    difference of its indicator function. The chunks partition the tensor if and only if the sum of
+    their signed corners equals that of the tensor's.
+    """
+    boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]
+    for offsets, sizes in boxes:
+        if len(offsets) != len(size) or len(sizes) != len(size):
+            raise ValueError(
+                f"expected chunks of {key} with {len(size)} dims; found one at {offsets} of {sizes}"
+            )
+    whole = (0,) * len(size), tuple(size)
+    if boxes == [whole]:
+        return
+    dims = [
+        dim
+        for dim in range(len(size))
+        if any(box[0][dim] != 0 or box[1][dim] != size[dim] for box in boxes)
+    ]
+    if len(dims) > _MAX_SHARDED_DIMS:
+        raise ValueError(
+            f"expected {key} to be sharded along {_MAX_SHARDED_DIMS} dims at most; found "
+            f"{len(dims)}"
+        )
+    corners: Counter[tuple[int, ...]] = Counter()
+    is_empty = 0 in size
+    for weight, (offsets, sizes) in [(-1, whole), *((1, box) for box in boxes)]:
+        if is_empty and 0 in sizes:
+            continue
+        ends = [((offsets[dim], 1), (offsets[dim] + sizes[dim], -1)) for dim in dims]
+        for corner in product(*ends):
+            sign = weight
+            for _, factor in corner:
+                sign *= factor
+            corners[tuple(at for at, _ in corner)] += sign
+    if any(corners.values()):
+        raise ValueError(
+            f"expected chunks of {key} that hold each element of {tuple(size)} once; found "
+            f"{_shortened([f'{sizes} at {offsets}' for offsets, sizes in boxes])}"
+        )
+
+
+def _paths(planner_data: Any) -> dict[str, tuple[str | int, ...]] | None:
+    """Path of each key in the nested state dict; None for a flat state dict."""
+    if planner_data is None:
+        return None
+    found = {}
+    for key, path in _mapping(planner_data, "planner_data").items():
+        _typed(key, "a key of planner_data", str)
+        for part in _typed(path, f"planner_data of {key}", tuple, list):
+            _typed(part, f"planner_data of {key}", str, int)
+        if ".".join(map(str, path)) != key:
+            raise ValueError(f"expected planner_data with the path of {key}; found {path!r:.80}")
+        found[key] = tuple(path)
+    return found
+
+
+def _places(
+    storage_data: Any, entries: Mapping[str, TensorStorageMetadata | BytesStorageMetadata]
+) -> dict[MetadataIndex, _StorageInfo]:
+    """Location of each chunk and each object."""
+    found: dict[MetadataIndex, _StorageInfo] = {}
+    for index, place in _mapping(storage_data, "storage_data").items():
+        at = _state(index, "MetadataIndex", "a key of storage_data")
+        key = _typed(at.get("fqn"), "fqn of a MetadataIndex", str)
+        offset = at.get("offset")
+        number = at.get("index")
+        made = MetadataIndex(
+            key,
+            None if offset is None else _size(offset, f"offset of a chunk of {key}"),
+            None if number is None else _number(number, f"index of a chunk of {key}"),
+        )
+        if made in found:
+            raise ValueError(f"expected one place for each chunk of {key}; found two of {offset}")
+        found[made] = _place(key, place)
+    for key, entry in entries.items():
+        chunks = entry.chunks if isinstance(entry, TensorStorageMetadata) else [None]
+        for chunk in chunks:
+            offset = None if chunk is None else chunk.offsets
+            if MetadataIndex(key, offset) not in found:
+                raise ValueError(
+                    f"expected a place in storage_data for {key}"
+                    + (f" at {tuple(offset)}; found none" if offset is not None else "; found none")
+                )
+    return found
+
+
+def _place(key: str, record: Any) -> _StorageInfo:
+    state = _state(record, "_StorageInfo", f"the place of {key}")
+    transforms = state.get("transform_descriptors")
+    if transforms is not None:
+        where = f"transform_descriptors of {key}"
+        transforms = [_typed(each, where, str) for each in _typed(transforms, where, list, tuple)]
+    return _StorageInfo(
+        check_file_name(
+            _typed(state.get("relative_path"), f"relative_path of {key}", str),
+            f"relative_path of {key}",
+        ),
+        _number(state.get("offset"), f"offset of {key} in its file"),
+        _number(state.get("length"), f"length of {key} in its file"),
+        transforms,
+    )
+
+
+def _check_sums(found: Any) -> None:
+    """Check that the checksums have the format that ``dcp_metadata.file_sums`` reads."""
+    content = _mapping(found, SUMS)
+    block_bytes = _number(content.get("block_bytes"), f"block_bytes of {SUMS}")
+    if block_bytes == 0:
+        raise ValueError(f"expected block_bytes of {SUMS} above 0; found 0")
+    for name, each in _mapping(content.get("files"), f"files of {SUMS}").items():
+        check_file_name(_typed(name, f"a file of {SUMS}", str), f"a file of {SUMS}")
+        if len(_typed(each, f"sums of {name}", tuple)) != 2:
+            raise ValueError(f"expected size and sums of {name}; found {len(each)} values")
+        num_bytes, sums = each
+        _typed(sums, f"sums of {name}", bytes)
+        FileSums(_number(num_bytes, f"bytes of {name}"), sums, block_bytes)
+
+
+# --- Values ---
+
+
+def _is(value: Any, kind: str) -> bool:
+    return isinstance(value, Record) and value.kind == kind
+
+
+def _state(value: Any, kind: str, where: str) -> Mapping[str, Any]:
+    """Returns the attributes of an object of this kind."""
+    if not _is(value, kind):
+        raise _unexpected(where, kind, value)
+    return {} if value.state is None else _typed(value.state, f"attributes of {where}", dict)
+
+
+def _mapping(value: Any, where: str) -> Mapping[Any, Any]:
+    mapping: Mapping[Any, Any] = _typed(value, where, dict, collections.OrderedDict)
+    return mapping
+
+
+def _size(value: Any, where: str) -> torch.Size:
+    if _is(value, "Size"):
+        value = value.args[0] if len(value.args) == 1 else None
+    return torch.Size([_number(each, where) for each in _typed(value, where, tuple, list)])
+
+
+def _number(value: Any, where: str) -> int:
+    if not 0 <= _typed(value, where, int) <= _MAX_SIZE:
+        raise ValueError(f"expected as {where} a number from 0 to 2**63 - 1; found another")
+    return int(value)
+
+
+def _typed(value: Any, where: str, *kinds: type) -> Any:
+    """Returns ``value`` if it is of one of these types. Subclasses are not allowed."""
+    if type(value) not in kinds:
+        raise _unexpected(where, " or ".join(kind.__name__ for kind in kinds), value)
+    return value
+
+
+def _unexpected(where: str, expected: str, value: Any) -> ValueError:
+    found = value.kind if isinstance(value, Record) else type(value).__name__
+    return ValueError(f"expected as {where} {expected}; found an object of type {found}")
+
+
+def _shortened(texts: Iterable[str]) -> str:
+    texts = list(texts)
+    more = f" and {len(texts) - 4} more" if len(texts) > 4 else ""
+    return ", ".join(texts[:4]) + more if texts else "none"
+
 
 METADATA = ".metadata"
 

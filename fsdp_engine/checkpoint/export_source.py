@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.tensor import DTensor
 
 from fsdp_engine.checkpoint.dcp_metadata import read_metadata
-from fsdp_engine.checkpoint.engines import EngineLike
 from fsdp_engine.checkpoint.model_state import (
     EXTRA_STATE,
     MODEL,
@@ -30,6 +29,7 @@ from fsdp_engine.checkpoint.model_state import (
     is_extra_state,
 )
 from fsdp_engine.checkpoint.reader import ReadBuffer, Reader
+from fsdp_engine.checkpoint.sharded_model import EngineLike
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.flat_dtensor.flat_placement import Box, flat_range_boxes
 from fsdp_engine.flat_dtensor.tensor_parallel_spec import TensorParallelSpec

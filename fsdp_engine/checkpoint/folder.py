@@ -27,7 +27,7 @@ optimizer can be loaded, too.
 If :func:`save_checkpoint` overwrites an older checkpoint, it renames the new metadata into place as
 the last step, so that the older checkpoint stays intact if the job is killed during the save.
 
-Checkpoints contain pickles. They are read without running code: see ``objects.py``.
+Checkpoints contain pickles. They are read without running code: see ``inert_pickle.py``.
 """
 
 from __future__ import annotations
@@ -46,12 +46,13 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from fsdp_engine.checkpoint.dcp_errors import convert_dcp_errors
 from fsdp_engine.checkpoint.dcp_metadata import METADATA, check_files, read_metadata
-from fsdp_engine.checkpoint.engines import Engines, join_engines
+from fsdp_engine.checkpoint.inert_pickle import read_object
+from fsdp_engine.checkpoint.joint_optimizer import torch_optimizer
 from fsdp_engine.checkpoint.manifest import FileRow
 from fsdp_engine.checkpoint.model_state import (
     EXTRA,
@@ -65,7 +66,6 @@ from fsdp_engine.checkpoint.model_state import (
     model_entries,
     set_extra_states,
 )
-from fsdp_engine.checkpoint.objects import read_object
 from fsdp_engine.checkpoint.optimizer_state import (
     OptimizerMatch,
     group_targets,
@@ -74,10 +74,38 @@ from fsdp_engine.checkpoint.optimizer_state import (
 )
 from fsdp_engine.checkpoint.reader import Reader
 from fsdp_engine.checkpoint.run_state import pack, unpack
-from fsdp_engine.checkpoint.sharded_model import ShardedModel
-from fsdp_engine.checkpoint.wrapped_optimizer import torch_optimizer
+from fsdp_engine.checkpoint.sharded_model import Engines, ShardedModel, join_engines
 from fsdp_engine.checkpoint.writer import PREFIX, SUFFIX, SavePlanner, Writer
 from fsdp_engine.devices.agreement import agree, agree_on_same
+from fsdp_engine.devices.rendezvous import ERROR_KINDS
+
+
+@contextmanager
+def convert_dcp_errors(what: str) -> Iterator[None]:
+    """Context that converts ``CheckpointException`` to an ``Exception``, the same on all ranks.
+
+    ``CheckpointException`` is a ``BaseException``, which ``except Exception`` does not catch.
+
+    Args:
+        what: name of the operation, for the message.
+
+    Raises:
+        Exception: of the class of the first failed rank's exception, if the operation failed.
+    """
+    try:
+        yield
+    except CheckpointException as caught:
+        causes = {rank: cause[0] for rank, cause in sorted(caught.failures.items())}
+        first = next(iter(causes.values()))
+        if not isinstance(first, Exception):
+            raise first from caught  # an interrupt, or an exit
+        kind = next((each for each in type(first).__mro__ if each.__name__ in ERROR_KINDS), None)
+        found = "; ".join(
+            f"on data-parallel rank {rank}: {type(cause).__name__}: {cause}"
+            for rank, cause in causes.items()
+        )
+        made = RuntimeError if kind is None else ERROR_KINDS[kind.__name__]
+        raise made(f"{what} failed {found}") from first
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,15 @@
 """Reads and writes folders of safetensors in the layout of Hugging Face libraries.
 
 Nothing is gathered, and no tensor is sent between ranks. Each rank computes from names, shapes and
-dtypes which bytes of which file its slices are (``safetensors_file.py``), and writes or reads them
-through one buffer. Steps of an export:
+dtypes which bytes of which file its slices are (``safetensors_folder.py``), and writes or reads
+them through one buffer. Steps of an export:
 
 1. All ranks compute the same plan, and agree on it. Rank 0 creates the files, with headers and
     final
    sizes, in a folder whose name is not that of a model.
 2. Each rank writes its slices. If several ranks hold the same elements, one of them writes.
 3. When all ranks have finished, rank 0 renames the files into place, the index last
-   (``hugging_face_folder.py``).
+   (``safetensors_folder.py``).
 """
 
 from __future__ import annotations
@@ -22,21 +22,10 @@ from pathlib import Path
 
 import torch
 
-from fsdp_engine.checkpoint.engines import EngineLike
 from fsdp_engine.checkpoint.export_source import (
     Source,
     checkpoint_sources,
     engine_sources,
-)
-from fsdp_engine.checkpoint.hugging_face_folder import (
-    STEM,
-    ExportFolder,
-    NamedFile,
-    file_name,
-    parse_size,
-    read_folder,
-    split,
-    tensor_bytes,
 )
 from fsdp_engine.checkpoint.model_state import (
     check_at_rest,
@@ -44,13 +33,21 @@ from fsdp_engine.checkpoint.model_state import (
 )
 from fsdp_engine.checkpoint.reader import ReadBuffer
 from fsdp_engine.checkpoint.reading_weights import Target, match, read, replace_weights, whole
-from fsdp_engine.checkpoint.safetensors_file import (
+from fsdp_engine.checkpoint.safetensors_folder import (
+    STEM,
+    ExportFolder,
+    NamedFile,
     TensorInFile,
     dtype_name,
+    file_name,
+    parse_size,
     plan_file,
+    read_folder,
+    split,
+    tensor_bytes,
     write_elements,
 )
-from fsdp_engine.checkpoint.sharded_model import ShardedModel
+from fsdp_engine.checkpoint.sharded_model import EngineLike, ShardedModel
 from fsdp_engine.devices.agreement import agree
 from fsdp_engine.devices.ranks import Ranks
 

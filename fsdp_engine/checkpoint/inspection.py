@@ -1,16 +1,26 @@
-"""Describes the contents of a checkpoint. Prints nothing."""
+"""Describes a checkpoint, and compares two of any ranks and levels. Prints nothing.
+
+A comparison needs bounded memory: both tensors are read in the same flat ranges, independent of
+their chunks. The length of a range is limited by the buffer, which includes the memory of the
+comparison; no tensor is read as a whole. Other entries (hyperparameters, ``extra``) are read one at
+a time.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import pickle
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from fsdp_engine.checkpoint.export_source import saved_parts
 from fsdp_engine.checkpoint.manifest import TensorRow
 from fsdp_engine.checkpoint.model_state import (
     EXTRA,
@@ -20,6 +30,7 @@ from fsdp_engine.checkpoint.model_state import (
 )
 from fsdp_engine.checkpoint.offline import StoredCheckpoint, count_files, stray_files
 from fsdp_engine.checkpoint.optimizer_state import GROUPS, KIND
+from fsdp_engine.checkpoint.reader import READ_BUFFER_BYTES, ReadBuffer, Reader
 
 # Maximum number of an optimizer's groups that are described.
 MAX_GROUPS = 16
@@ -248,3 +259,252 @@ def matches(key: str, pattern: str | None) -> bool:
     if pattern is None:
         return True
     return fnmatchcase(key, pattern) or fnmatchcase(key.partition(".")[2], pattern)
+
+
+# Additional bytes to compare two elements (complex128 at most): both, their magnitudes, and flags.
+_WORK_BYTES = 2 * 16 + 2 * 8 + 8
+
+
+@dataclass
+class TensorDifference:
+    """How the elements of a tensor differ.
+
+    Attributes:
+        name: its key.
+        section: its section of the checkpoint: model, optimizer, ...
+        shape: in both.
+        num_elements: of the tensor.
+        num_different: elements that differ by more than the tolerance.
+        num_nan: of these, elements that are NaN in one checkpoint only.
+        max_abs: largest absolute difference, these elements excluded.
+        square_sum: of all differences, these elements excluded.
+    """
+
+    name: str
+    section: str
+    shape: tuple[int, ...]
+    num_elements: int
+    num_different: int = 0
+    num_nan: int = 0
+    max_abs: float = 0.0
+    square_sum: float = 0.0
+
+    @property
+    def norm(self) -> float:
+        """Euclidean norm of the difference."""
+        return math.sqrt(self.square_sum)
+
+
+@dataclass
+class Difference:
+    """How two checkpoints differ.
+
+    Attributes:
+        only_in_a, only_in_b: keys.
+        other: a line for each entry of another shape, dtype or type.
+        values: a line for each object or number that differs.
+        tensors: tensors with elements that differ, including those within the tolerance.
+        num_compared: tensors of one shape.
+        left_out: keys that were not compared.
+    """
+
+    only_in_a: list[str] = field(default_factory=list)
+    only_in_b: list[str] = field(default_factory=list)
+    other: list[str] = field(default_factory=list)
+    values: list[str] = field(default_factory=list)
+    tensors: list[TensorDifference] = field(default_factory=list)
+    num_compared: int = 0
+    left_out: list[str] = field(default_factory=list)
+
+    @property
+    def norm(self) -> float:
+        """Euclidean norm of the difference of all tensors."""
+        return math.sqrt(sum(each.square_sum for each in self.tensors))
+
+    @property
+    def norms(self) -> dict[str, float]:
+        """Euclidean norm of the difference of each section that differs."""
+        sums: dict[str, float] = {}
+        for each in self.tensors:
+            sums[each.section] = sums.get(each.section, 0.0) + each.square_sum
+        return {section: math.sqrt(value) for section, value in sums.items()}
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether everything is equal, within the tolerance."""
+        lines = self.only_in_a or self.only_in_b or self.other or self.values
+        return not lines and not any(each.num_different for each in self.tensors)
+
+
+def shared_bytes(a: StoredCheckpoint, b: StoredCheckpoint, match: str | None = None) -> int:
+    """Total bytes of both checkpoints that :func:`compare` reads, for a progress bar."""
+    return sum(
+        tensor_bytes(a.tensors[key]) + tensor_bytes(b.tensors[key])
+        for key in a.tensors.keys() & b.tensors.keys()
+        if matches(key, match) and a.tensors[key].shape == b.tensors[key].shape
+    )
+
+
+def compare(
+    a: StoredCheckpoint,
+    b: StoredCheckpoint,
+    *,
+    match: str | None = None,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    ranks: bool = False,
+    buffer_bytes: int = READ_BUFFER_BYTES,
+    progress: Callable[[int], None] = lambda num_bytes: None,
+) -> Difference:
+    """Compare steps, tensors, hyperparameters and ``extra`` of two checkpoints.
+
+    World sizes, meshes, levels and files are not compared. Two NaNs are equal.
+
+    Args:
+        a, b: the checkpoints.
+        match: shell pattern of keys, with or without the section; only matching entries are
+            compared, and not the steps.
+        rtol, atol: elements are equal if ``|a - b| <= atol + rtol * |b|``.
+        ranks: also compare entries of single ranks (random states).
+        buffer_bytes: limit on memory.
+        progress: called with the number of compared bytes of both checkpoints.
+
+    Raises:
+        ValueError: ``match`` matches nothing, or an entry cannot be read.
+        OSError, EOFError: a file is missing or too short.
+    """
+    keys_a = [key for key in a.saved.entries if matches(key, match)]
+    keys_b = [key for key in b.saved.entries if matches(key, match)]
+    if match is not None and not keys_a and not keys_b:
+        raise ValueError(f"match: expected a pattern of some entries; found none like {match!r}")
+    found = Difference()
+    if not ranks:
+        found.left_out = [key for key in keys_a if a.section(key) == RANKS]
+        found.left_out += [
+            key for key in keys_b if b.section(key) == RANKS and key not in a.saved.entries
+        ]
+        left_out = set(found.left_out)
+        keys_a = [key for key in keys_a if key not in left_out]
+        keys_b = [key for key in keys_b if key not in left_out]
+    in_a, in_b = set(keys_a), set(keys_b)
+    found.only_in_a = [key for key in keys_a if key not in in_b]
+    found.only_in_b = [key for key in keys_b if key not in in_a]
+    if match is None and a.manifest is not None and b.manifest is not None:
+        found.values += _different("step", a.manifest.step, b.manifest.step)
+    pairs = _Pairs(a, b, buffer_bytes)
+    for key in keys_a:
+        if key not in in_b:
+            continue
+        row_a, row_b = a.tensors.get(key), b.tensors.get(key)
+        if row_a is None and row_b is None:
+            found.values += _different_objects(key, a, b)
+        elif row_a is None or row_b is None:
+            found.other.append(f"{key}: {a.saved.describe(key)}; {b.saved.describe(key)}")
+        else:
+            if (row_a.shape, row_a.dtype) != (row_b.shape, row_b.dtype):
+                found.other.append(f"{key}: {a.saved.describe(key)}; {b.saved.describe(key)}")
+            if row_a.shape == row_b.shape:
+                found.num_compared += 1
+                different = TensorDifference(
+                    key, a.section(key), row_a.shape, math.prod(row_a.shape)
+                )
+                for part_a, part_b in pairs.parts(key):
+                    _add(different, part_a, part_b, rtol, atol)
+                    progress(part_a.nbytes + part_b.nbytes)
+                if different.num_different or different.max_abs:
+                    found.tensors.append(different)
+    return found
+
+
+class _Pairs:
+    """Reads the same ranges of a tensor of two checkpoints."""
+
+    def __init__(self, a: StoredCheckpoint, b: StoredCheckpoint, buffer_bytes: int) -> None:
+        self._sides = (a, b)
+        self._work_bytes = buffer_bytes * 3 // 4
+        self._readers = []
+        for side in self._sides:
+            # The reader has a buffer for elements that cannot be read in place.
+            self._readers.append(Reader(side.folder, side.metadata, buffer_bytes // 8))
+
+    def parts(self, key: str) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield consecutive flat ranges of both. Each overwrites the previous one."""
+        entries: list[Any] = [side.saved.entries[key] for side in self._sides]
+        sizes = [entry.properties.dtype.itemsize for entry in entries]
+        length = max(self._work_bytes // (sum(sizes) + _WORK_BYTES), 1)
+        first, second = (
+            saved_parts(reader, key, entry, ReadBuffer(length * size))
+            for reader, entry, size in zip(self._readers, entries, sizes, strict=True)
+        )
+        for (_, part_a), (_, part_b) in zip(first, second, strict=True):
+            yield part_a, part_b
+
+
+def _add(found: TensorDifference, a: Tensor, b: Tensor, rtol: float, atol: float) -> None:
+    """Add the difference of two flat ranges to that of the tensor."""
+    if a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+        return
+    gap, size, same = _gaps(a, b)
+    is_nan = gap.isnan()
+    beyond = is_nan | gap.isinf()  # infinity is within no tolerance
+    beyond |= gap > size.mul_(rtol).add_(atol)
+    beyond &= ~same
+    is_nan &= ~same
+    gap.masked_fill_(same | is_nan, 0.0)
+    found.num_different += int(beyond.sum())
+    found.num_nan += int(is_nan.sum())
+    found.max_abs = max(found.max_abs, float(gap.max()))
+    found.square_sum += float(gap.square_().sum())
+
+
+def _gaps(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns ``|a - b|`` and ``|b|`` in float64, and a mask of equal elements."""
+    if _is_integer(a.dtype) and _is_integer(b.dtype):
+        # float64 cannot represent all integers above 2**53. Overflows of int64 cancel out.
+        x, y = a.to(torch.int64), b.to(torch.int64)
+        return (x - y).to(torch.float64).abs_(), y.to(torch.float64).abs_(), x == y
+    is_complex = a.dtype.is_complex or b.dtype.is_complex
+    dtype = torch.complex128 if is_complex else torch.float64
+    x, y = a.to(dtype), b.to(dtype)
+    same = (x == y) | (x.isnan() & y.isnan())
+    return x.sub_(y).abs(), y.abs(), same
+
+
+def _is_integer(dtype: torch.dtype) -> bool:
+    return not dtype.is_floating_point and not dtype.is_complex
+
+
+def _different_objects(key: str, a: StoredCheckpoint, b: StoredCheckpoint) -> Iterable[str]:
+    """A line for each value within an object that differs."""
+    if a.read_object(key) == b.read_object(key):
+        return []
+    return _different(key, a.read_value(key), b.read_value(key))
+
+
+def _different(name: str, a: Any, b: Any) -> Iterator[str]:
+    """Yield a line for each value that differs, with its path."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        for key in [*a, *(key for key in b if key not in a)]:
+            if key not in a or key not in b:
+                side, value = ("first", a[key]) if key in a else ("second", b[key])
+                yield f"{name}.{key}: only in the {side}: {shorten(value)}"
+            else:
+                yield from _different(f"{name}.{key}", a[key], b[key])
+    elif isinstance(a, list | tuple) and isinstance(b, list | tuple) and len(a) == len(b):
+        for number, (one, other) in enumerate(zip(a, b, strict=True)):
+            yield from _different(f"{name}.{number}", one, other)
+    elif not _equal(a, b):
+        yield f"{name}: {shorten(a)}; {shorten(b)}"
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        if a.dtype != b.dtype or a.shape != b.shape:
+            return False
+        bits_a, bits_b = (each.reshape(-1).view(torch.uint8) for each in (a, b))
+        return torch.equal(a, b) or torch.equal(bits_a, bits_b)
+    try:
+        same = a == b or (a != a and b != b)
+        return bool(same)
+    except Exception:  # NumPy arrays have no single truth value
+        return pickle.dumps(a) == pickle.dumps(b)

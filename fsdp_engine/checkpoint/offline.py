@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from fsdp_engine.checkpoint.dcp_metadata import METADATA, read_metadata
 from fsdp_engine.checkpoint.directory import CheckpointDirectory
 from fsdp_engine.checkpoint.folder import read_entries
+from fsdp_engine.checkpoint.inert_pickle import read_object
 from fsdp_engine.checkpoint.manifest import (
     MANIFEST,
     Manifest,
@@ -36,7 +37,6 @@ from fsdp_engine.checkpoint.model_state import (
     RANKS,
     Saved,
 )
-from fsdp_engine.checkpoint.objects import read_object
 from fsdp_engine.checkpoint.reader import Reader
 from fsdp_engine.checkpoint.run_state import unpack
 from fsdp_engine.checkpoint.verification import find_damaged_archives, find_damages

@@ -20,7 +20,7 @@ from fsdp_engine.checkpoint.export_source import parts_of
 from fsdp_engine.checkpoint.model_state import describe_tensor, is_extra_state
 from fsdp_engine.checkpoint.pieces import Box, Pieces, flat_parts
 from fsdp_engine.checkpoint.reader import ReadBuffer, read_box
-from fsdp_engine.checkpoint.safetensors_file import TensorInFile
+from fsdp_engine.checkpoint.safetensors_folder import TensorInFile
 from fsdp_engine.checkpoint.sharded_model import ShardedModel
 from fsdp_engine.devices.agreement import agree
 

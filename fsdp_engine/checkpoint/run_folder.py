@@ -16,7 +16,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.metadata import Metadata
 
 from fsdp_engine.checkpoint.dcp_metadata import METADATA
-from fsdp_engine.checkpoint.engines import Engines, axis_sizes, join_engines, level_names
 from fsdp_engine.checkpoint.folder import (
     FolderMatch,
     LoadReport,
@@ -39,6 +38,7 @@ from fsdp_engine.checkpoint.run_state import (
     random_state,
     set_random_state,
 )
+from fsdp_engine.checkpoint.sharded_model import Engines, axis_sizes, join_engines, level_names
 from fsdp_engine.checkpoint.verification import check_sizes, verify_files
 from fsdp_engine.checkpoint.writer import Writer
 from fsdp_engine.devices.agreement import agree

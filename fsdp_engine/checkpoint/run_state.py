@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from fsdp_engine.checkpoint.objects import read_object
+from fsdp_engine.checkpoint.inert_pickle import read_object
 from fsdp_engine.devices.accelerator import is_accelerator, module_of
 
 
@@ -82,7 +82,7 @@ def unpack(packed: Any, where: str, trust: bool = False) -> Any:
     """Inverse of :func:`pack`, tensors on the CPU; an empty dict if ``packed`` is not bytes.
 
     Raises:
-        ValueError: see :func:`~fsdp_engine.checkpoint.objects.read_object`.
+        ValueError: see :func:`~fsdp_engine.checkpoint.inert_pickle.read_object`.
     """
     if not isinstance(packed, bytes):
         return {}

@@ -1,19 +1,27 @@
-"""The interface of an engine that checkpoints use, and its parameters as they are saved."""
+"""The interface of an engine that checkpoints use, and its parameters as they are saved.
+
+A dict of engines, such as an actor and a critic under one optimizer, is saved and loaded like one
+engine of a module that contains all models: entries and parameters have names such as
+``actor.head.weight``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
-from contextlib import AbstractContextManager
+import dataclasses
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_engine.devices.mesh import DataMesh
 from fsdp_engine.devices.ranks import Ranks
 from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement
 from fsdp_engine.layout.expert_place import ExpertPlace
+from fsdp_engine.strategies import Axis, Strategy
 
 
 class NamedRecord(Protocol):
@@ -181,3 +189,173 @@ def _part_of_all(name: str, param: Tensor, expert: ExpertPlace, mesh: DataMesh) 
         local = param.detach().view(-1)
         placement = FlatPlacement(shape, before, before + param.numel(), mesh.alone, name=name)
     return FlatDTensor.from_flat_local(local, placement)
+
+
+class EngineLike(ShardedModel, Protocol):
+    """One engine."""
+
+    strategy: Strategy
+
+
+Engines = EngineLike | Mapping[str, EngineLike]
+
+
+@dataclass
+class _Record:
+    """A parameter under its name in the checkpoint."""
+
+    name: str
+    owners: list[tuple[nn.Module, str]]
+    aliases: list[str]
+    is_written: bool
+    expert: ExpertPlace | None
+
+
+@dataclass
+class _Buffer:
+    """A buffer of one engine, whose parameters have their names in the checkpoint."""
+
+    records: Sequence[NamedRecord]
+    sharded_params: Sequence[Tensor]
+    mesh: DataMesh
+    grads: object | None
+
+
+class _JointMissingValues:
+    """Missing values of several engines, by names that begin with the engine's name."""
+
+    def __init__(self, engines: Mapping[str, EngineLike]) -> None:
+        self._engines = engines
+
+    def check(self) -> None:
+        """Raise if any entry of any engine has no valid value."""
+        for engine in self._engines.values():
+            engine.missing_values.check()
+
+    @contextmanager
+    def replacing(self, keys: Iterable[Hashable]) -> Iterator[None]:
+        """Context in which entries are replaced. An exception marks them in every engine."""
+        keys = list(keys)
+        with ExitStack() as stack:
+            for name, engine in self._engines.items():
+                own = (_without_engine(key, f"{name}.") for key in keys)
+                replaced = [key for key in own if key is not None]
+                stack.enter_context(engine.missing_values.replacing(replaced))
+            yield
+
+
+def _without_engine(key: Hashable, prefix: str) -> Hashable | None:
+    """An engine's own key; None: ``key`` is a tensor of another engine. Keys of entries outside
+    models are those of every engine."""
+    if not isinstance(key, str):
+        return key
+    return key.removeprefix(prefix) if key.startswith(prefix) else None
+
+
+class _JointModel:
+    """Several engines with the interface of one.
+
+    Attributes:
+        model: contains the model of each engine under the engine's name.
+        mesh, ranks: of the first engine.
+        missing_values: of all engines.
+    """
+
+    def __init__(self, engines: Mapping[str, EngineLike]) -> None:
+        self._engines = dict(engines)
+        self.model: nn.Module = nn.ModuleDict({name: each.model for name, each in engines.items()})
+        first = next(iter(engines.values()))
+        self.mesh, self.ranks = first.mesh, first.ranks
+        self.missing_values: MissingValues = _JointMissingValues(self._engines)
+
+    @property
+    def buffers(self) -> list[ShardedBuffer]:
+        """All buffers of all engines."""
+        return [
+            _Buffer(
+                [_named(record, name) for record in buffer.records],
+                buffer.sharded_params,
+                buffer.mesh,
+                buffer.grads,
+            )
+            for name, engine in self._engines.items()
+            for buffer in engine.buffers
+        ]
+
+    def weights_changed(self) -> None:
+        """Notify the engines that main weights were changed."""
+        for engine in self._engines.values():
+            engine.weights_changed()
+
+    def check_modules(self) -> None:
+        """Raise if modules have other parameters than at ``shard()``."""
+        for engine in self._engines.values():
+            engine.check_modules()
+
+
+def _named(record: NamedRecord, engine: str) -> _Record:
+    aliases = [f"{engine}.{alias}" for alias in record.aliases]
+    expert = record.expert
+    if expert is not None and expert.layer:
+        expert = dataclasses.replace(expert, layer=f"{engine}.{expert.layer}")
+    elif expert is not None:
+        names = tuple(f"{engine}.{name}" for name in expert.names)
+        expert = dataclasses.replace(expert, names=names)
+    return _Record(f"{engine}.{record.name}", record.owners, aliases, record.is_written, expert)
+
+
+def join_engines(engine: Engines) -> ShardedModel:
+    """Returns one engine unchanged, and a dict of engines as one.
+
+    Raises:
+        TypeError: a value of the mapping is not an engine.
+        ValueError: the mapping is empty, a name contains a dot, an engine has two names, or engines
+            are over different ranks.
+    """
+    if not isinstance(engine, Mapping):
+        return engine
+    for name, each in engine.items():
+        if not isinstance(name, str) or not hasattr(each, "check_modules"):
+            raise TypeError(
+                f"engine[{name!r}]: expected a str and an engine that shard() returned; found a "
+                f"{type(each).__name__}"
+            )
+        if "." in name or not name:
+            raise ValueError(f"engine: expected names without a dot; found {name!r}")
+    engines = list(engine.values())
+    if not engines or len({id(each) for each in engines}) < len(engines):
+        raise ValueError(
+            f"engine: expected engines, each of them once; found {list(engine) or 'none'}"
+        )
+    ranks = [_ranks(each.ranks) for each in engines]
+    if any(others != ranks[0] for others in ranks):
+        raise ValueError(
+            "engine: expected engines of the same ranks; found "
+            + ", ".join(f"{name} of {each}" for name, each in zip(engine, ranks, strict=True))
+        )
+    return _JointModel(engine)
+
+
+def level_names(engine: Engines) -> dict[str, str]:
+    """Names of the levels by axis; if engines differ, all of them."""
+    engines = list(engine.values()) if isinstance(engine, Mapping) else [engine]
+    found = [
+        {axis.value: each.strategy.level(axis).name for axis in (Axis.INNER, Axis.OUTER)}
+        for each in engines
+    ]
+    return {axis: ", ".join(dict.fromkeys(names[axis] for names in found)) for axis in found[0]}
+
+
+def axis_sizes(engine: ShardedModel) -> dict[str, int]:
+    """Number of ranks along each axis of the mesh, and as "others" along all other mesh dimensions
+    of parameters that are DTensors."""
+    mesh = engine.mesh
+    sizes = {axis.value: mesh.axis(axis).size for axis in (Axis.OUTER, Axis.INNER)}
+    if engine.ranks.size > mesh.size:
+        sizes["others"] = engine.ranks.size // mesh.size
+    return sizes
+
+
+def _ranks(ranks: Ranks) -> list[int]:
+    group = ranks.control_group
+    return [] if group is None else dist.get_process_group_ranks(group)

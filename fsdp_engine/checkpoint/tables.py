@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from fsdp_engine.checkpoint.difference import TensorDifference
 from fsdp_engine.checkpoint.inspection import (
     Description,
+    TensorDifference,
     TensorGroup,
     group_tensors,
     tensor_bytes,

@@ -23,7 +23,7 @@ from fsdp_engine.devices.mesh import ranks_that_meet
 from fsdp_engine.devices.rendezvous import reporting
 from fsdp_engine.engine import Engine, engine_of
 from fsdp_engine.extras import naming_extra
-from fsdp_engine.integrations.atomic_folder import atomic_folder
+from fsdp_engine.integrations.checkpoint_folder import atomic_folder
 from fsdp_engine.integrations.preparation import (
     check_not_stepped,
     checked_arguments,

@@ -4,8 +4,7 @@ The folder has the format of :func:`fsdp_engine.save_checkpoint`: any ranks and 
 the command line of ``fsdp_engine.checkpoint`` reads it. In addition:
 
 - A new folder is written as ``.saving-<name>``, and renamed when it is complete. An older
-    checkpoint
-  of that name is replaced when the new metadata is renamed into place.
+  checkpoint of that name is replaced when the new metadata is renamed into place.
 - One folder contains several engines and several optimizers.
 - ``extra`` contains the trainer's state (loops, callbacks, schedulers).
 - It contains random states of the ranks, which are restored on the same number of ranks.
@@ -13,8 +12,10 @@ the command line of ``fsdp_engine.checkpoint`` reads it. In addition:
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from torch.optim import Optimizer
 
 from fsdp_engine.checkpoint.dcp_metadata import read_metadata
 from fsdp_engine.checkpoint.directory import sync_folder
-from fsdp_engine.checkpoint.engines import Engines, join_engines
 from fsdp_engine.checkpoint.folder import (
     FolderMatch,
     collector_paused,
@@ -37,9 +37,70 @@ from fsdp_engine.checkpoint.joint_optimizer import join_optimizers
 from fsdp_engine.checkpoint.manifest import FileRow
 from fsdp_engine.checkpoint.model_state import EXTRA, MODEL, OPTIMIZER, RANKS, Saved, nested
 from fsdp_engine.checkpoint.run_state import pack, random_state, set_random_state, unpack
+from fsdp_engine.checkpoint.sharded_model import Engines, join_engines
 from fsdp_engine.checkpoint.writer import PREFIX, SUFFIX, Writer
 from fsdp_engine.devices.agreement import agree
+from fsdp_engine.devices.ranks import Ranks
 from fsdp_engine.engine import Engine
+
+# Name of the temporary folder beside the checkpoints, which is not the name of a checkpoint.
+SAVING = ".saving"
+
+
+@contextmanager
+def atomic_folder(folder: Path, ranks: Ranks) -> Iterator[Path]:
+    """Context in which all ranks write into a temporary folder, which is renamed at the end.
+
+    An existing ``folder`` is removed when the new one is complete. Temporary folders of killed jobs
+    are removed by the next save beside them. Collective.
+
+    Args:
+        folder: on storage that all ranks share.
+        ranks: that write.
+
+    Yields:
+        The temporary folder, ``.saving/<name>`` beside ``folder``.
+
+    Raises:
+        Exception: of any rank, on all ranks; ``folder`` is unchanged.
+    """
+    what, group, is_first = f"saving {folder}", ranks.control_group, ranks.rank == 0
+    staging = folder.parent / SAVING / folder.name
+    error: Exception | None = None
+    try:
+        if is_first:
+            shutil.rmtree(staging.parent, ignore_errors=True)
+            staging.mkdir(parents=True)
+    except OSError as caught:
+        error = caught
+    agree(what, error, group)
+    try:
+        yield staging
+    except Exception as caught:
+        error = caught
+    try:
+        agree(what, error, group)
+        if is_first:
+            _publish(staging, folder)
+    except Exception as caught:
+        error = caught
+    if is_first:
+        shutil.rmtree(staging.parent, ignore_errors=True)
+    agree(what, error, group)
+
+
+def _publish(staging: Path, folder: Path) -> None:
+    for path in [*staging.rglob("*"), staging]:
+        if path.is_dir():
+            sync_folder(path)
+        else:
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+    if folder.exists():
+        folder.rename(staging.parent / f"before-{folder.name}")
+    staging.rename(folder)
+    sync_folder(folder.parent)
+
 
 _SAVING, _REMOVING = ".saving-", ".removing-"
 # Entries of ``extra``: the trainer's state, and the number of param groups of each optimizer.

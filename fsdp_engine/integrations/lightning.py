@@ -38,12 +38,12 @@ from fsdp_engine.integrations.checkpoint_folder import (
     remove_folder,
     save_folder,
 )
-from fsdp_engine.integrations.engine_arguments import (
+from fsdp_engine.integrations.lightning_fabric import FSDPEngineFabricStrategy
+from fsdp_engine.integrations.preparation import (
     EngineArguments,
     has_all_gradients,
     prepare_optimizers,
 )
-from fsdp_engine.integrations.lightning_fabric import FSDPEngineFabricStrategy
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.hooks import hooks_of
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fsdp_engine.checkpoint.engines import Engines
 from fsdp_engine.checkpoint.run_state import Stateful
+from fsdp_engine.checkpoint.sharded_model import Engines
 from fsdp_engine.devices.agreement import agree
 from fsdp_engine.engine import Engine, engine_of
 from fsdp_engine.extras import naming_extra
@@ -24,12 +24,12 @@ from fsdp_engine.integrations.checkpoint_folder import (
     read_extra,
     save_folder,
 )
-from fsdp_engine.integrations.engine_arguments import (
+from fsdp_engine.integrations.preparation import (
     EngineArguments,
     has_all_gradients,
+    held_by_name,
     prepare_optimizers,
 )
-from fsdp_engine.integrations.preparation import held_by_name
 from fsdp_engine.precision import MixedPrecisionPolicy
 
 with naming_extra():

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
-from fsdp_engine.engine import Engine
+from fsdp_engine.checkpoint.optimizer_state import name_params
+from fsdp_engine.checkpoint.sharded_model import saved_params
+from fsdp_engine.devices.agreement import agree
+from fsdp_engine.devices.mesh import ranks_that_meet
+from fsdp_engine.devices.rendezvous import reporting
+from fsdp_engine.engine import Engine, engine_of
+from fsdp_engine.optimizer.sharded_step import is_elementwise, shard_optimizer
+from fsdp_engine.precision import MixedPrecisionPolicy
+from fsdp_engine.sharding import WHAT, shard
 from fsdp_engine.sharding import shard as shard_model
 
 _ARGUMENTS = frozenset(inspect.signature(shard_model).parameters) - {"model"}
@@ -84,3 +95,111 @@ def compile_units(engine: Engine, options: dict[str, Any]) -> None:
     for unit in engine.units[1:]:
         for module in unit.built.modules:
             module.compile(**options)
+
+
+# By Lightning's names of precisions. "mixed": autocast, and fp32 main weights. "true": all tensors
+# have this dtype.
+POLICIES: dict[str, MixedPrecisionPolicy] = {
+    "32-true": MixedPrecisionPolicy(),
+    "64-true": MixedPrecisionPolicy(),
+    "bf16-mixed": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+    "16-mixed": MixedPrecisionPolicy(param_dtype=torch.float16),
+    "bf16-true": MixedPrecisionPolicy(main_params_dtype=torch.bfloat16),
+    "16-true": MixedPrecisionPolicy(main_params_dtype=torch.float16),
+}
+_OWN_NAMES = ("model", "mp_policy")
+
+
+class EngineArguments:
+    """Arguments of :func:`~fsdp_engine.shard`, stored until the model exists.
+
+    Args:
+        policy: dtypes; None: those of the trainer's precision.
+        arguments: other arguments of ``shard`` by name.
+
+    Raises:
+        TypeError: an argument is unknown.
+    """
+
+    def __init__(self, policy: MixedPrecisionPolicy | None, arguments: Mapping[str, Any]) -> None:
+        known = [name for name in inspect.signature(shard).parameters if name not in _OWN_NAMES]
+        if unknown := sorted(arguments.keys() - {*known}):
+            raise TypeError(
+                f"strategy: expected arguments of fsdp_engine.shard ({', '.join(known)}) or "
+                f"policy; found {', '.join(unknown)}"
+            )
+        self._policy = policy
+        # As in DDP, all ranks start from the first rank's values.
+        self._arguments = {"initial_values": "rank0", **arguments}
+
+    @contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Context that raises an error of one rank on all ranks, before a model is sharded."""
+        mesh = self._arguments.get("mesh")
+        with reporting(WHAT, ranks_that_meet(mesh if isinstance(mesh, DeviceMesh) else None)):
+            yield
+
+    def check_precision(self, precision: str) -> None:
+        """Check that the dtypes are determined.
+
+        Raises:
+            ValueError: there is no policy, and the precision is unknown.
+        """
+        if self._policy is None and precision not in POLICIES:
+            raise ValueError(
+                f"precision: expected one of {', '.join(POLICIES)}; found {precision!r}. For "
+                "other dtypes pass a policy: "
+                "FSDPEngineStrategy(policy=fsdp_engine.MixedPrecisionPolicy(...))"
+            )
+
+    def engine_for(self, model: nn.Module, precision: str) -> Engine:
+        """Returns the model's engine; shards the model if it has none. Collective.
+
+        Args:
+            model: any module.
+            precision: Lightning's name of the precision.
+
+        Raises:
+            Exception: see :func:`~fsdp_engine.shard`; on all ranks.
+            ValueError: see :meth:`check_precision`.
+        """
+        engine = engine_of(model)
+        if engine is not None and engine.model is model:
+            return engine
+        self.check_precision(precision)
+        policy = self._policy if self._policy is not None else POLICIES[precision]
+        return shard(model, mp_policy=policy, **self._arguments)
+
+
+def prepare_optimizers(engines: Sequence[Engine], optimizers: Sequence[Optimizer]) -> None:
+    """Check the optimizers' parameters, and let elementwise optimizers step on slices. Collective.
+
+    Raises:
+        ValueError, TypeError: an optimizer has parameters that are not sharded by the engines.
+    """
+    error: Exception | None = None
+    try:
+        named = {key: param for engine in engines for key, param in saved_params(engine).items()}
+        for optimizer in optimizers:
+            name_params(named, optimizer)
+    except Exception as caught:
+        error = caught
+    for engine in engines[:1]:
+        agree("optimizers", error, engine.ranks.control_group)
+    if error is not None:
+        raise error
+    for optimizer in optimizers:
+        if is_elementwise(optimizer):
+            shard_optimizer(optimizer)
+
+
+def has_all_gradients(engine: Engine, optimizer: Optimizer) -> bool:
+    """Whether the optimizer has all parameters of the engine that may have gradients, including
+    currently frozen ones, which may have gradients of an earlier backward."""
+    own = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    return all(
+        id(param) in own
+        for unit in engine.units
+        for buffer in unit.trainable
+        for param in buffer.sharded_params
+    )

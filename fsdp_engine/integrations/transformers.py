@@ -28,8 +28,7 @@ from fsdp_engine.integrations.accelerate import (
     FSDPEngineAccelerator,
     plain_optimizer,
 )
-from fsdp_engine.integrations.atomic_folder import atomic_folder
-from fsdp_engine.integrations.checkpoint_folder import load_whole_state
+from fsdp_engine.integrations.checkpoint_folder import atomic_folder, load_whole_state
 from fsdp_engine.integrations.preparation import checked_arguments
 from fsdp_engine.pretrained.load import load_pretrained
 from fsdp_engine.pretrained.save import save_pretrained

@@ -7,7 +7,7 @@ from fsdp_engine.megatron.fully_sharded_data_parallel import (
     TorchFullyShardedDataParallel,
 )
 from fsdp_engine.megatron.get_optimizer import get_megatron_optimizer
-from fsdp_engine.megatron.model_parallel_groups import ModelParallelGroups
+from fsdp_engine.megatron.process_groups import ModelParallelGroups
 
 __all__ = [
     "DistributedDataParallel",

@@ -5,6 +5,9 @@ Differences from ``shard``: the module is wrapped; gradients are final when ``fi
 returns, not when backward returns; ``zero_grad_buffer`` begins a step; the config selects levels
 and timing; initial values are those of rank 0. If parameters are not sharded, there are no units,
 and all parameters are in buckets.
+
+``module.sharded_state_dict`` runs while modules hold full main weights. Optimizers step the
+sharded parameters, and look up the entry of each of their parameters in the result.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from typing import Any, overload
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_engine.config import DistributedDataParallelConfig, Timing
 from fsdp_engine.devices.accelerator import is_accelerator, module_of
@@ -25,13 +29,38 @@ from fsdp_engine.devices.mesh import ranks_that_meet
 from fsdp_engine.devices.rendezvous import reporting
 from fsdp_engine.engine import Engine
 from fsdp_engine.flat_dtensor import FlatDTensor
-from fsdp_engine.megatron.full_weights import record_full_params
 from fsdp_engine.megatron.wrapper_arguments import ParseArguments, parser_for, requested_mesh
 from fsdp_engine.megatron.wrapper_attributes import WrapperAttributes
 from fsdp_engine.planning.assignment import UnitSelector
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.sharding import check_types, make_engine
 from fsdp_engine.strategies import Role, Strategy
+
+# From full to sharded parameter, while a state dict references the full one.
+_SHARDED_OF: Any = WeakIdKeyDictionary()
+
+
+def record_full_params(engine: Engine) -> None:
+    """Within ``engine.unsharded()``, record the sharded parameter of each full one."""
+    for buffer in engine.buffers:
+        for record, sharded in zip(buffer.records, buffer.sharded_params, strict=True):
+            module, name = record.owners[0]
+            _SHARDED_OF[module._parameters[name]] = sharded
+
+
+def sharded_param_of(tensor: Tensor) -> Tensor:
+    """The sharded parameter of a full one; ``tensor`` itself if it is not a recorded one."""
+    found: Tensor = _SHARDED_OF.get(tensor, tensor)
+    return found
+
+
+def entries_by_parameter(entries: Iterable[Any]) -> dict[int, Any]:
+    """Megatron-Core's ``ShardedTensor``s and factories, by ``id`` of the sharded parameter."""
+    return {
+        id(sharded_param_of(entry.data)): entry
+        for entry in entries
+        if isinstance(getattr(entry, "data", None), Tensor)
+    }
 
 
 class DistributedDataParallel(WrapperAttributes):

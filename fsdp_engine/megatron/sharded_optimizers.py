@@ -45,8 +45,10 @@ from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.devices import memory
 from fsdp_engine.devices.collectives import all_reduce_
 from fsdp_engine.flat_dtensor import FlatDTensor
-from fsdp_engine.megatron.distributed_data_parallel import DistributedDataParallel
-from fsdp_engine.megatron.full_weights import entries_by_parameter
+from fsdp_engine.megatron.distributed_data_parallel import (
+    DistributedDataParallel,
+    entries_by_parameter,
+)
 from fsdp_engine.optimizer.clip import total_norm
 
 _STATE, _GROUPS, _STEP = "state", "param_groups", "step"

@@ -25,7 +25,6 @@ from torch import nn
 
 from fsdp_engine.checkpoint.cli import app as checkpoint_app
 from fsdp_engine.extras import naming_extra
-from fsdp_engine.planner.advice import advice
 from fsdp_engine.planner.command_inputs import (
     batch_shape,
     default_loss,
@@ -36,7 +35,7 @@ from fsdp_engine.planner.command_inputs import (
 from fsdp_engine.planner.estimates import compare
 from fsdp_engine.planner.figure import save_figure
 from fsdp_engine.planner.planner_tables import estimates_table, plan_table
-from fsdp_engine.planner.strategy_plan import StrategyPlan
+from fsdp_engine.planner.strategy_plan import StrategyPlan, advice
 from fsdp_engine.planner.strategy_search import meta_model
 from fsdp_engine.planner.strategy_search import plan as plan_job
 from fsdp_engine.precision import MixedPrecisionPolicy

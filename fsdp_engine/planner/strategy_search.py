@@ -13,10 +13,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fsdp_engine.extras import naming_extra
-from fsdp_engine.planner.candidates import Candidate, candidates, check_meshes, fitting_meshes
 from fsdp_engine.planner.command_inputs import import_function
 from fsdp_engine.planner.estimates import estimate
-from fsdp_engine.planner.outcome import Outcome, Setting, Trial, sorted_outcomes
+from fsdp_engine.planner.outcome import (
+    Candidate,
+    Outcome,
+    Setting,
+    Trial,
+    candidates,
+    check_meshes,
+    fitting_meshes,
+    sorted_outcomes,
+)
 from fsdp_engine.planner.strategy_plan import StrategyPlan
 from fsdp_engine.simulation.arguments import (
     check_callable,
@@ -27,9 +35,8 @@ from fsdp_engine.simulation.arguments import (
 )
 from fsdp_engine.simulation.fake_model import build_module
 from fsdp_engine.simulation.machine import H100, Machine
-from fsdp_engine.simulation.operation_cache import OperationCache
-from fsdp_engine.simulation.result import Simulation
-from fsdp_engine.simulation.simulate import MakeOptimizer, simulate
+from fsdp_engine.simulation.operations import OperationCache
+from fsdp_engine.simulation.simulate import MakeOptimizer, Simulation, simulate
 from fsdp_engine.simulation.simulation_error import SimulationError
 
 # Default memory limit as a fraction of the machine's memory. The driver's context, buffers of NCCL

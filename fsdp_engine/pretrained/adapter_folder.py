@@ -19,10 +19,9 @@ from torch import Tensor
 
 from fsdp_engine.adapters import adapter_names, check_is_stored, peft_model
 from fsdp_engine.checkpoint.directory import sync_folder
-from fsdp_engine.checkpoint.hugging_face_folder import INDEX, SINGLE
 from fsdp_engine.checkpoint.model_state import check_at_rest, check_shared
 from fsdp_engine.checkpoint.reading_weights import Match, match, whole
-from fsdp_engine.checkpoint.safetensors_file import read_header
+from fsdp_engine.checkpoint.safetensors_folder import INDEX, SINGLE, read_header
 from fsdp_engine.devices.agreement import agree
 from fsdp_engine.engine import Engine
 

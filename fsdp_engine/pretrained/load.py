@@ -1,4 +1,7 @@
-"""``load_pretrained``: loads a Hugging Face folder into a sharded model."""
+"""``load_pretrained``: loads a Hugging Face folder into a sharded model.
+
+Tensors that are missing in the folder and have no values yet are initialized by the model.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +9,127 @@ import importlib.util
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import nn
 
-from fsdp_engine.checkpoint.hugging_face_folder import read_folder
+from fsdp_engine.adapters import AdapterLayers, Place
 from fsdp_engine.checkpoint.model_state import check_at_rest, check_shared
 from fsdp_engine.checkpoint.reading_weights import Match, match, read, replace_weights, whole
+from fsdp_engine.checkpoint.safetensors_folder import read_folder
 from fsdp_engine.devices.agreement import agree
 from fsdp_engine.engine import Engine, engine_of
 from fsdp_engine.extras import naming_extra
 from fsdp_engine.pretrained.adapter_folder import holds_adapter, match_adapter
 from fsdp_engine.pretrained.conversions import as_in_memory, ignored
-from fsdp_engine.pretrained.initialization import (
-    Initialization,
-    check_initialized,
-    initialize,
-    initialize_from_base,
-    plan_initialization,
-)
+
+
+@dataclass(frozen=True)
+class Initialization:
+    """Plan of the initialization of a model for a pretrained folder.
+
+    Attributes:
+        modules: modules with tensors that have no values and are not in the folder; children first.
+            All of their tensors are initialized, and those in the folder are read afterwards.
+        names: of the tensors without values.
+        kept: tensors of the same modules that are not in the folder and have values already.
+        adapters: adapters of PEFT without values.
+        following: adapters with tensors that are computed from the base weights of the folder.
+    """
+
+    modules: tuple[nn.Module, ...] = ()
+    names: frozenset[str] = frozenset()
+    kept: tuple[torch.Tensor, ...] = ()
+    adapters: tuple[Place, ...] = ()
+    following: tuple[Place, ...] = ()
+
+
+def plan_initialization(
+    engine: Engine, missing: Collection[str], *, is_base: bool
+) -> Initialization:
+    """Plan the initialization of tensors without values.
+
+    Args:
+        engine: of the model. Tensors have no values if they were sharded with
+            ``initial_values="empty"`` and not loaded since.
+        missing: names of the model's tensors that are not in the folder.
+        is_base: whether the folder contains the base model of PEFT's adapters.
+    """
+    model = engine.model
+    without = {name for name in missing if name in engine.missing_values}
+    layers = AdapterLayers(model)
+    found, kept = [], []
+    for prefix, module in reversed(list(model.named_modules())):
+        own = {
+            f"{prefix}.{name}" if prefix else name: value
+            for name, value in {**module._parameters, **module._buffers}.items()
+            if value is not None and name not in module._non_persistent_buffers_set
+        }
+        if module not in layers.covered and any(name in without for name in own):
+            found.append(module)
+            kept += [own[name] for name in own if name in missing and name not in without]
+    adapters = tuple(layers.places(without))
+    following = [each for each in adapters if layers.follows_base(each)]
+    if is_base:
+        following += [each for each in layers.all_following() if each not in following]
+    return Initialization(
+        tuple(found), frozenset(without), tuple(kept), tuple(adapters), tuple(following)
+    )
+
+
+def initialize(model: nn.Module, own: Initialization) -> None:
+    """Initialize modules by ``reset_parameters`` and the model's ``_init_weights``, and adapters as
+    PEFT does.
+
+    Values are those of a model that is not sharded, drawn from the first rank's generator.
+    """
+    init_weights = getattr(model, "_init_weights", None)
+    with torch.no_grad():
+        before = [tensor.detach().clone() for tensor in own.kept]
+        for module in own.modules:
+            reset = getattr(module, "reset_parameters", None)
+            if callable(reset):
+                reset()
+            if callable(init_weights):
+                init_weights(module)
+        for tensor, value in zip(own.kept, before, strict=True):
+            tensor.copy_(value)
+        layers = AdapterLayers(model) if own.adapters else None
+        for place in own.adapters:
+            assert layers is not None
+            layers.draw(place)
+
+
+def initialize_from_base(engine: Engine, following: Iterable[Place]) -> None:
+    """Compute tensors of adapters from base weights. Collective; unshards one unit at a time."""
+    layers, left = AdapterLayers(engine.model), list(following)
+    for unit in engine.units if left else ():
+        owners = {module for each in unit.buffers for r in each.records for module, _ in r.owners}
+        here = [p for p in left if not owners.isdisjoint(layers.layer(p).modules())]
+        if here:
+            left = [place for place in left if place not in here]
+            with engine.unsharded(*(layers.layer(place) for place in here)), torch.no_grad():
+                for place in here:
+                    layers.derive(place)
+
+
+def check_initialized(engine: Engine, names: Collection[str]) -> None:
+    """Check that tensors that are not in the folder were initialized. Collective.
+
+    Raises:
+        ValueError: a tensor contains NaN; on all ranks.
+    """
+    for name, value in engine.model.state_dict(keep_vars=True).items():
+        if name in names and isinstance(value, torch.Tensor) and value.isnan().any():
+            raise ValueError(
+                f"{name}: expected the model to give it values, since the folder has none; found "
+                "that it does not"
+            )
+
 
 WHAT = "load_pretrained"
 

@@ -15,8 +15,8 @@ from torch import nn
 from fsdp_engine.adapters import peft_model
 from fsdp_engine.checkpoint.export_source import Source, engine_sources
 from fsdp_engine.checkpoint.hugging_face import export_sources
-from fsdp_engine.checkpoint.hugging_face_folder import DIFFUSERS_STEM, STEM
 from fsdp_engine.checkpoint.pieces import Pieces
+from fsdp_engine.checkpoint.safetensors_folder import DIFFUSERS_STEM, STEM
 from fsdp_engine.checkpoint.writing_pieces import source_of
 from fsdp_engine.devices.agreement import agree
 from fsdp_engine.engine import Engine

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp_engine as fe
-from fsdp_engine.checkpoint import snapshot
 from tests.async_device import device as on
 from tests.async_device.scene import Job, differences, random_delays, train, train_with, weights_of
 from tests.pool import Ranks
@@ -110,7 +109,7 @@ def save_with_a_copy_that_races(folder: str) -> None:
         # what an earlier run left there.
         run_steps(engine, optimizer, JOB.data())
         checkpointer.save(0)
-        patch.setattr(snapshot.lanes, "finish_compute", lambda device: None)
+        patch.setattr(checkpointer.lanes, "finish_compute", lambda device: None)
         run_steps(engine, optimizer, JOB.data())
         checkpointer.save_async(1)
         checkpointer.wait()

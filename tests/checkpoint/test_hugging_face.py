@@ -29,10 +29,16 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import fsdp_engine as fe
-from fsdp_engine.checkpoint import hugging_face, reading_weights, safetensors_file
+from fsdp_engine.checkpoint import hugging_face, reading_weights, safetensors_folder
 from fsdp_engine.checkpoint.hugging_face import export_safetensors, load_safetensors
-from fsdp_engine.checkpoint.hugging_face_folder import INDEX, SINGLE, ExportFolder, parse_size
-from fsdp_engine.checkpoint.safetensors_file import plan_file, read_header
+from fsdp_engine.checkpoint.safetensors_folder import (
+    INDEX,
+    SINGLE,
+    ExportFolder,
+    parse_size,
+    plan_file,
+    read_header,
+)
 from fsdp_engine.strategies import LEVELS
 from tests import models
 from tests.checkpoint.scene import (
@@ -300,7 +306,7 @@ def test_a_header_says_where_each_tensor_is(tmp_path: Path) -> None:
 
 
 def test_every_dtype_of_the_library_is_known(tmp_path: Path) -> None:
-    for name, dtype in safetensors_file.DTYPES.items():
+    for name, dtype in safetensors_folder.DTYPES.items():
         path = tmp_path / f"{name}.safetensors"
         save_file({"x": torch.ones(3, 2).to(dtype)}, path)
         assert [(each.dtype, each.shape) for each in read_header(path)] == [(dtype, (3, 2))]

@@ -26,8 +26,13 @@ from typer.testing import CliRunner
 import fsdp_engine as fe
 from fsdp_engine.checkpoint import cli, tables
 from fsdp_engine.checkpoint.cli import app
-from fsdp_engine.checkpoint.difference import TensorDifference, compare, shared_bytes
-from fsdp_engine.checkpoint.inspection import group_tensors, matches
+from fsdp_engine.checkpoint.inspection import (
+    TensorDifference,
+    compare,
+    group_tensors,
+    matches,
+    shared_bytes,
+)
 from fsdp_engine.checkpoint.manifest import FORMAT_VERSION, MANIFEST, TensorRow
 from fsdp_engine.checkpoint.offline import StoredCheckpoint, find_folders, verify
 from fsdp_engine.checkpoint.reader import FileView, data_offset

@@ -23,7 +23,7 @@ from fsdp_engine.devices import groups
 from fsdp_engine.devices.mesh import DataMesh
 from fsdp_engine.devices.rendezvous import meet, report_error
 from fsdp_engine.megatron.finalize_model_grads import finalize_model_grads
-from fsdp_engine.megatron.model_parallel_groups import ModelParallelGroups, spanned_group
+from fsdp_engine.megatron.process_groups import ModelParallelGroups, spanned_group
 from tests.megatron.model_parallel import Chunk
 from tests.pool import Ranks, on_ranks
 

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdp_engine as fe
-from fsdp_engine.megatron.model_parallel_groups import ModelParallelGroups
+from fsdp_engine.megatron.process_groups import ModelParallelGroups
 from tests.megatron.configs import config_of
 
 DIM, HIDDEN, HEAD, VOCAB, TOKENS = 6, 16, 4, 10, 8

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_engine as fe
 from fsdp_engine.megatron.finalize_model_grads import finalize_model_grads
-from fsdp_engine.megatron.model_parallel_groups import ModelParallelGroups, spanned_group
+from fsdp_engine.megatron.process_groups import ModelParallelGroups, spanned_group
 from fsdp_engine.strategies import LEVELS
 from tests.megatron.model_parallel import (
     DIM,

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_engine as fe
-from fsdp_engine.planner.candidates import fitting_meshes
 from fsdp_engine.planner.estimates import estimate
 from fsdp_engine.planner.figure import save_figure
-from fsdp_engine.planner.outcome import KINDS, Outcome, is_faster
-from fsdp_engine.simulation.result import Simulation
+from fsdp_engine.planner.outcome import KINDS, Outcome, fitting_meshes, is_faster
+from fsdp_engine.simulation.simulate import Simulation
 from fsdp_engine.strategies import ALL_STRATEGIES
 from tests.models import LENGTH, Transformer, token_batch
 from tests.pool import RankError, Ranks

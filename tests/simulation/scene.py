@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from fsdp_engine import DistributedDataParallelConfig
 from fsdp_engine.simulation.machine import Link, Machine, Processor
-from fsdp_engine.simulation.result import Simulation
-from fsdp_engine.simulation.simulate import simulate
+from fsdp_engine.simulation.simulate import Simulation, simulate
 from fsdp_engine.strategies import Strategy
 from tests.simulation.ideal import Ideal, IdealUnit, Network
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fsdp_engine as fe
 from fsdp_engine.simulation import simulate as simulate_module
-from fsdp_engine.simulation.workspaces import lstm_workspace
+from fsdp_engine.simulation.memory_tracker import lstm_workspace
 from fsdp_engine.strategies import LEVELS
 from tests.models import Transformer, token_batch
 from tests.pool import Ranks

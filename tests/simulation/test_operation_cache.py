@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
-from fsdp_engine.simulation.operation_cache import OperationCache, Recipe
+from fsdp_engine.simulation.operations import OperationCache, Recipe
 from tests.models import (
     DIM,
     Chain,

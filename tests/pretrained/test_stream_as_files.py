@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 import fsdp_engine as fe
 from fsdp_engine.checkpoint.pieces import Pieces
-from fsdp_engine.export import output_tensors
-from fsdp_engine.export import version as version_file
-from tests.export.scene import Receiver, edit, of_all_ranks, same_bits, sent_state
+from fsdp_engine.pretrained import streamed_tensors
+from fsdp_engine.pretrained import weight_version as version_file
 from tests.models import Chain, Mlp
 from tests.pool import Ranks, on_few_ranks
 from tests.pretrained.families import FAMILIES, build, builder
 from tests.pretrained.folders import in_files
+from tests.pretrained.receiver import Receiver, edit, of_all_ranks, same_bits, sent_state
 
 
 def streamed(family: str, folder: str, level: str) -> None:
@@ -108,7 +108,7 @@ def test_a_tensor_of_several_units() -> None:
     assert len(engine.units) == 4
     expected = as_joined(sent_state(engine, torch.bfloat16))
     with (
-        patch.object(output_tensors, "as_on_disk", joined),
+        patch.object(streamed_tensors, "as_on_disk", joined),
         patch.object(version_file, "CHUNK", 40),
     ):
         options: dict[str, Any] = {"dtype": torch.bfloat16, "as_in_files": True}

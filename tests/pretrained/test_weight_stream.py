@@ -13,11 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp_engine as fe
-from fsdp_engine.export import version as version_file
+from fsdp_engine.pretrained import weight_version as version_file
 from tests import models
 from tests.checkpoint.scene import shared_folder
 from tests.composition.tensor_parallel import Model, cut, mesh_of, tokens_for
-from tests.export.scene import (
+from tests.messages import watched
+from tests.pairs import EVERY_PAIR, FEW_PAIRS
+from tests.pool import on_few_ranks, on_ranks
+from tests.pretrained.receiver import (
     Receiver,
     check_equal,
     edit,
@@ -26,9 +29,6 @@ from tests.export.scene import (
     sent_state,
     sharded,
 )
-from tests.messages import watched
-from tests.pairs import EVERY_PAIR, FEW_PAIRS
-from tests.pool import on_few_ranks, on_ranks
 
 BF16 = torch.bfloat16
 FULL = ("optim_grads_params", "no_shard")

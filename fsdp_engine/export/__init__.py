@@ -1,1 +1,0 @@
-"""Streams weights to receivers, such as an inference engine, during training."""
