@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,7 +32,7 @@ from torch.optim import optimizer as _torch_optimizer
 from torch.utils import _foreach_utils
 from torch.utils.hooks import RemovableHandle
 
-from fsdp_engine.flat_dtensor import functions
+from fsdp_engine.flat_dtensor import flat_placement, functions, tensor_parallel_spec
 from fsdp_engine.flat_dtensor.flat_placement import Box, FlatPlacement, FlatShard, _on_mesh
 from fsdp_engine.flat_dtensor.full_reductions import mean_over_mesh
 from fsdp_engine.flat_dtensor.parameter_access import ParameterBackref
@@ -468,8 +469,17 @@ def _rebuild(
     return tensor
 
 
+# In files that were saved before version 0.1.0, two modules have other names.
+_BEFORE_0_1 = {"placement": flat_placement, "spread": tensor_parallel_spec}
+sys.modules |= {f"fsdp_engine.flat_dtensor.{name}": each for name, each in _BEFORE_0_1.items()}
+
 torch.serialization.add_safe_globals(
-    [FlatDTensor, FlatShard, TensorParallelSpec, _rebuild, _on_mesh]
+    [
+        *(FlatDTensor, FlatShard, TensorParallelSpec, _rebuild, _on_mesh),
+        (_on_mesh, "fsdp_engine.flat_dtensor.placement._on_mesh"),
+        (FlatShard, "fsdp_engine.flat_dtensor.placement.FlatShard"),
+        (TensorParallelSpec, "fsdp_engine.flat_dtensor.spread.Spread"),
+    ]
 )
 
 # As torch does for DTensor, so that optimizers and clip_grad_norm_ use their foreach versions.

@@ -178,3 +178,6 @@ class TensorParallelSpec:
     @cached_property
     def _box(self) -> tuple[Sequence[int], Sequence[int]]:
         return compute_local_shape_and_global_offset(self.shape, self.mesh, self.placements)
+
+
+Spread = TensorParallelSpec  # its name in files that were saved before version 0.1.0
