@@ -274,7 +274,7 @@ def slice_of_distributed(source: Tensor, flat: FlatPlacement) -> Tensor | None:
     if flat.spread is not None:
         has_shard = flat.spread.has(source) or source._spec.placements == flat.placements
         return source._local_tensor.reshape(-1)[flat.start : flat.stop] if has_shard else None
-    if _is_replicated(source):
+    if is_replicated(source):
         return source._local_tensor.reshape(-1)[flat.start : flat.stop]
     last = source._spec.placements[-1]
     has_slice = isinstance(last, FlatShard) and last.span == (flat.start, flat.stop)
@@ -285,10 +285,10 @@ def _full(source: Tensor) -> Tensor:
     if not isinstance(source, DTensor):
         return source
     # set_model_state_dict passes replicated DTensors; see state_dicts.py.
-    return source.to_local() if _is_replicated(source) else source.full_tensor()
+    return source.to_local() if is_replicated(source) else source.full_tensor()
 
 
-def _is_replicated(source: DTensor) -> bool:
+def is_replicated(source: DTensor) -> bool:
     """Whether every rank of the mesh holds the full tensor."""
     return all(isinstance(placement, Replicate) for placement in source._spec.placements)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_engine.flat_dtensor import FlatDTensor
-from fsdp_engine.flat_dtensor.elementwise import slice_of_distributed
+from fsdp_engine.flat_dtensor.elementwise import is_replicated, slice_of_distributed
 from fsdp_engine.runtime.unit import Unit
 
 
@@ -91,7 +91,12 @@ class AssignedValues:
         assert target is not None
         self.check_value(owner, value)
         with torch.no_grad():
-            target.copy_(value if isinstance(value, DTensor) else value.detach())
+            if not isinstance(value, DTensor):
+                target.copy_(value.detach())
+            elif isinstance(target, FlatDTensor):
+                target.copy_(value)
+            else:
+                target.copy_(value.to_local())  # each rank holds all elements of both
         if target.requires_grad is not value.requires_grad:
             target.requires_grad_(value.requires_grad)
         target.grad = None
@@ -133,7 +138,7 @@ class AssignedValues:
             if mine is None or given != mine or given.name != mine.name:
                 problem = f"another slice, {given}. Assign value.full_tensor()"
         elif isinstance(value, DTensor):
-            if not _is_distributed_like(value, sharded):
+            if not _has_elements_of(value, sharded):
                 problem = f"a DTensor over {value.device_mesh}. Assign value.full_tensor()"
         elif type(value) not in (Tensor, nn.Parameter):
             problem = f"a {type(value).__name__}. Assign a plain tensor"
@@ -150,13 +155,13 @@ class AssignedValues:
             )
 
 
-def _is_distributed_like(value: Tensor, sharded: Tensor) -> bool:
-    """Whether ``distribute_tensor`` made ``value`` by the placements of ``sharded``, or over the
-    mesh of tensor parallelism."""
+def _has_elements_of(value: DTensor, sharded: Tensor) -> bool:
+    """Whether this rank holds the elements of ``sharded`` in ``value``: ``distribute_tensor`` made
+    it by the parameter's placements or over the mesh of tensor parallelism, or it is replicated."""
     if not isinstance(sharded, FlatDTensor):
-        return False
+        return is_replicated(value)
     flat = sharded.flat_placement
-    if flat.spread is not None and isinstance(value, DTensor):
+    if flat.spread is not None:
         return value.device_mesh in (flat.spread.mesh, flat.device_mesh)
     return slice_of_distributed(value, flat) is not None
 

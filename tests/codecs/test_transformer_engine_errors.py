@@ -79,7 +79,7 @@ WEIGHTS: dict[str, tuple[Callable[[], nn.Parameter], str]] = {
     ),
     "block of three dims": (
         three_dims,
-        r"weight: expected 2 dimensions.*block recipe take; found shape \(2, 64, 64\)",
+        r"weight: expected 2 dimensions.*block recipe support no others; found shape \(2, 64, 64\)",
     ),
     "blocks of 1 x 128": (rows_of_128, "weight: expected scales of 128 x 128 blocks; found.*1 x"),
     "mxfp8 without columns": (
@@ -204,7 +204,7 @@ def test_another_version_of_transformer_engine_is_refused_naming_what_it_lacks()
             ImportError,
             r"weight: expected Transformer Engine 2.20.*found version 2\..*lacks "
             r"post_all_gather_processing, "
-            r"quantize_master_weights\(manual_post_all_gather_processing\).*that work: 2.20",
+            r"quantize_master_weights\(manual_post_all_gather_processing\).*versions: 2.20",
         )
     assert utils.quantize_master_weights is real  # type: ignore[attr-defined]
     train_watched(model, fe.shard(model), None, num_steps=1)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
 
 import fsdp_engine as fe
@@ -258,13 +258,18 @@ def test_parameters_of_other_classes_are_refused_by_name(place: Place) -> None:
 
 
 @everywhere
-def test_a_whole_dtensor_is_refused_with_what_to_assign(place: Place) -> None:
+def test_a_dtensor_is_taken_if_each_rank_holds_all_of_it_else_refused(place: Place) -> None:
     model = Model()
     engine = place.shard(model)
     mesh = engine.mesh.device_mesh
-    whole = DTensor.from_local(torch.ones(7, 4), mesh, [Replicate()] * mesh.ndim)
+    values = torch.arange(28.0).view(7, 4)
+    replicated = DTensor.from_local(values, mesh, [Replicate()] * mesh.ndim)
+    model.head.weight = nn.Parameter(replicated)
+    assert torch.equal(engine.full_tensor("head.weight"), values)
+    cut = distribute_tensor(values, mesh, [Shard(0)] * mesh.ndim)
     with pytest.raises(ValueError, match=r"head\.weight: expected.*a DTensor.*full_tensor"):
-        model.head.weight = nn.Parameter(whole)
+        model.head.weight = nn.Parameter(cut)
+    assert torch.equal(engine.full_tensor("head.weight"), values)
 
 
 @everywhere
