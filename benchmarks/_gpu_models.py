@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import fsdp_engine as fe
 from fsdp_engine.buffers import redistribute
 from fsdp_engine.codecs import CodecRule
-from fsdp_engine.devices.collectives import Communicator, Steps
+from fsdp_engine.comm.collectives import Communicator, Steps
 from gpt import GPT, GPTConfig
 
 LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")

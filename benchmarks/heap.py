@@ -4,7 +4,7 @@
 
 Runs the training of ``examples/train_gpt.py`` on one rank and reads glibc's ``mallinfo2`` every 25
 steps. The resident set rises and falls with ``malloc_trim`` (every 100 backwards, [Note: Freed
-pages] in ``devices/memory.py``); only a rise of the bytes in use would be a leak. Also counts the
+pages] in ``memory/allocator.py``); only a rise of the bytes in use would be a leak. Also counts the
 objects that Python's cyclic collector tracks: a reference cycle per step would show as a rise
 between two collections.
 """

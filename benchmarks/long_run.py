@@ -46,12 +46,12 @@ def rank_main(rank: int, store: str, turns: Any, arguments: list[str], hands_bac
         timeout=timedelta(hours=4),  # the other configurations train in between
     )
     from curve import memory_in_use
-    from fsdp_engine.devices import memory
+    from fsdp_engine.memory import allocator
     from settings import parse_settings
     from train_gpt import Job, StepReader, prepare
 
     if not hands_back:
-        memory.BACKWARDS_PER_TRIM = sys.maxsize
+        allocator.BACKWARDS_PER_TRIM = sys.maxsize
     job = prepare(parse_settings(arguments), Job)
     reader = StepReader(job, job.curve)
     step = 0

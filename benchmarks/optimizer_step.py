@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement
-from fsdp_engine.optimizer import shard_optimizer
+from fsdp_engine.optim import shard_optimizer
 
 LIMIT = 1.2
 BASE = "plain tensors"

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 import fsdp_engine as fe
-from fsdp_engine.devices.arena import ALIGNMENT, Arena
-from fsdp_engine.devices.memory import Memory, TransientStorage
+from fsdp_engine.memory.allocator import Memory, TransientStorage
+from fsdp_engine.memory.arena import ALIGNMENT, Arena
 from fsdp_engine.strategies import LEVELS
 from gpt import GPT, GPTConfig
 

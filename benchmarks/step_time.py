@@ -31,7 +31,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fsdp_engine as fe
-from fsdp_engine.devices.collectives import Communicator, Steps
+from fsdp_engine.comm.collectives import Communicator, Steps
 from gpt import GPT, GPTConfig
 
 SIZES = {

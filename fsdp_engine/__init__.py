@@ -18,12 +18,10 @@ from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.megatron.distributed_data_parallel import DistributedDataParallel
 from fsdp_engine.megatron.finalize_model_grads import finalize_model_grads
 from fsdp_engine.megatron.process_groups import ModelParallelGroups
-from fsdp_engine.optimizer import shard_optimizer
+from fsdp_engine.optim import shard_optimizer
 from fsdp_engine.planner.estimates import Estimate, estimate
 from fsdp_engine.planner.strategy_plan import StrategyPlan
 from fsdp_engine.planner.strategy_search import plan
-from fsdp_engine.planning.adapter_layers import register_adapter_layers
-from fsdp_engine.planning.checkpointing import checkpoint_units
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.pretrained.load import load_pretrained
 from fsdp_engine.pretrained.save import save_pretrained
@@ -34,6 +32,8 @@ from fsdp_engine.sharding import shard
 from fsdp_engine.simulation.machine import A100, B200, H100, H200, Machine
 from fsdp_engine.simulation.simulate import Simulation, simulate
 from fsdp_engine.simulation.simulation_error import SimulationError
+from fsdp_engine.units.adapter_layers import register_adapter_layers
+from fsdp_engine.units.checkpointing import checkpoint_units
 
 __version__ = "0.1.0"  # the package's metadata read it here
 

@@ -27,7 +27,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from fsdp_engine.planning.adapter_layers import AdapterKey
+from fsdp_engine.units.adapter_layers import AdapterKey
 
 # Name of a layer in the model, and name of one of its adapters.
 Place = AdapterKey
@@ -153,7 +153,7 @@ def check_is_stored(model: nn.Module, adapter: str) -> None:
 class AdapterLayers:
     """PEFT's layers in a model, which initialize their adapters.
 
-    Implements :class:`fsdp_engine.planning.adapter_layers.AdapterLayers`.
+    Implements :class:`fsdp_engine.units.adapter_layers.AdapterLayers`.
 
     Args:
         model: with or without layers of PEFT.

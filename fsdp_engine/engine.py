@@ -15,28 +15,26 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.config import Timing
-from fsdp_engine.devices.memory import Memory
-from fsdp_engine.optimizer.clip import clip_, total_norm
-from fsdp_engine.optimizer.step_listeners import add_step_listener
-from fsdp_engine.planning.assignment import expect, has_parameters
-from fsdp_engine.planning.build import Ladders, Resources, same_on_replicas
-from fsdp_engine.planning.installing import holders, install_into
+from fsdp_engine.memory.allocator import Memory
+from fsdp_engine.optim.clip import clip_, total_norm
+from fsdp_engine.optim.step_listeners import add_step_listener
 from fsdp_engine.precision import MixedPrecisionPolicy
+from fsdp_engine.runtime.assigned_values import MissingValues
 from fsdp_engine.runtime.conversion import Conversions
-from fsdp_engine.runtime.description import Description, describe_units
 from fsdp_engine.runtime.gradient_checks import GradientChecks
 from fsdp_engine.runtime.hooks import hook_gradients, hook_recomputation
-from fsdp_engine.runtime.late_gradients import hook_delayed_gradients
-from fsdp_engine.runtime.measuring import Measurement
-from fsdp_engine.runtime.microbatches import Microbatches
-from fsdp_engine.runtime.missing_values import MissingValues
+from fsdp_engine.runtime.microbatches import Microbatches, hook_delayed_gradients
 from fsdp_engine.runtime.model_hooks import ModelHooks
 from fsdp_engine.runtime.parameter_guard import ParameterGuard, refuse_copies, refuse_replicas
 from fsdp_engine.runtime.reductions import Reductions
 from fsdp_engine.runtime.rehearsal import predict_concurrent_units
+from fsdp_engine.runtime.reports import Description, Measurement, describe_units
 from fsdp_engine.runtime.scheduler import Scheduler
 from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.strategies import Role
+from fsdp_engine.units.assignment import expect, has_parameters
+from fsdp_engine.units.build import Ladders, Resources, same_on_replicas
+from fsdp_engine.units.installing import holders, install_into
 
 # Weak both ways: an engine knows its model, and a value that holds its key would never go. The
 # model's hooks keep the engine.

@@ -12,23 +12,30 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_engine.buffers.redistribute import Ladder
 from fsdp_engine.codecs import CodecRule
+from fsdp_engine.comm.groups import Ranks
+from fsdp_engine.comm.mesh import DataMesh, check_device_mesh, ranks_that_meet
+from fsdp_engine.comm.nccl_pool import check_nccl
+from fsdp_engine.comm.rendezvous import reporting
 from fsdp_engine.config import DistributedDataParallelConfig, Timing
-from fsdp_engine.devices import memory
-from fsdp_engine.devices.mesh import DataMesh, check_device_mesh, ranks_that_meet
-from fsdp_engine.devices.nccl_pool import check_nccl
-from fsdp_engine.devices.ranks import Ranks
-from fsdp_engine.devices.rendezvous import reporting
 from fsdp_engine.engine import Engine, engine_within
-from fsdp_engine.planning.assignment import UnitSelector
-from fsdp_engine.planning.build import Ladders, Resources, agree_on_plan, build_units, owned_within
-from fsdp_engine.planning.checkpointing import checkpoint_units
-from fsdp_engine.planning.dtensors import choose_written, mark_experts, ranks_of_model
-from fsdp_engine.planning.experts import place_experts
-from fsdp_engine.planning.initial_values import CHOICES, FIRST, SAME, Holdings
-from fsdp_engine.planning.plan import AxisPlan, AxisPlans, Granule, Plan, PlanSettings, make_plan
+from fsdp_engine.memory import allocator
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.strategies import Axis, Role, Strategy
+from fsdp_engine.units.assignment import UnitSelector
+from fsdp_engine.units.build import Ladders, Resources, agree_on_plan, build_units, owned_within
+from fsdp_engine.units.checkpointing import checkpoint_units
+from fsdp_engine.units.dtensors import choose_written, mark_experts, ranks_of_model
+from fsdp_engine.units.initial_values import CHOICES, FIRST, SAME, Holdings
+from fsdp_engine.units.plan import (
+    AxisPlan,
+    AxisPlans,
+    Granule,
+    Plan,
+    PlanSettings,
+    make_plan,
+    place_experts,
+)
 
 WHAT = "shard()"
 AUTO = "auto"
@@ -92,7 +99,7 @@ def shard(
             and no values, which saves their making where they are loaded next; until they are,
             forwards and saves raise.
         min_unit_size: default units of fewer elements are joined with their neighbours; 0: none
-            are. None: as measured, see [Note: Size of a unit] in ``planning/unit_size.py``.
+            are. None: as measured, see [Note: Size of a unit] in ``units/assignment.py``.
         checkpointing: blocks compute what they kept for backward again there; see
             :func:`~fsdp_engine.checkpoint_units`.
         plan: for ``strategy="auto"``, equal on all ranks: what :func:`~fsdp_engine.plan` found. It
@@ -159,7 +166,7 @@ def shard(
     )
 
 
-@memory.ordinary_tensors()
+@allocator.ordinary_tensors()
 def make_engine(
     model: nn.Module,
     mesh: DeviceMesh | None,

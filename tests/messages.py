@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_engine.devices import lanes as lanes_module
+from fsdp_engine.comm import lanes as lanes_module
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis, Role, Strategy
 from tests.models import vector_batch
 

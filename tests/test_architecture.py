@@ -32,32 +32,34 @@ FLOORS: dict[str, int] = {
     "extras": 0,
     "terminal": 0,
     "strategies": 0,
+    "accelerator": 1,
     "layout": 1,
-    "devices": 2,
-    "codecs": 3,
-    "flat_dtensor": 3,
-    "optimizer": 4,
-    "buffers": 4,
-    "planning": 5,
-    "runtime": 6,
-    "engine": 7,
-    "sharding": 8,
-    "pipelining": 8,
-    "adapters": 8,
-    "checkpoint": 8,
-    "fsdp2": 9,
-    "megatron": 9,
-    "simulation": 9,
-    "pretrained": 9,
-    "planner": 10,
-    "integrations": 10,
-    "__init__": 11,
-    "__main__": 12,
+    "memory": 2,
+    "comm": 3,
+    "codecs": 4,
+    "flat_dtensor": 4,
+    "optim": 5,
+    "buffers": 5,
+    "units": 6,
+    "runtime": 7,
+    "engine": 8,
+    "sharding": 9,
+    "pipelining": 9,
+    "adapters": 9,
+    "checkpoint": 9,
+    "fsdp2": 10,
+    "megatron": 10,
+    "simulation": 10,
+    "pretrained": 10,
+    "planner": 11,
+    "integrations": 11,
+    "__init__": 12,
+    "__main__": 13,
 }
 
 # The core, and the folders of formats and frontends that it does not import.
-CORE = {"layout", "devices", "buffers", "planning", "runtime", "strategies", "codecs"}
-CORE |= {"flat_dtensor", "optimizer", "engine", "sharding"}
+CORE = {"layout", "comm", "memory", "buffers", "units", "runtime", "strategies", "codecs"}
+CORE |= {"accelerator", "flat_dtensor", "optim", "engine", "sharding"}
 ABOVE_THE_CORE = {"adapters", "checkpoint", "fsdp2", "integrations", "megatron"}
 ABOVE_THE_CORE |= {"pipelining", "planner", "pretrained", "simulation"}
 # Packages of the formats and frontends that the core does not import either.
@@ -130,7 +132,7 @@ ORDERLESS |= {"intersection_update", "issubset", "issuperset", "len", "max", "mi
 ORDERLESS |= {"sorted", "sum", "symmetric_difference_update", "update"} | SET_METHODS
 # Functions that read a set in its order, and why no communication depends on that order.
 ORDER_IS_LOCAL = {
-    ("devices.stall_monitor", "_log_stalls"): "a thread that writes to the log",
+    ("comm.stall_monitor", "_log_stalls"): "a thread that writes to the log",
     ("runtime.unit", "the module"): "tuples that are only asked whether they contain a state",
 }
 
@@ -332,35 +334,35 @@ def test_a_planted_circle_is_caught() -> None:
 
 
 def only_collectives_communicates(source: Source) -> Iterator[Finding]:
-    """Collectives and sends of torch.distributed are called in devices/collectives.py only."""
-    if source.path == "devices.collectives":
+    """Collectives and sends of torch.distributed are called in comm/collectives.py only."""
+    if source.path == "comm.collectives":
         return
     for line, name in source.mentions():
         module, _, last = name.rpartition(".")
         of_dist = module.startswith("torch.distributed") and last in COLLECTIVES
         if of_dist or name.startswith(COLLECTIVE_MODULES):
-            yield line, f"{name} belongs to devices/collectives.py"
+            yield line, f"{name} belongs to comm/collectives.py"
     for call in source.calls():
         if isinstance(call.func, ast.Attribute) and call.func.attr in GROUP_METHODS:
             base = source.dotted(call.func.value)
             if not base.startswith("fsdp_engine"):
-                yield call.lineno, f".{call.func.attr}() belongs to devices/collectives.py"
+                yield call.lineno, f".{call.func.attr}() belongs to comm/collectives.py"
 
 
 def only_mesh_makes_groups(source: Source) -> Iterator[Finding]:
-    """Process groups and device meshes are made in devices/mesh.py and groups.py only, but in
+    """Process groups and device meshes are made in comm/mesh.py and groups.py only, but in
     annotations."""
-    if source.path in ("devices.mesh", "devices.groups"):
+    if source.path in ("comm.mesh", "comm.groups"):
         return
     for call in source.calls():
         name = source.dotted(call.func)
         if name.startswith("torch.distributed") and GROUP_MAKERS & set(name.split(".")):
-            yield call.lineno, f"{name}() belongs to devices/mesh.py"
+            yield call.lineno, f"{name}() belongs to comm/mesh.py"
 
 
 def only_what_cuda_alone_has_names_it(source: Source) -> Iterator[Finding]:
-    """``torch.cuda`` is named in devices/cuda.py only."""
-    if source.path == "devices.cuda":
+    """``torch.cuda`` is named in memory/cuda.py only."""
+    if source.path == "memory.cuda":
         return
     for line, name in source.mentions():
         if f"{name}.".startswith("torch.cuda."):
@@ -368,8 +370,8 @@ def only_what_cuda_alone_has_names_it(source: Source) -> Iterator[Finding]:
 
 
 def only_memory_allocates(source: Source) -> Iterator[Finding]:
-    """Memory is allocated and resized in devices/memory.py only, but on the meta device."""
-    if source.path == "devices.memory":
+    """Memory is allocated and resized in memory/allocator.py only, but on the meta device."""
+    if source.path == "memory.allocator":
         return
     for call in source.calls():
         if any(
@@ -384,21 +386,21 @@ def only_memory_allocates(source: Source) -> Iterator[Finding]:
         name = source.dotted(call.func)
         module, _, last = name.rpartition(".")
         if module == "torch" and last in ALLOCATORS:
-            yield call.lineno, f"{name}() belongs to devices/memory.py"
+            yield call.lineno, f"{name}() belongs to memory/allocator.py"
         elif isinstance(call.func, ast.Attribute) and call.func.attr in ALLOCATING_METHODS:
-            yield call.lineno, f".{call.func.attr}() belongs to devices/memory.py"
+            yield call.lineno, f".{call.func.attr}() belongs to memory/allocator.py"
 
 
 def only_lanes_knows_streams(source: Source) -> Iterator[Finding]:
-    """Streams, events and profiler labels live in devices/lanes.py only."""
-    if source.path == "devices.lanes":
+    """Streams, events and profiler labels live in comm/lanes.py only."""
+    if source.path == "comm.lanes":
         return
     for line, name in source.mentions():
         if name.startswith("torch.") and name.rpartition(".")[2] in STREAM_NAMES:
-            yield line, f"{name} belongs to devices/lanes.py"
+            yield line, f"{name} belongs to comm/lanes.py"
     for call in source.calls():
         if isinstance(call.func, ast.Attribute) and call.func.attr in STREAM_METHODS:
-            yield call.lineno, f".{call.func.attr}() belongs to devices/lanes.py"
+            yield call.lineno, f".{call.func.attr}() belongs to comm/lanes.py"
 
 
 def only_its_codec_imports_transformer_engine(source: Source) -> Iterator[Finding]:
@@ -686,11 +688,11 @@ DIST = "import torch.distributed as dist\n"
 MESH = "from torch.distributed import DeviceMesh\n"
 
 PLANTED: list[tuple[Callable[[Source], Iterator[Finding]], str, str]] = [
-    (imports_go_down, "layout.layout", "from fsdp_engine.devices.mesh import DataMesh"),
-    (imports_go_down, "devices.mesh", "import fsdp_engine.engine"),
-    (imports_go_down, "devices.mesh", "import fsdp_engine as fe"),
-    (imports_go_down, "devices.mesh", "from fsdp_engine import shard"),
-    (imports_go_down, "devices.memory", "from fsdp_engine.codecs import base"),
+    (imports_go_down, "layout.layout", "from fsdp_engine.comm.mesh import DataMesh"),
+    (imports_go_down, "comm.mesh", "import fsdp_engine.engine"),
+    (imports_go_down, "comm.mesh", "import fsdp_engine as fe"),
+    (imports_go_down, "comm.mesh", "from fsdp_engine import shard"),
+    (imports_go_down, "memory.allocator", "from fsdp_engine.codecs import base"),
     (imports_go_down, "codecs.cast", "from ..runtime.unit import Unit"),
     (imports_go_down, "runtime.hooks", "def f():\n    from ..engine import Engine"),
     (imports_go_down, "attic", "x = 1"),
@@ -699,9 +701,9 @@ PLANTED: list[tuple[Callable[[Source], Iterator[Finding]], str, str]] = [
         "engine",
         "from fsdp_engine.checkpoint.model_state import MODEL",
     ),
-    (the_core_imports_no_format, "planning.materialize", "from fsdp_engine import adapters"),
+    (the_core_imports_no_format, "units.materialize", "from fsdp_engine import adapters"),
     (the_core_imports_no_format, "runtime.hooks", "def f():\n    from ..pretrained import load"),
-    (the_core_imports_no_format, "planning.materialize", "import peft"),
+    (the_core_imports_no_format, "units.materialize", "import peft"),
     (
         only_collectives_communicates,
         "buffers.sharded_buffer",
@@ -714,7 +716,7 @@ PLANTED: list[tuple[Callable[[Source], Iterator[Finding]], str, str]] = [
     ),
     (
         only_collectives_communicates,
-        "devices.mesh",
+        "comm.mesh",
         "from torch.distributed import all_gather_object as g",
     ),
     (
@@ -746,13 +748,13 @@ PLANTED: list[tuple[Callable[[Source], Iterator[Finding]], str, str]] = [
     ),
     (only_memory_allocates, "runtime.unit", "from torch import zeros_like as z\nz(x)"),
     (only_memory_allocates, "runtime.unit", "x.untyped_storage().resize_(0)"),
-    (only_what_cuda_alone_has_names_it, "devices.lanes", "torch.cuda.current_stream()"),
+    (only_what_cuda_alone_has_names_it, "comm.lanes", "torch.cuda.current_stream()"),
     (only_what_cuda_alone_has_names_it, "engine", "from torch.cuda import empty_cache"),
-    (only_what_cuda_alone_has_names_it, "devices.host_memory", "import torch\ntorch.cuda.cudart()"),
+    (only_what_cuda_alone_has_names_it, "memory.host_memory", "import torch\ntorch.cuda.cudart()"),
     (only_memory_allocates, "runtime.unit", "x.new_zeros(3)"),
     (only_lanes_knows_streams, "runtime.scheduler", "import torch\ns: torch.cuda.Stream = f()"),
     (only_lanes_knows_streams, "runtime.unit", "from torch.profiler import record_function as r"),
-    (only_lanes_knows_streams, "devices.memory", "x.record_stream(s)"),
+    (only_lanes_knows_streams, "memory.allocator", "x.record_stream(s)"),
     (only_lanes_knows_streams, "engine", "from torch import cuda\ncuda.current_stream()"),
     (
         only_its_codec_imports_transformer_engine,
@@ -784,7 +786,7 @@ PLANTED: list[tuple[Callable[[Source], Iterator[Finding]], str, str]] = [
     # The defect that the rule is for: ranks gathered in different orders.
     (
         nothing_follows_the_order_of_a_set,
-        "optimizer.step_listeners",
+        "optim.step_listeners",
         "import weakref\nLISTENERS = weakref.WeakSet()\ndef tell(optimizer):\n"
         "    for each in list(LISTENERS):\n        each.optimizer_stepped(optimizer)",
     ),
@@ -837,18 +839,18 @@ def test_a_planted_violation_is_caught(
 LAWFUL: list[tuple[str, str]] = [
     ("layout.placement", "from fsdp_engine.layout import Layout"),
     ("codecs.cast", "from fsdp_engine.codecs.base import ParamCodec"),
-    ("engine", "from fsdp_engine.devices import mesh, collectives\ncollectives.all_reduce(x)"),
+    ("engine", "from fsdp_engine.comm import mesh, collectives\ncollectives.all_reduce(x)"),
     ("engine", "def shard(strategy: str = 'optim_grads_params') -> None:\n    pass"),
     (
         "engine",
         MESH + "mesh: DeviceMesh",
     ),
     ("engine", "import torch\nx = torch.tensor(0.0)\ny = torch.empty(3, device='meta')"),
-    ("optimizer.clip", "import torch\nx = torch.zeros((), dtype=dtype)"),
-    ("devices.collectives", DIST + "dist.all_reduce(x)"),
-    ("devices.mesh", DIST + "dist.new_group([0])"),
-    ("devices.memory", "import torch\nx = torch.empty(3)"),
-    ("devices.lanes", "import torch\nx = torch.Stream()"),
+    ("optim.clip", "import torch\nx = torch.zeros((), dtype=dtype)"),
+    ("comm.collectives", DIST + "dist.all_reduce(x)"),
+    ("comm.mesh", DIST + "dist.new_group([0])"),
+    ("memory.allocator", "import torch\nx = torch.empty(3)"),
+    ("comm.lanes", "import torch\nx = torch.Stream()"),
     ("codecs.transformer_engine", "import transformer_engine"),
     ("strategies.pair", "x = name == 'optim'"),
     ("buffers.sharded_buffer", "from fsdp_engine.strategies import Role\nx = role is Role.OPTIM"),

@@ -12,7 +12,7 @@ compiled_code_raises = pytest.mark.skipif(
     reason="errors of traced functions come through torch.compile from torch 2.13 on",
 )
 
-# Memory moves between storages: [Note: Arena] in ``devices/arena.py``.
+# Memory moves between storages: [Note: Arena] in ``memory/arena.py``.
 CAN_PLAN_ADDRESSES = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 plans_addresses = pytest.mark.skipif(
     not CAN_PLAN_ADDRESSES, reason="addresses are planned from torch 2.13 on"

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdp_engine as fe
 from tests import reference
-from tests.devices.trace_lanes import Forgets, Tracer
+from tests.comm.trace_lanes import Forgets, Tracer
 from tests.models import vector_batch
 
 OPTIMIZERS = {"sgd": reference.sgd, "adamw": reference.adamw}

@@ -27,24 +27,26 @@ import torch
 from torch import nn
 
 import fsdp_engine as fe
-from fsdp_engine.devices.mesh import simulated_ranks
+from fsdp_engine.comm.mesh import simulated_ranks
 
 PACKAGE = Path(fe.__file__).parent
 ROOT = PACKAGE.parent
 CORE = (
     "layout",
-    "devices",
+    "comm",
+    "memory",
     "buffers",
-    "planning",
+    "units",
     "runtime",
     "strategies",
     "codecs/base.py",
     "codecs/cast.py",
+    "accelerator.py",
     "engine.py",
     "sharding.py",
 )
 SHORT_FILE_LINES = 60
-COLLECTIVES = "devices/collectives.py"
+COLLECTIVES = "comm/collectives.py"
 # From where to where a path is followed, by level: (file, function), (file, functions).
 GATHER = ("runtime/hooks.py", "before")
 GRADIENT = ("runtime/hooks.py", "on_grad")

@@ -35,13 +35,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp_engine.buffers.gradient_scale import GradientScale
-from fsdp_engine.buffers.redistribute import Machinery, Reduction, copy, redistribute
-from fsdp_engine.buffers.sharded_buffer import ShardedBuffer
+from fsdp_engine.buffers.redistribute import Machinery, Reduction, ShardedBuffer, copy, redistribute
 from fsdp_engine.buffers.spec import BufferSpec
-from fsdp_engine.devices.lane import Chain
-from fsdp_engine.devices.memory import TransientStorage, alias
+from fsdp_engine.comm.lane import Chain
 from fsdp_engine.flat_dtensor import FlatDTensor, versions_of
 from fsdp_engine.flat_dtensor.tensor_parallel_spec import TensorParallelSpec
+from fsdp_engine.memory.allocator import TransientStorage, alias
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis
 
 # Zeroing this many bytes takes about as long as one more call.

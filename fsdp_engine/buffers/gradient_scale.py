@@ -42,8 +42,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fsdp_engine.buffers.redistribute import Ladder
-from fsdp_engine.buffers.sharded_buffer import ShardedBuffer
+from fsdp_engine.buffers.redistribute import Ladder, ShardedBuffer
 from fsdp_engine.buffers.spec import BufferSpec
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis

@@ -33,12 +33,11 @@ from fsdp_engine.buffers.gradient_scale import (
     keep_owned,
     kept_factor,
 )
-from fsdp_engine.buffers.redistribute import Machinery
-from fsdp_engine.buffers.sharded_buffer import ShardedBuffer
+from fsdp_engine.buffers.redistribute import Machinery, ShardedBuffer
 from fsdp_engine.buffers.spec import BufferSpec
+from fsdp_engine.comm.lane import Ticket
 from fsdp_engine.config import DistributedDataParallelConfig
-from fsdp_engine.devices import memory
-from fsdp_engine.devices.lane import Ticket
+from fsdp_engine.memory import allocator
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH
 
 _STRIDED = torch.strided
@@ -264,7 +263,7 @@ class Gradients:
 
     def no_gradient(self, local: Tensor) -> Tensor:
         """Returns zeros of the shape of a slice, in the dtype that the optimizer reads."""
-        return memory.zeros(local.numel(), self._spec.kind.dtypes.optim_grad, local.device)
+        return allocator.zeros(local.numel(), self._spec.kind.dtypes.optim_grad, local.device)
 
     def scratch(self, dtype: torch.dtype) -> Tensor | None:
         """Returns the memory of full gradients as a flat tensor of ``dtype``, which the caller

@@ -21,24 +21,27 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from fsdp_engine.buffers.gathering import gathered
 from fsdp_engine.buffers.gradients import Gradients
-from fsdp_engine.buffers.param_record import ParamRecord
 from fsdp_engine.buffers.published_gradients import (
     GradientHooks,
     PublishedGradients,
     local_part,
 )
-from fsdp_engine.buffers.redistribute import Machinery
-from fsdp_engine.buffers.sharded_buffer import ShardedBuffer, flat_source
-from fsdp_engine.buffers.spec import BufferKind, BufferSpec
+from fsdp_engine.buffers.redistribute import (
+    Gather,
+    Machinery,
+    ShardedBuffer,
+    flat_source,
+    redistribute,
+)
+from fsdp_engine.buffers.spec import BufferKind, BufferSpec, ParamRecord
 from fsdp_engine.buffers.weights import Weights
 from fsdp_engine.codecs import ParamCodec
 from fsdp_engine.codecs.tensor_hooks import plain_values
+from fsdp_engine.comm.collectives import Steps, broadcast_
+from fsdp_engine.comm.lane import Chain
+from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.config import DistributedDataParallelConfig
-from fsdp_engine.devices import memory as mem
-from fsdp_engine.devices.collectives import broadcast_
-from fsdp_engine.devices.mesh import DataMesh
 from fsdp_engine.flat_dtensor import (
     FlatDTensor,
     FlatPlacement,
@@ -47,10 +50,44 @@ from fsdp_engine.flat_dtensor import (
     gradients_of,
     requires_grad_of,
 )
-from fsdp_engine.flat_dtensor.param_hooks import ParamHooks
-from fsdp_engine.flat_dtensor.parameter_access import ParameterAccess
+from fsdp_engine.flat_dtensor.parameter_access import ParameterAccess, ParamHooks
 from fsdp_engine.layout import Layout
+from fsdp_engine.memory import allocator as mem
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Strategy
+
+# Of their messages; buffers' own tags start above it.
+MAIN_TAG = 1
+
+
+def gathered(
+    spec: BufferSpec, machinery: Machinery, label: str, own: Tensor, into: Tensor | None
+) -> ShardedBuffer:
+    """Gather the full buffer of which ``own`` is this rank's part, and wait. Collective.
+
+    Args:
+        spec, machinery: of the buffer.
+        label: of the gather, in messages.
+        own: this rank's part, 1-D, at the depth of the optimizer.
+        into: memory for the result, 1-D, in whose dtype parts are sent; None: allocated, with the
+            dtype of ``own``.
+    """
+    source: Tensor | Callable[[Tensor], Steps] = own
+    if into is None:
+        into = mem.empty(spec.layout.numel, own.dtype, own.device)
+    else:
+
+        def cast(part: Tensor) -> Steps:
+            part.copy_(own)
+            yield from ()
+
+        source = cast
+    target = ShardedBuffer(spec.layout, machinery.ladder.mesh.coordinate, 0, into)
+    chain, compute = Chain(), machinery.lanes.compute
+    how = Gather(label, MAIN_TAG, source, reads=[own])
+    redistribute(chain, machinery, target, spec.optim_depth, 0, how)
+    compute.wait(chain.run((compute.record(),)))
+    return target
+
 
 # Buffers' own tags; below it are those of messages outside the schedule.
 FIRST_TAG = 16

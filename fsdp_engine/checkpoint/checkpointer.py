@@ -42,18 +42,18 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_leaves, tree_map
 
+from fsdp_engine.accelerator import is_accelerator
 from fsdp_engine.checkpoint.directory import CheckpointDirectory
 from fsdp_engine.checkpoint.folder import LoadReport, collector_paused
 from fsdp_engine.checkpoint.manifest import MANIFEST
 from fsdp_engine.checkpoint.run_folder import Run
 from fsdp_engine.checkpoint.run_state import Stateful
 from fsdp_engine.checkpoint.sharded_model import Engines
-from fsdp_engine.devices import lanes
-from fsdp_engine.devices.accelerator import is_accelerator
-from fsdp_engine.devices.agreement import agree, agree_on_same
-from fsdp_engine.devices.collectives import gather_objects
-from fsdp_engine.devices.host_memory import HostBlock
+from fsdp_engine.comm import lanes
+from fsdp_engine.comm.agreement import agree, agree_on_same
+from fsdp_engine.comm.collectives import gather_objects
 from fsdp_engine.flat_dtensor import FlatDTensor
+from fsdp_engine.memory.host_memory import HostBlock
 
 _ALIGNMENT = 64  # bytes
 

@@ -76,8 +76,8 @@ from fsdp_engine.checkpoint.reader import Reader
 from fsdp_engine.checkpoint.run_state import pack, unpack
 from fsdp_engine.checkpoint.sharded_model import Engines, ShardedModel, join_engines
 from fsdp_engine.checkpoint.writer import PREFIX, SUFFIX, SavePlanner, Writer
-from fsdp_engine.devices.agreement import agree, agree_on_same
-from fsdp_engine.devices.rendezvous import ERROR_KINDS
+from fsdp_engine.comm.agreement import agree, agree_on_same
+from fsdp_engine.comm.rendezvous import ERROR_KINDS
 
 
 @contextmanager

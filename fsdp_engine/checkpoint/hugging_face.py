@@ -48,8 +48,8 @@ from fsdp_engine.checkpoint.safetensors_folder import (
     write_elements,
 )
 from fsdp_engine.checkpoint.sharded_model import EngineLike, ShardedModel
-from fsdp_engine.devices.agreement import agree
-from fsdp_engine.devices.ranks import Ranks
+from fsdp_engine.comm.agreement import agree
+from fsdp_engine.comm.groups import Ranks
 
 # Memory that a rank uses in addition to its slices while it reads or writes.
 BUFFER_BYTES = 16 << 20

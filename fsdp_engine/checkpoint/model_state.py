@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from fsdp_engine.checkpoint.sharded_model import ShardedModel, saved_params
 from fsdp_engine.codecs.transformer_engine import extra_tensors
-from fsdp_engine.devices import memory
+from fsdp_engine.memory import allocator
 
 MODEL, OPTIMIZER, EXTRA, RANKS = "model", "optimizer", "extra", "ranks"
 # An entry that marks checkpoints without frozen parameters.
@@ -56,7 +56,7 @@ class Saved:
         """Allocate a CPU tensor for the tensor at ``key``; None for an object."""
         entry = self.entries[key]
         if isinstance(entry, TensorStorageMetadata):
-            return memory.zeros(tuple(entry.size), entry.properties.dtype, "cpu")
+            return allocator.zeros(tuple(entry.size), entry.properties.dtype, "cpu")
         return None
 
     def shape(self, key: str) -> tuple[int, ...] | None:

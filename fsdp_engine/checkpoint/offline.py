@@ -37,9 +37,8 @@ from fsdp_engine.checkpoint.model_state import (
     RANKS,
     Saved,
 )
-from fsdp_engine.checkpoint.reader import Reader
+from fsdp_engine.checkpoint.reader import Reader, find_damaged_archives, find_damages
 from fsdp_engine.checkpoint.run_state import unpack
-from fsdp_engine.checkpoint.verification import find_damaged_archives, find_damages
 
 OTHER = "other"
 _SECTIONS = (MODEL, OPTIMIZER, EXTRA, RANKS)

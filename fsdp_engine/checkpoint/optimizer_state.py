@@ -35,8 +35,8 @@ from fsdp_engine.checkpoint.model_state import (
     nested,
 )
 from fsdp_engine.checkpoint.sharded_model import SavedParam, ShardedModel, saved_params
-from fsdp_engine.devices import memory
 from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement
+from fsdp_engine.memory import allocator
 
 STATE, GROUPS, KIND = "state", "param_groups", "kind"
 
@@ -343,8 +343,8 @@ def _like(member: SavedParam, dtype: torch.dtype) -> Tensor:
     """Allocate zeros with the placement of the parameter in a checkpoint."""
     placement, device = _placement_of(member.saved), member.held.device
     if placement is None:
-        return memory.zeros(tuple(member.saved.shape), dtype, device)
-    local = memory.zeros(placement.numel, dtype, device)
+        return allocator.zeros(tuple(member.saved.shape), dtype, device)
+    local = allocator.zeros(placement.numel, dtype, device)
     return FlatDTensor.from_flat_local(local, placement)
 
 

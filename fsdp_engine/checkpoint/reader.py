@@ -8,6 +8,11 @@ DCP stores a chunk as ``torch.save`` writes a tensor: an uncompressed zip archiv
 ``data/0`` is the storage. A chunk that is contiguous from the start of its storage (all that DCP
 writes are, because it clones views) is a row-major box of the tensor, at a known offset of the
 file. ``torch.load`` reads all other chunks, and small ones.
+
+Verifies the checksums of a checkpoint's files, and locates damage.
+
+The manifest contains a checksum of each file. If one differs, the damaged entries are found by the
+checksums that ``torch.save`` stores with each tensor (its archives are zip files).
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ import io
 import math
 import struct
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -29,9 +34,10 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from fsdp_engine.checkpoint.checksums import CheckedFile, DamagedError
-from fsdp_engine.checkpoint.dcp_metadata import file_sums
+from fsdp_engine.checkpoint.dcp_metadata import METADATA, file_sums, read_metadata
 from fsdp_engine.checkpoint.inert_pickle import RefusedError
-from fsdp_engine.devices import memory
+from fsdp_engine.checkpoint.manifest import Manifest, file_row
+from fsdp_engine.memory import allocator
 
 # Memory that a rank uses in addition to its shards while it reads.
 READ_BUFFER_BYTES = 16 << 20
@@ -190,7 +196,7 @@ class ReadBuffer:
         """Returns a tensor over the buffer's first bytes. The next call reuses the memory."""
         needed = numel * dtype.itemsize
         if self._memory is None or self._memory.numel() < needed:
-            self._memory = memory.empty(max(self.num_bytes, needed), torch.uint8, "cpu")
+            self._memory = allocator.empty(max(self.num_bytes, needed), torch.uint8, "cpu")
         return self._memory[:needed].view(dtype)
 
 
@@ -360,3 +366,141 @@ def data_offset(whole: BinaryIO, num_bytes: int) -> int | None:
     # The lengths of a local header's name and extra field are its last two numbers.
     num_following: int = sum(struct.unpack("<HH", header[-4:]))
     return int(found[0].header_offset) + len(header) + num_following
+
+
+def check_sizes(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """Check that files exist, and have the sizes in the manifest.
+
+    Raises:
+        FileNotFoundError: one is missing.
+        ValueError: one has another size.
+    """
+    for name in names:
+        path, expected = folder / name, manifest.files[name].bytes
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}: expected a file of {expected} bytes; found none")
+        if (found := path.stat().st_size) != expected:
+            raise ValueError(f"{path}: expected {expected} bytes; found {found}")
+
+
+def verify_files(
+    folder: Path,
+    manifest: Manifest,
+    names: Iterable[str] | None = None,
+    progress: Callable[[int], None] = lambda num_bytes: None,
+) -> None:
+    """Read files and compare their checksums with the manifest.
+
+    Args:
+        folder: the checkpoint.
+        manifest: its manifest.
+        names: files; None: all of them.
+        progress: called with the number of bytes of each read.
+
+    Raises:
+        ValueError: files are missing or damaged; all of them are listed, with the damaged tensors.
+    """
+    damages = find_damages(folder, manifest, names, progress)
+    if damages:
+        raise ValueError(
+            f"checkpoint {folder}: expected files as they were written; found {len(damages)} that "
+            "are not\n  " + "\n  ".join(damages)
+        )
+
+
+def find_damages(
+    folder: Path,
+    manifest: Manifest,
+    names: Iterable[str] | None = None,
+    progress: Callable[[int], None] = lambda num_bytes: None,
+) -> list[str]:
+    """Returns a line for each file that is missing or damaged. See :func:`verify_files`."""
+    damages: list[str] = []
+    names = manifest.files if names is None else names
+    for name in names:
+        path, expected = folder / name, manifest.files[name]
+        if not path.is_file():
+            damages.append(f"{name}: expected a file of {expected.bytes} bytes; found none")
+            continue
+        found = file_row(path, progress)
+        if found != expected:
+            damages.append(
+                f"{name}: expected {expected.bytes} bytes with checksum {expected.crc32}; found "
+                f"{found.bytes} with {found.crc32}: {_damaged_entries(folder, name)}"
+            )
+    return damages
+
+
+def find_damaged_archives(
+    folder: Path,
+    progress: Callable[[int], None] = lambda num_bytes: None,
+    trust: bool = False,
+) -> list[str]:
+    """Returns a line for each file with entries that differ from the checksums stored with them.
+
+    For checkpoints without a manifest. Damaged bytes between entries, and entries that were
+    replaced as a whole, are not detected.
+
+    Args:
+        folder: a checkpoint in DCP format.
+        progress: called with the number of bytes of each read.
+        trust: allow objects of any class in its metadata, which may run arbitrary code.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError, ValueError: its metadata cannot be read.
+    """
+    places = _places(folder, trust)
+    damages: list[str] = []
+    for name, entries in places.items():
+        if not (folder / name).is_file():
+            damages.append(f"{name}: expected a file; found none")
+        elif damaged := _find_damaged(folder / name, entries, progress):
+            damages.append(f"{name}: {_listed(damaged)}")
+    return damages
+
+
+# Key of an entry, and its location in a file.
+_Entry = tuple[str, Any]
+
+
+def _places(folder: Path, trust: bool = False) -> dict[str, list[_Entry]]:
+    """Entries by file."""
+    found: dict[str, list[_Entry]] = {}
+    for index, place in read_metadata(folder, trust).storage_data.items():
+        found.setdefault(place.relative_path, []).append((index.fqn, place))
+    return found
+
+
+def _damaged_entries(folder: Path, name: str) -> str:
+    """Describe the damaged entries of a file."""
+    if name == METADATA:
+        return "the list of all entries"
+    try:
+        entries = _places(folder).get(name, [])
+    except (OSError, ValueError) as error:
+        return f"entries unknown, because {METADATA} cannot be read ({type(error).__name__})"
+    damaged = _find_damaged(folder / name, entries)
+    return _listed(damaged) if damaged else "no tensor is damaged (padding between them)"
+
+
+def _find_damaged(
+    path: Path, entries: Iterable[_Entry], progress: Callable[[int], None] = lambda num_bytes: None
+) -> list[str]:
+    """Keys of the entries of a file whose checksums differ."""
+    damaged: dict[str, None] = {}
+    with open(path, "rb") as file:
+        for key, place in entries:
+            try:
+                with zipfile.ZipFile(FileView(file, place.offset, place.length)) as archive:
+                    is_whole = archive.testzip() is None
+            except Exception:  # damaged headers raise errors of any type
+                is_whole = False
+            if not is_whole:
+                damaged[key] = None
+            progress(place.length)
+    return list(damaged)
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return f"damaged are {', '.join(names[:8])}{more}"

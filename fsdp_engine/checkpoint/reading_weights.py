@@ -22,7 +22,7 @@ from fsdp_engine.checkpoint.pieces import Box, Pieces, flat_parts
 from fsdp_engine.checkpoint.reader import ReadBuffer, read_box
 from fsdp_engine.checkpoint.safetensors_folder import TensorInFile
 from fsdp_engine.checkpoint.sharded_model import ShardedModel
-from fsdp_engine.devices.agreement import agree
+from fsdp_engine.comm.agreement import agree
 
 # Reads in flight, and the buffer of each.
 READERS = 4

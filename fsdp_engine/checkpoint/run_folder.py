@@ -31,6 +31,7 @@ from fsdp_engine.checkpoint.manifest import (
 )
 from fsdp_engine.checkpoint.model_state import EXTRA, RANKS
 from fsdp_engine.checkpoint.optimizer_state import optimizer_kind
+from fsdp_engine.checkpoint.reader import check_sizes, verify_files
 from fsdp_engine.checkpoint.run_state import (
     Stateful,
     check_extra,
@@ -39,9 +40,8 @@ from fsdp_engine.checkpoint.run_state import (
     set_random_state,
 )
 from fsdp_engine.checkpoint.sharded_model import Engines, axis_sizes, join_engines, level_names
-from fsdp_engine.checkpoint.verification import check_sizes, verify_files
 from fsdp_engine.checkpoint.writer import Writer
-from fsdp_engine.devices.agreement import agree
+from fsdp_engine.comm.agreement import agree
 
 
 class Run:

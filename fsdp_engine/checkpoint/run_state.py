@@ -14,8 +14,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from fsdp_engine.accelerator import is_accelerator, module_of
 from fsdp_engine.checkpoint.inert_pickle import read_object
-from fsdp_engine.devices.accelerator import is_accelerator, module_of
 
 
 @runtime_checkable

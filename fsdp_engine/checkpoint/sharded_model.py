@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_engine.devices.mesh import DataMesh
-from fsdp_engine.devices.ranks import Ranks
+from fsdp_engine.comm.groups import Ranks
+from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement
 from fsdp_engine.layout.expert_place import ExpertPlace
 from fsdp_engine.strategies import Axis, Strategy
@@ -59,7 +59,7 @@ class ShardedBuffer(Protocol):
 
 
 class MissingValues(Protocol):
-    """The part of :class:`~fsdp_engine.runtime.missing_values.MissingValues` that loads use."""
+    """The part of :class:`~fsdp_engine.runtime.assigned_values.MissingValues` that loads use."""
 
     def check(self) -> None:
         """Raise if any entry has no valid value."""

@@ -27,7 +27,7 @@ from fsdp_engine.checkpoint.checksums import FileSums
 from fsdp_engine.checkpoint.dcp_metadata import METADATA, add_sums, seal_of
 from fsdp_engine.checkpoint.direct_file import DirectFile
 from fsdp_engine.checkpoint.manifest import FileRow
-from fsdp_engine.devices import memory
+from fsdp_engine.memory import allocator
 
 # File names: the prefix, eight digits that identify the save, an underscore, and the rank.
 PREFIX, SUFFIX = "__shards_", ".distcp"
@@ -76,7 +76,7 @@ class SavePlanner(dcp.DefaultSavePlanner):
         """Returns the value to write for an item of the plan."""
         value = super().resolve_data(write_item)
         if isinstance(value, Tensor) and value.device.type == "cpu" and value.is_contiguous():
-            return memory.with_own_storage(value)
+            return allocator.with_own_storage(value)
         return value
 
 

@@ -40,9 +40,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_engine.devices.collectives import Steps
-from fsdp_engine.devices.mesh import DataMesh
+from fsdp_engine.comm.collectives import Steps
+from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.precision import ParamDtypes
+
+# BOTH: a unit whose forward is recomputed within its own backward.
+FORWARD, BACKWARD = 1, 2
+BOTH = FORWARD | BACKWARD
+
+# For codecs with two planes: see [Note: Planes] in ``base.py``.
+PLANES: dict[int, tuple[int, ...]] = {FORWARD: (0,), BACKWARD: (1,), BOTH: (0, 1)}
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from fsdp_engine.codecs.base import ParamCodec
-from fsdp_engine.devices.collectives import Steps
-from fsdp_engine.devices.memory import begin_together
+from fsdp_engine.comm.collectives import Steps
+from fsdp_engine.memory.allocator import begin_together
 from fsdp_engine.precision import ParamDtypes
 
 

@@ -29,8 +29,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fsdp_engine.codecs.base import ParamCodec, Piece
-from fsdp_engine.devices import memory
-from fsdp_engine.devices.collectives import Steps, max_steps
+from fsdp_engine.comm.collectives import Steps, max_steps
+from fsdp_engine.memory import allocator
 from fsdp_engine.patterns import compile_pattern
 from fsdp_engine.precision import ParamDtypes
 
@@ -171,7 +171,7 @@ class ScaledCodec(ParamCodec):
             part for piece in pieces for part in _parts(piece, self._grids[piece.index])
         ]
         self._groups = groups
-        self._scales = memory.zeros(first, torch.float32, device)
+        self._scales = allocator.zeros(first, torch.float32, device)
 
     def encode(self, main: Tensor, wires: Sequence[Tensor]) -> Steps:
         """See :class:`ParamCodec`; one message of amaxes for each axis that cuts the weights."""
@@ -230,7 +230,7 @@ class ScaledCodec(ParamCodec):
         num_rows = -(-(skipped + count) // grid.columns)
         if num_rows * grid.columns == count:
             return part.view(num_rows, grid.columns).to(torch.float32), 0
-        rows = memory.zeros(num_rows * grid.columns, torch.float32, main.device)
+        rows = allocator.zeros(num_rows * grid.columns, torch.float32, main.device)
         rows[skipped : skipped + count].copy_(part)
         return rows.view(num_rows, grid.columns), skipped
 

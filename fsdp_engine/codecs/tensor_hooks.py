@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_engine.codecs.base import ParamCodec, Piece
-from fsdp_engine.devices import memory
-from fsdp_engine.devices.collectives import Steps
-from fsdp_engine.devices.mesh import DataMesh
+from fsdp_engine.comm.collectives import Steps
+from fsdp_engine.comm.mesh import DataMesh
+from fsdp_engine.memory import allocator
 from fsdp_engine.precision import ParamDtypes
 
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
@@ -138,7 +138,7 @@ def marks_of(param: Tensor) -> dict[str, Any]:
 def plain_values(tensor: Tensor) -> Tensor:
     """The values of a tensor of any class, as a plain tensor of its shape and dtype."""
     with torch.no_grad():
-        plain = memory.empty(tuple(tensor.shape), tensor.dtype, tensor.device)
+        plain = allocator.empty(tuple(tensor.shape), tensor.dtype, tensor.device)
         torch.ops.aten.copy_.default(plain, tensor.detach())
     return plain
 
@@ -267,9 +267,9 @@ class _Hooked:
         self.full = full
         self._codec, self._index = codec, index
         with torch.no_grad():
-            zeros = memory.zeros(tuple(full.shape), full.dtype, device)
+            zeros = allocator.zeros(tuple(full.shape), full.dtype, device)
             inputs, metadata, shard = codec.pre(index, zeros)
-            self._outputs = [memory.empty(tuple(t.shape), t.dtype, t.device) for t in inputs]
+            self._outputs = [allocator.empty(tuple(t.shape), t.dtype, t.device) for t in inputs]
             for output, given in zip(self._outputs, inputs, strict=True):
                 output.copy_(given)
             made, inner = codec.post(shard, self._outputs, metadata)
@@ -282,7 +282,7 @@ class _Hooked:
     @torch.no_grad()
     def run(self) -> None:
         for tensor, size in zip(self._held, self._sizes, strict=True):
-            memory.resize_foreign(tensor, size)
+            allocator.resize_foreign(tensor, size)
         inputs, metadata, shard = self._codec.pre(self._index, self.full)
         # Gathers of the same weights are no change that autograd may see.
         plain = [each for each in self._held if type(each) is Tensor]
@@ -293,7 +293,7 @@ class _Hooked:
 
     def free(self) -> None:
         for tensor in self._held:
-            memory.resize_foreign(tensor, 0)
+            allocator.resize_foreign(tensor, 0)
 
 
 def _num_pre_arguments(param: Tensor) -> int:
@@ -322,7 +322,7 @@ def _empty_like(param: Tensor, dtype: torch.dtype, device: torch.device) -> Tens
     """A tensor of the class of ``param`` without elements."""
     with torch.no_grad():
         shape = (0, *param.shape[1:])
-        made = _over(param, memory.empty(shape, dtype, device))
+        made = _over(param, allocator.empty(shape, dtype, device))
         if made is None:
             made = torch.ops.aten.new_zeros.default(
                 param.detach(), shape, dtype=dtype, device=device

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_engine.codecs.base import ParamCodec, Piece
-from fsdp_engine.devices.collectives import MaxGroup, Steps
+from fsdp_engine.comm.collectives import MaxGroup, Steps
 from fsdp_engine.precision import ParamDtypes
 
 KNOWN_VERSIONS = "2.20"

@@ -28,10 +28,10 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
-from fsdp_engine.devices import memory
-from fsdp_engine.devices.collectives import all_reduce_
-from fsdp_engine.devices.mesh import DataMesh, joint_mesh
+from fsdp_engine.comm.collectives import all_reduce_
+from fsdp_engine.comm.mesh import DataMesh, joint_mesh
 from fsdp_engine.flat_dtensor.tensor_parallel_spec import TensorParallelSpec
+from fsdp_engine.memory import allocator
 
 
 class Box(NamedTuple):
@@ -340,7 +340,7 @@ class FlatPlacement:
             local: this rank's slice, 1-D.
         """
         if local.is_meta:
-            return memory.empty(tuple(self.shape), local.dtype, "meta")
+            return allocator.empty(tuple(self.shape), local.dtype, "meta")
         if hasattr(local, "__tensor_flatten__"):
             # Quantized state of a torchao optimizer; on other ranks the slice may be plain.
             local = local.dequantize().to(local.dtype)
@@ -348,7 +348,7 @@ class FlatPlacement:
         mesh_type = self.mesh.device_type
         remote = bool(self.groups) and local.device.type != mesh_type
         device = mesh_type if remote else local.device
-        words = memory.zeros(-(-numel * itemsize // 8), torch.int64, device)
+        words = allocator.zeros(-(-numel * itemsize // 8), torch.int64, device)
         full_bytes = words.view(torch.uint8)[: numel * itemsize]
         place = full_bytes[self.start * itemsize : self.stop * itemsize]
         # Stride 1: for one element torch considers any stride contiguous.

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_engine.devices import memory
-from fsdp_engine.devices.accelerator import is_accelerator, module_of
-from fsdp_engine.devices.collectives import broadcast_
+from fsdp_engine.accelerator import is_accelerator, module_of
+from fsdp_engine.comm.collectives import broadcast_
 from fsdp_engine.flat_dtensor.flat_placement import FlatPlacement
 from fsdp_engine.flat_dtensor.full_reductions import reduce_over
 from fsdp_engine.flat_dtensor.slices import Args, Function, Kwargs, check_inplace, refusal
+from fsdp_engine.memory import allocator
 
 
 def draw_(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
@@ -42,7 +42,7 @@ def draw_(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     flat: FlatPlacement = target._flat
     local: Tensor = target._local_tensor
     with _one_generator(kwargs.get("generator"), local.device, flat), torch.no_grad():
-        full = memory.empty(tuple(flat.shape), local.dtype, local.device)
+        full = allocator.empty(tuple(flat.shape), local.dtype, local.device)
         if of_init:
             func(**{**kwargs, "tensor": full})
         else:

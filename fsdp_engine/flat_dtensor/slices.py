@@ -150,7 +150,7 @@ def refuse(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
 def with_full_parameters(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     """The arguments with full parameters instead of sharded ones, gathered if necessary. None for
     in-place functions, and if parameters cannot be gathered (outside the model's forward; see
-    ``runtime/implicit_uses.py``)."""
+    ``runtime/model_hooks.py``)."""
     if is_inplace(func):
         return None
     found = [value for value in tree_leaves((args, kwargs)) if isinstance(value, cls)]

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_engine.devices import memory
 from fsdp_engine.fsdp2.param_group import ParamGroup, groups_within
+from fsdp_engine.memory import allocator
 from fsdp_engine.runtime.conversion import agree_on_changes, changes_of, hidden
 
 # New dtypes by old ones, for a unit whose memory is allocated.
@@ -83,7 +83,7 @@ def _new_dtypes(group: ParamGroup, fn: Callable[[Tensor], Tensor]) -> _DtypeMap:
     for buffer in group.unit.buffers:
         main = buffer.weights.main.tensor
         if main.is_meta:
-            probe = fn(memory.empty(0, main.dtype, main.device))
+            probe = fn(allocator.empty(0, main.dtype, main.device))
             if probe.device.type == device.type:
                 found[main.dtype] = probe.dtype
     return found

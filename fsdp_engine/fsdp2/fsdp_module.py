@@ -14,12 +14,11 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.distributed._composable.contract import STATE_KEY
 
-from fsdp_engine.codecs.phase import FORWARD
-from fsdp_engine.devices.lanes import compute_waits_for
+from fsdp_engine.codecs.base import FORWARD
+from fsdp_engine.comm.lanes import compute_waits_for
 from fsdp_engine.fsdp2.dtype_conversion import convert
-from fsdp_engine.fsdp2.param_group import ParamGroup, group_of
+from fsdp_engine.fsdp2.param_group import ParamGroup, UsageError, group_of
 from fsdp_engine.fsdp2.root_module import ensure_engine
-from fsdp_engine.fsdp2.usage_error import UsageError
 from fsdp_engine.runtime.hooks import hooks_of
 from fsdp_engine.runtime.unit import Unit
 

@@ -1,5 +1,6 @@
 """The group of parameters of one ``fully_shard`` call: a unit that is built by the call, and is
-managed by an engine from the first forward."""
+managed by an engine from the first forward.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +16,28 @@ from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 
 from fsdp_engine.buffers.param_and_grad_buffer import FIRST_TAG
-from fsdp_engine.buffers.param_record import ParamRecord
 from fsdp_engine.buffers.redistribute import Ladder
+from fsdp_engine.buffers.spec import ParamRecord
+from fsdp_engine.comm.groups import Ranks, default_group
+from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.config import DistributedDataParallelConfig
-from fsdp_engine.devices.groups import default_group
-from fsdp_engine.devices.mesh import DataMesh
-from fsdp_engine.devices.ranks import Ranks
 from fsdp_engine.engine import Engine, engine_within
 from fsdp_engine.fsdp2.assigned_parameters import AssignedBeforeEngine
-from fsdp_engine.fsdp2.usage_error import UsageError
-from fsdp_engine.planning.build import Ladders, Resources, agree_on_plan, build_unit
-from fsdp_engine.planning.dtensors import choose_written, ranks_of_model
-from fsdp_engine.planning.initial_values import OWN, Holdings, Start
-from fsdp_engine.planning.one_unit import plan_one
-from fsdp_engine.planning.plan import AxisPlans, Plan, PlannedUnit, PlanSettings
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.conversion import kind_after
 from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.sharding import axis_plan
 from fsdp_engine.strategies import Strategy
+from fsdp_engine.units.build import Ladders, Resources, agree_on_plan, build_unit
+from fsdp_engine.units.dtensors import choose_written, ranks_of_model
+from fsdp_engine.units.initial_values import OWN, Holdings, Start
+from fsdp_engine.units.plan import AxisPlans, Plan, PlannedUnit, PlanSettings, plan_one
+
+
+class UsageError(ValueError, AssertionError):
+    """An invalid value. Also an AssertionError, which FSDP2 raises, so that code that catches it
+    works unchanged."""
+
 
 WHAT = "fully_shard()"
 _STATE = "_fsdp_engine_group"

@@ -12,11 +12,11 @@ from torch import nn
 from fsdp_engine.config import Timing
 from fsdp_engine.engine import Engine
 from fsdp_engine.fsdp2.param_group import ParamGroup, group_of, groups_within
-from fsdp_engine.optimizer.live_optimizers import find_optimizers
+from fsdp_engine.optim.step_listeners import find_optimizers
 from fsdp_engine.patterns import joined_names
-from fsdp_engine.planning.assignment import collect_records
 from fsdp_engine.runtime.hooks import hooks_of, not_compiled
-from fsdp_engine.runtime.trees import iter_tensors, map_tensors
+from fsdp_engine.runtime.inputs import iter_tensors, map_tensors
+from fsdp_engine.units.assignment import collect_records
 
 
 def build_engine_on_first_call(group: ParamGroup) -> None:

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_engine.checkpoint.folder import load_checkpoint, save_checkpoint
-from fsdp_engine.devices.agreement import agree
-from fsdp_engine.devices.mesh import ranks_that_meet
-from fsdp_engine.devices.rendezvous import reporting
+from fsdp_engine.comm.agreement import agree
+from fsdp_engine.comm.mesh import ranks_that_meet
+from fsdp_engine.comm.rendezvous import reporting
 from fsdp_engine.engine import Engine, engine_of
 from fsdp_engine.extras import naming_extra
 from fsdp_engine.integrations.checkpoint_folder import atomic_folder
@@ -30,7 +30,7 @@ from fsdp_engine.integrations.preparation import (
     compile_units,
     held_by_name,
 )
-from fsdp_engine.optimizer.sharded_step import is_elementwise, shard_optimizer
+from fsdp_engine.optim.sharded_step import is_elementwise, shard_optimizer
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.pretrained.load import load_pretrained
 from fsdp_engine.sharding import shard as shard_model

@@ -39,8 +39,8 @@ from fsdp_engine.checkpoint.model_state import EXTRA, MODEL, OPTIMIZER, RANKS, S
 from fsdp_engine.checkpoint.run_state import pack, random_state, set_random_state, unpack
 from fsdp_engine.checkpoint.sharded_model import Engines, join_engines
 from fsdp_engine.checkpoint.writer import PREFIX, SUFFIX, Writer
-from fsdp_engine.devices.agreement import agree
-from fsdp_engine.devices.ranks import Ranks
+from fsdp_engine.comm.agreement import agree
+from fsdp_engine.comm.groups import Ranks
 from fsdp_engine.engine import Engine
 
 # Name of the temporary folder beside the checkpoints, which is not the name of a checkpoint.

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from fsdp_engine.checkpoint.run_state import Stateful
 from fsdp_engine.checkpoint.sharded_model import Engines
-from fsdp_engine.devices.agreement import agree
+from fsdp_engine.comm.agreement import agree
 from fsdp_engine.engine import Engine, engine_of
 from fsdp_engine.extras import naming_extra
 from fsdp_engine.integrations.checkpoint_folder import (

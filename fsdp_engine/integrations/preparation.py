@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 
 from fsdp_engine.checkpoint.optimizer_state import name_params
 from fsdp_engine.checkpoint.sharded_model import saved_params
-from fsdp_engine.devices.agreement import agree
-from fsdp_engine.devices.mesh import ranks_that_meet
-from fsdp_engine.devices.rendezvous import reporting
+from fsdp_engine.comm.agreement import agree
+from fsdp_engine.comm.mesh import ranks_that_meet
+from fsdp_engine.comm.rendezvous import reporting
 from fsdp_engine.engine import Engine, engine_of
-from fsdp_engine.optimizer.sharded_step import is_elementwise, shard_optimizer
+from fsdp_engine.optim.sharded_step import is_elementwise, shard_optimizer
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.sharding import WHAT, shard
 from fsdp_engine.sharding import shard as shard_model

@@ -21,7 +21,7 @@ from fsdp_engine.checkpoint.folder import LoadReport, collector_paused
 from fsdp_engine.checkpoint.run_folder import Run
 from fsdp_engine.checkpoint.run_state import Stateful
 from fsdp_engine.checkpoint.sharded_model import Engines
-from fsdp_engine.devices.agreement import agree
+from fsdp_engine.comm.agreement import agree
 from fsdp_engine.extras import naming_extra
 
 with naming_extra():

@@ -22,19 +22,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fsdp_engine.accelerator import is_accelerator, module_of
+from fsdp_engine.comm.lanes import finish_compute
+from fsdp_engine.comm.mesh import ranks_that_meet
+from fsdp_engine.comm.rendezvous import reporting
 from fsdp_engine.config import DistributedDataParallelConfig, Timing
-from fsdp_engine.devices.accelerator import is_accelerator, module_of
-from fsdp_engine.devices.lanes import finish_compute
-from fsdp_engine.devices.mesh import ranks_that_meet
-from fsdp_engine.devices.rendezvous import reporting
 from fsdp_engine.engine import Engine
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.megatron.wrapper_arguments import ParseArguments, parser_for, requested_mesh
 from fsdp_engine.megatron.wrapper_attributes import WrapperAttributes
-from fsdp_engine.planning.assignment import UnitSelector
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.sharding import check_types, make_engine
 from fsdp_engine.strategies import Role, Strategy
+from fsdp_engine.units.assignment import UnitSelector
 
 # From full to sharded parameter, while a state dict references the full one.
 _SHARDED_OF: Any = WeakIdKeyDictionary()
@@ -77,7 +77,7 @@ class DistributedDataParallel(WrapperAttributes):
         expert_mesh: ranks that share the parameters whose attribute ``allreduce`` is False.
         disable_bucketing: one bucket for each kind of parameter.
         units: the units if parameters are sharded; see
-            :func:`~fsdp_engine.planning.assignment.find_units`.
+            :func:`~fsdp_engine.units.assignment.find_units`.
         mp_policy: dtypes. None: parameters in their own dtype, with fp32 main weights; gradients
             in the dtype that ``grad_reduce_in_fp32`` selects.
         **legacy: ``data_parallel_group`` (a group for a mesh of one axis),

@@ -40,8 +40,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
-from fsdp_engine.devices import memory
-from fsdp_engine.devices.collectives import all_reduce_
+from fsdp_engine.comm.collectives import all_reduce_
 from fsdp_engine.engine import Engine
 from fsdp_engine.megatron.marked_gradients import MarkedGrad, check_equal_over_group, sum_over_group
 from fsdp_engine.megatron.process_groups import (
@@ -50,6 +49,7 @@ from fsdp_engine.megatron.process_groups import (
     collect_groups,
     spanned_group,
 )
+from fsdp_engine.memory import allocator
 
 # Counts in these dtypes are summed in fp32; others (integers) in fp64, which holds them exactly.
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
@@ -106,7 +106,7 @@ def update_expert_biases(
     narrow = all(counts.dtype in _NARROW for counts in all_counts)
     dtype = torch.float32 if narrow else torch.float64
     sizes = [counts.numel() for counts in all_counts]
-    buffer = memory.empty(sum(sizes), dtype, device)
+    buffer = allocator.empty(sum(sizes), dtype, device)
     sums = buffer.split(sizes)
     torch._foreach_copy_(list(sums), all_counts)
     all_reduce_(buffer, group)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fsdp_engine.megatron.distributed_data_parallel import DistributedDataParallel
-from fsdp_engine.optimizer import shard_optimizer
+from fsdp_engine.optim import shard_optimizer
 
 _OPTIMIZERS = ("adam", "sgd")
 # Fields of an OptimizerConfig that are not supported because they select another optimizer, or a

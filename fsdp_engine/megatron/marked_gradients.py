@@ -26,9 +26,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
-from fsdp_engine.devices import memory
-from fsdp_engine.devices.collectives import all_reduce_, gather_objects
+from fsdp_engine.comm.collectives import all_reduce_, gather_objects
 from fsdp_engine.flat_dtensor import FlatDTensor
+from fsdp_engine.memory import allocator
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def sum_over_group(
     total = sum(sizes)
     wide = any(each.dtype == torch.float64 for each in ordered)
     dtype = torch.float64 if wide else torch.float32
-    buffer = memory.empty(total + len(ordered), dtype, device)
+    buffer = allocator.empty(total + len(ordered), dtype, device)
     values, flags = buffer[:total], buffer[total:]
     pieces = values.split(sizes)
     is_any_missing = _pack(ordered, pieces, flags)

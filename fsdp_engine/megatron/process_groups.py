@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from fsdp_engine.devices.collectives import gather_objects
-from fsdp_engine.devices.groups import group_of_ranks
+from fsdp_engine.comm.collectives import gather_objects
+from fsdp_engine.comm.groups import group_of_ranks
 
 
 @dataclass(frozen=True)

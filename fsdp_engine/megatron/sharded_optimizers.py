@@ -42,14 +42,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
-from fsdp_engine.devices import memory
-from fsdp_engine.devices.collectives import all_reduce_
+from fsdp_engine.comm.collectives import all_reduce_
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.megatron.distributed_data_parallel import (
     DistributedDataParallel,
     entries_by_parameter,
 )
-from fsdp_engine.optimizer.clip import total_norm
+from fsdp_engine.memory import allocator
+from fsdp_engine.optim.clip import total_norm
 
 _STATE, _GROUPS, _STEP = "state", "param_groups", "step"
 _MAIN_WEIGHTS = "fp32_param"
@@ -100,7 +100,7 @@ class _ShardedOptimizer:
             local = grad.local if is_flat else grad.detach().reshape(-1)
             by_groups.setdefault(groups, []).append(local)
         device = self.chunks[0].engine.mesh.device
-        total = memory.zeros((), torch.float64, device)
+        total = allocator.zeros((), torch.float64, device)
         for groups, slices in by_groups.items():
             part = of_slices(slices, device)
             for group in groups:
@@ -224,7 +224,7 @@ class _ShardedOptimizer:
         """Uninitialized full tensors on the host, by key and ``id`` of the parameter."""
         return {
             key: {
-                id(param): memory.empty(tuple(param.shape), param.dtype, "cpu")
+                id(param): allocator.empty(tuple(param.shape), param.dtype, "cpu")
                 for param in self.get_parameters()
             }
             for key in [*keys, _MAIN_WEIGHTS]
@@ -400,7 +400,7 @@ def _squared_norm(slices: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def _num_zeros(slices: Iterable[Tensor], device: torch.device) -> Tensor:
-    total = memory.zeros((), torch.float64, device)
+    total = allocator.zeros((), torch.float64, device)
     for each in slices:
         total += each.numel() - torch.count_nonzero(each)
     return total

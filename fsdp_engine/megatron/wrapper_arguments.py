@@ -27,13 +27,13 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_engine.comm.mesh import device_of, mesh_of_group, ranks_that_meet
 from fsdp_engine.config import DistributedDataParallelConfig
-from fsdp_engine.devices.mesh import device_of, mesh_of_group, ranks_that_meet
 from fsdp_engine.megatron.process_groups import CollectedGroups, collect_groups
-from fsdp_engine.planning.assignment import UnitSelector
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.sharding import keeps_after_forward
 from fsdp_engine.strategies import Strategy
+from fsdp_engine.units.assignment import UnitSelector
 
 # Keywords of previous versions, with the config's fields that replaced them.
 _LEGACY_FIELDS = {

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from fsdp_engine.devices import memory
-from fsdp_engine.simulation.arguments import read_json
+from fsdp_engine.memory import allocator
+from fsdp_engine.simulation.simulation_error import read_json
 
 _CPU = torch.device("cpu")
 # Classes with one label per row; other models have one label per token.
@@ -169,4 +169,4 @@ def _main_shape(main: str, config: Any, sizes: tuple[int, ...]) -> tuple[int, ..
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return memory.zeros(tuple(shape), dtype, _CPU)
+    return allocator.zeros(tuple(shape), dtype, _CPU)

@@ -37,13 +37,13 @@ from fsdp_engine.codecs import CastCodec, CodecRule, ParamCodec
 from fsdp_engine.config import DistributedDataParallelConfig, StagingBudget
 from fsdp_engine.layout import Layout
 from fsdp_engine.layout.placement import TensorRequest, plan_layouts
-from fsdp_engine.planning.assignment import Expected, UnitSelector, collect_records, expect
-from fsdp_engine.planning.dtensors import set_spreads
-from fsdp_engine.planning.plan import AxisPlan, AxisPlans, Granule, PlanSettings, plan_units
 from fsdp_engine.precision import MixedPrecisionPolicy, ParamDtypes
 from fsdp_engine.runtime.rehearsal import full_moments, staged_moments
-from fsdp_engine.simulation.arguments import check_callable, check_count, check_type, listed
+from fsdp_engine.simulation.simulation_error import check_callable, check_count, check_type, listed
 from fsdp_engine.strategies import ALL_STRATEGIES, AXIS_BELOW_DEPTH, NO_SHARD, Axis, Role, Strategy
+from fsdp_engine.units.assignment import Expected, UnitSelector, collect_records, expect
+from fsdp_engine.units.dtensors import set_spreads
+from fsdp_engine.units.plan import AxisPlan, AxisPlans, Granule, PlanSettings, plan_units
 
 AxisSizes = dict[Axis, int]
 

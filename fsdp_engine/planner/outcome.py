@@ -10,10 +10,10 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from fsdp_engine.planner.estimates import Estimate
-from fsdp_engine.simulation.arguments import check_sizes, listed
 from fsdp_engine.simulation.clock import axis_of
 from fsdp_engine.simulation.memory_tracker import KINDS
 from fsdp_engine.simulation.simulate import Simulation
+from fsdp_engine.simulation.simulation_error import check_sizes, listed
 from fsdp_engine.strategies import ALL_STRATEGIES, Axis, Role, Strategy
 
 Mesh = tuple[int, ...]

@@ -25,8 +25,8 @@ from fsdp_engine.planner.outcome import (
     is_faster,
     sorted_outcomes,
 )
-from fsdp_engine.simulation.arguments import check_memory, read_json
 from fsdp_engine.simulation.simulate import Simulation
+from fsdp_engine.simulation.simulation_error import check_memory, read_json
 from fsdp_engine.terminal import format_bytes, format_count, format_seconds, table_text
 
 # Waits below this fraction of a step are not mentioned.

@@ -26,18 +26,17 @@ from fsdp_engine.planner.outcome import (
     sorted_outcomes,
 )
 from fsdp_engine.planner.strategy_plan import StrategyPlan
-from fsdp_engine.simulation.arguments import (
+from fsdp_engine.simulation.machine import H100, Machine
+from fsdp_engine.simulation.operations import OperationCache
+from fsdp_engine.simulation.simulate import MakeOptimizer, Simulation, build_module, simulate
+from fsdp_engine.simulation.simulation_error import (
+    SimulationError,
     check_callable,
     check_count,
     check_memory,
     check_type,
     listed,
 )
-from fsdp_engine.simulation.fake_model import build_module
-from fsdp_engine.simulation.machine import H100, Machine
-from fsdp_engine.simulation.operations import OperationCache
-from fsdp_engine.simulation.simulate import MakeOptimizer, Simulation, simulate
-from fsdp_engine.simulation.simulation_error import SimulationError
 
 # Default memory limit as a fraction of the machine's memory. The driver's context, buffers of NCCL
 # and kernels, and fragmentation of the allocator take the rest (docs/planner.md).

@@ -22,7 +22,7 @@ from fsdp_engine.checkpoint.directory import sync_folder
 from fsdp_engine.checkpoint.model_state import check_at_rest, check_shared
 from fsdp_engine.checkpoint.reading_weights import Match, match, whole
 from fsdp_engine.checkpoint.safetensors_folder import INDEX, SINGLE, read_header
-from fsdp_engine.devices.agreement import agree
+from fsdp_engine.comm.agreement import agree
 from fsdp_engine.engine import Engine
 
 CARD = "README.md"

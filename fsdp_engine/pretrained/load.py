@@ -21,7 +21,7 @@ from fsdp_engine.adapters import AdapterLayers, Place
 from fsdp_engine.checkpoint.model_state import check_at_rest, check_shared
 from fsdp_engine.checkpoint.reading_weights import Match, match, read, replace_weights, whole
 from fsdp_engine.checkpoint.safetensors_folder import read_folder
-from fsdp_engine.devices.agreement import agree
+from fsdp_engine.comm.agreement import agree
 from fsdp_engine.engine import Engine, engine_of
 from fsdp_engine.extras import naming_extra
 from fsdp_engine.pretrained.adapter_folder import holds_adapter, match_adapter

@@ -18,7 +18,7 @@ from fsdp_engine.checkpoint.hugging_face import export_sources
 from fsdp_engine.checkpoint.pieces import Pieces
 from fsdp_engine.checkpoint.safetensors_folder import DIFFUSERS_STEM, STEM
 from fsdp_engine.checkpoint.writing_pieces import source_of
-from fsdp_engine.devices.agreement import agree
+from fsdp_engine.comm.agreement import agree
 from fsdp_engine.engine import Engine
 from fsdp_engine.pretrained.adapter_folder import save_adapters
 from fsdp_engine.pretrained.conversions import as_on_disk

@@ -29,10 +29,10 @@ from fsdp_engine.checkpoint.model_state import is_extra_state
 from fsdp_engine.checkpoint.pieces import Box, Pieces
 from fsdp_engine.checkpoint.sharded_model import SavedParam, saved_params
 from fsdp_engine.checkpoint.writing_pieces import parts_of_box
-from fsdp_engine.devices import memory
 from fsdp_engine.engine import Engine
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.flat_dtensor.tensor_parallel_spec import TensorParallelSpec
+from fsdp_engine.memory import allocator
 from fsdp_engine.pretrained.conversions import as_on_disk
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis
 
@@ -90,7 +90,7 @@ class StreamedParam:
         """
         if self._spread is None:
             return elements + self.before
-        place = memory.zeros_like(elements, torch.int64)
+        place = allocator.zeros_like(elements, torch.int64)
         for dim, size in enumerate(self._spread.local_shape):
             step = math.prod(self._spread.local_shape[dim + 1 :])
             index = elements // step % size + self._spread.offsets[dim]
@@ -246,7 +246,7 @@ class OutputTensor:
         if len(views) == 1 and views[0][1].is_contiguous():
             return views[0][1].view(self.shape)
         device = next(iter(tensors.values())).device
-        made = memory.empty(self.shape, self.dtype, device)
+        made = allocator.empty(self.shape, self.dtype, device)
         for box, view in views:
             part = made
             for dim, (at, size) in enumerate(zip(box.at, view.shape, strict=True)):
@@ -350,7 +350,7 @@ def _in_box(shape: Sequence[int], box: Box, elements: Tensor, values: Tensor) ->
     inside = elements >= 0
     for each, length in zip(index, box.lengths, strict=True):
         inside &= (each >= 0) & (each < length)
-    place = memory.zeros_like(elements, torch.int64)
+    place = allocator.zeros_like(elements, torch.int64)
     for dim, (at, own) in enumerate(zip(box.at, box.dims, strict=True)):
         step = math.prod(shape[dim + 1 :])
         place += (index[own] + at) * step if own != -1 else at * step

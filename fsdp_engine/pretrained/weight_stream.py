@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.checkpoint.model_state import check_at_rest
-from fsdp_engine.devices.agreement import agree
-from fsdp_engine.devices.memory import Memory, TransientStorage
+from fsdp_engine.comm.agreement import agree
 from fsdp_engine.engine import Engine
 from fsdp_engine.layout.layout import ALIGNMENT, round_up
+from fsdp_engine.memory.allocator import Memory, TransientStorage
 from fsdp_engine.pretrained.load import engine_of_model
 from fsdp_engine.pretrained.streamed_tensors import (
     OutputTensor,

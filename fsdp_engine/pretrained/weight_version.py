@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fsdp_engine.devices import memory
+from fsdp_engine.memory import allocator
 
 # Elements of a comparison: on a CPU they fit into its cache.
 CHUNK = 1 << 18
@@ -115,7 +115,7 @@ class WeightVersion:
         is_known = name in self._known
         self._known.discard(name)
         if old is None:
-            old = memory.empty(new.numel(), dtype, self._device or new.device)
+            old = allocator.empty(new.numel(), dtype, self._device or new.device)
             self._tensors[name] = old
         if is_known:
             return take_changes(new, old), old
@@ -138,7 +138,7 @@ def take_changes(new: Tensor, old: Tensor) -> Changes:
     elements: list[Tensor] = []
     values: list[Tensor] = []
     size = CHUNK if new.device.type == "cpu" else DEVICE_CHUNK
-    scratch = memory.empty(min(size, new.numel()), old.dtype, new.device)
+    scratch = allocator.empty(min(size, new.numel()), old.dtype, new.device)
     for start in range(0, new.numel(), size):
         stop = min(start + size, new.numel())
         known = old[start:stop]

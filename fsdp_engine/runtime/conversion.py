@@ -30,15 +30,15 @@ from torch import Tensor, nn
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.buffers.spec import BufferKind
 from fsdp_engine.codecs import CastCodec, ParamCodec
+from fsdp_engine.comm.groups import timeout_of_group
+from fsdp_engine.comm.rendezvous import meet
 from fsdp_engine.config import DistributedDataParallelConfig
-from fsdp_engine.devices import memory
-from fsdp_engine.devices.groups import timeout_of_group
-from fsdp_engine.devices.rendezvous import meet
-from fsdp_engine.planning.build import Ladders
-from fsdp_engine.planning.installing import holders
-from fsdp_engine.planning.plan import keeps_statistics
+from fsdp_engine.memory import allocator
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.unit import Unit
+from fsdp_engine.units.build import Ladders
+from fsdp_engine.units.installing import holders
+from fsdp_engine.units.plan import keeps_statistics
 
 _WHAT = (
     "conversion of sharded parameters, which every rank has to make or none (model.to(dtype), "
@@ -191,7 +191,7 @@ def changes_of(
         if not any(is_meant):
             continue
         main = buffer.weights.main.tensor
-        probe = fn(memory.empty(0, main.dtype, main.device))
+        probe = fn(allocator.empty(0, main.dtype, main.device))
         if probe.device.type != main.device.type:
             raise ValueError(
                 f"conversion of {unit.label}: expected parameters to stay on {main.device}, with "
@@ -229,7 +229,7 @@ def kind_after(
     modules = [module for record in buffer.records for module, _ in record.owners]
     compute = None if any(map(keeps_statistics, modules)) else policy.param_dtype
     policy = dataclasses.replace(policy, main_params_dtype=dtype, param_dtype=compute)
-    probe = memory.empty(0, dtype, "cpu").requires_grad_(buffer.kind.requires_grad)
+    probe = allocator.empty(0, dtype, "cpu").requires_grad_(buffer.kind.requires_grad)
     dtypes = policy.resolve(probe, config.reduce_scatter_with_fp32_accumulation)
     kind = dataclasses.replace(buffer.kind, dtypes=dtypes)
     if config.nccl_ub:

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
+from fsdp_engine.comm.collectives import gather_objects
 from fsdp_engine.config import DistributedDataParallelConfig
-from fsdp_engine.devices import memory
-from fsdp_engine.devices.collectives import gather_objects
-from fsdp_engine.flat_dtensor.accurate_norm import slice_norms
+from fsdp_engine.flat_dtensor.full_reductions import slice_norms
+from fsdp_engine.memory import allocator
 
 # A norm is large beyond so many times the largest of so many steps.
 LARGE_FACTOR = 10.0
@@ -56,8 +56,8 @@ class GradientChecks:
             names = [record.name for record in buffer.records]
             self._place[id(buffer)] = (number, len(self._names), len(names))
             self._names += names
-        self.flags = memory.zeros(len(self._names), torch.uint8, device)
-        self._norms = memory.zeros(len(buffers), torch.float32, device)
+        self.flags = allocator.zeros(len(self._names), torch.uint8, device)
+        self._norms = allocator.zeros(len(buffers), torch.float32, device)
         self._history: list[deque[float]] = [deque(maxlen=LARGE_HISTORY) for _ in buffers]
 
     def look(self, buffer: ParamAndGradBuffer) -> None:
@@ -142,7 +142,7 @@ def _is_seen_to_be_finite(flat: Tensor) -> bool:
 def _largest(views: Sequence[Tensor]) -> Tensor:
     """The largest magnitude of each tensor, fp32; 0 for empty ones."""
     # That of nothing is not defined; that of one zero is 0.
-    nothing = memory.zeros(1, torch.float32, views[0].device)
+    nothing = allocator.zeros(1, torch.float32, views[0].device)
     nonempty = [view if view.numel() else nothing for view in views]
     return torch.stack([norm.float() for norm in torch._foreach_norm(nonempty, math.inf)])
 

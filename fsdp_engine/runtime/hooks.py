@@ -48,19 +48,22 @@ from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
 
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
-from fsdp_engine.devices.memory import storage_keys
-from fsdp_engine.planning.assignment import reads_weights_in_backward
-from fsdp_engine.planning.installing import holders
-from fsdp_engine.runtime.inputs import Inputs, cast_to, is_of, version_of
-from fsdp_engine.runtime.scheduler import Scheduler, in_backward
-from fsdp_engine.runtime.trees import (
+from fsdp_engine.memory.allocator import storage_keys
+from fsdp_engine.runtime.inputs import (
     Exchange,
+    Inputs,
+    cast_to,
     containers_in,
+    is_of,
     iter_tensors,
     map_tensors,
     unknown_part,
+    version_of,
 )
+from fsdp_engine.runtime.scheduler import Scheduler, in_backward
 from fsdp_engine.runtime.unit import Call, Unit
+from fsdp_engine.units.assignment import reads_weights_in_backward
+from fsdp_engine.units.installing import holders
 
 _frames: Any = eval_frame
 _SKIP_ALL = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
@@ -419,7 +422,7 @@ def hook_gradients(scheduler: Scheduler, unit: Unit) -> None:
 def hook_recomputation(scheduler: Scheduler, unit: Unit) -> None:
     """Gather the bytes that forward reads where a part of the unit is recomputed in its backward.
 
-    Where forward and backward read different bytes (``codecs/phase.py``), a unit in backward holds
+    Where forward and backward read different bytes (``codecs/base.py``), a unit in backward holds
     the latter. A checkpoint around one of its modules runs the forward of this module again, with
     its hooks. A checkpoint around a part of the module does not: so the modules that hold such
     parameters have hooks of their own.

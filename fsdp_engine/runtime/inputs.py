@@ -1,14 +1,148 @@
-"""The arguments of a module's call, with casts and views in place of tensors."""
+"""The arguments of a module's call, with casts and views in place of tensors.
+
+Tensors in the arguments and results of modules: tuples, dicts, dataclasses, any nesting.
+
+Not ``torch.utils._pytree``: that takes a dataclass, or a user's own mapping, for a leaf, and
+builds every container anew.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import dataclasses
+import enum
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsdp_engine.runtime.trees import Exchange, iter_tensors, map_tensors
+
+def iter_tensors(tree: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in ``tree``, in a fixed order."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from iter_tensors(item)
+    elif isinstance(tree, Mapping):
+        for item in tree.values():
+            yield from iter_tensors(item)
+    elif _is_dataclass(tree):
+        for field in dataclasses.fields(tree):
+            yield from iter_tensors(getattr(tree, field.name, None))
+
+
+def containers_in(values: Iterable[Any]) -> list[Any]:
+    """Those of ``values`` in which :func:`iter_tensors` looks for tensors."""
+    return [
+        each for each in values if isinstance(each, (list, tuple, Mapping)) or _is_dataclass(each)
+    ]
+
+
+def unknown_part(tree: Any) -> Any:
+    """A part of ``tree`` that may hold tensors that :func:`iter_tensors` does not find; or None."""
+    if isinstance(tree, _SIMPLE):
+        return None
+    if isinstance(tree, (tuple, list, Mapping)) or _is_dataclass(tree):
+        items = tree if isinstance(tree, tuple) else [value for _, value in _slots(tree)]
+        return next((part for item in items if (part := unknown_part(item)) is not None), None)
+    return tree
+
+
+_SIMPLE = (torch.Tensor, torch.dtype, torch.device, type(None), int, float, str, bytes, enum.Enum)
+
+
+def map_tensors(
+    function: Callable[[torch.Tensor], torch.Tensor], tree: Any, exchange: Exchange | None = None
+) -> Any:
+    """``tree`` with every tensor replaced; parts in which nothing changed are kept as they are.
+
+    So a container of a user's own class is returned as the same object unless one of its tensors
+    was replaced. Then it is copied; with ``exchange`` it is changed in place, if it can be.
+    """
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
+    if isinstance(tree, tuple):
+        items = [map_tensors(function, item, exchange) for item in tree]
+        if all(new is old for new, old in zip(items, tree, strict=True)):
+            return tree
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    changes = [
+        (key, value, new)
+        for key, value in _slots(tree)
+        if (new := map_tensors(function, value, exchange)) is not value
+    ]
+    if not changes:
+        return tree
+    if exchange is None or not _is_mutable(tree):
+        return _changed_copy(tree, [(key, new) for key, _, new in changes])
+    for key, _, new in changes:
+        _set(tree, key, new)
+    exchange.changed.append((tree, {id(new): (new, old) for _, old, new in changes}))
+    return tree
+
+
+class Exchange:
+    """Other tensors in the user's own containers, until it is undone.
+
+    A module may change a list, dict or dataclass that it is given (a history, a cache), so it has
+    to get that object. Tuples, and other immutable containers, are copied if a tensor in them is
+    replaced.
+
+    Attributes:
+        changed: each container with its new values by ``id``, and the old ones.
+    """
+
+    def __init__(self) -> None:
+        self.changed: list[tuple[Any, dict[int, tuple[Any, Any]]]] = []
+
+    def undo(self) -> None:
+        """Put the old values back, to wherever in their containers the new ones are."""
+        for tree, old_of in reversed(self.changed):
+            for key, value in _slots(tree):
+                if id(value) in old_of:
+                    _set(tree, key, old_of[id(value)][1])
+        self.changed.clear()
+
+
+def _slots(tree: Any) -> list[tuple[Any, Any]]:
+    """Keys and values of a container; none of any other object."""
+    if isinstance(tree, list):
+        return list(enumerate(tree))
+    if isinstance(tree, Mapping):
+        return list(tree.items())
+    if _is_dataclass(tree):
+        names = [field.name for field in dataclasses.fields(tree)]
+        return [(name, getattr(tree, name)) for name in names if hasattr(tree, name)]
+    return []
+
+
+def _is_dataclass(tree: Any) -> bool:
+    return dataclasses.is_dataclass(tree) and not isinstance(tree, type)
+
+
+def _is_mutable(tree: Any) -> bool:
+    if isinstance(tree, Mapping):
+        return isinstance(tree, MutableMapping)
+    return isinstance(tree, list) or not type(tree).__dataclass_params__.frozen
+
+
+def _set(tree: Any, key: Any, value: Any) -> None:
+    if isinstance(tree, (list, MutableMapping)):
+        tree[key] = value
+    else:
+        object.__setattr__(tree, key, value)
+
+
+def _changed_copy(tree: Any, changes: list[tuple[Any, Any]]) -> Any:
+    """A copy, of the same type and with all its attributes, in which ``changes`` are made."""
+    if isinstance(tree, Mapping) and not isinstance(tree, MutableMapping):
+        return type(tree)({**tree, **dict(changes)})  # type: ignore[call-arg]
+    made = copy.copy(tree)
+    for key, value in changes:
+        _set(made, key, value)
+    return made
 
 
 class Inputs:

@@ -1,15 +1,105 @@
-"""The hooks of all of a model's modules that enter units."""
+"""The hooks of all of a model's modules that enter units.
+
+Units whose parameters are read without a call of their modules.
+
+Modules beside blocks are often read by the forward around them: a head that multiplies with
+``self.embedding.weight``, a scale in a module of its own. Such a unit has to be unsharded while the
+model's forward runs. Execution shows which units these are:
+
+- In the first forward, all units with modules outside of blocks (*loose* modules) are entered with
+  the model. Units whose loose modules were all called (a block is called, or not used) are entered
+  by their own calls from then on.
+- Where the forward reads a sharded parameter of such a unit (``WatchedParameters`` in
+  ``units/installing.py``), or a function receives one, the unit is entered at that moment, and
+  the read returns the full parameter. A sharded unit is entered with the model from the next
+  forward on, so that it is gathered once, and prefetched; any other unit is entered by each read,
+  so that work before the read does not wait for it.
+
+Other units are read, too: a diffusion model can call the modulation of a block before the block.
+The function that receives a sharded parameter of such a unit enters it with the model's forward.
+The unit is then unsharded until that forward returns; a warning says so once, if it is sharded.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import nn
 
 from fsdp_engine.runtime.hooks import ModuleHooks
-from fsdp_engine.runtime.implicit_uses import ImplicitUses
 from fsdp_engine.runtime.scheduler import Scheduler
 from fsdp_engine.runtime.unit import Unit
+
+
+class ImplicitUses:
+    """See the module docstring.
+
+    Args:
+        root: the hooks of the model itself.
+        units: all of them.
+        hooks_of: of each unit with loose modules, their hooks.
+        check: called before each forward of the model.
+    """
+
+    def __init__(
+        self,
+        root: ModuleHooks,
+        units: Sequence[Unit],
+        hooks_of: Mapping[Unit, Sequence[ModuleHooks]],
+        check: Callable[[], None],
+    ) -> None:
+        root.model = self
+        self.begins = check
+        self._root = root
+        self._hooks_of = hooks_of
+        # Not all of their loose modules have been called: entered with the model.
+        self._uncalled = [unit for unit, hooks in hooks_of.items() if root not in hooks]
+        self._is_first = True
+        self._warned: set[Unit] = set()
+        for unit in units:
+            for buffer in unit.buffers:
+                buffer.reads.on_read = lambda unit=unit: self.read(unit)
+
+    def implicit_uses(self) -> list[Unit]:
+        """Units to enter with this forward of the model, as one-off uses."""
+        return self._uncalled if self._is_first else []
+
+    def ends(self) -> None:
+        """The model's forward is over: units whose loose modules were all called are entered by
+        calls alone from now on. (They may also have been read, so their next backward gathers
+        them.)
+        """
+        if not self._uncalled:
+            return
+        called = [
+            unit for unit in self._uncalled if all(each.was_called for each in self._hooks_of[unit])
+        ]
+        self._uncalled = [unit for unit in self._uncalled if unit not in called]
+        beside = [unit for unit in self._root.units if unit not in called]
+        self._root.units = [*beside, *(unit for unit in self._uncalled if unit not in beside)]
+        self._is_first = False
+
+    def read(self, unit: Unit) -> bool:
+        """A sharded parameter of ``unit`` is read: gather the unit, if the model's forward runs;
+        returns whether it is unsharded."""
+        if unit.uses:
+            return True
+        if not self._root.enter_now(unit):
+            return False
+        if unit.reshards:
+            if unit in self._hooks_of:
+                self._root.units.append(unit)
+            elif unit not in self._warned:
+                self._warned.add(unit)
+                warnings.warn(
+                    f"parameters of unit {unit.label} are read in the model's forward outside that "
+                    "of the unit, as when a module within it is called from elsewhere: the unit "
+                    "stays full until the model's forward returns. Make a unit of that module "
+                    "(units=), or call it within the unit's forward",
+                    stacklevel=2,
+                )
+        return True
 
 
 class ModelHooks:

@@ -25,10 +25,10 @@ from torch.nn.modules import module as _torch_module
 
 from fsdp_engine.codecs.tensor_hooks import any_patched, refuse_patched
 from fsdp_engine.flat_dtensor import FlatDTensor
-from fsdp_engine.planning.recurrent import list_flat_weights
 from fsdp_engine.runtime.assigned_values import AssignedValues
 from fsdp_engine.runtime.call_context import call_context
 from fsdp_engine.runtime.unit import Unit
+from fsdp_engine.units.installing import list_flat_weights
 
 _slice_of: Callable[[Any], Tensor] = operator.attrgetter("_local_tensor")
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)

@@ -22,7 +22,7 @@ import hashlib
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from fsdp_engine.codecs.phase import BACKWARD, BOTH, FORWARD
+from fsdp_engine.codecs.base import BACKWARD, BOTH, FORWARD
 
 
 class Use(NamedTuple):

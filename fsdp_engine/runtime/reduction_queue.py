@@ -6,8 +6,8 @@ import enum
 from collections import deque
 from collections.abc import Collection, Sequence
 
+from fsdp_engine.comm.lane import Lanes, Ticket
 from fsdp_engine.config import StagingBudget
-from fsdp_engine.devices.lane import Lanes, Ticket
 from fsdp_engine.runtime.unit import Unit
 
 

@@ -45,10 +45,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fsdp_engine.comm.groups import Ranks
+from fsdp_engine.comm.lane import Lanes
+from fsdp_engine.comm.lanes import GradientStream
 from fsdp_engine.config import StagingBudget, Timing
-from fsdp_engine.devices.lane import Lanes
-from fsdp_engine.devices.lanes import GradientStream
-from fsdp_engine.devices.ranks import Ranks
 from fsdp_engine.runtime.gradient_checks import GradientChecks
 from fsdp_engine.runtime.reduction_queue import GradientArrival, PendingReductions, ReductionQueue
 from fsdp_engine.runtime.step_message import StepMessage

@@ -3,7 +3,7 @@
 A *moment* is the units that have full parameters, or staged gradients, at one time, in the order in
 which they get them. Where memory has to be counted or allocated before a step has run, units are
 taken to be used as their modules were registered
-(:class:`~fsdp_engine.planning.assignment.Expected`).
+(:class:`~fsdp_engine.units.assignment.Expected`).
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from fsdp_engine.codecs.phase import FORWARD
+from fsdp_engine.codecs.base import FORWARD
 from fsdp_engine.config import StagingBudget
-from fsdp_engine.planning.assignment import Expected
 from fsdp_engine.runtime.record import Use, prefetch_windows
 from fsdp_engine.runtime.unit import Unit
+from fsdp_engine.units.assignment import Expected
 
 
 def predict_concurrent_units(

@@ -21,16 +21,16 @@ from typing import Any
 
 import torch
 
-from fsdp_engine.codecs.phase import BACKWARD, BOTH, FORWARD
+from fsdp_engine.codecs.base import BACKWARD, BOTH, FORWARD
+from fsdp_engine.comm.lane import Ticket
 from fsdp_engine.config import Timing
-from fsdp_engine.devices.lane import Ticket
-from fsdp_engine.devices.memory import Memory
-from fsdp_engine.planning.assignment import Expected
+from fsdp_engine.memory.allocator import Memory
 from fsdp_engine.runtime.backward import Backward, check_is_whole
 from fsdp_engine.runtime.call_context import call_context
 from fsdp_engine.runtime.record import Record, Use, first_use_order
 from fsdp_engine.runtime.reductions import Reductions
 from fsdp_engine.runtime.unit import Call, Kept, Unit
+from fsdp_engine.units.assignment import Expected
 
 
 def in_backward() -> bool:

@@ -10,7 +10,7 @@ issued until they are freed:
 A unit whose parameters are not sharded has that object for life. Forwards and backwards that are
 computing with it are counted in ``unit.uses``: from the moment that one of the unit's modules is
 called until the call returns, and again through the backward of that call. Which bytes a use reads
-can depend on its phase (``codecs/phase.py``).
+can depend on its phase (``codecs/base.py``).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
-from fsdp_engine.codecs.phase import BACKWARD, BOTH
-from fsdp_engine.devices.lane import Lanes, Ticket
+from fsdp_engine.codecs.base import BACKWARD, BOTH
+from fsdp_engine.comm.lane import Lanes, Ticket
 from fsdp_engine.flat_dtensor import any_requires_grad
-from fsdp_engine.planning.build import BuiltUnit
-from fsdp_engine.planning.installing import Installation
+from fsdp_engine.units.build import BuiltUnit
+from fsdp_engine.units.installing import Installation
 
 
 class Numbered(Protocol):
@@ -252,7 +252,7 @@ class Unit:
         """Whether parameters must be gathered or cast before the modules can compute.
 
         Args:
-            phase: of the use: see ``codecs/phase.py``.
+            phase: of the use: see ``codecs/base.py``.
         """
         unsharded, built = self.unsharded, self.built
         if unsharded is None or phase & ~unsharded.phases:
@@ -269,7 +269,7 @@ class Unit:
         """Issue the gather that brings full parameters up to date.
 
         Args:
-            phase: of the next use: see ``codecs/phase.py``.
+            phase: of the next use: see ``codecs/base.py``.
             compute_now: ticket of the work that compute has so far; None: it is recorded here.
         """
         built, before = self.built, self.unsharded
@@ -401,7 +401,7 @@ class Unit:
             buffer.follow_requires_grad()
 
     def check_not_swapped(self) -> None:
-        """See :meth:`~fsdp_engine.planning.installing.Installation.check_not_swapped`."""
+        """See :meth:`~fsdp_engine.units.installing.Installation.check_not_swapped`."""
         self._installation.check_not_swapped()
 
     def install(self) -> None:

@@ -33,11 +33,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from fsdp_engine.devices import memory
-from fsdp_engine.devices.accelerator import is_accelerator, module_of
-from fsdp_engine.devices.collectives import Communicator, all_reduce_
-from fsdp_engine.devices.lanes import device_seconds
-from fsdp_engine.devices.mesh import DataMesh, MeshAxis
+from fsdp_engine.accelerator import is_accelerator, module_of
+from fsdp_engine.comm.collectives import Communicator, all_reduce_
+from fsdp_engine.comm.lanes import device_seconds
+from fsdp_engine.comm.mesh import DataMesh, MeshAxis
+from fsdp_engine.memory import allocator
 from fsdp_engine.simulation.kernels import Kernels
 from fsdp_engine.simulation.machine import Link, Machine
 
@@ -217,7 +217,7 @@ class _Meter:
         compute. (Sums of reductions are separate operations.) The data is not in caches, as after
         the computation of a model."""
         send = partial(_send, comm, self._messages(num_bytes))
-        others = [memory.zeros(_LARGE["cpu"], torch.float32, self._device) for _ in range(2)]
+        others = [allocator.zeros(_LARGE["cpu"], torch.float32, self._device) for _ in range(2)]
         for _ in range(3):
             send()
         once = self.agree(self._elapsed(send))
@@ -241,7 +241,7 @@ class _Meter:
         """Seconds by which an all-gather delays concurrent matrix products if there are no spare
         cores. Threads that are preempted by the products receive its data in smaller pieces."""
         messages = self._messages(num_bytes)
-        operands = [memory.zeros((512, 512), torch.float32, self._device) + 1 for _ in range(3)]
+        operands = [allocator.zeros((512, 512), torch.float32, self._device) + 1 for _ in range(3)]
 
         def compute() -> None:
             for _ in range(_PRODUCTS):
@@ -269,7 +269,7 @@ class _Meter:
         """A cycle of tensors whose total size exceeds the caches."""
         count = min(max(_CACHES // num_bytes, 2), 64)
         return itertools.cycle(
-            [memory.zeros(num_bytes // 4, torch.float32, self._device) for _ in range(count)]
+            [allocator.zeros(num_bytes // 4, torch.float32, self._device) for _ in range(count)]
         )
 
     def _stolen(self, of_other_threads: float) -> float:
@@ -287,7 +287,7 @@ class _Meter:
 
     def agree(self, value: float) -> float:
         """The maximum over all ranks."""
-        found = memory.zeros(1, torch.float64, self._device).fill_(value)
+        found = allocator.zeros(1, torch.float64, self._device).fill_(value)
         return float(all_reduce_(found, self._mesh.control_group, "max"))
 
     def _say(self, text: str) -> None:

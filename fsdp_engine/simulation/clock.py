@@ -26,8 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_engine.devices.lane import COMPUTE, COPY_IN, LANES, Lanes, Operation, Steps, unit_of
-from fsdp_engine.devices.meter import Meter
+from fsdp_engine.comm.lane import COMPUTE, COPY_IN, LANES, Lanes, Meter, Operation, Steps, unit_of
 from fsdp_engine.simulation.machine import Machine
 
 HOST = "host"
@@ -123,11 +122,11 @@ class SimulatedTicket:
 
 
 class SimulatedLane:
-    """A lane that advances in simulated time; see :class:`~fsdp_engine.devices.lanes.Lane`.
+    """A lane that advances in simulated time; see :class:`~fsdp_engine.comm.lanes.Lane`.
 
     Attributes:
         free: the time at which all submitted operations are complete.
-        runs_ahead, meters: see :class:`~fsdp_engine.devices.lanes.Lane`.
+        runs_ahead, meters: see :class:`~fsdp_engine.comm.lanes.Lane`.
     """
 
     def __init__(self, clock: Clock, name: str) -> None:
@@ -147,7 +146,7 @@ class SimulatedLane:
         reads: Sequence[Tensor] = (),
         writes: Sequence[Tensor] = (),
     ) -> SimulatedTicket:
-        """See :class:`~fsdp_engine.devices.lanes.Lane`."""
+        """See :class:`~fsdp_engine.comm.lanes.Lane`."""
         del reads, writes
         clock = self._clock
         clock.call()
@@ -174,29 +173,29 @@ class SimulatedLane:
             self._waiting.popleft().begin()
 
     def record(self) -> SimulatedTicket:
-        """See :class:`~fsdp_engine.devices.lanes.Lane`."""
+        """See :class:`~fsdp_engine.comm.lanes.Lane`."""
         moment = Moment(self._clock.reached(self), self.name, self.name)
         ticket = SimulatedTicket(self, self._clock, moment, None)
         ticket.done = not self.runs_ahead  # otherwise the host has computed it already
         return ticket
 
     def wait(self, *tickets: Any) -> None:
-        """See :class:`~fsdp_engine.devices.lanes.Lane`."""
+        """See :class:`~fsdp_engine.comm.lanes.Lane`."""
         for ticket in tickets:
             self._clock.wait(self, ticket)
 
     def access(self, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
-        """See :class:`~fsdp_engine.devices.lanes.Lane`."""
+        """See :class:`~fsdp_engine.comm.lanes.Lane`."""
 
     def manage(self, label: str, action: Callable[[], None], storage: Any) -> None:
-        """See :class:`~fsdp_engine.devices.lanes.Lane`. Memory is allocated and freed on the host's
+        """See :class:`~fsdp_engine.comm.lanes.Lane`. Memory is allocated and freed on the host's
         clock, as in a caching allocator."""
         del label, storage
         action()
         self._clock.memory_changed()
 
     def drain(self) -> list[RuntimeError]:
-        """See :class:`~fsdp_engine.devices.lanes.Lane`."""
+        """See :class:`~fsdp_engine.comm.lanes.Lane`."""
         while self._waiting:
             self._waiting.popleft().begin()
         return []
@@ -233,7 +232,7 @@ class Clock:
         self.exposed: list[Exposed] = []
         self.sent_bytes: dict[str, float] = {}
         self.memory_changed: Callable[[], None] = lambda: None
-        # Those of a device, or of a CPU: see [Note: Lanes] in ``devices/lane.py``.
+        # Those of a device, or of a CPU: see [Note: Lanes] in ``comm/lane.py``.
         names = (*LANES, COPY_IN) if machine.host_runs_ahead else LANES
         self.lanes = {name: SimulatedLane(self, name) for name in names}
         self._compute = self.lanes[COMPUTE]

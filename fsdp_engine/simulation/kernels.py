@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_engine.devices import memory
-from fsdp_engine.devices.lanes import device_seconds, finish_compute
+from fsdp_engine.comm.lanes import device_seconds, finish_compute
+from fsdp_engine.memory import allocator
 from fsdp_engine.simulation.machine import Processor
 
 Action = Callable[[], object]
@@ -85,7 +85,7 @@ class Kernels:
         """The rate of attention as a fraction of ``flops``, the rate of products."""
         batch, heads, length, size = self._attention
         shape = (batch, heads, length, size)
-        query, key, value = (memory.zeros(shape, dtype, self._device) + 1 for _ in range(3))
+        query, key, value = (allocator.zeros(shape, dtype, self._device) + 1 for _ in range(3))
         seconds = self._time(lambda: F.scaled_dot_product_attention(query, key, value))
         return min(4 * batch * heads * length**2 * size / seconds / flops, 1.0)
 
@@ -179,13 +179,13 @@ class Kernels:
     def _operands(self, dtype: torch.dtype) -> list[Tensor]:
         rows, inner, columns = self._sizes
         shapes = ((rows, inner), (inner, columns), (rows, columns))
-        return [memory.zeros(shape, dtype, self._device) + 1 for shape in shapes]
+        return [allocator.zeros(shape, dtype, self._device) + 1 for shape in shapes]
 
     def _matrices(self, count: int) -> list[Tensor]:
         return [self._ones(self._elements).view(-1, 512) for _ in range(count)]
 
     def _ones(self, numel: int) -> Tensor:
-        return memory.zeros(numel, torch.float32, self._device) + 1
+        return allocator.zeros(numel, torch.float32, self._device) + 1
 
     def _cold(self, make: Callable[[], list[Tensor]]) -> itertools.cycle[list[Tensor]]:
         """A cycle of operand sets whose total size exceeds the caches."""

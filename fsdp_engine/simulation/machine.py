@@ -36,7 +36,7 @@ from pathlib import Path
 
 import torch
 
-from fsdp_engine.simulation.arguments import read_json
+from fsdp_engine.simulation.simulation_error import read_json
 
 _DTYPES = {
     "float64": torch.float64,

@@ -40,8 +40,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_engine.devices import memory
-from fsdp_engine.runtime.measuring import KIND_OF_ROLE
+from fsdp_engine.memory import allocator
+from fsdp_engine.runtime.reports import KIND_OF_ROLE
 
 KINDS = ("weights", "gradients", "optimizer", "transient", "activations")
 
@@ -144,7 +144,7 @@ def as_returned(func: Any, args: Sequence[Any], out: Any) -> Any:
     steps, hidden, keeps = args[0], args[10], args[15]
     if not keeps or steps.dtype != torch.float32:
         return out
-    workspace = memory.empty(lstm_workspace(steps, hidden), torch.uint8, steps.device)
+    workspace = allocator.empty(lstm_workspace(steps, hidden), torch.uint8, steps.device)
     return (*out[:3], workspace)
 
 

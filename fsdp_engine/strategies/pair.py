@@ -22,11 +22,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fsdp_engine.strategies.level import Axis, Level, Role
-from fsdp_engine.strategies.no_shard import NO_SHARD
-from fsdp_engine.strategies.optim import OPTIM
-from fsdp_engine.strategies.optim_grads import OPTIM_GRADS
-from fsdp_engine.strategies.optim_grads_params import OPTIM_GRADS_PARAMS
+from fsdp_engine.strategies.levels import (
+    NO_SHARD,
+    OPTIM,
+    OPTIM_GRADS,
+    OPTIM_GRADS_PARAMS,
+    Axis,
+    Level,
+    Role,
+)
 
 LEVELS: dict[str, Level] = {
     level.name: level for level in (NO_SHARD, OPTIM, OPTIM_GRADS, OPTIM_GRADS_PARAMS)

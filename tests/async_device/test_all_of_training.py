@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp_engine as fe
-from fsdp_engine.devices.lane import LANES
+from fsdp_engine.comm.lane import LANES
 from tests import models
 from tests.async_device import device as on
 from tests.async_device.scene import (
@@ -34,9 +34,9 @@ from tests.composition import tensor_parallel
 from tests.models import Transformer, vector_batch
 from tests.pairs import EVERY_PAIR
 from tests.pipelining import scene as pipelines
-from tests.planning import experts
 from tests.pool import on_ranks
 from tests.reference import adamw
+from tests.units import experts
 
 ROUNDING = 2e-7
 LEVEL_3 = ("optim_grads_params", "no_shard")

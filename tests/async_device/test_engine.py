@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fsdp_engine as fe
-from fsdp_engine.devices.lanes import DeviceLane, make_lanes
+from fsdp_engine.comm.lanes import DeviceLane, make_lanes
 from tests.async_device import device as on
 from tests.models import Transformer, token_batch
 from tests.pool import on_few_ranks, on_ranks

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_engine as fe
-from fsdp_engine.devices import mesh as mesh_module
-from fsdp_engine.devices.collectives import Communicator
-from fsdp_engine.devices.host_memory import HostBlock
-from fsdp_engine.devices.lanes import make_lanes
+from fsdp_engine.comm import mesh as mesh_module
+from fsdp_engine.comm.collectives import Communicator
+from fsdp_engine.comm.lanes import make_lanes
 from fsdp_engine.engine import engine_of
+from fsdp_engine.memory.host_memory import HostBlock
 from tests.async_device import device as on
 from tests.models import Transformer, token_batch
 from tests.pool import on_ranks

@@ -9,8 +9,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fsdp_engine.devices.collectives import Steps
-from fsdp_engine.devices.lanes import make_lanes
+from fsdp_engine.comm.collectives import Steps
+from fsdp_engine.comm.lanes import make_lanes
 from tests.async_device import device as on
 from tests.async_device.waits import PROGRAMS, Program, num_ranks, sweep
 from tests.pool import Ranks, on_ranks

@@ -29,8 +29,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp_engine as fe
-from fsdp_engine.devices.lanes import DeviceLane
-from fsdp_engine.devices.memory import TransientStorage
+from fsdp_engine.comm.lanes import DeviceLane
+from fsdp_engine.memory.allocator import TransientStorage
 from tests.async_device import device as on
 from tests.async_device.scene import MAX_NORM, Job, mesh_of, on_device, weights_of
 from tests.models import Chain, vector_batch

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp_engine as fe
-from fsdp_engine.devices.collectives import Communicator
+from fsdp_engine.comm.collectives import Communicator
 from fsdp_engine.strategies import ALL_STRATEGIES, Strategy
 
 PAGE = Path(__file__).parents[2] / "docs" / "design.md"

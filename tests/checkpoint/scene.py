@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdp_engine as fe
-from fsdp_engine.optimizer import shard_optimizer
+from fsdp_engine.optim import shard_optimizer
 from fsdp_engine.strategies import ALL_STRATEGIES, LEVELS
 from tests import models, reference
 from tests.models import Transformer, token_batch, vector_batch

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp_engine as fe
 from fsdp_engine.checkpoint import load_checkpoint, save_checkpoint
 from fsdp_engine.checkpoint.writer import Writer
-from fsdp_engine.optimizer import shard_optimizer
+from fsdp_engine.optim import shard_optimizer
 from fsdp_engine.strategies import LEVELS
 from tests import models, reference
 from tests.checkpoint.scene import (

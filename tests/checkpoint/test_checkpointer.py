@@ -27,7 +27,7 @@ from fsdp_engine.checkpoint import direct_file, reader, writer
 from fsdp_engine.checkpoint import manifest as manifest_module
 from fsdp_engine.checkpoint.directory import CheckpointDirectory
 from fsdp_engine.checkpoint.manifest import FORMAT_VERSION, MANIFEST, Manifest
-from fsdp_engine.checkpoint.verification import verify_files
+from fsdp_engine.checkpoint.reader import verify_files
 from tests.checkpoint.scene import (
     Config,
     Everything,

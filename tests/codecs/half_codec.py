@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_engine.codecs import ParamCodec
-from fsdp_engine.devices.collectives import Steps
+from fsdp_engine.comm.collectives import Steps
 
 
 class HalfCodec(ParamCodec):

@@ -29,7 +29,7 @@ from torch.nn import functional as F
 
 import fsdp_engine as fe
 from fsdp_engine.codecs.transformer_engine import RECIPES, is_quantized
-from fsdp_engine.runtime.trees import iter_tensors
+from fsdp_engine.runtime.inputs import iter_tensors
 from tests.codecs.te_on_cpu import QuantisedStack, make_recipe
 from tests.codecs.te_vectors import load, read_planes
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_engine as fe
 from fsdp_engine.codecs import ParamCodec, Piece
-from fsdp_engine.devices.collectives import Steps
+from fsdp_engine.comm.collectives import Steps
 from fsdp_engine.precision import ParamDtypes
 from tests.models import Transformer, token_batch
 from tests.pairs import FEW_PAIRS

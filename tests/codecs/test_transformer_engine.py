@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fsdp_engine as fe
 from fsdp_engine.codecs import Piece, TransformerEngineCodec
 from fsdp_engine.codecs import transformer_engine as codec_module
-from fsdp_engine.devices.memory import Memory
+from fsdp_engine.memory.allocator import Memory
 from tests.codecs.te_on_cpu import RECIPES, make_weight, planes
 from tests.codecs.te_reference import quantise
 from tests.codecs.te_training import Watch, make_codec, make_stack, quantised_layers, train_watched
@@ -110,14 +110,14 @@ def encode_and_gather(parts: list[Part]) -> None:
         sent[-1].append(tensor.clone())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fsdp_engine.devices.collectives.all_reduce_", record)
+        patch.setattr("fsdp_engine.comm.collectives.all_reduce_", record)
         for part in parts:
             sent.append([])
             part.encode()
         assert {len(messages) for messages in sent} == {1}  # for all weights together
         most = torch.stack([messages[0] for messages in sent]).amax(0)
         patch.setattr(
-            "fsdp_engine.devices.collectives.all_reduce_",
+            "fsdp_engine.comm.collectives.all_reduce_",
             lambda tensor, group, op: tensor.copy_(most),
         )
         for part in parts:

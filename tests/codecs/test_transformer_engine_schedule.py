@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
 from fsdp_engine.codecs import Float8, Float8Codec, TransformerEngineCodec
-from fsdp_engine.codecs.phase import BACKWARD, FORWARD
+from fsdp_engine.codecs.base import BACKWARD, FORWARD
 from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.strategies import Axis
 from tests.codecs.te_on_cpu import QuantisedBlock, QuantisedStack

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement, full_reductions
-from fsdp_engine.flat_dtensor.full_norm import FullNorm
+from fsdp_engine.flat_dtensor.full_reductions import FullNorm
 from tests.pool import Ranks
 
 SHAPES: list[tuple[int, ...]] = [(), (1,), (3,), (17,), (4, 5), (2, 3, 7), (0,), (2, 0, 3), (1, 64)]

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_engine import fsdp2
-from tests.devices.trace_lanes import Tracer
+from tests.comm.trace_lanes import Tracer
 from tests.fsdp2.programs import APIS, Log, Model, batch, loss_of, parallelize, sgd, train
 from tests.fsdp2.scene import assert_alike, both, gradients, seeded
 from tests.pool import on_ranks

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_engine as fe
-from fsdp_engine.devices.host_memory import HostBlock
+from fsdp_engine.memory.host_memory import HostBlock
 from tests.gpu.scene import (
     LEVEL_3,
     LEVELS,

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 import fsdp_engine as fe
-from fsdp_engine.devices.memory import Memory
-from fsdp_engine.devices.nccl_pool import NcclPool
+from fsdp_engine.comm.nccl_pool import NcclPool
+from fsdp_engine.memory.allocator import Memory
 from tests.gpu.scene import (
     LEVEL_3,
     LEVELS,

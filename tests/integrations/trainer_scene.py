@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_engine.devices.collectives import gather_objects
+from fsdp_engine.comm.collectives import gather_objects
 from tests.without_te import import_without_te
 
 LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")

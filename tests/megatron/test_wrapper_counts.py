@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import fsdp_engine as fe
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis, Role, Strategy
-from tests.devices.timeline import PHASES, Timeline, timed_step
+from tests.comm.timeline import PHASES, Timeline, timed_step
 from tests.megatron.configs import LEVEL_NAMES, config_of
 from tests.messages import Messages, expected_collectives
 from tests.models import Stack, vector_batch

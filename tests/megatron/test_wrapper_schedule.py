@@ -14,7 +14,7 @@ from torch import nn
 
 import fsdp_engine as fe
 from tests import reference
-from tests.devices.trace_lanes import Tracer
+from tests.comm.trace_lanes import Tracer
 from tests.megatron.configs import LEVEL_NAMES, config_of
 from tests.models import LateModel, Small, late_modules, vector_batch
 from tests.pool import on_ranks

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_engine as fe
 from fsdp_engine.planner.estimates import Estimate, compare, estimate
-from fsdp_engine.runtime.description import Description, UnitRow
+from fsdp_engine.runtime.reports import Description, UnitRow
 from fsdp_engine.strategies import ALL_STRATEGIES, LEVELS, Axis
 from tests import models
 from tests.messages import watched

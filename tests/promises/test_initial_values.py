@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fsdp_engine as fe
 from fsdp_engine.buffers import param_and_grad_buffer as pgb
-from fsdp_engine.planning.initial_values import checksum
+from fsdp_engine.units.initial_values import checksum
 from tests import reference
 from tests.models import Transformer
 from tests.pool import on_ranks

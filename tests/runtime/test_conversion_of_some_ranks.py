@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp_engine as fe
-from fsdp_engine.devices import rendezvous
+from fsdp_engine.comm import rendezvous
 from fsdp_engine.fsdp2 import fully_shard
 from tests.pool import on_ranks
 

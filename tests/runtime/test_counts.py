@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp_engine as fe
-from fsdp_engine.runtime.description import count_gathers
+from fsdp_engine.runtime.reports import count_gathers
 from fsdp_engine.strategies import Axis, Role, Strategy
 from tests.messages import GATHERS, REDUCTIONS, Messages, count_step, expected_collectives
 from tests.models import LoraLinear, Regression, Stack, vector_batch

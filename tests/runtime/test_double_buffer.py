@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
-from fsdp_engine.devices import memory as memory_module
-from fsdp_engine.devices.arena import SLACK, aligned
+from fsdp_engine.memory import allocator as memory_module
+from fsdp_engine.memory.arena import SLACK, aligned
 from fsdp_engine.strategies import LEVELS
 from tests import reference
 from tests.codecs.half_codec import HalfCodec
-from tests.devices.planned_memory import Order, counting_fills, uneven_model
+from tests.memory.planned_memory import Order, counting_fills, uneven_model
 from tests.models import (
     DIM,
     CalledTwice,

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
-from fsdp_engine.planning import unit_size
 from fsdp_engine.strategies import LEVELS
+from fsdp_engine.units import assignment
 from tests import models, reference
 from tests.megatron.configs import config_of, train_wrapped
 from tests.models import DIM, Block, Mlp, Transformer, token_batch, vector_batch
@@ -330,7 +330,7 @@ def test_weights_that_are_read_without_a_call(
 @on_ranks(2)
 def test_the_wrapper_joins_units_where_parameters_are_cut(strategy: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(unit_size, "MIN_UNIT_SIZE", 2 * BLOCK)  # it has no keyword for it
+        patch.setattr(assignment, "MIN_UNIT_SIZE", 2 * BLOCK)  # it has no keyword for it
         train_and_compare_wrapped(strategy)
 
 

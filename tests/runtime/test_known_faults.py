@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import fsdp_engine as fe
 from fsdp_engine.strategies import Role, Strategy
 from tests import reference
-from tests.devices.timeline import Timeline, timed_step
+from tests.comm.timeline import Timeline, timed_step
 from tests.megatron.configs import LEVEL_NAMES, Layers, config_of, train_wrapped
 from tests.models import DIM, Regression, vector_batch
 from tests.pairs import FEW_PAIR_NAMES, FEW_PAIRS

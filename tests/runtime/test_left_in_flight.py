@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import fsdp_engine as fe
 from fsdp_engine.flat_dtensor.parameter_access import GradientAccess
 from tests import reference
-from tests.devices.happens_before import RaceError
+from tests.comm.happens_before import RaceError
 from tests.models import Small, vector_batch
 from tests.pool import on_ranks
 from tests.training import mesh_of, traced

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_engine.codecs.phase import BACKWARD, BOTH, FORWARD
+from fsdp_engine.codecs.base import BACKWARD, BOTH, FORWARD
 from fsdp_engine.runtime.record import (
     Record,
     Step,

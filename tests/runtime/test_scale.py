@@ -16,11 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_engine as fe
-from fsdp_engine.devices import groups as groups_module
+from fsdp_engine.comm import groups as groups_module
 from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement
 from fsdp_engine.layout import ALIGNMENT, Coordinate
-from fsdp_engine.planning.plan import AxisPlan, AxisPlans, Plan, PlanSettings, make_plan
 from fsdp_engine.strategies import Axis, Role, Strategy
+from fsdp_engine.units.plan import AxisPlan, AxisPlans, Plan, PlanSettings, make_plan
 from tests.models import Transformer, token_batch
 
 WORLD = 1024

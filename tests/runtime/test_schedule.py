@@ -20,8 +20,8 @@ import fsdp_engine as fe
 from fsdp_engine.buffers import weights
 from fsdp_engine.runtime import hooks
 from tests.codecs.half_codec import HalfCodec
-from tests.devices.happens_before import COMPUTE, RaceError
-from tests.devices.trace_lanes import AnnotationError, Forgets
+from tests.comm.happens_before import COMPUTE, RaceError
+from tests.comm.trace_lanes import AnnotationError, Forgets
 from tests.models import Skipping, Small, lora_model, vector_batch
 from tests.pairs import PAIRS_AND_WAYS
 from tests.pool import Ranks, on_ranks

@@ -1,0 +1,1 @@
+"""Ranks, communicators and lanes: process groups, collectives, streams."""

@@ -1,0 +1,378 @@
+"""The engine's only collectives, as operations for lanes; the algorithm is chosen per backend.
+
+Gloo's own ``all_gather_into_tensor`` and ``reduce_scatter_tensor`` copy through buffers of their
+own and take four to five times as long as exchanging the parts directly between each pair of
+ranks, so on gloo parts go straight from the buffer they lie in to where they belong (*pairwise*).
+Other backends use their own collectives (*native*). On gloo with CUDA tensors parts go through
+host memory (*staged*).
+
+An operation is a generator: it issues communication, yields the works, and continues when they are
+done. A lane (``lane.py``) decides what "done" means: on CPU the host waits, on CUDA the lane's
+stream does and the generator runs through at once. Collectives of the device's own backend (NCCL on
+CUDA) are issued synchronously: then they run on the current stream, which is the lane's, with its
+priority. (With ``async_op`` they would run on a stream of the process group's own, and each would
+cost two events more.) Other backends promise nothing of the current stream before ``Work.wait()``,
+so theirs are asynchronous.
+
+With tags, the pairwise messages of two units can never be taken for one another: where ranks
+disagree about which unit comes next, both time out with the unit's name, and no value is mixed up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from fsdp_engine.accelerator import default_backend, is_accelerator, simulates_host
+from fsdp_engine.comm import stall_monitor
+from fsdp_engine.comm.groups import name_of_backend
+from fsdp_engine.comm.stall_monitor import naming
+from fsdp_engine.memory import allocator
+
+Work = dist.Work
+Steps = Iterator[Sequence[Work | stall_monitor.HostWork]]
+
+# Methods of groups, and not the functions of torch.distributed around them, which look at arguments
+# that are known here, for as long as the rest of issuing takes. torch 2.11 has the old names alone.
+# Looked up on the group, which may be of a class of the user's, written in Python.
+_IS_OLD = not hasattr(dist.ProcessGroup, "all_gather_single")
+_ALL_GATHER = "_allgather_base" if _IS_OLD else "all_gather_single"
+_REDUCE_SCATTER = "_reduce_scatter_base" if _IS_OLD else "reduce_scatter_single"
+
+
+# Bytes of small tensors that are sent in one message.
+_MESSAGE_BYTES = 2**26
+
+
+class Communicator:
+    """One process group on one device, and how bytes move over it. All tensors are 1-D.
+
+    Attributes:
+        size: number of ranks.
+        rank: this rank's place.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group = group
+        self.size = group.size()
+        self.rank = group.rank()
+        self._gloo = _is_gloo(group, device)
+        self._staged = self._gloo and device.type != "cpu"
+        self._stays_on_stream = _stays_on_stream(group, device)
+        self._options = _Options(is_async=not self._stays_on_stream)
+        self._all_gather = getattr(group, _ALL_GATHER)
+        self._reduce_scatter = getattr(group, _REDUCE_SCATTER)
+
+    def part(self, full: Tensor, rank: int | None = None) -> Tensor:
+        """The part of ``full`` that belongs to ``rank`` (None: this rank)."""
+        place = self.rank if rank is None else rank
+        start, stop = self._bounds(full.numel(), place), self._bounds(full.numel(), place + 1)
+        return full[start:stop]
+
+    def all_gather(self, full: Tensor, source: Tensor | None = None, tag: int = 0) -> Steps:
+        """Fill ``full`` with the ranks' parts, in place.
+
+        Args:
+            full: the destination; parts lie one after the other.
+            source: this rank's part; None: it lies in ``full`` already.
+            tag: tells this message from others in flight.
+        """
+        full = _as_sent(full)
+        source = self.part(full) if source is None else _as_sent(source)
+        if self._staged:
+            host = full.cpu()
+            self.part(host).copy_(source)
+            yield from self._exchange_into(host, self.part(host), tag)
+            full.copy_(host)
+        elif self._gloo:
+            own = self.part(full)
+            if not _at_one_place(source, own):
+                # Sent from where it lies, so that the copy overlaps with the sending.
+                works = self._start_gather(full, source, tag)
+                own.copy_(source)
+                yield works
+            else:
+                yield from self._exchange_into(full, own, tag)
+        else:
+            yield self._to_wait_for(self._all_gather(full, source, self._options.gather))
+
+    def reduce_scatter(
+        self,
+        full: Tensor,
+        out: Tensor,
+        *,
+        reduce_dtype: torch.dtype | None = None,
+        average: bool = False,
+        divisor: float = 1.0,
+        accumulate: bool = False,
+        tag: int = 0,
+    ) -> Steps:
+        """Sum (or average) the ranks' ``full`` tensors; this rank's part goes into ``out``.
+
+        Args:
+            full: what this rank contributes; its dtype travels. Its own part may be overwritten.
+            out: the destination, which may be this rank's part of ``full`` itself.
+            reduce_dtype: sum in this dtype; None or the dtype of ``full``: sum in that.
+            average: divide by the number of ranks.
+            divisor: divide by this, too, in the dtype of ``out``.
+            accumulate: add to ``out`` instead of overwriting it.
+            tag: tells this message from others in flight.
+        """
+        wide = None if reduce_dtype == full.dtype else reduce_dtype
+        if self._gloo:
+            if average:
+                divisor *= self.size
+            source, target = (full.cpu(), out.cpu()) if self._staged else (full, out)
+            apart = accumulate and divisor != 1.0
+            fresh = (
+                allocator.empty(target.numel(), target.dtype, target.device) if apart else target
+            )
+            yield from self._pairwise_reduce(source, fresh, wide, accumulate and not apart, tag)
+            if divisor != 1.0:
+                fresh.div_(divisor)
+            if apart:
+                target.add_(fresh)
+            if self._staged:
+                out.copy_(target)
+        elif wide is not None:
+            received = allocator.empty(full.numel(), full.dtype, full.device)
+            yield self._to_wait_for(
+                dist.all_to_all_single(
+                    received, full, group=self.group, async_op=not self._stays_on_stream
+                )
+            )
+            total = received.view(self.size, -1).sum(0, dtype=wide)
+            if average:
+                total.div_(self.size)
+            _store(out, total, accumulate, divisor)
+        else:
+            direct = out.dtype == full.dtype and not accumulate
+            target = out if direct else self.part(full)
+            options = self._options.reduce_scatter[average]
+            work = self._reduce_scatter(_as_reals(target), _as_reals(full), options)
+            yield self._to_wait_for(work)
+            if not direct:
+                _store(out, target, accumulate, divisor)
+            elif divisor != 1.0:
+                out.div_(divisor)
+
+    def all_reduce(
+        self,
+        tensor: Tensor,
+        *,
+        average: bool = False,
+    ) -> Steps:
+        """Sum (or average) ``tensor`` over the ranks, in place, by the backend's own all-reduce."""
+        work = self.group.allreduce([_as_reals(tensor)], self._options.all_reduce[average])
+        yield [stall_monitor.HostWork(work)] if self._gloo else self._to_wait_for(work)
+
+    def _to_wait_for(self, work: Work | None) -> Sequence[Work]:
+        return () if self._stays_on_stream else (_require(work),)
+
+    def _bounds(self, numel: int, place: int) -> int:
+        # Equal parts wherever numel allows, which collectives with a fixed part size rely on.
+        return numel * place // self.size
+
+    def _peers(self) -> Iterator[tuple[int, int]]:
+        """(send to, receive from), so that at each step every rank serves one other."""
+        for step in range(1, self.size):
+            yield (self.rank + step) % self.size, (self.rank - step) % self.size
+
+    def _start_gather(self, full: Tensor, source: Tensor, tag: int) -> list[Work]:
+        works = []
+        for receiver, sender in self._peers():
+            works.append(self._receive(self.part(full, sender), sender, tag))
+            works.append(self._send(source, receiver, tag))
+        return works
+
+    def _exchange_into(self, full: Tensor, source: Tensor, tag: int) -> Steps:
+        yield self._start_gather(full, source, tag)
+
+    def _pairwise_reduce(
+        self, full: Tensor, out: Tensor, wide: torch.dtype | None, accumulate: bool, tag: int
+    ) -> Steps:
+        own = self.part(full)
+        # The first part to come may land in its destination, if that is free: no scratch at all
+        # for two ranks.
+        in_place = _at_one_place(out, own)
+        lands = not accumulate and not in_place and out.dtype == full.dtype and wide is None
+        num_scratch = self.size - 1 - int(lands)
+        scratch = allocator.empty(num_scratch * own.numel(), full.dtype, full.device)
+        slots = [scratch[i * own.numel() : (i + 1) * own.numel()] for i in range(num_scratch)]
+        if lands:
+            slots.insert(0, out)
+        works, received = [], {}
+        for slot, (receiver, sender) in zip(slots, self._peers(), strict=True):
+            works.append(self._receive(slot, sender, tag))
+            works.append(self._send(self.part(full, receiver), receiver, tag))
+            received[sender] = slot
+        yield works
+        if lands:
+            for slot in slots[1:]:
+                own.add_(slot)
+            out.add_(own)
+            return
+        received[self.rank] = own
+        # Summed in the order of ranks, so that the result does not depend on who sums.
+        parts = [received[rank] for rank in range(self.size)]
+        if wide is not None:
+            total = parts[0].to(wide)
+            for part in parts[1:]:
+                total.add_(part)
+            _store(out, total, accumulate)
+        elif accumulate and out.dtype == full.dtype and self.size == 2:
+            out.add_(own).add_(received[1 - self.rank])
+        else:
+            for part in parts:
+                if part is not own:
+                    own.add_(part)
+            if not in_place:
+                _store(out, own, accumulate)
+
+    def _send(self, tensor: Tensor, receiver: int, tag: int) -> Work:
+        return _require(dist.isend(tensor, group=self.group, group_dst=receiver, tag=tag))
+
+    def _receive(self, tensor: Tensor, sender: int, tag: int) -> Work:
+        return _require(dist.irecv(tensor, group=self.group, group_src=sender, tag=tag))
+
+
+def all_reduce_(
+    tensor: Tensor, group: dist.ProcessGroup | None, op: str = "sum", what: str = "a sum over ranks"
+) -> Tensor:
+    """Reduce a small tensor in place and wait. ``op``: "sum", "max" or "min". None: one rank.
+
+    ``what`` it is for is part of the error of a rank that waits in vain.
+    """
+    if group is not None:
+        ops = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+        with naming(what, group):
+            work = _require(dist.all_reduce(tensor, op=ops[op], group=group, async_op=True))
+            (stall_monitor.HostWork(work) if tensor.device.type == "cpu" else work).wait()
+    return tensor
+
+
+def start_all_reduce_max(tensor: Tensor, group: dist.ProcessGroup) -> Work:
+    """Start the elementwise maximum of a small tensor over the group, in place."""
+    return _require(dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group, async_op=True))
+
+
+def max_steps(tensor: Tensor, group: dist.ProcessGroup) -> Steps:
+    """The elementwise maximum of a small tensor over the group, in place, as part of an operation
+    on a lane."""
+    stays = _stays_on_stream(group, tensor.device)
+    work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group, async_op=not stays)
+    yield () if stays else (_require(work),)
+
+
+class MaxGroup(dist.ProcessGroup):
+    """For libraries that take one process group and reduce to the maximum over it: the ranks of
+    several groups, one after another. Of no group: this rank alone, and nothing is sent."""
+
+    def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        super().__init__(0, 1)  # type: ignore[call-arg]
+        self._groups = tuple(groups)
+
+    def allreduce(  # type: ignore[override]
+        self, tensors: Sequence[Tensor], options: dist.AllreduceOptions
+    ) -> None:
+        """What ``dist.all_reduce`` calls; done when it returns, as with any group on its stream."""
+        maximum = dist.ReduceOp(dist.ReduceOp.MAX)
+        assert options.reduceOp == maximum, f"a maximum, not {options.reduceOp}"
+        for tensor in tensors:
+            for group in self._groups:
+                all_reduce_(tensor, group, "max")
+
+
+def broadcast_(tensor: Tensor, group: dist.ProcessGroup | None, source: int = 0) -> Tensor:
+    """Give every rank of the group the values of its rank ``source``. None: one rank."""
+    if group is not None and tensor.numel():
+        with naming("values of the first rank", group):
+            dist.broadcast(_as_sent(tensor), group=group, group_src=source)
+    return tensor
+
+
+def broadcast_together_(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
+    """As :func:`broadcast_` from the first rank, of many tensors of one dtype in few messages."""
+    if group is not None and tensors:
+        with naming("values of the first rank", group):
+            dist._broadcast_coalesced(group, list(tensors), _MESSAGE_BYTES, 0)
+
+
+def gather_objects(
+    value: object, group: dist.ProcessGroup | None, what: str = "a comparison of ranks"
+) -> list[object]:
+    """Every rank's ``value``, on every rank. For construction and errors only.
+
+    ``what`` it is for is part of the error of a rank that waits in vain.
+    """
+    if group is None:
+        return [value]
+    if dist.get_backend(group) == "fake":
+        return [value] * group.size()  # all ranks are this one
+    gathered: list[object] = [None] * group.size()
+    with naming(what, group):
+        dist.all_gather_object(gathered, value, group=group)
+    return gathered
+
+
+def _store(out: Tensor, value: Tensor, accumulate: bool, divisor: float = 1.0) -> None:
+    if accumulate:
+        out.add_(value, alpha=1.0 / divisor)
+        return
+    out.copy_(value)
+    if divisor != 1.0:
+        out.div_(divisor)
+
+
+class _Options:
+    """Options of collectives, which never change; those of reductions by whether they average."""
+
+    def __init__(self, *, is_async: bool) -> None:
+        self.gather = distributed_c10d.AllgatherOptions()
+        self.gather.asyncOp = is_async
+        self.reduce_scatter = [distributed_c10d.ReduceScatterOptions() for _ in range(2)]
+        self.all_reduce = [distributed_c10d.AllreduceOptions() for _ in range(2)]
+        ops: Any = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+        made: Any
+        for made in (self.reduce_scatter, self.all_reduce):
+            for options, op in zip(made, ops, strict=True):
+                options.reduceOp, options.asyncOp = op, is_async
+
+
+def _as_sent(tensor: Tensor) -> Tensor:
+    """A view that any backend takes, where bytes only move: gloo refuses float8."""
+    if tensor.dtype.itemsize == 1 and tensor.dtype != torch.uint8:
+        return tensor.view(torch.uint8)
+    return _as_reals(tensor)
+
+
+def _as_reals(tensor: Tensor) -> Tensor:
+    """A view that any backend takes, where bytes are summed: of a complex number two real ones."""
+    return torch.view_as_real(tensor).view(-1) if tensor.dtype.is_complex else tensor
+
+
+def _is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
+    name = name_of_backend(group, device)
+    return name == "gloo" or (name == "fake" and simulates_host())
+
+
+def _at_one_place(first: Tensor, second: Tensor) -> bool:
+    """Whether they begin at one address; a fake tensor has none."""
+    if simulates_host():
+        return allocator.begin_together(first, second)
+    return first.data_ptr() == second.data_ptr()
+
+
+def _stays_on_stream(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether collectives are issued synchronously: see the module docstring."""
+    return is_accelerator(device) and name_of_backend(group, device) == default_backend(device)
+
+
+def _require(work: Work | None) -> Work:
+    assert work is not None, "this rank is not in the group"
+    return work

@@ -1,0 +1,387 @@
+"""The data-parallel mesh: two axes, outer and inner, and the process groups along each.
+
+Gathers and reductions get groups of their own on every axis, because one communicator serialises
+everything that is issued on it. An axis of one rank has no groups, and nothing is sent along it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fsdp_engine.accelerator import (
+    current_accelerator,
+    default_backend,
+    device_type_of,
+    is_accelerator,
+    module_of,
+    simulated,
+)
+from fsdp_engine.comm.collectives import all_reduce_
+from fsdp_engine.comm.groups import (
+    Ranks,
+    default_group,
+    group_like,
+    group_of_ranks,
+    members_of,
+    name_of_backend,
+    timeout_of_group,
+)
+from fsdp_engine.comm.rendezvous import meet, reporting
+from fsdp_engine.layout import Coordinate
+from fsdp_engine.memory import allocator
+from fsdp_engine.strategies import Axis
+
+
+@dataclass(frozen=True)
+class MeshAxis:
+    """One axis: its size, this rank's place, and a group for each lane (None when size is 1)."""
+
+    axis: Axis
+    size: int
+    rank: int
+    gather_group: dist.ProcessGroup | None
+    reduce_group: dist.ProcessGroup | None
+
+
+@dataclass(frozen=True)
+class DataMesh(Ranks):
+    """The data-parallel ranks, and their axes (outer, inner), always both.
+
+    Attributes:
+        device_mesh: what the user gave: (inner,) or (outer, inner).
+    """
+
+    outer: MeshAxis
+    inner: MeshAxis
+
+    @classmethod
+    @_disable_current_modes()  # ranks are numbers, also in a simulation
+    def create(
+        cls,
+        device_mesh: DeviceMesh | None,
+        *,
+        num_instances: int = 1,
+        what: str = "DataMesh.create",
+        note: str = "",
+    ) -> DataMesh:
+        """The axes with their groups; every rank of the mesh must call it.
+
+        Groups are made once for each set of ranks: a communicator costs memory and threads, and
+        several engines (teacher and student, generator and discriminator) can share it.
+
+        Args:
+            device_mesh: one axis (inner) or two (outer, inner). None: all ranks on one axis.
+            num_instances: ranks of one axis become so many rows of consecutive ranks, the outer
+                axis; two axes must have that outer size already.
+            what: what it is for, in messages.
+            note: must be the same on all ranks.
+
+        Raises:
+            TypeError: not a DeviceMesh; on this rank.
+            ValueError: it has more than two axes, does not cover this rank, sends an accelerator's
+                tensors by MPI, or cannot be ``num_instances`` equal rows; on this rank. Or, on all,
+                the shapes of their meshes or their notes differ.
+            RuntimeError: a rank did not come, or its error; see :func:`~.rendezvous.meet`.
+        """
+        with reporting(what, ranks_that_meet(device_mesh)):
+            if device_mesh is None:
+                device_mesh = _mesh_of_all_ranks()
+            coordinate = check_device_mesh(device_mesh)
+            ranks = device_mesh.mesh
+            if num_instances > 1:
+                ranks, coordinate = _in_rows(ranks, coordinate, num_instances)
+        known = _KNOWN.setdefault(default_group(), {})
+        device = _local_device(device_mesh.device_type)
+        members = ranks.flatten().tolist()
+        key = (device_mesh.device_type, *ranks.shape, *members)
+        timeout = timeout_of_group(device_mesh.get_group(0), device)
+        order = members if len(members) <= 16 else hash(tuple(members))
+        note = f"a mesh of shape {tuple(ranks.shape)} over {order}{note and '; '}{note}"
+        met = meet(what, members, timeout, note=note, has=key in known)
+        if not met.all_have:
+            known[key] = _make_axes(ranks, coordinate, device_mesh, device, met.name)
+        mesh = cls(device_mesh, device, *known[key])
+        if not met.all_have:
+            _connect(mesh.groups, device)
+        return mesh
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """All groups, those for gathers and reductions first; in one order on all ranks."""
+        axes = (self.inner, self.outer)
+        found = [group for each in axes for group in (each.gather_group, each.reduce_group)]
+        found += [self.control_group, self.message_group]
+        return [group for group in dict.fromkeys(found) if group is not None]
+
+    @property
+    def size(self) -> int:
+        """Number of data-parallel ranks."""
+        return self.outer.size * self.inner.size
+
+    @property
+    def coordinate(self) -> Coordinate:
+        """This rank's place."""
+        return Coordinate(self.outer.rank, self.inner.rank)
+
+    @cached_property
+    def alone(self) -> DeviceMesh:
+        """This rank by itself: where a tensor lives that every rank holds whole.
+
+        Who sums over the mesh of a tensor (Megatron-Core's norms do, whatever its placements say)
+        would count it once for each rank.
+        """
+        if self.device_mesh.ndim == 1 and self.size == 1:
+            return self.device_mesh
+        group = group_of_ranks([dist.get_rank()], self.device_mesh.get_group(0), self.device)
+        return DeviceMesh.from_group(group, self.device_mesh.device_type)
+
+    def joined_with(self, others: Sequence[DeviceMesh]) -> Ranks:
+        """All ranks of the model, where its parameters lie over other mesh dimensions, too (those
+        of tensor parallelism, say): these ranks, and their like at every place of the others.
+
+        All of them must call it.
+
+        Args:
+            others: one mesh for each of these dimensions, slices of the mesh that this one is a
+                slice of.
+
+        Raises:
+            ValueError: see :func:`joint_mesh`.
+        """
+        if not others:
+            return self
+        joint = joint_mesh(self.device_mesh, *others)
+        group = messages = None
+        if joint.size() > 1:
+            members, like = members_of(joint), self.device_mesh.get_group(0)
+            group = messages = group_of_ranks(members, like, self.device)
+            if is_accelerator(self.device):
+                messages = group_of_ranks(members, like, self.device, purpose="messages")
+            _connect((group, messages), self.device)
+        return Ranks(joint, self.device, group, messages)
+
+    def axis(self, axis: Axis) -> MeshAxis:
+        """The mesh axis called ``axis``."""
+        return self.inner if axis is Axis.INNER else self.outer
+
+
+# Control group, message group, outer axis, inner axis.
+Axes = tuple[dist.ProcessGroup | None, dist.ProcessGroup | None, MeshAxis, MeshAxis]
+
+# Groups by their ranks, as long as the default group that they were made under lives.
+_KNOWN: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], Axes]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def ranks_that_meet(device_mesh: object) -> list[int]:
+    """Global ranks that take part in a call with this mesh; where it is none, all ranks.
+
+    Initialises torch.distributed, unless that is done or there is a mesh: a rank that fails must be
+    able to report it.
+    """
+    if isinstance(device_mesh, DeviceMesh):
+        return members_of(device_mesh)
+    if device_mesh is None:
+        init_from_environment()
+    return list(range(dist.get_world_size())) if dist.is_initialized() else []
+
+
+@contextmanager
+def simulated_ranks(sizes: Sequence[int], *, on_host: bool = False) -> Iterator[DeviceMesh]:
+    """Within it, this process is rank 0 of a mesh of ``sizes`` whose other ranks do not exist:
+    what it sends goes nowhere, what it receives is whatever was there.
+
+    Args:
+        sizes: of each axis.
+        on_host: messages go as they do over gloo, between CPUs, and not as between devices.
+
+    Raises:
+        RuntimeError: torch.distributed is initialised already.
+    """
+    if dist.is_initialized():
+        raise RuntimeError(
+            "simulate: expected a process without process groups; found torch.distributed "
+            "initialised. Simulate before init_process_group, or in a process of its own"
+        )
+    # Registers the backend "fake", too.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=math.prod(sizes))
+    try:
+        with simulated(on_host=on_host):
+            yield init_device_mesh("cpu", tuple(sizes))
+    finally:
+        dist.destroy_process_group()
+
+
+def check_device_mesh(device_mesh: DeviceMesh) -> list[int]:
+    """This rank's coordinate on a mesh of one or two axes.
+
+    Raises:
+        TypeError, ValueError: see :meth:`DataMesh.create`.
+    """
+    if not isinstance(device_mesh, DeviceMesh):
+        raise TypeError(f"mesh: expected a DeviceMesh or None; found {type(device_mesh).__name__}")
+    if device_mesh.ndim not in (1, 2):
+        raise ValueError(
+            "mesh: expected one axis (inner) or two (outer, inner); "
+            f"found {device_mesh.ndim} axes of sizes {tuple(device_mesh.mesh.shape)}"
+        )
+    coordinate = device_mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError(
+            f"mesh: expected a mesh that covers this rank, {dist.get_rank()}; "
+            f"found ranks {device_mesh.mesh.flatten().tolist()[:16]}"
+        )
+    device = torch.device(device_mesh.device_type)
+    sends = is_accelerator(device) and device_mesh.size() > 1
+    if sends and name_of_backend(device_mesh.get_group(0), device) == "mpi":
+        raise ValueError(
+            f"mesh: expected a backend for {device.type} tensors whose collectives wait for the "
+            "stream that computes their input, as NCCL, UCC and gloo do; found torch's MPI, which "
+            "does not. Use init_process_group(backend="
+            f"'cpu:mpi,{device.type}:{default_backend(device)}')"
+        )
+    return list(coordinate)
+
+
+def joint_mesh(data: DeviceMesh, *others: DeviceMesh) -> DeviceMesh:
+    """The mesh of all their dimensions, in this order. Makes no groups.
+
+    Raises:
+        ValueError: they are not slices of one mesh with named dimensions, or share ranks.
+    """
+    why = ""
+    try:
+        return DeviceMesh._concatenate([data, *others])
+    except RuntimeError as error:  # torch's word for both
+        why = str(error)
+    except (AssertionError, TypeError):  # no names
+        why = "a mesh without names of its dimensions"
+    raise ValueError(
+        "mesh: expected the data-parallel dimensions of the mesh that DTensor parameters are over, "
+        'without theirs (init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp")), and '
+        f'shard(model, mesh["dp"])); found {data} beside {", ".join(map(str, others))}: {why}'
+    )
+
+
+def mesh_of_group(group: dist.ProcessGroup) -> DeviceMesh:
+    """A mesh of one axis over the ranks of ``group``."""
+    return DeviceMesh.from_group(group, device_type_of(group))
+
+
+def _in_rows(
+    ranks: torch.Tensor, coordinate: list[int], num_rows: int
+) -> tuple[torch.Tensor, list[int]]:
+    name = "num_distributed_optimizer_instances"
+    if ranks.ndim == 2:
+        if ranks.shape[0] != num_rows:
+            raise ValueError(
+                f"{name}: expected the outer size of the mesh, {ranks.shape[0]}, or 1; "
+                f"found {num_rows}"
+            )
+        return ranks, coordinate
+    if ranks.numel() % num_rows:
+        raise ValueError(
+            f"{name}: expected a divisor of the {ranks.numel()} data-parallel ranks; "
+            f"found {num_rows}"
+        )
+    return ranks.view(num_rows, -1), list(divmod(coordinate[0], ranks.numel() // num_rows))
+
+
+def init_from_environment() -> None:
+    """Initialise torch.distributed, unless that is done: as torchrun says, or for one rank."""
+    if dist.is_initialized():
+        return
+    device = current_accelerator()
+    if device is not None:
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group()
+    else:
+        dist.init_process_group(
+            default_backend(device), store=dist.HashStore(), rank=0, world_size=1
+        )
+
+
+def device_of(device_mesh: DeviceMesh | None) -> torch.device:
+    """This rank's device in a mesh; None: in that of all ranks."""
+    if device_mesh is None:
+        init_from_environment()
+        return _local_device(device_type_of())
+    return _local_device(device_mesh.device_type)
+
+
+def _mesh_of_all_ranks() -> DeviceMesh:
+    init_from_environment()
+    return init_device_mesh(device_type_of(), (dist.get_world_size(),))
+
+
+def _local_device(device_type: str) -> torch.device:
+    device = torch.device(device_type)
+    if is_accelerator(device):
+        return torch.device(device_type, module_of(device).current_device())
+    return device
+
+
+def _make_axes(
+    ranks: torch.Tensor,
+    coordinate: list[int],
+    device_mesh: DeviceMesh,
+    device: torch.device,
+    name: str,
+) -> Axes:
+    """Groups for ranks in one row (inner) or a table (outer x inner), like those of the user's
+    mesh; their names begin with ``name``, which is the same on all ranks and used once."""
+
+    def make(members: list[int], purpose: str) -> dist.ProcessGroup:
+        return group_like(device_mesh.get_group(0), members, device, f"{name}/{purpose}")
+
+    table = ranks if ranks.ndim == 2 else ranks.unsqueeze(0)
+    row, column = coordinate if ranks.ndim == 2 else (0, coordinate[0])
+    # The same sequence on every rank, so that groups are formed in one order.
+    own_row, own_column = table[row].tolist(), table[:, column].tolist()
+    inner = _make_axis(Axis.INNER, own_row, column, make, f"inner{row}")
+    outer = _make_axis(Axis.OUTER, own_column, row, make, f"outer{column}")
+    control = outer.reduce_group if inner.size == 1 else inner.reduce_group
+    if outer.size > 1 and inner.size > 1:
+        control = make(table.flatten().tolist(), "control")
+    messages = control
+    if control is not None and is_accelerator(device):
+        messages = make(table.flatten().tolist(), "messages")
+    return control, messages, outer, inner
+
+
+def _make_axis(
+    axis: Axis,
+    ranks: list[int],
+    place: int,
+    make: Callable[[list[int], str], dist.ProcessGroup],
+    name: str,
+) -> MeshAxis:
+    if len(ranks) == 1:
+        return MeshAxis(axis, 1, 0, None, None)
+    gather = make(ranks, f"{name}/gather")
+    reduce = make(ranks, f"{name}/reduce")
+    return MeshAxis(axis, len(ranks), place, gather, reduce)
+
+
+def _connect(groups: Sequence[dist.ProcessGroup | None], device: torch.device) -> None:
+    """Make the communicators of groups, which backends make with a group's first collective, in
+    this order. In training that would be within a hook of autograd, and the host would wait there.
+    Collective."""
+    if is_accelerator(device):
+        for group in dict.fromkeys(each for each in groups if each is not None):
+            all_reduce_(allocator.zeros(1, torch.float32, device), group, what="connecting ranks")

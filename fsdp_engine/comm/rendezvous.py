@@ -1,0 +1,293 @@
+"""Ranks meet before they have a group: which have come, which cannot continue, which are missing.
+
+A process group can only be made by ranks that all come to make it, and its name must be the same
+on all of them. Names that torch makes depend on the other groups of a rank, so ranks in different
+numbers of groups would wait for each other under different names. Here ranks first meet in the
+store of the default group. Every rank counts, in the store, its rendezvous with *these* ranks; that
+number names the rendezvous, and the rendezvous names the groups that are made after it.
+
+A rendezvous has one verdict. The first one that is written holds on all ranks:
+
+    all ranks have come                  all continue
+    a rank cannot continue               all raise its error; it waits for no rank
+    ranks came for different things      all raise, with both
+    a rank waits for us elsewhere        all raise: neither would ever come
+    a rank waits in a later operation    all raise, also that rank
+    the timeout is over                  all raise, with the missing ranks, also these
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from fsdp_engine.comm import stall_monitor
+from fsdp_engine.memory import allocator
+
+# After so long the places of missing ranks are checked first, and then at least every minute.
+FIRST_CHECK_SECONDS = 2.0
+MOST_SECONDS_BETWEEN_CHECKS = 60.0
+LONGEST_SLEEP_SECONDS = 0.1
+# The tag of no message that is ever sent.
+_NO_TAG = 2**30
+_MOST_NAMED = 8
+
+# What another rank's error becomes here, by name; any other a RuntimeError.
+ERROR_KINDS: dict[str, type[Exception]] = {
+    kind.__name__: kind
+    for kind in (
+        ValueError,
+        TypeError,
+        ImportError,
+        OSError,
+        FileExistsError,
+        FileNotFoundError,
+        NotADirectoryError,
+        PermissionError,
+    )
+}
+_alone = itertools.count()
+_log = logging.getLogger("fsdp_engine")
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Ranks that have met.
+
+    Attributes:
+        name: the same on all its ranks, and of no other rendezvous.
+        all_have: all of them came with ``has``.
+    """
+
+    name: str
+    all_have: bool
+
+
+def error_of_another(what: str, who: str, kind: str, text: str) -> Exception:
+    """Returns the error to raise for that of another rank: of the same type, if that is known."""
+    return ERROR_KINDS.get(kind, RuntimeError)(f"{what} failed on {who}: {kind}: {text}")
+
+
+def meet(
+    what: str,
+    ranks: Sequence[int],
+    timeout: timedelta,
+    *,
+    note: str = "",
+    has: bool = False,
+    groups: Sequence[dist.ProcessGroup] = (),
+) -> Rendezvous:
+    """Wait until all ``ranks`` have come. Collective over them.
+
+    Args:
+        what: what is to be done, in messages.
+        ranks: global ranks, this one among them, in any order.
+        timeout: how long to wait.
+        note: must be the same on all of them.
+        has: this rank has already what it came for.
+        groups: their collectives come after the rendezvous, and no collective before it is
+            pending. So a rank that keeps waiting in a collective will not come: the rendezvous
+            fails, and its error ends that rank's wait. gloo's connections of ``groups`` are closed.
+
+    Raises:
+        RuntimeError: a rank did not come; names the ranks. Or its error, of the kinds that it has.
+        ValueError: notes differ, or a rank waits in a later operation; on all ranks.
+    """
+    if len(ranks) == 1 or dist.get_backend() == "fake":
+        return Rendezvous(f"alone{next(_alone)}", has)
+    stall_monitor.start()
+    place = _Place(what, ranks, checks_waits=bool(groups))
+    try:
+        return place.wait_for_all(timeout, note, has)
+    except (RuntimeError, ValueError) as error:
+        if groups and (missing := place.missing()):
+            stall_monitor.monitor().give_reason(missing, str(error))
+            for group in groups:
+                _close_connections(group)
+        raise
+
+
+def _close_connections(group: dist.ProcessGroup) -> None:
+    """Close this rank's connections of a gloo group: waits in it raise on all its ranks, and the
+    group cannot be used again. gloo does so after any of its timeouts, and this is one."""
+    with suppress(RuntimeError):  # the timeout; or a group that is not gloo's
+        probe, other = allocator.empty(1, torch.uint8, "cpu"), (group.rank() + 1) % group.size()
+        group.recv([probe], other, _NO_TAG).wait(timedelta(milliseconds=1))
+
+
+def report_error(what: str, ranks: Sequence[int], error: Exception) -> None:
+    """Let the next rendezvous of ``ranks`` fail with this rank's error. Does not wait."""
+    if len(ranks) > 1 and dist.get_rank() in ranks and dist.get_backend() != "fake":
+        text = [what, f"rank {dist.get_rank()}", type(error).__name__, str(error)]
+        _Place(what, ranks).decide("error", text)
+
+
+@contextmanager
+def reporting(what: str, ranks: Sequence[int]) -> Iterator[None]:
+    """Within it, an error is reported to ``ranks``, which meet after it, and raised."""
+    try:
+        yield
+    except Exception as error:
+        report_error(what, ranks, error)
+        raise
+
+
+class _Place:
+    """One rendezvous on this rank, which comes to it as this is made.
+
+    In the store: for each set of ranks, how often each of them has come; for each rendezvous, how
+    many ranks have come, how many of them have ``has``, the first note, and the verdict; for each
+    rank, the rendezvous that it waits in.
+    """
+
+    def __init__(self, what: str, ranks: Sequence[int], *, checks_waits: bool = False) -> None:
+        self._checks_waits = checks_waits
+        self._waits: dict[int, str] = {}  # operations that ranks waited for at the last check
+        self._store = dist.PrefixStore("fsdp_engine/rendezvous", _get_default_store())
+        self._rank = dist.get_rank()
+        self._what = what
+        self._ranks = sorted(ranks)
+        self._crowd = hashlib.sha256(str(self._ranks).encode()).hexdigest()[:20]
+        self._number = self._times_come(self._crowd, self._rank, 1)
+        self._base = f"{self._crowd}.{self._number}"
+
+    def wait_for_all(self, timeout: timedelta, note: str, has: bool) -> Rendezvous:
+        """See :func:`meet`."""
+        here = json.dumps([self._what, self._ranks, self._crowd, self._number])
+        stall_monitor.ACTIVITY.last = self._what
+        self._store.set(f"at/{self._rank}", here)
+        mine = json.dumps([self._rank, note])
+        first = self._store.compare_set(f"{self._base}/note", "", mine).decode()
+        if json.loads(first)[1] != note:
+            other, found = json.loads(first)
+            self.decide(
+                "differs",
+                f"{self._what}: expected the same on all ranks; found on rank {other} [{found}] "
+                f"and on rank {self._rank} [{note}]",
+            )
+        if has:
+            self._store.add(f"{self._base}/have", 1)
+        if self._store.add(f"{self._base}/came", 1) == len(self._ranks):
+            self.decide("continue", self._store.add(f"{self._base}/have", 0) == len(self._ranks))
+            self._delete_previous()
+        kind, content = self._wait_for_verdict(timeout, note)
+        self._store.set(f"at/{self._rank}", "null")
+        if kind == "error":
+            raise error_of_another(*content)
+        if kind in ("differs", "later"):
+            raise ValueError(content)
+        if kind == "elsewhere":
+            content, both = content
+            for crowd, number, ranks in both:
+                if self._rank in ranks and self._times_come(crowd, self._rank, 0) < number:
+                    self._times_come(crowd, self._rank, 1)  # it will not come to that one either
+        if kind in ("missing", "elsewhere"):
+            raise RuntimeError(content)
+        return Rendezvous(self._base, content)
+
+    def decide(self, kind: str, content: object) -> None:
+        """Write the verdict, if there is none."""
+        self._store.compare_set(f"{self._base}/verdict", "", json.dumps([kind, content]))
+
+    def _wait_for_verdict(self, timeout: timedelta, note: str) -> tuple[str, Any]:
+        key = f"{self._base}/verdict"
+        began = time.monotonic()
+        next_check, next_line = FIRST_CHECK_SECONDS, stall_monitor.PATIENCE_SECONDS
+        # Waiting by the store itself logs to stderr, and blocks it for other threads.
+        while not self._store.check([key]):
+            waited = time.monotonic() - began
+            if waited > timeout.total_seconds():
+                self.decide("missing", self._missing_after(waited))
+            elif waited > next_line:
+                next_line *= 10
+                _log.error("%s. Waiting on", self._missing_after(waited))
+            elif waited > next_check:
+                next_check += min(next_check, MOST_SECONDS_BETWEEN_CHECKS)
+                self._check_other_rendezvous()
+                if self._checks_waits:
+                    self._check_later_operations(note)
+            else:
+                time.sleep(min(waited / 8, LONGEST_SLEEP_SECONDS))
+        kind, content = json.loads(self._store.get(key))
+        return kind, content
+
+    def missing(self) -> list[int]:
+        """Ranks that have not come."""
+        return [
+            rank for rank in self._ranks if self._times_come(self._crowd, rank, 0) < self._number
+        ]
+
+    def _times_come(self, crowd: str, rank: int, more: int) -> int:
+        return self._store.add(f"{crowd}/{rank}", more)
+
+    def _waits_at(self, rank: int) -> tuple[str, list[int], str, int] | None:
+        """The rendezvous that ``rank`` waits in: purpose, ranks, their digest, number."""
+        key = f"at/{rank}"
+        found = json.loads(self._store.get(key)) if self._store.check([key]) else None
+        return None if found is None else tuple(found)
+
+    def _check_other_rendezvous(self) -> None:
+        """A rank that waits for this one in another rendezvous will not come to this one."""
+        for rank in self.missing()[:_MOST_NAMED]:
+            there = self._waits_at(rank)
+            if there is None or self._rank not in there[1]:
+                continue
+            what, ranks, crowd, number = there
+            verdict = f"{crowd}.{number}/verdict"
+            waits = self._times_come(crowd, self._rank, 0) < number
+            if waits and not self._store.check([verdict]):
+                text = (
+                    f"expected all ranks to do the same; found rank {self._rank} in {self._what} "
+                    f"over ranks {_shown(self._ranks)}, where it waits for rank {rank}, and rank "
+                    f"{rank} in {what} over ranks {_shown(ranks)}, where it waits for rank "
+                    f"{self._rank}"
+                )
+                both = [[self._crowd, self._number, self._ranks], [crowd, number, ranks]]
+                self.decide("elsewhere", [text, both])
+                same = json.dumps(["elsewhere", [text, both]])
+                self._store.compare_set(verdict, "", same)
+
+    def _check_later_operations(self, note: str) -> None:
+        """A rank that waits in a collective after this rendezvous will not come. It has to be found
+        there twice: a collective that is over on this rank may take longer on another."""
+        monitor = stall_monitor.monitor()
+        before, self._waits = self._waits, monitor.waits_of(self.missing())
+        for rank, label in self._waits.items():
+            if before.get(rank) == label:
+                self.decide(
+                    "later",
+                    f"{self._what}: expected the same on all ranks; found on rank {self._rank} "
+                    f"[{note}] and on rank {rank} none: it waits for {label}",
+                )
+                return
+
+    def _missing_after(self, seconds: float) -> str:
+        missing = self.missing()
+        where = stall_monitor.missing_ranks(self._what, missing)
+        return (
+            f"{self._what}: expected ranks {_shown(self._ranks)}; ranks {_shown(missing)} did not "
+            f"come in {seconds:.0f} s{where and ': '}{where}"
+        )
+
+    def _delete_previous(self) -> None:
+        # All have come to this one, so no rank reads the previous one.
+        for key in ("note", "have", "came", "verdict"):
+            self._store.delete_key(f"{self._crowd}.{self._number - 1}/{key}")
+
+
+def _shown(ranks: Sequence[int]) -> str:
+    if len(ranks) <= 2 * _MOST_NAMED:
+        return str(list(ranks))
+    return f"{str(list(ranks[:_MOST_NAMED]))[:-1]}, ... {len(ranks)} in all]"

@@ -1,0 +1,1 @@
+"""The engine's allocations: storages, arenas, pinned and registered memory."""

@@ -1,0 +1,498 @@
+"""The engine's only allocations: persistent tensors, transient storages, and a ledger of both.
+
+[Note: Transient storage]
+Autograd saves views of a unit's full parameters between forward and backward, while the memory
+behind them must go. So a storage *object* lives as long as its unit and only its memory comes and
+goes. Tensors over it are made with ``set_``, which gives each its own version counter: refilling
+the memory by a collective is then no in-place change that autograd would complain about.
+
+On CUDA memory comes from the caching allocator by ``resize_``. On CPU there is none, and fresh
+pages are costly (the kernel zeroes each): so there memory is passed between storages of one size by
+swapping their data pointers, where torch can do so (``UntypedStorage._swap_data_ptr_``, in 2.13 but
+not in 2.11). Idle memory is kept within a step, as a caching allocator keeps it, but never so much
+that memory in use and idle together exceed the most that was in use. The step's last backward frees
+it, for the optimizer or another model. (Allocating it again costs up to 2 % of a step,
+``docs/benchmarks.md``.)
+
+[Note: Freed pages]
+Small allocations that last (of gloo's threads, of loggers) settle between large tensors that
+autograd frees, so on CPU glibc's heap has ever more holes, and the resident set grows to about
+twice its size over a thousand steps though nothing leaks. ``malloc_trim`` hands the pages of all
+holes back to the system. It takes milliseconds, and what it gave back is taken again in the next
+step, so every so many backwards it costs next to nothing. Settings of malloc do not do as well:
+with a larger ``M_TOP_PAD`` (or any other of them) glibc no longer learns how large tensors are, and
+where the heap has no hole for one above 128 KiB it maps and unmaps it (``benchmarks/long_run.py``).
+
+[Note: Sources of a fill]
+With ``fsdp_double_buffer`` transient storages are filled from an arena ([Note: Arena] in
+``arena.py``), as long as the steps so far needed, and steady steps allocate nothing. Without it,
+and where the arena has no room, memory comes from the pool of idle memory, or by ``resize_``. The
+storage object is the same in each case. The bytes of an arena are booked under the role it serves
+as it is made, and storages that are filled from it add nothing.
+
+Where torch cannot swap data pointers (before 2.13), and under ``FakeTensorMode``, where there is no
+memory, there are no arenas; fills are from NCCL's pool, if there is one and it may grow at any
+time. Idle memory is kept under ``FakeTensorMode``, too, unless a device is simulated: sizes of
+storages are swapped then.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fsdp_engine.accelerator import is_accelerator, module_of, simulates_device
+from fsdp_engine.memory.arena import Arena
+
+_CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+# See [Note: Freed pages].
+BACKWARDS_PER_TRIM = 100
+
+
+class Ledger:
+    """Bytes held now, and at most so far, by role and in total.
+
+    Attributes:
+        peaks: further peaks that are recorded.
+    """
+
+    def __init__(self) -> None:
+        self.peaks: tuple[Peak, ...] = ()
+        self.held: Counter[str] = Counter()
+        self.peak: Counter[str] = Counter()
+        self.total = 0
+        self.peak_total = 0
+
+    def add(self, role: str, num_bytes: int) -> None:
+        """Book ``num_bytes`` (negative when freed) on ``role``."""
+        held = self.held[role] = self.held[role] + num_bytes
+        self.total += num_bytes
+        # Comparisons: they cost less than max(), and this is counted some times for each unit.
+        if held > self.peak[role]:
+            self.peak[role] = held
+        if self.total > self.peak_total:
+            self.peak_total = self.total
+        if self.peaks:
+            for peak in self.peaks:
+                peak.look(self)
+
+    def reset_peak(self) -> None:
+        """Start a new peak from the bytes held now."""
+        self.peak = Counter(self.held)
+        self.peak_total = self.total
+
+
+class Peak:
+    """The moment with most bytes held since this was made, whatever other peaks are reset.
+
+    Attributes:
+        held: bytes by role at that moment.
+        total: their sum.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.held = Counter(ledger.held)
+        self.total = ledger.total
+
+    def look(self, ledger: Ledger) -> None:
+        """The ledger has changed."""
+        if ledger.total > self.total:
+            self.held = Counter(ledger.held)
+            self.total = ledger.total
+
+
+def begin_device_peak(device: torch.device) -> None:
+    """Torch's own peak of memory allocated on ``device`` starts anew; nothing on a CPU."""
+    if is_accelerator(device):
+        module_of(device).reset_peak_memory_stats(device)
+
+
+def device_peak(device: torch.device) -> int | None:
+    """Most bytes that torch had allocated on ``device`` since :func:`begin_device_peak`; None on a
+    CPU, where they are not counted."""
+    if not is_accelerator(device):
+        return None
+    return int(module_of(device).max_memory_allocated(device))
+
+
+@contextmanager
+def ordinary_tensors() -> Iterator[None]:
+    """Within it, new tensors are on a real device unless another is named, and take part in
+    autograd: also under ``with torch.device("meta")`` and ``torch.inference_mode()``."""
+    is_meta = torch.get_default_device().type == "meta"
+    with torch.inference_mode(False), torch.device("cpu") if is_meta else nullcontext():
+        yield
+
+
+def empty(
+    shape: int | tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device | str,
+    *,
+    pinned: bool = False,
+) -> torch.Tensor:
+    """An uninitialised tensor that is not booked: scratch, results handed to the user.
+
+    Args:
+        shape, dtype, device: of the tensor.
+        pinned: it is host memory that the accelerator copies from and to by itself.
+    """
+    return torch.empty(shape, dtype=dtype, device=device, pin_memory=pinned)
+
+
+def empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """An uninitialised tensor that is not booked, of the shape, strides and dtype of another."""
+    return torch.empty_like(tensor, device=device)
+
+
+def zeros_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros that are not booked, laid out as ``tensor`` is, also where it is a sharded one."""
+    return torch.zeros_like(tensor, dtype=dtype, requires_grad=False)
+
+
+def zeros(
+    shape: int | tuple[int, ...], dtype: torch.dtype, device: torch.device | str
+) -> torch.Tensor:
+    """A zeroed tensor that is not booked."""
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def empty_storage(device: torch.device | str) -> torch.UntypedStorage:
+    """A storage object without memory; under ``FakeTensorMode`` one that never gets any."""
+    return torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
+
+
+def storage_keys(tensor: torch.Tensor) -> list[int]:
+    """What identifies the storages under ``tensor``: one, or those of a wrapper's inner tensors.
+
+    A key is the address of the storage object, so it stays the same when the storage is resized.
+    Tensors without a storage (sparse ones, those of ``torch.vmap``) have no key.
+    """
+    if type(tensor) is not torch.Tensor and is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        # Of a DTensor its mesh is among them.
+        inner = [each for name in names if isinstance(each := getattr(tensor, name), torch.Tensor)]
+        return [key for each in inner for key in storage_keys(each)]
+    if not torch._C._has_storage(tensor):
+        return []
+    return [tensor.untyped_storage()._cdata]
+
+
+def begin_together(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors begin at one byte of one storage, also where that has no memory."""
+    storages = (first.untyped_storage()._cdata, second.untyped_storage()._cdata)
+    starts = [each.storage_offset() * each.itemsize for each in (first, second)]
+    return storages[0] == storages[1] and starts[0] == starts[1]
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor over the same memory with a version counter of its own."""
+    other = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return other.set_(
+        tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
+    )
+
+
+def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor over the same memory, on the CPU, whose storage ends where the tensor ends.
+
+    It keeps the memory alive. ``tensor`` must be contiguous.
+    """
+    if not tensor.numel():
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    flat = torch.from_numpy(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    return flat.view(tensor.dtype).view(tensor.shape)
+
+
+class Pool(Protocol):
+    """Where communication buffers come from, if not from the usual allocator.
+
+    Attributes:
+        takes_more: each rank may allocate in it at any time, also when it has been registered.
+    """
+
+    takes_more: bool
+
+    def allocating(self) -> AbstractContextManager[None]:
+        """Within it, what this thread allocates on the device comes from the pool."""
+        ...
+
+
+class Memory:
+    """What one engine allocates on one device.
+
+    Args:
+        device: which.
+        pool: what collectives read and write is allocated in it: arenas, and persistent tensors
+            that are ``sent``. None: nowhere special.
+        has_arenas: transient storages are filled from arenas, where torch can do so.
+
+    Attributes:
+        ledger: bytes by role: "main", "model", "grad" (persistent); "full", "staging" (transient:
+            an arena's, and those of ordinary memory in use; see [Note: Sources of a fill]).
+        has_pool: communication buffers must all be there when the engine is made.
+        arenas: by role.
+    """
+
+    def __init__(
+        self, device: torch.device, pool: Pool | None = None, *, has_arenas: bool = False
+    ) -> None:
+        self.device = device
+        self._pool = pool
+        self.has_pool = pool is not None
+        self._in_use = 0
+        self._most_in_use = 0
+        self.ledger = Ledger()
+        # A device's own allocator keeps idle memory.
+        self._swaps = _CAN_SWAP and device.type == "cpu" and not simulates_device()
+        self._swap = _swap_sizes if empty_storage(device).device.type == "meta" else _swap
+        self._idle: dict[int, list[torch.UntypedStorage]] = {}
+        # Storage objects that have given their memory away, to take some again.
+        self._hollow: list[torch.UntypedStorage] = []
+        self._trim = _find_malloc_trim() if device.type == "cpu" else None
+        self._backwards = 0
+        self.arenas: dict[str, Arena] = {}
+        if has_arenas and _CAN_SWAP and type(empty(0, torch.uint8, device)) is torch.Tensor:
+            for role in ("full", "staging"):
+                self.arenas[role] = Arena(self._allocate_arena, partial(self.ledger.add, role))
+        self._fills_from_pool = pool is not None and pool.takes_more and not self.arenas
+
+    def persistent(
+        self, numel: int, dtype: torch.dtype, role: str, *, sent: bool = False
+    ) -> torch.Tensor:
+        """A zeroed 1-D tensor that lives as long as the engine; ``sent``: collectives use it."""
+        self.ledger.add(role, numel * dtype.itemsize)
+        with self._allocating(sent):
+            return zeros(numel, dtype, self.device)
+
+    def give_back(self, tensor: torch.Tensor, role: str) -> None:
+        """A persistent tensor is about to go."""
+        self.ledger.add(role, -tensor.nbytes)
+
+    def transient(self, numel: int, dtype: torch.dtype, role: str) -> TransientStorage:
+        """A storage whose memory comes and goes; it starts without.
+
+        It has to be filled and drained on one lane; and all storages of one ``role`` on the same
+        one, or each drained after compute is done with it, and filled after compute.
+        """
+        return TransientStorage(self, numel, dtype, role)
+
+    def lasting(self, numel: int, dtype: torch.dtype, role: str) -> TransientStorage:
+        """A storage whose memory comes and goes, and is gone for long: it is freed,
+        not kept idle."""
+        return TransientStorage(self, numel, dtype, role, is_kept_idle=False)
+
+    def begin_unit(self) -> None:
+        """Transient storages that are made from here on are the next unit's: see :meth:`expect`."""
+        for arena in self.arenas.values():
+            arena.begin_unit()
+
+    def expect(self, moments: Mapping[str, Sequence[Sequence[int]]]) -> None:
+        """Allocate arenas before the first step, in memory of the pool if there is one.
+
+        Args:
+            moments: by role; see :meth:`.Arena.expect`.
+        """
+        for role, arena in self.arenas.items():
+            arena.expect(moments[role])
+
+    def _allocating(self, sent: bool) -> AbstractContextManager[None]:
+        return self._pool.allocating() if self._pool is not None and sent else nullcontext()
+
+    def end_backward(self, *, step_is_over: bool = False) -> None:
+        """A backward is over: arenas may grow, and now and then freed pages go back. See
+        [Note: Freed pages].
+
+        Args:
+            step_is_over: it was the step's last: idle memory goes back, too.
+        """
+        if step_is_over:
+            self.release_idle()
+        for arena in self.arenas.values():
+            arena.end_step()
+        self._backwards += 1
+        if self._trim is not None and self._backwards % BACKWARDS_PER_TRIM == 0:
+            self._trim(0)
+
+    def release_idle(self) -> None:
+        """Hand idle memory back."""
+        self._idle.clear()
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes of transient memory that no storage uses."""
+        return sum(size * len(blocks) for size, blocks in self._idle.items())
+
+    def _allocate_arena(self, num_bytes: int) -> torch.Tensor:
+        # Idle memory has served what the arena will serve.
+        self.release_idle()
+        self._most_in_use = self._in_use
+        with self._allocating(sent=True):
+            return empty(num_bytes, torch.uint8, self.device)
+
+    def fill(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        """Give ``storage``, which is empty, idle or new memory. Not booked."""
+        self._in_use += num_bytes
+        if self._in_use > self._most_in_use:
+            self._most_in_use = self._in_use
+        blocks = self._idle.get(num_bytes)
+        if blocks:
+            block = blocks.pop()
+            self._swap(storage, block)
+            self._hollow.append(block)
+            return
+        idle = self.idle_bytes
+        while idle and self._in_use + idle > self._most_in_use:
+            size = max(size for size, blocks in self._idle.items() if blocks)
+            self._idle[size].pop()
+            idle -= size
+        with self._allocating(sent=self._fills_from_pool):
+            storage.resize_(num_bytes)
+
+    def drain(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        """Take the memory of :meth:`fill` away."""
+        self._in_use -= num_bytes
+        if self._swaps:
+            block = self._hollow.pop() if self._hollow else empty_storage(self.device)
+            self._swap(storage, block)
+            blocks = self._idle.get(num_bytes)
+            if blocks is None:
+                blocks = self._idle[num_bytes] = []
+            blocks.append(block)
+        else:
+            storage.resize_(0)
+
+
+def _swap(full: torch.UntypedStorage, hollow: torch.UntypedStorage) -> None:
+    full._swap_data_ptr_(hollow)  # type: ignore[attr-defined]
+
+
+def _swap_sizes(first: torch.UntypedStorage, second: torch.UntypedStorage) -> None:
+    """Of storages under ``FakeTensorMode``. Torch refuses to swap those of two sizes, and
+    operations on fake tensors over an empty storage give it one."""
+    sizes = first.nbytes(), second.nbytes()
+    first.resize_(sizes[1])
+    second.resize_(sizes[0])
+
+
+def _find_malloc_trim() -> Callable[[int], int] | None:
+    """glibc's function of that name; None with another C library."""
+    if sys.platform != "linux":
+        return None
+    return getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+
+def resize_foreign(tensor: torch.Tensor, num_bytes: int) -> None:
+    """Resize the storage of a tensor that code outside of the engine has allocated; the ledger does
+    not count it. On CUDA the caller's stream is the one that computes with the tensor.
+
+    Args:
+        tensor: at any offset of its storage.
+        num_bytes: of the whole storage; 0 frees its memory.
+    """
+    storage = tensor.untyped_storage()
+    if storage.nbytes() != num_bytes:
+        storage.resize_(num_bytes)
+
+
+class TransientStorage:
+    """A storage object of ``numel`` elements whose memory comes and goes.
+
+    See [Note: Transient storage]. On CUDA, :meth:`fill` and :meth:`drain` must run on one stream.
+    """
+
+    def __init__(
+        self,
+        memory: Memory,
+        numel: int,
+        dtype: torch.dtype,
+        role: str,
+        *,
+        is_kept_idle: bool = True,
+    ) -> None:
+        self._memory = memory
+        self._role = role
+        self._is_kept_idle = is_kept_idle
+        self.numel = numel
+        self.dtype = dtype
+        self.num_bytes = numel * dtype.itemsize
+        self.filled = False
+        # Views can only be made over memory that is there: `view` fills and drains once.
+        self._storage = empty_storage(memory.device)
+        serves = is_kept_idle and self.num_bytes
+        self._arena = memory.arenas.get(role) if serves else None
+        if self._arena is not None:
+            self._arena.add(self.num_bytes)
+
+    def fill(self) -> None:
+        """Give the storage memory (uninitialised). Nothing happens if it has some."""
+        if not self.filled:
+            if not self._is_kept_idle:
+                self._storage.resize_(self.num_bytes)
+                self._memory.ledger.add(self._role, self.num_bytes)
+            elif self._arena is None or not self._arena.fill(self._storage, self.num_bytes):
+                self._memory.fill(self._storage, self.num_bytes)
+                self._memory.ledger.add(self._role, self.num_bytes)
+            self.filled = True
+
+    def drain(self) -> None:
+        """Take the memory away. Nothing happens if there is none."""
+        if self.filled:
+            if not self._is_kept_idle:
+                self._storage.resize_(0)
+                self.leave()
+                return
+            if self._arena is None or not self._arena.drain(self._storage):
+                self._memory.drain(self._storage, self.num_bytes)
+                self._memory.ledger.add(self._role, -self.num_bytes)
+            self.filled = False
+
+    def leave(self) -> None:
+        """Leave the memory to the tensors over it; this storage cannot be used again."""
+        if self.filled:
+            self._memory.ledger.add(self._role, -self.num_bytes)
+            self.filled = False
+
+    @property
+    def key(self) -> int:
+        """See :func:`storage_keys`."""
+        key: int = self._storage._cdata
+        return key
+
+    @property
+    def num_uses(self) -> int:
+        """Tensors over the storage, and other holds on it, that there are now."""
+        count: int = torch._C._storage_Use_Count(self._storage._cdata)
+        return count
+
+    @contextmanager
+    def while_filled(self) -> Iterator[TransientStorage]:
+        """Have memory for a moment, to make views over it."""
+        self.fill()
+        yield self
+        self.drain()
+
+    def view(self, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
+        """A contiguous tensor over elements from ``offset``, with a version counter of its own.
+
+        The storage must have memory at this moment; the tensor outlives it.
+        """
+        assert self._storage.nbytes() >= self.num_bytes, (
+            "a view needs memory behind it when it is made"
+        )
+        strides, step = [], 1
+        for size in reversed(shape):
+            strides.append(step)
+            step *= max(size, 1)
+        assert offset + math.prod(shape) <= self.numel
+        tensor = torch.empty(0, dtype=self.dtype, device=self._memory.device)
+        return tensor.set_(self._storage, offset, shape, tuple(reversed(strides)))

@@ -1,0 +1,69 @@
+"""Norm and clipping of all gradients, on this rank's flat shards: one all-reduce, no host sync.
+
+``flat_dtensor/full_reductions.py`` describes the accuracy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fsdp_engine.comm.collectives import all_reduce_
+from fsdp_engine.flat_dtensor.full_reductions import real_dtype, slice_norm
+
+_OPERATION = "the norm of gradients"
+
+
+def total_norm(
+    shards: Sequence[Tensor],
+    norm_type: float,
+    group: ProcessGroup | None,
+    device: torch.device,
+    copies: Sequence[int] | None = None,
+) -> Tensor:
+    """Compute the p-norm over all elements of all ranks' shards. Collective.
+
+    Args:
+        shards: this rank's reduced gradients, 1-D, each element on one rank of ``group``; padding
+            is zero.
+        norm_type: p; ``math.inf`` for the largest magnitude.
+        group: the ranks over which the elements are sharded; None if this rank holds all of them.
+        device: of the result.
+        copies: number of ranks of ``group`` that hold the elements of each shard. None: one each.
+
+    Returns:
+        A 0-d fp32 tensor (fp64 for fp64 and complex128 gradients), the same on every rank of
+        ``group``.
+
+    Raises:
+        ValueError: ``norm_type`` is not positive.
+    """
+    if not norm_type > 0:
+        raise ValueError(f"norm_type: expected a positive number or inf; found {norm_type!r}")
+    is_wide = any(real_dtype(shard.dtype) == torch.float64 for shard in shards)
+    dtype = torch.float64 if is_wide else torch.float32
+    norms = [
+        slice_norm(shard, norm_type, dtype) * count ** (-1.0 / norm_type)
+        for shard, count in zip(shards, copies or [1] * len(shards), strict=True)
+        if shard.numel()
+    ]
+    if not norms:
+        norms = [torch.zeros((), dtype=torch.float64, device=device)]
+    local = torch.linalg.vector_norm(torch.stack(norms), norm_type).to(dtype)
+    if math.isinf(norm_type):
+        return all_reduce_(local, group, "max", what=_OPERATION)
+    return all_reduce_(local.pow(norm_type), group, what=_OPERATION).pow(1.0 / norm_type)
+
+
+def clip_(shards: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scale the shards in place so that a total norm of ``norm`` becomes at most ``max_norm``.
+
+    The factor is that of ``torch.nn.utils.clip_grad_norm_``: ``min(1, max_norm / (norm + 1e-6))``.
+    """
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for shard in shards:
+        shard.mul_(factor.to(real_dtype(shard.dtype)))

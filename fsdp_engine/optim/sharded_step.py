@@ -1,0 +1,505 @@
+"""Steps elementwise optimizers on plain slices, while their state dicts hold FlatDTensors.
+
+[Note: Shadow optimizer]
+The DTensor dispatch costs host time in every operation of a step. An elementwise optimizer does not
+need it, because the update of a slice depends on that slice alone. So ``step`` runs on a *shadow*:
+an object of the same class that shares the optimizer's attributes, but whose ``param_groups`` and
+``state`` hold plain slices. A step pre-hook passes it to ``step`` as ``self``.
+
+The optimizer itself is not modified, so nothing has to be restored after an exception: closures,
+hooks and LR schedulers read FlatDTensors before, during and after the step. Both share memory:
+
+    optimizer   param_groups: [FlatDTensor]           state[FlatDTensor]["exp_avg"]: FlatDTensor
+                                  | .local                                            | .local
+    shadow      param_groups: [slice]                 state[slice]["exp_avg"]: slice
+
+A hyperparameter or a new state that the step stores is written through to the optimizer's groups
+and state immediately. State that is replaced from outside (by loading) is detected before the next
+step by comparing objects. Slices have gradients within the step only, because a reference to a
+gradient keeps its memory allocated ([Note: When gradients are held] in
+``buffers/gradient_memory.py``).
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable, MutableMapping
+from itertools import chain, repeat
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fsdp_engine.flat_dtensor import FlatDTensor, clear_gradients, gradients_of, set_gradients
+from fsdp_engine.flat_dtensor.parameter_access import GradientAccess
+from fsdp_engine.optim.quantized_state import (
+    is_blockwise,
+    is_blockwise_class,
+    quantize_values,
+    save_values,
+)
+
+_KNOWN = "Adam, AdamW, SGD, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop"
+_ELEMENTWISE = tuple(getattr(torch.optim, name) for name in _KNOWN.split(", "))
+# Methods that a step rests on: the second makes state, in optimizers of torch.
+_STEP = ("step", "_init_group")
+_TORCHS_WRAPPER = Optimizer.profile_hook_step(lambda self: None).__code__
+
+_slice_of: Callable[[Any], Tensor] = operator.attrgetter("_local_tensor")
+_dtype_of: Callable[[Any], torch.dtype] = operator.attrgetter("dtype")
+_param_local: Callable[[Any], Tensor] = operator.attrgetter("param_local")
+
+AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether :func:`shard_optimizer` accepts ``optimizer`` without ``elementwise=True``."""
+    return _is_known(optimizer) and not optimizer.defaults.get("differentiable")
+
+
+def _is_known(optimizer: Optimizer) -> bool:
+    """Whether its step is that of an optimizer which updates each element by itself."""
+    return _known_ancestor(optimizer) is not None and _own_method(optimizer) is None
+
+
+def _known_ancestor(optimizer: Optimizer) -> type[Optimizer] | None:
+    """The class of ``optimizer``, or the first that it inherits from, whose step is known."""
+    for kind in type(optimizer).__mro__:
+        if kind in _ELEMENTWISE or is_blockwise_class(kind):
+            return kind
+    return None
+
+
+def _own_method(optimizer: Optimizer) -> str | None:
+    """The method that a step rests on, and that is not inherited from the known ancestor."""
+    kind, known = type(optimizer), _known_ancestor(optimizer)
+    differs = (name for name in _STEP if _method(kind, name) is not _method(known, name))
+    return next(differs, None)
+
+
+def _method(kind: type[Optimizer] | None, name: str) -> Any:
+    """A method of a class, without what torch wraps around the step of each class that has an
+    instance."""
+    found: Any = getattr(kind, name, None)
+    while getattr(found, "__code__", None) is _TORCHS_WRAPPER:
+        found = found.__wrapped__
+    return found
+
+
+def refuse_blockwise(optimizer: Optimizer, *args: object) -> None:
+    """Step pre-hook of all optimizers: raise before a step that would fail half way.
+
+    Raises:
+        RuntimeError: an optimizer of torchao holds sharded parameters, and was not passed to
+            :func:`shard_optimizer`.
+    """
+    if not is_blockwise(optimizer) or _has_local_step(optimizer):
+        return
+    params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    if any(isinstance(param, FlatDTensor) for param in params):
+        raise RuntimeError(
+            f"{type(optimizer).__name__}: expected fe.shard_optimizer(optimizer) before its first "
+            "step, so that it quantises state in blocks of each rank's slice; found sharded "
+            "parameters, which its step mixes with DTensors of its own"
+        )
+
+
+def _has_local_step(optimizer: Optimizer) -> bool:
+    hooks = optimizer._optimizer_step_pre_hooks.values()
+    return any(isinstance(hook, _LocalStep) for hook in hooks)
+
+
+def shard_optimizer(optimizer: AnyOptimizer, *, elementwise: bool = False) -> AnyOptimizer:
+    """Make an optimizer step on the plain slices of its FlatDTensors; returns the same object.
+
+    Nothing else changes: ``param_groups``, ``state``, ``state_dict`` and ``load_state_dict`` hold
+    FlatDTensors, and schedulers and hooks work. Plain tensors in the param groups are updated as
+    before.
+
+    Args:
+        optimizer: Adam, AdamW, SGD, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop
+            of ``torch.optim``, or a subclass that inherits their step; or torchao's AdamW8bit,
+            AdamW4bit, AdamWFp8, whose quantisation blocks are then blocks of a rank's slice. Their
+            ``state_dict()`` holds fp32 values (``quantized_state.py``).
+        elementwise: asserts that any other optimizer updates each element from that element's
+            gradient and state alone, and that its state tensors have the parameter's shape, or
+            shape ().
+
+    Raises:
+        TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``.
+        ValueError: it is not known to be elementwise, or has ``differentiable=True``.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer: expected a torch.optim.Optimizer; found {optimizer!r}")
+    name = type(optimizer).__name__
+    if not (elementwise or _is_known(optimizer)):
+        if (ancestor := _known_ancestor(optimizer)) is not None:
+            name += (
+                f", a subclass of {ancestor.__name__} with {_own_method(optimizer)}() of its own"
+            )
+        raise ValueError(
+            f"optimizer: expected one of {_KNOWN} or a subclass that inherits its step; found "
+            f"{name}. If it updates every element on its own, pass elementwise=True; if not, use "
+            "it as it is, without fe.shard_optimizer"
+        )
+    if optimizer.defaults.get("differentiable"):
+        raise ValueError(
+            f"optimizer: expected differentiable=False; found True for {name}. Its step would "
+            f"need the autograd history of sharded parameters"
+        )
+    if not _has_local_step(optimizer):
+        step = _LocalStep(optimizer)
+        optimizer.register_step_pre_hook(step)
+        optimizer.register_step_post_hook(step.finish)
+        if is_blockwise(optimizer):
+            optimizer.register_state_dict_post_hook(save_values)
+            optimizer.register_load_state_dict_post_hook(quantize_values)
+    return optimizer
+
+
+class _WriteThrough(dict[Any, Any]):
+    """A dict that applies every change to another mapping, too. Reads cost what a dict's cost."""
+
+    def target(self) -> MutableMapping[Any, Any]:
+        """The mapping that changes are also applied to."""
+        raise NotImplementedError
+
+    def converted(self, value: Any) -> Any:
+        """The value that is stored in the target."""
+        return value
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if key not in self or self[key] is not value:
+            super().__setitem__(key, value)
+            self.target()[key] = self.converted(value)
+
+    def __delitem__(self, key: Any) -> None:
+        super().__delitem__(key)
+        del self.target()[key]
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        if key not in self and default:
+            return default[0]
+        value = self[key]
+        del self[key]
+        return value
+
+    def __ior__(self, other: Any) -> Any:  # type: ignore[misc]
+        self.update(other)
+        return self
+
+    def clear(self) -> None:
+        for key in list(self):
+            del self[key]
+
+
+class _LocalGroup(_WriteThrough):
+    """A param group of the shadow: slices as parameters, the optimizer's hyperparameters."""
+
+    def __init__(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        super().__init__(group)
+        dict.__setitem__(self, "params", params)
+        self._group = group
+
+    def target(self) -> MutableMapping[Any, Any]:
+        return self._group
+
+
+class _Shadow:
+    """Mixin for an optimizer class: own param groups and state; all else is the optimizer's.
+
+    One object per step. It shares the optimizer's ``__dict__``; properties take precedence over it.
+    """
+
+    __slots__ = ()
+
+    local_of: dict[int, Tensor]
+    local_states: _LocalStates
+
+    @property
+    def param_groups(self) -> list[_LocalGroup]:
+        # Created at each access: other pre-hooks may set hyperparameters before the step reads.
+        local_of = self.local_of
+        return [
+            _LocalGroup(group, [local_of.get(id(p), p) for p in group["params"]])
+            for group in self.__dict__["param_groups"]
+        ]
+
+    @property
+    def state(self) -> _LocalStates:
+        return self.local_states
+
+
+class _Slot:
+    """One FlatDTensor of the optimizer, and the slice that replaces it in the shadow."""
+
+    def __init__(self, param: FlatDTensor) -> None:
+        self.param = param
+        # A separate tensor, so that it has a separate .grad. It shares the parameter's memory and
+        # version counter.
+        self.local = param.local.detach()
+        self.param_local = param.local
+
+    def to_flat(self, value: Any) -> Any:
+        """Convert state of the slice to state of the parameter."""
+        if isinstance(value, Tensor) and value.shape == self.local.shape:
+            return FlatDTensor.from_flat_local(value, self.param.flat_placement)
+        return value
+
+    def to_local(self, key: Any, value: Any) -> tuple[Any, Any]:
+        """Convert state of the parameter to state of the slice.
+
+        Returns:
+            The parameter's state, as a FlatDTensor if it is sharded; the slice's state.
+
+        Raises:
+            ValueError: ``value`` is a FlatDTensor of another slice.
+        """
+        placement = self.param.flat_placement
+        if isinstance(value, FlatDTensor):
+            if value.flat_placement != placement:
+                raise ValueError(
+                    f"state {key!r} of {placement.name or 'a parameter'}: expected {placement}; "
+                    f"found {value.flat_placement}. State of torch.save fits the ranks and the "
+                    "levels that it was saved with; fe.save_checkpoint saves for any"
+                )
+            return value, value.local
+        if isinstance(value, Tensor) and value.ndim and value.shape == placement.shape:
+            # Unsharded, as loaded from an unsharded checkpoint.
+            full = value.full_tensor() if isinstance(value, DTensor) else value
+            local = placement.slice_of_full(full).clone()
+            return FlatDTensor.from_flat_local(local, placement), local
+        return value, value
+
+
+class _Owner:
+    """Access of the shadow's state to the optimizer's state.
+
+    It refers to the optimizer weakly, and to none of its hooks, so that a deleted optimizer frees
+    its state without the garbage collector.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self.slot_of: dict[int, _Slot] = {}  # by id of the slice
+        # Whether a step has changed the state since it was last compared.
+        self.changed = True
+
+    def state_to_change(self) -> Any:
+        """The optimizer's state, for a change by its step."""
+        self.changed = True
+        return self._state()
+
+    def entry(self, key: Any) -> Any:
+        """The state of a key that is not a slice; created if missing, as torch does."""
+        state = self._state()
+        return state[key] if key in state else self.state_to_change()[key]
+
+    def _state(self) -> Any:
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        return optimizer.state
+
+
+class _LocalState(_WriteThrough):
+    """State of a slice. What the step stores is written through to the parameter's state."""
+
+    def __init__(self, owner: _Owner, slot: _Slot, values: dict[Any, Any]) -> None:
+        super().__init__(values)
+        self._owner = owner
+        self._slot = slot
+
+    def target(self) -> MutableMapping[Any, Any]:
+        state: MutableMapping[Any, Any] = self._owner.state_to_change()[self._slot.param]
+        return state
+
+    def converted(self, value: Any) -> Any:
+        return self._slot.to_flat(value)
+
+
+class _LocalStates(_WriteThrough):
+    """``state`` of the shadow, by slice. Other keys have the optimizer's own entries."""
+
+    def __init__(self, owner: _Owner) -> None:
+        super().__init__()
+        self._owner = owner
+
+    def __missing__(self, key: Any) -> Any:
+        slot = self._owner.slot_of.get(id(key))
+        if slot is None:
+            entry = self._owner.entry(key)
+            dict.__setitem__(self, key, entry)
+            return entry
+        state = _LocalState(self._owner, slot, {})
+        dict.__setitem__(self, key, state)
+        return state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if id(key) not in self._owner.slot_of:
+            self._owner.state_to_change()[key] = value
+            dict.__setitem__(self, key, value)
+            return
+        state = self[key]
+        state.clear()
+        state.update(value)
+
+    def __delitem__(self, key: Any) -> None:
+        dict.__delitem__(self, key)
+        slot = self._owner.slot_of.get(id(key))
+        self._owner.state_to_change().pop(key if slot is None else slot.param, None)
+
+    def load_other(self, key: Any, value: Any) -> None:
+        """Add the optimizer's own entry of a key that is not a slice."""
+        dict.__setitem__(self, key, value)
+
+    def load(self, slot: _Slot, param_state: dict[Any, Any]) -> None:
+        """Set a slice's state from its parameter's, and shard the parameter's state in place."""
+        values = {}
+        for key, value in param_state.items():
+            param_state[key], values[key] = slot.to_local(key, value)
+        dict.__setitem__(self, slot.local, _LocalState(self._owner, slot, values))
+
+
+class _LocalStep:
+    """Step pre-hook: updates the shadow and passes it to ``step`` as ``self``."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        slots = {"__slots__": ("local_of", "local_states")}
+        bases = (_Shadow, type(optimizer))
+        self._shadow_class = type(type(optimizer).__name__, bases, slots)
+        self._owner = _Owner(optimizer)
+        self._params: list[Tensor] = []
+        self._slots: list[_Slot] = []
+        self._flat_params: list[FlatDTensor] = []
+        self._reads: list[GradientAccess] = []
+        self._locals: list[Tensor] = []
+        self._local_of: dict[int, Tensor] = {}  # by id of the FlatDTensor
+        self._dtypes: list[torch.dtype] = []
+        self._local_states = _LocalStates(self._owner)
+        # The objects of the optimizer's state when the shadow's state last matched it.
+        self._known_state: Any = None
+        self._known_entries: list[Any] = []
+        self._known_dicts: list[dict[Any, Any]] = []
+        self._known_values: list[Any] = []
+
+    def __call__(
+        self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if isinstance(optimizer, _Shadow):  # a subclass's step calls its parent's
+            return None
+        self._refresh_params(optimizer.param_groups)
+        if self._owner.changed or not self._state_is_known(optimizer.state):
+            self._load_state(optimizer.state)
+        self._set_grads()
+        shadow: Any = object.__new__(self._shadow_class)
+        shadow.__dict__ = optimizer.__dict__
+        shadow.local_of, shadow.local_states = self._local_of, self._local_states
+        arguments = [self._closure(a) if callable(a) else a for a in args[1:]]
+        kwargs = {k: self._closure(v) if k == "closure" and v else v for k, v in kwargs.items()}
+        return (shadow, *arguments), kwargs
+
+    def finish(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Step post-hook. The step has written all changes of the state through already."""
+        if isinstance(optimizer, _Shadow):
+            return
+        clear_gradients(self._locals)  # references would keep their memory allocated
+        if self._owner.changed:
+            self._remember(optimizer.state)
+        # Fused steps do not increment version counters (torch 2.11 to 2.13).
+        torch.autograd.graph.increment_version(self._locals)
+
+    def _closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def with_new_gradients() -> Any:
+            clear_gradients(self._locals)
+            result = closure()
+            self._set_grads()
+            return result
+
+        return with_new_gradients
+
+    def _refresh_params(self, groups: list[dict[str, Any]]) -> None:
+        """Update the slots if parameters were added, removed or converted."""
+        params = list(chain.from_iterable(group["params"] for group in groups))
+        if (
+            len(params) == len(self._params)
+            and all(map(operator.is_, params, self._params))
+            and all(
+                map(operator.is_, map(_slice_of, self._flat_params), map(_param_local, self._slots))
+            )
+        ):
+            return
+        known = {
+            id(slot.param): slot
+            for slot in self._slots
+            if slot.param_local is _slice_of(slot.param)
+        }
+        self._params = params
+        self._slots = [known.get(id(p)) or _Slot(p) for p in params if isinstance(p, FlatDTensor)]
+        self._flat_params = [slot.param for slot in self._slots]
+        backrefs = [param._backref for param in self._flat_params if param._backref is not None]
+        self._reads = list({id(each.gradients): each.gradients for each in backrefs}.values())
+        self._locals = [slot.local for slot in self._slots]
+        self._dtypes = [local.dtype for local in self._locals]
+        self._local_of = {id(slot.param): slot.local for slot in self._slots}
+        self._owner.slot_of = {id(slot.local): slot for slot in self._slots}
+        self._owner.changed = True
+
+    @torch.no_grad()
+    def _set_grads(self) -> None:
+        """Set ``.grad`` of each slice. The loops run in C, since there may be many parameters."""
+        for reads in self._reads:
+            reads.wait()
+        grads = gradients_of(self._flat_params)
+        slices: list[Tensor | None]
+        if any(map(operator.is_, grads, repeat(None))):
+            slices = [None if grad is None else _slice_of(grad) for grad in grads]
+        else:
+            slices = list(map(_slice_of, grads))
+            if all(map(operator.is_, map(_dtype_of, slices), self._dtypes)):
+                set_gradients(self._locals, slices)
+                return
+        casts = zip(slices, self._dtypes, strict=True)
+        set_gradients(self._locals, [None if s is None else s.to(dtype) for s, dtype in casts])
+
+    def _state_is_known(self, state: Any) -> bool:
+        values = chain.from_iterable(map(dict.values, self._known_dicts))
+        return (
+            state is self._known_state
+            and len(state) == len(self._known_entries)
+            and all(map(operator.is_, state.values(), self._known_entries))
+            and sum(map(len, self._known_dicts)) == len(self._known_values)
+            and all(map(operator.is_, values, self._known_values))
+        )
+
+    @torch.no_grad()
+    def _load_state(self, state: Any) -> None:
+        """Set the shadow's state from the optimizer's."""
+        self._local_states = _LocalStates(self._owner)
+        slots = {id(slot.param): slot for slot in self._slots}
+        for key, value in state.items():
+            if (slot := slots.get(id(key))) is not None:
+                self._local_states.load(slot, value)
+            elif not isinstance(key, FlatDTensor):
+                self._local_states.load_other(key, value)
+        self._remember(state)
+
+    def _remember(self, state: Any) -> None:
+        """Keep the objects of the optimizer's state, to detect that it was replaced."""
+        self._owner.changed = False
+        self._known_state = state
+        self._known_entries = list(state.values())
+        flat = {id(param) for param in self._flat_params}
+        self._known_dicts = [each for key, each in state.items() if id(key) in flat]
+        self._known_values = list(chain.from_iterable(map(dict.values, self._known_dicts)))

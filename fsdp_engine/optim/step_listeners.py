@@ -1,0 +1,130 @@
+"""Finds optimizers that were created before their parameters are replaced.
+
+Converts optimizer state that the user has distributed as DTensors.
+
+FSDP2's tutorial loads full optimizer state with ``distribute_tensor(value, param.device_mesh,
+param.placements)`` for each value, and ``optimizer.load_state_dict``. The results are DTensors over
+this rank's slices. Before the next step they are replaced by FlatDTensors over the same memory.
+
+Notifies engines before and after each optimizer step.
+
+Version counters do not record all weight updates of optimizers (fused kernels, ``.data``).
+Listeners are called in the order of their registration, which is the same on all ranks, because a
+listener may issue collectives.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import weakref
+from collections.abc import Collection, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from fsdp_engine.flat_dtensor import FlatDTensor
+from fsdp_engine.flat_dtensor.elementwise import slice_of_distributed
+from fsdp_engine.optim.sharded_step import refuse_blockwise
+
+
+def find_optimizers(params: Collection[int]) -> Iterator[tuple[torch.optim.Optimizer, int]]:
+    """Find the optimizers of this process that hold given parameters.
+
+    Args:
+        params: ``id``s of the parameters.
+
+    Yields:
+        An optimizer, and the ``id`` of a parameter in its groups; once for each such parameter.
+    """
+    classes = _with_subclasses(torch.optim.Optimizer)
+    # torch sets `hooked` on a class's step when the first instance is created. Most jobs have none
+    # at this point, and skip the scan.
+    if not any(hasattr(each.step, "hooked") for each in classes):
+        return
+    # Exact types instead of isinstance: there may be a million objects, and some override
+    # __class__.
+    for candidate in gc.get_objects():
+        if type(candidate) not in classes:
+            continue
+        for group in vars(candidate).get("param_groups", ()):
+            for param in group["params"]:
+                if id(param) in params:
+                    yield candidate, id(param)
+
+
+def _with_subclasses(
+    base: type[torch.optim.Optimizer],
+) -> set[type[torch.optim.Optimizer]]:
+    return {base}.union(*map(_with_subclasses, base.__subclasses__()))
+
+
+# The state dict of each optimizer at its last conversion. Loading replaces the dict.
+_CONVERTED: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
+
+
+def adopt_loaded_state(optimizer: Optimizer, *args: object) -> None:
+    """Step pre-hook: convert the state of sharded parameters from DTensors to FlatDTensors."""
+    state = optimizer.__dict__["state"]
+    if _CONVERTED.get(optimizer) is state:
+        return
+    _CONVERTED[optimizer] = state
+    for param, values in state.items():
+        if not isinstance(param, FlatDTensor):
+            continue
+        for key, value in values.items():
+            if isinstance(value, DTensor) and not isinstance(value, FlatDTensor):
+                local = slice_of_distributed(value, param.flat_placement)
+                if local is not None:
+                    values[key] = FlatDTensor.from_flat_local(local, param.flat_placement)
+
+
+class Listener(Protocol):
+    """Receiver of the notifications. Held by a weak reference."""
+
+    def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called before any optimizer of this process steps. An exception prevents the step."""
+        ...
+
+    def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called after any optimizer of this process has stepped."""
+        ...
+
+
+_LISTENERS: weakref.WeakValueDictionary[int, Listener] = weakref.WeakValueDictionary()
+_NUMBERS = itertools.count()
+_HOOKS: list[object] = []  # registered once for this process
+
+
+def add_step_listener(listener: Listener) -> None:
+    """Notify ``listener`` of the steps of all optimizers of this process.
+
+    ``listener.optimizer_steps`` is called before each step without a closure,
+    ``listener.optimizer_stepped`` after each step.
+    """
+    if not _HOOKS:
+        _HOOKS.append(register_optimizer_step_pre_hook(refuse_blockwise))
+        _HOOKS.append(register_optimizer_step_pre_hook(adopt_loaded_state))
+        _HOOKS.append(register_optimizer_step_pre_hook(_before_step))
+        _HOOKS.append(register_optimizer_step_post_hook(_after_step))
+    _LISTENERS[next(_NUMBERS)] = listener
+
+
+def _before_step(
+    optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
+) -> None:
+    if any(value is not None for value in (*args[1:], kwargs.get("closure"))):
+        return  # the closure will run the backward within the step
+    for listener in list(_LISTENERS.values()):
+        listener.optimizer_steps(optimizer)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, *args: object) -> None:
+    for listener in list(_LISTENERS.values()):
+        listener.optimizer_stepped(optimizer)

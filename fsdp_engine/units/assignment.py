@@ -1,0 +1,590 @@
+"""Splits a row of tensors into buckets. Pure integers.
+
+A bucket closes with the tensor that reaches its size, so buckets are at least as large, and none is
+cut. Worked example, sizes 5, 5, 8, 2 and 4: with ``size=10`` the buckets are (5, 5), (8, 2), (4);
+with ``num_buckets=2``, of 24 elements, (5, 5, 8) and (2, 4).
+
+Which modules are units, and which unit owns which parameter.
+
+A unit is a set of modules: it is entered whenever one of them is called, and left when that call
+returns. A parameter belongs to the smallest unit that contains every module that refers to it, at
+every place of that module in the model: its own unit; for a tied parameter, or one of a module that
+two blocks share, the unit that contains both places, else the root. So each parameter is in exactly
+one unit, however units nest.
+
+[Note: Default units]
+Blocks, the children of every ``nn.ModuleList`` and ``nn.Sequential``, are units. What module order
+puts before, between and after them (embeddings; final norm and head) is a set each, so that the
+root keeps only what its own forward reads itself: parameters of modules that contain blocks, and
+those that tie a block to something else. Sets that a parameter ties together (an embedding and a
+head) are one set.
+
+    embedding, positions | block 0 | block 1 | .. | block n | norm, head          not tied
+    embedding, positions, norm, head | block 0 | block 1 | .. | block n           tied
+
+Modules beside blocks are *loose*: the model's forward may read their weights without calling them
+(a head that multiplies with ``self.embedding.weight``). See ``runtime/model_hooks.py``.
+
+Those that are too small are joined with their neighbours afterwards (``assignment.py``).
+
+Default units that are too small are joined with their neighbours.
+
+[Note: Size of a unit]
+Whatever its size, a unit costs a message for each gather and each reduction, and the host's time
+for submissions. What it buys is that messages begin earlier and memory ends earlier. The first
+gather and the last reduction are always waited for, and grow with their units. Where the two meet
+was measured (``benchmarks/unit_size.py``; tables in docs/benchmarks.md, "Size of a unit"):
+
+- simulated H100s, 8 and 64, 16,384 tokens a rank: up to 3 M elements a block the host bounds a
+  step, and joining blocks takes 5 to 15 % off it; from 5 M on compute does, and joining adds up to
+  1 % by twos, 3 to 8 % where all sixteen blocks are one unit.
+- 1 M elements in bf16, 2 MB, take 44 us on a 400 Gb/s link, a ring's hops over eight nodes 42 us:
+  smaller messages are mostly latency.
+- two gloo ranks, eight blocks: with all in one unit a step takes 0.60 (level 0) to 0.46 (level 3)
+  of one with single units at 33 k elements a block, 0.87 to 0.60 at 526 k.
+
+So default units have at least 1 M elements: far enough below the blocks of usual models (7 M in the
+smallest GPT-2) that those stay as they are, in time and in memory. Beside its largest set a joined
+unit has less than 1 M elements, and less than 2 M where a small leftover has joined it.
+
+The order is that of modules, first come: a small set takes what follows until it is large enough,
+whatever the size of the last one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_engine.buffers.spec import ParamRecord
+from fsdp_engine.memory import allocator
+from fsdp_engine.patterns import compile_pattern, joined_names
+
+
+def split_by_size(sizes: Sequence[int], size: int) -> list[range]:
+    """Positions of each bucket; all but the last hold ``size`` elements or more."""
+    buckets: list[range] = []
+    start = held = 0
+    for position, numel in enumerate(sizes):
+        held += numel
+        if held >= size:
+            buckets.append(range(start, position + 1))
+            start, held = position + 1, 0
+    if start < len(sizes):
+        buckets.append(range(start, len(sizes)))
+    return buckets
+
+
+def split_by_count(sizes: Sequence[int], num_buckets: int) -> list[range]:
+    """Positions of each of ``num_buckets`` buckets, or fewer where tensors are too few or large.
+
+    A bucket closes with the tensor that reaches an equal share of the rest.
+    """
+    buckets: list[range] = []
+    start = held = 0
+    left = sum(sizes)
+    for position, numel in enumerate(sizes):
+        held += numel
+        shares = num_buckets - len(buckets)
+        if shares > 1 and held * shares >= left:
+            buckets.append(range(start, position + 1))
+            start, left, held = position + 1, left - held, 0
+    if start < len(sizes):
+        buckets.append(range(start, len(sizes)))
+    return buckets
+
+
+def bucket_multiple(num_ranks: int, *, padded: bool) -> int:
+    """What a bucket's elements are a multiple of.
+
+    The least common multiple of the ranks and of 128, so that parts are equal and every rank's
+    transfers are aligned; ``padded``: 2^16 for each rank, which NCCL's rings carry fastest
+    (Megatron-Core's rules).
+    """
+    return num_ranks * 2**16 if padded else math.lcm(num_ranks, 128)
+
+
+Selector = type[nn.Module] | nn.Module | str | Callable[[str, nn.Module], bool]
+UnitSelector = Selector | tuple[Selector, ...]
+
+_WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+def collect_records(model: nn.Module) -> list[ParamRecord]:
+    """Every parameter of ``model`` once, with all its names and places, in registration order."""
+    records: dict[int, ParamRecord] = {}
+    seen: set[tuple[int, str]] = set()
+    for module_name, module in model.named_modules(remove_duplicate=False):
+        for attribute, param in module._parameters.items():
+            if param is None:
+                continue
+            name = f"{module_name}.{attribute}" if module_name else attribute
+            record = records.setdefault(id(param), ParamRecord(name, param))
+            record.aliases.append(name)
+            if (id(module), attribute) not in seen:
+                seen.add((id(module), attribute))
+                record.owners.append((module, attribute))
+    return list(records.values())
+
+
+def check_memory(model: nn.Module, records: Sequence[ParamRecord]) -> None:
+    """Check that each parameter has its elements to itself.
+
+    Raises:
+        ValueError: two parameters, or a parameter and a buffer, share elements; names both. An
+            update of one would not be seen in the other.
+    """
+    params = [(record.name, "parameter", record.shard.detach()) for record in records]
+    buffers = [(name, "buffer", buffer) for name, buffer in model.named_buffers()]
+    by_storage: dict[int, list[tuple[str, str, Tensor]]] = {}
+    for each in (*params, *buffers):
+        tensor = each[2]
+        # Tensors of other classes have memory that no address identifies.
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided or not tensor.numel():
+            continue
+        if address := tensor.untyped_storage().data_ptr():
+            by_storage.setdefault(address, []).append(each)
+    for together in by_storage.values():
+        for first, second in itertools.combinations(together, 2):
+            if first[1] == "parameter" and _share_elements(first[2], second[2]):
+                raise ValueError(
+                    f"{first[0]}: expected a parameter with memory of its own; found the "
+                    f"{second[1]} {second[0]} over the same elements. Tie parameters by assigning "
+                    "one nn.Parameter to both modules, or clone() one of the two"
+                )
+
+
+def _share_elements(first: Tensor, second: Tensor) -> bool:
+    """Whether tensors over one storage have a byte in common: two columns of a matrix have not."""
+    pair = (first, second)
+    starts = [int(each.storage_offset()) * each.itemsize for each in pair]
+    stops = [
+        start
+        + (1 + sum((n - 1) * s for n, s in zip(each.shape, each.stride(), strict=True)))
+        * each.itemsize
+        for start, each in zip(starts, pair, strict=True)
+    ]
+    if starts[0] >= stops[1] or starts[1] >= stops[0]:
+        return False
+    if all(each.is_contiguous() for each in pair) or first.itemsize != second.itemsize:
+        return True
+    seen = allocator.zeros((max(stops) - min(starts)) // first.itemsize, torch.bool, "cpu")
+    views = [
+        seen.as_strided(each.shape, each.stride(), (start - min(starts)) // each.itemsize)
+        for each, start in zip(pair, starts, strict=True)
+    ]
+    views[0].fill_(True)
+    return bool(views[1].any())
+
+
+@dataclass(frozen=True)
+class ModuleSet:
+    """The modules of one unit.
+
+    Attributes:
+        names: their fully qualified names.
+        modules: none within another.
+        loose: those of them that are; see [Note: Default units].
+    """
+
+    names: tuple[str, ...]
+    modules: list[nn.Module]
+    loose: tuple[nn.Module, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Their names as one."""
+        return joined_names(self.names)
+
+
+def find_units(
+    model: nn.Module,
+    selectors: UnitSelector | Iterable[UnitSelector] | None,
+    records: Sequence[ParamRecord],
+) -> list[ModuleSet]:
+    """The units in module order, without the root.
+
+    Args:
+        model: the root.
+        selectors: module classes, modules, name patterns and predicates ``(name, module) -> bool``,
+            one or several; each module that matches is a unit. A tuple of them among several is
+            one unit of all that match. In a pattern ``*`` stands for one part of a dotted name and
+            ``**`` for any number: ``"blocks.*"`` is every child of ``blocks``. None: see
+            [Note: Default units].
+        records: the model's parameters.
+
+    Raises:
+        TypeError: a selector is none of these.
+        ValueError: a selector matches no module with parameters, or one without a forward; a
+            module is in two units, or lies within another of its own.
+    """
+    if selectors is None:
+        return _default_units(model, records)
+    if isinstance(selectors, (str, type, nn.Module)) or callable(selectors):
+        selectors = [selectors]
+    if not isinstance(selectors, Iterable):
+        raise TypeError(
+            "units: expected module classes, modules, name patterns or functions, one or several; "
+            f"found {selectors!r}"
+        )
+    places = {name: place for place, (name, _) in enumerate(model.named_modules())}
+    sets: dict[tuple[str, ...], dict[str, nn.Module]] = {}
+    set_of: dict[str, tuple[str, ...]] = {}
+    for selector in selectors:
+        if isinstance(selector, tuple):
+            matched = {n: m for each in selector for n, m in _select(model, each).items()}
+            matched = dict(sorted(matched.items(), key=lambda item: places[item[0]]))
+            found = [matched]
+        else:
+            found = [{name: module} for name, module in _select(model, selector).items()]
+        for modules in found:
+            names = tuple(modules)
+            for name in names:
+                if set_of.setdefault(name, names) != names:
+                    raise ValueError(
+                        f"units: expected each module in one unit; found {name} in "
+                        f"({', '.join(set_of[name])}) and in ({', '.join(names)})"
+                    )
+                inner = [each for each in names if each.startswith(f"{name}.")]
+                if inner:
+                    raise ValueError(
+                        "units: expected modules beside each other in one unit; found "
+                        f"{inner[0]}, which lies in {name}, beside it"
+                    )
+            sets[names] = modules
+    ordered = sorted(sets.items(), key=lambda item: places[item[0][0]])
+    return [ModuleSet(names, list(modules.values())) for names, modules in ordered]
+
+
+def assign(
+    model: nn.Module, units: Sequence[ModuleSet], records: Sequence[ParamRecord]
+) -> dict[str, list[ParamRecord]]:
+    """The records of each unit by its name; the root, "", takes what no unit contains."""
+    all_units = [ModuleSet(("",), [model]), *units]
+    sizes = [sum(1 for module in unit.modules for _ in module.modules()) for unit in all_units]
+    containing = _containing(model, [unit.modules for unit in all_units])
+    owned: dict[str, list[ParamRecord]] = {"": [], **{unit.name: [] for unit in units}}
+    for record in records:
+        candidates = set.intersection(*(containing[id(module)] for module, _ in record.owners))
+        smallest = min((sizes[number], all_units[number].name) for number in candidates)
+        owned[smallest[1]].append(record)
+    return owned
+
+
+def _containing(model: nn.Module, units: Sequence[Sequence[nn.Module]]) -> dict[int, set[int]]:
+    """Numbers of the units that contain each module, by its ``id``.
+
+    A unit contains a module if every path from the root to it passes through a module of the unit:
+    then the unit is entered before each call of that module, also where blocks share it.
+
+    Args:
+        model: the root.
+        units: modules of each unit; some unit has the root.
+    """
+    starts: dict[int, set[int]] = {}
+    for number, modules in enumerate(units):
+        for module in modules:
+            starts.setdefault(id(module), set()).add(number)
+    parents: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        for child in module._modules.values():
+            if child is not None:
+                parents.setdefault(id(child), []).append(module)
+    found: dict[int, set[int]] = {}
+
+    def containing(module: nn.Module) -> set[int]:
+        if id(module) not in found:
+            above = [containing(parent) for parent in parents.get(id(module), ())]
+            shared = set.intersection(*above) if above else set()
+            found[id(module)] = starts.get(id(module), set()) | shared
+        return found[id(module)]
+
+    for module in model.modules():
+        containing(module)
+    return found
+
+
+@dataclass(frozen=True)
+class Expected:
+    """How a model's units are expected to be used, before execution has shown it: in the order in
+    which their modules were registered.
+
+    Attributes:
+        forward: units as forward enters them, one entry for each call.
+        backward: as backward does: those that forward has left last come first.
+        around: for each unit, those that contain modules of it.
+    """
+
+    forward: list[int]
+    backward: list[int]
+    around: list[set[int]]
+
+    @property
+    def containing(self) -> set[int]:
+        """Units that contain modules of others."""
+        return set().union(*self.around)
+
+    def num_gathers(self, unit: int) -> int:
+        """How often a unit whose parameters are cut is gathered for a microbatch: it stays full
+        from one use to the next if no unit but its relatives is used between."""
+        count, is_full = 0, False
+        for used in (*self.forward, *self.backward):
+            if used == unit:
+                count += not is_full
+                is_full = True
+            elif used not in self.around[unit] and unit not in self.around[used]:
+                is_full = False
+        return count
+
+
+def expect(model: nn.Module, units: Sequence[Sequence[nn.Module]]) -> Expected:
+    """See :class:`Expected`; ``units`` are their modules."""
+    units_of: dict[int, list[int]] = {}
+    for index, modules in enumerate(units):
+        for module in modules:
+            units_of.setdefault(id(module), []).append(index)
+    around: list[set[int]] = [set() for _ in units]
+    for index, modules in enumerate(units):
+        own = {id(module) for module in modules}
+        inside = dict.fromkeys(id(each) for module in modules for each in module.modules())
+        for inner in inside:
+            for each in units_of.get(inner, ()) if inner not in own else ():
+                around[each].add(index)
+    forward: list[int] = []
+    backward: list[int] = []
+    seen: set[int] = set()
+
+    def visit(module: nn.Module) -> None:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        own = units_of.get(id(module), [])
+        forward.extend(own)
+        for child in module.children():
+            visit(child)
+        if own and reads_weights_in_backward(module):
+            backward.extend(reversed(own))
+
+    visit(model)
+    return Expected(forward, backward[::-1], around)
+
+
+def reads_weights_in_backward(module: nn.Module) -> bool:
+    """Whether backward through a call of ``module`` needs its weights. An embedding's gradient is
+    made of indices and of the gradient of its output."""
+    holders = [each for each in module.modules() if any(True for _ in each.parameters(False))]
+    return not holders or not all(_only_looks_up(each) for each in holders)
+
+
+def _only_looks_up(module: nn.Module) -> bool:
+    """An embedding with torch's own forward, whatever its class."""
+    is_own = type(module).forward is not nn.Embedding.forward or "forward" in vars(module)
+    return isinstance(module, nn.Embedding) and not is_own
+
+
+def _select(model: nn.Module, selector: Any) -> dict[str, nn.Module]:
+    """Modules that ``selector`` matches, by name, in module order."""
+    matches = _matcher(selector)
+    modules = [(name, module) for name, module in model.named_modules() if name]
+    found = [(n, m) for n, m in modules if matches(n, m) and has_parameters(m)]
+    if not found:
+        raise ValueError(
+            f"units: expected {_describe(selector)} to match a module with parameters; "
+            f"found none among {len(modules)} modules of {type(model).__name__}"
+        )
+    for name, module in found:
+        if isinstance(module, _WITHOUT_FORWARD):
+            raise ValueError(
+                f"units: expected modules that have a forward; {_describe(selector)} matches "
+                f"{name}, a {type(module).__name__}, which is never called"
+            )
+    return dict(found)
+
+
+def _default_units(model: nn.Module, records: Sequence[ParamRecord]) -> list[ModuleSet]:
+    """See [Note: Default units]."""
+    blocks = dict(_blocks("", model))
+    if not blocks:
+        return []  # there are no blocks
+    runs: list[dict[str, nn.Module]] = [{}]
+    seen: set[int] = set()
+    for name, module in _pieces("", model, {id(block) for block in blocks.values()}):
+        if name in blocks:
+            runs.append({})
+        elif id(module) not in seen:
+            runs[-1][name] = module
+            seen.add(id(module))
+    firsts = {id(module): name for name, module in reversed(blocks.items())}  # a block in two lists
+    sets = [ModuleSet((name,), [blocks[name]]) for name in reversed(firsts.values())]
+    for run in _tied_together([run for run in runs if run], records):
+        sets.append(ModuleSet(tuple(run), list(run.values()), loose=tuple(run.values())))
+    places = {id(module): place for place, module in enumerate(model.modules())}
+    return sorted(sets, key=lambda each: places[id(each.modules[0])])
+
+
+def _blocks(prefix: str, module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
+    for child_name, child in module.named_children():
+        name = f"{prefix}{child_name}"
+        is_listed = isinstance(module, (nn.ModuleList, nn.Sequential))
+        if is_listed and not isinstance(child, _WITHOUT_FORWARD):
+            if has_parameters(child):
+                yield name, child
+        else:
+            yield from _blocks(f"{name}.", child)
+
+
+def _pieces(
+    prefix: str, module: nn.Module, blocks: Collection[int]
+) -> Iterable[tuple[str, nn.Module]]:
+    """Blocks, and the largest modules beside them, in module order."""
+    for child_name, child in module.named_children():
+        name = f"{prefix}{child_name}"
+        holds_blocks = any(id(each) in blocks for each in child.modules())
+        if id(child) not in blocks and (holds_blocks or isinstance(child, _WITHOUT_FORWARD)):
+            yield from _pieces(f"{name}.", child, blocks)
+        elif has_parameters(child):
+            yield name, child
+
+
+def _tied_together(
+    runs: Sequence[dict[str, nn.Module]], records: Sequence[ParamRecord]
+) -> list[dict[str, nn.Module]]:
+    """``runs``, those that a parameter ties made one."""
+    runs_of: dict[int, set[int]] = {}  # several for a module that runs share
+    for number, run in enumerate(runs):
+        for module in run.values():
+            for each in module.modules():
+                runs_of.setdefault(id(each), set()).add(number)
+    first = list(range(len(runs)))  # of the runs that each one is tied to, directly or not
+    for record in records:
+        tied = set().union(*(runs_of.get(id(module), {-1}) for module, _ in record.owners))
+        if -1 not in tied:
+            known = {first[each] for each in tied}
+            first = [min(known) if each in known else each for each in first]
+    joined: dict[int, dict[str, nn.Module]] = {}
+    for number, run in enumerate(runs):
+        joined.setdefault(first[number], {}).update(run)
+    return list(joined.values())
+
+
+def has_parameters(module: nn.Module) -> bool:
+    """Whether it, or a module in it, has one."""
+    return next(module.parameters(), None) is not None
+
+
+def _matcher(selector: Any) -> Callable[[str, nn.Module], bool]:
+    if isinstance(selector, nn.Module):
+        return lambda name, module: module is selector
+    if isinstance(selector, type):
+        if not issubclass(selector, nn.Module):
+            raise TypeError(f"units: expected module classes; found {selector!r}")
+        return lambda name, module: isinstance(module, selector)
+    if isinstance(selector, str):
+        pattern = compile_pattern(selector)
+        return lambda name, module: pattern.fullmatch(name) is not None
+    if callable(selector):
+        predicate: Callable[[str, nn.Module], bool] = selector
+        return predicate
+    raise TypeError(
+        "units: expected module classes, name patterns or predicates(name, module) -> bool; "
+        f"found {selector!r}"
+    )
+
+
+def _describe(selector: Any) -> str:
+    if isinstance(selector, type):
+        return f"class {selector.__name__}"
+    if isinstance(selector, str):
+        return f"pattern {selector!r}"
+    if isinstance(selector, nn.Module):
+        return f"a {type(selector).__name__}"
+    return f"predicate {getattr(selector, '__name__', selector)}"
+
+
+# Elements below which a default unit is joined with a neighbour: see [Note: Size of a unit].
+MIN_UNIT_SIZE = 1_000_000
+
+
+def least_size(min_unit_size: object) -> int:
+    """The elements that a default unit has at least, if others can be joined with it.
+
+    Raises:
+        TypeError: neither an integer nor None, which stands for ``MIN_UNIT_SIZE``.
+        ValueError: negative.
+    """
+    if min_unit_size is None:
+        return MIN_UNIT_SIZE
+    if isinstance(min_unit_size, bool) or not isinstance(min_unit_size, int):
+        raise TypeError(
+            "min_unit_size: expected an integer of 0 or more (elements), or None; found "
+            f"{min_unit_size!r}"
+        )
+    if min_unit_size < 0:
+        raise ValueError(
+            f"min_unit_size: expected 0 or more elements, or None; found {min_unit_size}"
+        )
+    return min_unit_size
+
+
+def join_small(
+    model: nn.Module, sets: Sequence[ModuleSet], records: Sequence[ParamRecord], least: int
+) -> list[ModuleSet]:
+    """``sets`` in module order, neighbours joined until each has ``least`` elements.
+
+    Sets that own no parameter stay as they are, and so do those that lie within another or contain
+    one: nothing is joined across them.
+
+    Args:
+        model: the root.
+        sets: the default ones, in module order.
+        records: the model's parameters.
+        least: elements. 0: nothing is joined.
+
+    Worked example: sets of 2, 3, 9, 1 and 2 elements with ``least=5`` become (2, 3), (9), (1, 2)
+    and, since the last is small, (2, 3), (9, 1, 2).
+    """
+    if least == 0:
+        return list(sets)
+    owned = assign(model, sets, records)
+    sizes = {each.name: sum(r.param.numel() for r in owned[each.name]) for each in sets}
+    places = {id(module): place for place, module in enumerate(model.modules())}
+    expected = expect(model, [each.modules for each in sets])
+    nested = [bool(inside) or n in expected.containing for n, inside in enumerate(expected.around)]
+    alone = {each.name for each, is_nested in zip(sets, nested, strict=True) if is_nested}
+    alone |= {name for name, size in sizes.items() if not size}
+    result: list[ModuleSet] = []
+    for is_alone, stretch in groupby(sets, lambda each: each.name in alone):
+        members = list(stretch)
+        if is_alone:
+            result += members
+            continue
+        for run in split_by_least([sizes[each.name] for each in members], least):
+            result.append(_joined([members[place] for place in run], places))
+    return result
+
+
+def split_by_least(sizes: Sequence[int], least: int) -> list[range]:
+    """Positions of each run: a run ends with the size that brings it to ``least``; the rest at the
+    end joins the run before it."""
+    runs = split_by_size(sizes, least)
+    if len(runs) > 1 and sum(sizes[place] for place in runs[-1]) < least:
+        last = runs.pop()
+        runs[-1] = range(runs[-1].start, last.stop)
+    return runs
+
+
+def _joined(members: Sequence[ModuleSet], places: dict[int, int]) -> ModuleSet:
+    """One set of all their modules, in module order."""
+    if len(members) == 1:
+        return members[0]
+    named = [pair for each in members for pair in zip(each.names, each.modules, strict=True)]
+    named.sort(key=lambda pair: places[id(pair[1])])
+    loose = tuple(module for each in members for module in each.loose)
+    return ModuleSet(tuple(name for name, _ in named), [module for _, module in named], loose)

@@ -1,0 +1,370 @@
+"""From a plan to units with buffers: agree with all ranks, then change things.
+
+A unit is built without the others. They share :class:`Resources` (queues, memory, numbers of
+messages), so they may be built one call at a time; an engine is put over them later.
+
+Nothing is changed before every rank has checked its arguments and all ranks have told each other
+so: an error on one rank is raised on all, and no rank is left waiting.
+
+Errors of the user's modules that give themselves values (``materialize.py``) are raised while units
+are built. Such a rank continues with the values in its memory, so that all ranks send the same
+messages; when everything is built, all ranks raise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from fsdp_engine.buffers.param_and_grad_buffer import FIRST_TAG, ParamAndGradBuffer
+from fsdp_engine.buffers.redistribute import Ladder, Machinery
+from fsdp_engine.buffers.spec import BufferKind, BufferSpec
+from fsdp_engine.buffers.weights import Weights
+from fsdp_engine.comm import lanes as lanes_module
+from fsdp_engine.comm.agreement import agree
+from fsdp_engine.comm.collectives import broadcast_, gather_objects
+from fsdp_engine.comm.groups import Ranks
+from fsdp_engine.comm.mesh import DataMesh
+from fsdp_engine.comm.nccl_pool import NcclPool
+from fsdp_engine.config import DistributedDataParallelConfig
+from fsdp_engine.memory.allocator import Memory
+from fsdp_engine.precision import MixedPrecisionPolicy
+from fsdp_engine.strategies import Axis, Role
+from fsdp_engine.units.initial_values import (
+    EMPTY,
+    Holdings,
+    Start,
+    broadcast_buffers,
+    decide,
+)
+from fsdp_engine.units.installing import watch_reads
+from fsdp_engine.units.materialize import ModuleTree, materialize, materialize_buffers
+from fsdp_engine.units.plan import AxisPlan, AxisPlans, Plan, PlannedUnit
+
+
+@dataclass(frozen=True)
+class Ladders:
+    """Where buffers are built: the axis plan and the communicators of all data-parallel ranks, and
+    those of experts' ranks; and all ranks of the model, which are more than the data-parallel ones
+    where parameters are DTensors over other mesh dimensions."""
+
+    axis_plans: AxisPlans
+    ranks: Ranks
+    data: Ladder
+    expert: Ladder | None = None
+
+    def of(self, kind: BufferKind) -> tuple[AxisPlan, Ladder]:
+        """Those of parameters of ``kind``."""
+        ladder = self.expert if kind.is_expert and self.expert is not None else self.data
+        return self.axis_plans.of(kind), ladder
+
+    @property
+    def groups(self) -> Sequence[ProcessGroup]:
+        """All groups over which the model's buffers communicate."""
+        meshes = [ladder.mesh for ladder in (self.data, self.expert) if ladder is not None]
+        control = self.ranks.control_group
+        found = [group for mesh in meshes for group in mesh.groups]
+        return found if control is None else list(dict.fromkeys((*found, control)))
+
+
+# Modules whose parameters units have.
+_OWNED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def owned_within(model: nn.Module) -> str | None:
+    """Name of a module of ``model`` with a parameter that a unit has; None if there is none."""
+    owned = (name for name, module in model.named_modules() if module in _OWNED)
+    name = next(owned, None)
+    return None if name is None else name or "the root module"
+
+
+class Resources:
+    """What units are built with and share. What modules of several units send, when one calls the
+    other, stands in the same queues, under numbers that no other buffer has.
+
+    Attributes:
+        config: the options they are built with.
+        lanes: queues of work.
+        memory: where it comes from.
+        pool: NCCL's memory, if it comes from there.
+        next_tag: the first that no buffer's messages have.
+    """
+
+    def __init__(self, mesh: DataMesh, config: DistributedDataParallelConfig) -> None:
+        self.config = config
+        symmetric = not config.disable_symmetric_registration
+        self.pool = NcclPool(mesh, symmetric=symmetric) if config.nccl_ub else None
+        self.memory = Memory(mesh.device, self.pool, has_arenas=config.fsdp_double_buffer)
+        self.lanes = lanes_module.make_lanes(mesh.device, mesh.ranks)
+        self.next_tag = FIRST_TAG
+
+    def on(self, device: torch.device) -> Resources:
+        """The same with memory on ``device``: where there are no values yet, the meta device."""
+        if device == self.memory.device:
+            return self
+        other = copy(self)
+        other.memory, other.pool = Memory(device), None
+        return other
+
+    def take_tag(self) -> int:
+        """The number of a buffer's messages; the next one is its, too: a reduction may take two."""
+        self.next_tag += 2
+        return self.next_tag - 2
+
+
+@dataclass(frozen=True)
+class BuiltUnit:
+    """A unit with its buffers, of which the model holds the sharded parameters. It knows no other.
+
+    Attributes:
+        name: fully qualified names of its modules; "" for the root.
+        modules: whose forwards need its full parameters.
+        buffers: its parameters, by kind.
+        policy: what their dtypes follow from.
+        loose: see :class:`~fsdp_engine.units.plan.PlannedUnit`.
+        input_dtype: floating-point inputs of its modules are cast to it; None: left alone.
+        output_dtype: floating-point outputs are cast to it; None: left alone.
+    """
+
+    name: str
+    modules: Sequence[nn.Module]
+    buffers: Sequence[ParamAndGradBuffer]
+    policy: MixedPrecisionPolicy
+    loose: Sequence[nn.Module] = ()
+    input_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+
+    @property
+    def label(self) -> str:
+        """Its name for people."""
+        return self.name or "the root module"
+
+    @cached_property
+    def num_elements(self) -> int:
+        """Elements of its buffers, padding included."""
+        return sum(buffer.layout.numel for buffer in self.buffers)
+
+    @cached_property
+    def trainable(self) -> Sequence[ParamAndGradBuffer]:
+        """Its buffers that have gradients."""
+        return tuple(buffer for buffer in self.buffers if buffer.grads is not None)
+
+    @cached_property
+    def reshards(self) -> bool:
+        """Whether its full parameters come and go."""
+        return any(buffer.weights.reshards for buffer in self.buffers)
+
+    @cached_property
+    def needs_refresh(self) -> bool:
+        """Whether a change of main weights has to travel or be cast before use."""
+        return any(buffer.weights.needs_refresh for buffer in self.buffers)
+
+    @cached_property
+    def split_weights(self) -> Sequence[Weights]:
+        """Weights of which forward and backward gather different bytes ([Note: Planes] in
+        ``codecs/base.py``)."""
+        weights = [buffer.weights for buffer in self.buffers]
+        return [each for each in weights if each.reshards and each.num_planes > 1]
+
+
+def agree_on_plan(
+    plan: Plan | None,
+    holdings: Holdings | None,
+    error: Exception | None,
+    signature: list[str],
+    initial_values: str,
+    mesh: DataMesh,
+    ranks: Ranks,
+    what: str,
+    tag: int = FIRST_TAG,
+) -> Start:
+    """Compare plans and initial values over all ranks; returns what all start from.
+
+    Args:
+        plan, holdings: None where there is an ``error``.
+        error: of this rank.
+        signature: everything that must be the same, in lines.
+        initial_values: see :func:`~fsdp_engine.sharding.shard`.
+        mesh: all data-parallel ranks.
+        ranks: all ranks of the model.
+        what: who asks, in messages.
+        tag: the first that this rank has free for messages.
+
+    Raises:
+        Exception: this rank's own error.
+        ValueError: the first parameter that differs. Or another rank's error, of its kind; of a
+            kind that is not known everywhere, RuntimeError.
+    """
+    digest = hashlib.sha256("\n".join(signature).encode()).hexdigest()
+    seed = int(torch.randint(2**31, (), device="cpu")) if plan is not None and plan.on_meta else 0
+    values = holdings.digests if holdings is not None else {}
+    first = mesh.ranks[0]
+    heads = agree(what, error, ranks.control_group, (first, digest, seed, values, tag))
+    mine = [head for head in heads if head[0] == first]  # others hold other shards of DTensors
+    start: Start | None = None
+    try:
+        if any(head[1] != digest for head in mine):
+            _raise_first_difference(signature, mesh)
+        assert plan is not None
+        assert holdings is not None
+        all_values = [head[3] for head in mine]
+        decided = decide(plan, holdings, all_values, initial_values, mesh)
+        tag, is_empty = max(head[4] for head in mine), initial_values == EMPTY
+        start = Start(int(heads[0][2]), *decided, tag=tag, is_empty=is_empty)
+    except ValueError as caught:
+        error = caught
+    if len(mine) < len(heads):
+        agree(what, error, ranks.control_group)
+    if start is None:
+        assert error is not None
+        raise error
+    return start
+
+
+def build_units(
+    plan: Plan,
+    ladders: Ladders,
+    resources: Resources,
+    policy: MixedPrecisionPolicy,
+    start: Start,
+) -> list[BuiltUnit]:
+    """Make the buffers and put sharded parameters into the model, unit by unit.
+
+    Args:
+        plan: of the model; what its root returns is cast to the policy's ``output_dtype``.
+        ladders: where buffers are built.
+        resources: with which.
+        policy: says what inputs and outputs are cast to.
+        start: whose values they begin with; where they are not the first rank's, each rank's
+            slices are its own, and only those that several ranks hold are made the same.
+
+    Raises:
+        Exception: a module on the meta device could not give itself values, on some rank; the
+            model is of no use any more.
+    """
+    error: Exception | None = None
+    device = ladders.data.mesh.device
+    units: list[BuiltUnit] = []
+    tree = ModuleTree(plan.root) if plan.on_meta else None
+    for index, planned in enumerate(plan.units):
+        if tree is not None:
+            records = [
+                record
+                for part in planned.buffers
+                # The others' values come from there, so they need none.
+                if not start.whole or ladders.of(part.kind)[1].mesh.is_first
+                for record in part.records
+            ]
+            try:
+                seeds = (start.seed + index, start.seed)
+                materialize(tree, records, device, *seeds, is_empty=start.is_empty)
+            except Exception as caught:
+                error = error or caught
+        output_dtype = policy.output_dtype if not units else None
+        units.append(build_unit(planned, ladders, resources, policy, output_dtype, start))
+    root = plan.root
+    has_values = not start.whole or ladders.data.mesh.is_first
+    try:
+        seed = start.seed + len(units)
+        materialize_buffers(root, device, seed, values=has_values, is_empty=start.is_empty)
+    except Exception as caught:
+        error = error or caught
+    if plan.on_meta or start.whole:
+        what = "giving values to modules on the meta device"
+        try:
+            agree(what, error, ladders.ranks.control_group)
+        except Exception as raised:
+            raised.add_note("The model is half built: make a new one before the next shard()")
+            raise
+    for unit in units:
+        if unit.loose:
+            watch_reads(unit.buffers)
+    if start.whole:
+        experts = ladders.expert.mesh if ladders.expert is not None else None
+        broadcast_buffers(root, ladders.data.mesh, experts)
+    return units
+
+
+def build_unit(
+    planned: PlannedUnit,
+    ladders: Ladders,
+    resources: Resources,
+    policy: MixedPrecisionPolicy,
+    output_dtype: torch.dtype | None,
+    start: Start,
+) -> BuiltUnit:
+    """Make one unit's buffers and put its sharded parameters into its modules.
+
+    Args:
+        planned: what it is to be; its parameters have values, or get the first rank's.
+        output_dtype: what its modules return is cast to it.
+        ladders, resources, policy, start: see :func:`build_units`.
+    """
+    resources.memory.begin_unit()
+    buffers: list[ParamAndGradBuffer] = []
+    for number, part in enumerate(planned.buffers):
+        label = planned.name or "the root module"
+        if len(planned.buffers) > 1:
+            label += f" (buffer {number})"
+        axes, ladder = ladders.of(part.kind)
+        buffer = ParamAndGradBuffer(
+            BufferSpec(label, part.layout, part.kind, axes.strategy, resources.take_tag()),
+            Machinery(ladder, resources.lanes, resources.memory),
+            part.records,
+            part.make_codec(),
+            resources.config,
+            broadcast=start.from_first,
+        )
+        buffers.append(buffer)
+        if not (start.from_first or buffer.weights.main.tensor.is_meta):
+            same_on_replicas(buffer)
+    # Modules beside blocks get inputs that the model's forward has computed.
+    casts = policy.cast_forward_inputs and len(set(planned.loose)) < len(planned.modules)
+    input_dtype = policy.param_dtype if casts else None
+    unit = BuiltUnit(
+        planned.name, planned.modules, buffers, policy, planned.loose, input_dtype, output_dtype
+    )
+    for buffer in buffers:
+        for record in buffer.records:
+            _OWNED.update(module for module, _ in record.owners)
+            # The user's own tensor goes now, so that one unit at a time is held twice.
+            del record.param
+    return unit
+
+
+def same_on_replicas(buffer: ParamAndGradBuffer) -> None:
+    """Ranks that hold the same main weights get those of the first of them. Collective."""
+    mesh = buffer.mesh
+    for axis in Axis:
+        if not buffer.strategy.shards(Role.OPTIM, axis):
+            broadcast_(buffer.weights.main.tensor, mesh.axis(axis).reduce_group)
+
+
+def _raise_first_difference(signature: list[str], mesh: DataMesh) -> None:
+    all_signatures: list[Any] = gather_objects(signature, mesh.control_group)
+    first = all_signatures[0]
+    for rank, other in enumerate(all_signatures):
+        if other == first:
+            continue
+        # What one rank has and the other has not; where only the order differs, its first place.
+        known, known_there = set(first), set(other)
+        mine = [line for line in first if line not in known_there]
+        theirs = [line for line in other if line not in known]
+        if not mine and not theirs:
+            places = [i for i, (a, b) in enumerate(zip(first, other, strict=True)) if a != b]
+            mine, theirs = [first[places[0]]], [other[places[0]]]
+        raise ValueError(
+            "model: expected the same parameters and options, in one order, on all ranks; found "
+            f"on data-parallel rank 0 [{(mine or ['nothing'])[0]}] and on rank {rank} "
+            f"[{(theirs or ['nothing'])[0]}]"
+        )
+    raise AssertionError("digests differ but signatures do not")

@@ -1,0 +1,399 @@
+"""Models built on the meta device: real values, one unit at a time.
+
+A module gives itself values with ``reset_parameters``, as torch's own modules do. Where the model
+has a method ``_init_weights(module)``, as those of ``transformers`` and many others, it is called
+after that, and for modules without ``reset_parameters``, too. Modules come after their children, as
+when they were built: a parent may give its children other values. A parent whose parameters are in
+several units is left out, since they are never real at one time.
+
+Adapters that PEFT has put into the model begin as their layers say (``adapters.py``).
+
+A module with parametrised tensors (``nn.utils.parametrize``) cannot write to them. It is given
+values as if it had none, and those are turned into what its parametrisations keep.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
+
+from fsdp_engine.accelerator import forked_generators
+from fsdp_engine.buffers.spec import ParamRecord
+from fsdp_engine.codecs.tensor_hooks import has_hooks, marks_of, with_values
+from fsdp_engine.memory.allocator import empty, empty_like
+from fsdp_engine.units.adapter_layers import AdapterLayers, find_adapter_layers
+
+# Adapters draw other values than the unit that they are in.
+_OF_ADAPTERS = 1 << 20
+
+
+def check_meta(model: nn.Module) -> tuple[bool, str]:
+    """Whether any parameter or buffer is on the meta device, and what cannot give itself values.
+
+    The second is the text of an error, or "": a module with meta tensors that has no
+    ``reset_parameters``, in a model without an ``_init_weights``.
+    """
+    on_meta, lacks = False, ""
+    knows_modules = callable(getattr(model, "_init_weights", None))
+    covered = find_adapter_layers(model).covered
+    for name, module in model.named_modules():
+        if isinstance(module, ParametrizationList):
+            continue  # the module that has it gives it values
+        own = [*module._parameters.items(), *module._buffers.items(), *_originals(module)]
+        metas = [attribute for attribute, tensor in own if tensor is not None and tensor.is_meta]
+        if metas:
+            on_meta = True
+            knows_itself = callable(getattr(module, "reset_parameters", None))
+            if not (knows_modules or knows_itself or lacks or module in covered):
+                lacks = (
+                    f"{name or 'the root module'} ({type(module).__name__}): expected a method "
+                    f"reset_parameters() that gives {', '.join(metas)} values; found none, and "
+                    "the model is on the meta device on all ranks. With values on rank 0 alone, "
+                    "the other ranks get those"
+                )
+    return on_meta, lacks
+
+
+class ModuleTree:
+    """Which modules can give values once some parameters are real. Made once for a model.
+
+    Args:
+        model: before any of its parameters is replaced.
+
+    Attributes:
+        adapters: of PEFT in it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.adapters = find_adapter_layers(model)
+        self._modules: dict[int, nn.Module] = {}  # children first, as they were built
+        nn.Module.apply(model, self._enter)
+        self._parents: dict[int, list[nn.Module]] = {key: [] for key in self._modules}
+        for module in self._modules.values():
+            for child in module.children():
+                self._parents[id(child)].append(module)
+        self._place = {key: place for place, key in enumerate(self._modules)}
+        beneath: dict[int, set[int]] = {key: set() for key in self._modules}
+        for module in self._modules.values():
+            for param in module._parameters.values():
+                for each in self._upwards(module) if param is not None else ():
+                    beneath[id(each)].add(id(param))
+        self._num_beneath = {key: len(params) for key, params in beneath.items()}
+
+    def _enter(self, module: nn.Module) -> None:
+        self._modules.setdefault(id(module), module)
+
+    def _upwards(self, module: nn.Module) -> Iterator[nn.Module]:
+        """``module`` and all that it is in, some of them more than once."""
+        yield module
+        for parent in self._parents[id(module)]:
+            yield from self._upwards(parent)
+
+    def ready(self, records: Sequence[ParamRecord]) -> list[nn.Module]:
+        """Modules that own one of these parameters, or have no others; children first."""
+        hits: Counter[int] = Counter()
+        found: set[int] = set()
+        for record in records:
+            found.update(id(module) for module, _ in record.owners)
+            hits.update({id(each) for module, _ in record.owners for each in self._upwards(module)})
+        whole = {key for key, count in hits.items() if count == self._num_beneath[key]}
+        return [self._modules[key] for key in sorted(found | whole, key=self._place.__getitem__)]
+
+
+def materialize(
+    tree: ModuleTree,
+    records: Sequence[ParamRecord],
+    device: torch.device,
+    seed: int,
+    base_seed: int = 0,
+    *,
+    is_empty: bool = False,
+) -> None:
+    """Give the meta parameters of one unit real values.
+
+    Args:
+        tree: of the whole model.
+        records: the unit's parameters; ``record.param`` and the modules get the real ones.
+        device: where.
+        seed: the same on all ranks, so that all ranks draw the same values.
+        base_seed: the same on all ranks, and for all units: experts draw by their names among all
+            experts, so that they have the same values however many ranks they are cut over.
+        is_empty: parameters are NaN (0 where they are no floats), to be loaded later. Modules
+            with buffers give themselves values all the same, since not all buffers are saved.
+
+    Raises:
+        ValueError: a tensor was left without values, or a parametrisation cannot turn
+            a value into what it keeps.
+    """
+    metas = [record for record in records if record.param.is_meta]
+    # Containers among them get no tensors of their own, but may give their children values.
+    modules = {module: _metas_of(module) for module in tree.ready(metas)}
+    originals = [record.param for record in metas]
+    for record in metas:
+        # Of a DTensor the global tensor, so that values are those of the model without it.
+        # Modules give plain tensors their values, whatever their class.
+        param, marks = record.param, record.shard.__dict__
+        if has_hooks(param):
+            marks = marks_of(param)
+        shape = tuple(param.shape)
+        if record.expert is not None and record.expert.is_cut:
+            shape = record.expert.whole_shape(shape)
+        if is_empty and not any(module._buffers for module, _ in record.owners):
+            # One element stands for all: nothing as large as the model is ever there.
+            values = _valueless(empty((), param.dtype, device)).expand(shape)
+        elif record.spread is None and not (_is_cut(record) or has_hooks(param)):
+            values = empty_like(param, device)
+        else:
+            values = empty(shape, param.dtype, device)
+        if is_empty and all(values.stride()):
+            _valueless(values)
+        real = nn.Parameter(values, requires_grad=param.requires_grad)
+        real.__dict__.update(marks)
+        _replace(record, real)
+    if is_empty:
+        modules = {module: names for module, names in modules.items() if module._buffers}
+    for module in modules:
+        _real_buffers(module, device)
+    own_seeds = _seeds_of_experts(modules, metas, base_seed)
+    others = {module: n for module, n in modules.items() if module not in tree.adapters.covered}
+    _reset(tree.model, others, device, seed, own_seeds, is_empty=is_empty)
+    if not is_empty:
+        _begin_adapters(tree.adapters, metas, device, seed + _OF_ADAPTERS)
+    for record, original in zip(metas, originals, strict=True):
+        if _is_cut(record):
+            _keep_own_experts(record)
+        if has_hooks(original):
+            real = nn.Parameter(
+                with_values(original, record.param.detach()), original.requires_grad
+            )
+            vars(real).update(marks_of(original))
+            _replace(record, real)
+
+
+def _replace(record: ParamRecord, param: nn.Parameter) -> None:
+    """``param`` is the record's, and that of its modules, from now on."""
+    record.param = param
+    for module, attribute in record.owners:
+        module._parameters[attribute] = param
+
+
+def _begin_adapters(
+    adapters: AdapterLayers, records: Sequence[ParamRecord], device: torch.device, seed: int
+) -> None:
+    """Values for those of the records that are an adapter's; all others of a unit have theirs."""
+    names = {alias: record for record in records for alias in record.aliases}
+    places = adapters.places(names)
+    if not places:
+        return
+    own = [record for name, record in names.items() if adapters.place_of(name)]
+    with forked_generators(device), torch.no_grad():
+        torch.manual_seed(seed)
+        for record in own:
+            _valueless(record.param)
+        for place in places:
+            adapters.draw(place)
+        for place in places:
+            if adapters.follows_base(place):
+                _check_in_one_unit(place[0], adapters.layer(place))
+                adapters.derive(place)
+    for record in own:
+        if record.param.isnan().any():
+            raise ValueError(
+                f"{record.name}: expected PEFT to give it values, since it is on the meta device; "
+                "found that it does not"
+            )
+
+
+def _check_in_one_unit(name: str, layer: nn.Module) -> None:
+    for key, param in layer.named_parameters():
+        if param.is_meta or isinstance(param, DTensor):
+            raise ValueError(
+                f"{name}: expected a layer with adapters within one unit, since some of them begin "
+                f"with what follows from its weights, and it is on the meta device; found {key} in "
+                "another"
+            )
+
+
+def _valueless(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.fill_(torch.nan if tensor.is_floating_point() else 0)
+
+
+def materialize_buffers(
+    model: nn.Module,
+    device: torch.device,
+    seed: int,
+    *,
+    values: bool = True,
+    is_empty: bool = False,
+) -> None:
+    """Real values for modules that own meta buffers but no meta parameter, and move the others.
+
+    Args:
+        values: False: memory alone, for another rank's values.
+        is_empty: buffers that are saved need none.
+    """
+    lonely = {module: names for module in model.modules() if (names := _metas_of(module))}
+    for module in lonely:
+        _real_buffers(module, device)
+    if values:
+        _reset(model, lonely, device, seed, is_empty=is_empty)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                module._buffers[name] = buffer.to(device)
+
+
+def _real_buffers(module: nn.Module, device: torch.device) -> None:
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_meta:
+            module._buffers[name] = empty_like(buffer, device)
+
+
+def _metas_of(module: nn.Module) -> list[str]:
+    own = [*module._parameters.items(), *module._buffers.items()]
+    return [name for name, tensor in own if tensor is not None and tensor.is_meta]
+
+
+def _is_cut(record: ParamRecord) -> bool:
+    return record.expert is not None and record.expert.is_cut
+
+
+def _keep_own_experts(record: ParamRecord) -> None:
+    """Of a tensor of all experts this rank's part takes its place."""
+    expert, whole = record.expert, record.param
+    assert expert is not None
+    values = whole.detach().chunk(expert.size)[expert.rank].clone()
+    own = nn.Parameter(values, requires_grad=whole.requires_grad)
+    own.__dict__.update(whole.__dict__)
+    _replace(record, own)
+
+
+def _seeds_of_experts(
+    modules: Iterable[nn.Module], records: Sequence[ParamRecord], base_seed: int
+) -> dict[nn.Module, int]:
+    """Seeds of those modules that hold experts and nothing else."""
+    names = {
+        id(record.param): record.expert.rename(record.name)
+        for record in records
+        if record.expert is not None
+    }
+    if not names:
+        return {}
+    seeds = {}
+    for module in modules:
+        found = [names.get(id(param)) for param in module.parameters()]
+        if found and None not in found:
+            text = "\n".join([str(base_seed), *map(str, found)])
+            seeds[module] = int(hashlib.sha256(text.encode()).hexdigest()[:8], 16) >> 1
+    return seeds
+
+
+def _reset(
+    model: nn.Module,
+    modules: Mapping[nn.Module, list[str]],
+    device: torch.device,
+    seed: int,
+    own_seeds: Mapping[nn.Module, int] | None = None,
+    *,
+    is_empty: bool = False,
+) -> None:
+    """``modules``: children first, with the names of tensors that have no values yet.
+
+    ``own_seeds``: of those that do not draw after the others. ``is_empty``: saved tensors are
+    loaded later.
+    """
+    if not modules:
+        return
+    init_weights = getattr(model, "_init_weights", None)
+    with forked_generators(device), torch.no_grad():
+        torch.manual_seed(seed)
+        for module, names in modules.items():
+            if isinstance(module, ParametrizationList):
+                continue  # the module that has it comes later
+            if any(tensor.is_meta for _, tensor in _originals(module)):
+                continue  # another unit has them
+            if is_empty:
+                names = [name for name in names if name in module._non_persistent_buffers_set]
+                if not names:
+                    continue
+            reset = _reset_parametrized if is_parametrized(module) else _reset_module
+            if own_seeds is None or module not in own_seeds:
+                reset(module, names, init_weights)
+                continue
+            with forked_generators(device):
+                torch.manual_seed(own_seeds[module])
+                reset(module, names, init_weights)
+
+
+InitWeights = Callable[[nn.Module], Any] | None
+
+
+def _reset_module(module: nn.Module, names: list[str], init_weights: InitWeights) -> None:
+    own = {**module._parameters, **module._buffers}
+    floats = {name: t for name in names if (t := own[name]) is not None and t.is_floating_point()}
+    for tensor in floats.values():
+        tensor.fill_(torch.nan)
+    reset = getattr(module, "reset_parameters", None)
+    if callable(reset):
+        reset()
+    if callable(init_weights):
+        init_weights(module)
+    for name in floats:
+        # By name: a module may have put another tensor there.
+        tensor = getattr(module, name)
+        if tensor.isnan().any():
+            who = "its reset_parameters()" if callable(reset) else "the model's _init_weights()"
+            raise ValueError(
+                f"{type(module).__name__}.{name}: expected {who} to give it values, since it is on "
+                "the meta device; found that it does not"
+            )
+
+
+def _originals(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """What the parametrisations of a module keep, by name."""
+    if not is_parametrized(module):
+        return []
+    lists: Any = module.parametrizations
+    return [
+        (f"parametrizations.{name}.{key}", tensor)
+        for name, kept in lists.items()
+        for key, tensor in kept._parameters.items()
+    ]
+
+
+def _reset_parametrized(module: nn.Module, names: list[str], init_weights: InitWeights) -> None:
+    """Values for a module of the class that it had before, with parameters; then those are set."""
+    lists: Any = module.parametrizations
+    plain: nn.Module = object.__new__(type(module).__bases__[0])
+    plain.__dict__ = {
+        **module.__dict__,
+        "_parameters": dict(module._parameters),
+        "_modules": {k: v for k, v in module._modules.items() if k != "parametrizations"},
+    }
+    for name in lists:
+        computed = getattr(module, name)
+        values = empty_like(computed, computed.device)
+        plain._parameters[name] = nn.Parameter(values, requires_grad=False)
+    resets = callable(getattr(plain, "reset_parameters", None))
+    _reset_module(plain, [*names, *lists], None if resets else init_weights)
+    for name in lists:
+        value = plain._parameters[name]
+        assert value is not None
+        try:
+            setattr(module, name, value.detach())
+        except (RuntimeError, NotImplementedError, ValueError) as error:
+            raise ValueError(
+                f"{type(plain).__name__}.{name}: expected a parametrisation that turns a value "
+                f"into what it keeps (right_inverse); found that it does not, and the model is on "
+                f"the meta device: {error}"
+            ) from error
+    if resets and callable(init_weights):
+        init_weights(module)  # as when it was built: what it does to computed tensors is lost

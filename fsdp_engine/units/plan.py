@@ -1,0 +1,561 @@
+"""From a model to a plan of units and flat buffers. Changes nothing, sends nothing.
+
+Which unit a parameter belongs to is ``assignment.py``'s business. Within a unit, parameters of one
+*kind* share a buffer. What belongs to no unit is split into *buckets*, in reverse registration
+order, in which gradients come: buffers of their own, which are gathered and reduced one by one.
+Where parameters are cut, buckets are buffers of the root unit, since all of them are gathered for
+the root's forward. Where they are not, each is a unit, of the modules that hold its parameters: its
+gradients travel while others come, and its weights are waited for when such a module is called.
+
+Finds which of all experts each rank holds: see [Note: Names of experts] in
+``layout/expert_place.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.batchnorm import _NormBase
+
+from fsdp_engine.buffers.spec import BufferKind, ParamRecord
+from fsdp_engine.codecs import (
+    CastCodec,
+    CodecRule,
+    Float8,
+    ParamCodec,
+    TransformerEngine,
+    TransformerEngineCodec,
+)
+from fsdp_engine.codecs.tensor_hooks import (
+    check_hooks,
+    has_hooks,
+    refuse_patched,
+    tensor_hooks,
+)
+from fsdp_engine.codecs.transformer_engine import is_quantized
+from fsdp_engine.comm.collectives import gather_objects
+from fsdp_engine.comm.mesh import DataMesh
+from fsdp_engine.config import DistributedDataParallelConfig
+from fsdp_engine.flat_dtensor import FlatDTensor
+from fsdp_engine.layout import ALIGNMENT, Layout
+from fsdp_engine.layout.expert_place import ExpertPlace
+from fsdp_engine.layout.placement import TensorRequest, plan_layouts
+from fsdp_engine.optim.step_listeners import find_optimizers
+from fsdp_engine.precision import MixedPrecisionPolicy
+from fsdp_engine.strategies import Axis, Role, Strategy
+from fsdp_engine.units.assignment import (
+    UnitSelector,
+    assign,
+    bucket_multiple,
+    check_memory,
+    collect_records,
+    find_units,
+    has_parameters,
+    join_small,
+    least_size,
+    split_by_count,
+    split_by_size,
+)
+from fsdp_engine.units.dtensors import set_spreads
+from fsdp_engine.units.materialize import check_meta
+
+Granule = Callable[[str, nn.Parameter], int]
+
+# Parameters with these marks are summed over groups of pipeline stages, slice by slice. Stages hold
+# different parameters beside them: only in a buffer of its own has one the same slices on all.
+_STAGE_MARKS = ("shared_embedding", "position_embedding", "pipeline_parallel")
+
+
+@dataclass(frozen=True)
+class AxisPlan:
+    """The ranks that share parameters, as sizes of their axes, and the levels along those."""
+
+    sizes: dict[Axis, int]
+    strategy: Strategy
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks on both axes."""
+        return math.prod(self.sizes.values())
+
+    def cut(self, axis: Axis) -> int:
+        """Parts that the optimizer state is cut into along ``axis``."""
+        return self.sizes[axis] if self.strategy.shards(Role.OPTIM, axis) else 1
+
+
+@dataclass(frozen=True)
+class AxisPlans:
+    """Where parameters are shared: all data-parallel ranks; ``expert``, if given, for experts."""
+
+    data: AxisPlan
+    expert: AxisPlan | None = None
+
+    def of(self, kind: BufferKind) -> AxisPlan:
+        """That of parameters of ``kind``."""
+        return self.expert if kind.is_expert and self.expert is not None else self.data
+
+
+@dataclass(frozen=True)
+class PlanSettings:
+    """What a plan follows, beside the model."""
+
+    policy: MixedPrecisionPolicy
+    config: DistributedDataParallelConfig
+    axis_plans: AxisPlans
+    granule: Granule | None = None
+    codec_rules: Sequence[CodecRule] = ()
+    min_unit_size: int | None = None
+
+    @cached_property
+    def rules(self) -> Sequence[CodecRule]:
+        """The codec rules, behind that for weights which are fp8 already; and what
+        ``fp8_param_gather`` adds where none of them is about fp8."""
+        first = TransformerEngine(self.config.keep_fp8_transpose_cache)
+        has_fp8 = any(isinstance(rule, Float8) for rule in self.codec_rules)
+        last = [Float8()] if self.config.fp8_param_gather and not has_fp8 else []
+        return (first, tensor_hooks, *self.codec_rules, *last)
+
+
+@dataclass(frozen=True)
+class PlannedBuffer:
+    """One buffer to be: its kind, its layout, its parameters, and how its codec is made."""
+
+    kind: BufferKind
+    layout: Layout
+    records: list[ParamRecord]
+    make_codec: Callable[[], ParamCodec]
+
+
+@dataclass(frozen=True)
+class PlannedUnit:
+    """One unit to be.
+
+    Attributes:
+        name: fully qualified names of its modules; "" for the root.
+        modules: whose calls need its parameters.
+        buffers: its parameters, by kind.
+        loose: those of its modules that lie beside the model's blocks, so that forwards around
+            them may read their parameters without calling them.
+    """
+
+    name: str
+    modules: Sequence[nn.Module]
+    buffers: list[PlannedBuffer]
+    loose: Sequence[nn.Module] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything about a model that is decided before it is changed.
+
+    Attributes:
+        units: units to be, the root first.
+        records: its parameters.
+        on_meta: some parameter or buffer is on the meta device.
+        lacks: what cannot give itself values there; "" if all can.
+    """
+
+    units: list[PlannedUnit]
+    records: list[ParamRecord]
+    on_meta: bool
+    lacks: str = ""
+
+    @property
+    def root(self) -> nn.Module:
+        """The model."""
+        return self.units[0].modules[0]
+
+    def signature(self) -> list[str]:
+        """A line for each parameter, which must be the same on all ranks."""
+        params = [
+            f"{_known_as(record)}: shape {tuple(record.param.shape)}, {record.param.dtype}, "
+            f"{'trainable' if record.param.requires_grad else 'frozen'}"
+            f"{'' if record.spread is None else f', {record.spread.placements}'}"
+            for record in self.records
+        ]
+        places = [
+            f"{_known_as(record)}: in unit {unit.name or 'root'}, at {slot.offset} of "
+            f"{buffer.layout.numel}, encoded by {buffer.kind.codec}"
+            for unit in self.units
+            for buffer in unit.buffers
+            for record, slot in zip(buffer.records, buffer.layout.slots, strict=True)
+        ]
+        return [*params, *places]
+
+
+def make_plan(
+    model: nn.Module, units: UnitSelector | Iterable[UnitSelector] | None, settings: PlanSettings
+) -> Plan:
+    """Decide which parameter lies where. Changes nothing, sends nothing.
+
+    Raises:
+        ValueError: units that match nothing, a granule that does not divide its parameter, a
+            model without parameters, uninitialised lazy parameters, parameters that share memory,
+            DTensors with other placements than shards and replicas, experts without ranks of their
+            own, weight gradients put off unasked, or an optimizer that holds the
+            model's parameters already.
+    """
+    records = collect_records(model)
+    if not records:
+        raise ValueError(f"model: expected parameters; found none in {type(model).__name__}")
+    set_spreads(records)
+    for record in records:
+        check_record(record, settings)
+    check_memory(model, records)
+    _check_no_optimizer(records)
+    on_meta, lacks = check_meta(model)
+    planned = plan_units(model, records, units, settings)
+    _check_fp8_fields(planned, settings)
+    return Plan(planned, records, on_meta, lacks)
+
+
+def plan_units(
+    model: nn.Module,
+    records: Sequence[ParamRecord],
+    selectors: UnitSelector | Iterable[UnitSelector] | None,
+    settings: PlanSettings,
+) -> list[PlannedUnit]:
+    """Units with their buffers, the root first; see the module docstring."""
+    least = least_size(settings.min_unit_size)
+    sets = find_units(model, selectors, records)
+    if selectors is None:
+        sets = join_small(model, sets, records, least)
+    elif settings.min_unit_size:
+        raise ValueError(
+            "min_unit_size: expected None or 0 beside units, which are taken as they are named; "
+            f"found {settings.min_unit_size}"
+        )
+    owned = assign(model, sets, records)
+    root, *buckets = _plan_root(model, owned[""], settings)
+    planned = list(buckets)
+    for each in sets:
+        buffers = plan_buffers(owned[each.name], settings)
+        if buffers:
+            planned.append(PlannedUnit(each.name, each.modules, buffers, each.loose))
+    # Where their first parameter was registered: the first guess of the order of execution.
+    places = {record.name: place for place, record in enumerate(records)}
+    planned.sort(
+        key=lambda unit: min(places[r.name] for each in unit.buffers for r in each.records)
+    )
+    return [root, *planned]
+
+
+def plan_buffers(
+    records: Sequence[ParamRecord], settings: PlanSettings, *, in_buckets: bool = False
+) -> list[PlannedBuffer]:
+    """Buffers for the parameters of one unit; for those of none, ``in_buckets``."""
+    groups: dict[BufferKind, list[ParamRecord]] = {}
+    makers: dict[BufferKind, Callable[[], ParamCodec]] = {}
+    for record in records:
+        kind, maker = _kind_of(record, settings)
+        groups.setdefault(kind, []).append(record)
+        makers.setdefault(kind, maker)
+    planned: list[PlannedBuffer] = []
+    for kind, members in groups.items():
+        parts = _split(members, kind, settings) if in_buckets else [members]
+        for part in parts:
+            planned += _lay_out(part, kind, makers[kind], settings, in_buckets)
+    return planned
+
+
+def _plan_root(
+    model: nn.Module, records: Sequence[ParamRecord], settings: PlanSettings
+) -> list[PlannedUnit]:
+    """The root's unit, and units for its buckets; see the module docstring."""
+    buffers = plan_buffers(records, settings, in_buckets=True)
+    is_cut = settings.axis_plans.data.strategy.depth(Role.PARAM) > 0
+    if is_cut or len({buffer.kind for buffer in buffers}) == len(buffers):
+        return [PlannedUnit("", [model], buffers)]
+    buckets = []
+    for number, buffer in enumerate(buffers):
+        holders = _holders(buffer.records)
+        buckets.append(PlannedUnit(f"(bucket {number})", holders, [buffer], loose=holders))
+    return [PlannedUnit("", [model], []), *buckets]
+
+
+def _holders(records: Sequence[ParamRecord]) -> list[nn.Module]:
+    """Modules that hold the parameters, each once."""
+    modules = (module for record in records for module, _ in record.owners)
+    return list({id(module): module for module in modules}.values())
+
+
+def _split(
+    records: Sequence[ParamRecord], kind: BufferKind, settings: PlanSettings
+) -> list[list[ParamRecord]]:
+    """Parameters of one kind, in reverse registration order, in buckets."""
+    backwards = list(reversed(records))
+    sizes = [record.param.numel() for record in backwards]
+    config = settings.config
+    if config.num_buckets is not None:
+        buckets = split_by_count(sizes, config.num_buckets)
+    else:
+        num_ranks = settings.axis_plans.of(kind).num_ranks
+        buckets = split_by_size(sizes, config.closing_size(num_ranks))
+    return [[backwards[place] for place in bucket] for bucket in buckets]
+
+
+def _lay_out(
+    records: Sequence[ParamRecord],
+    kind: BufferKind,
+    make_codec: Callable[[], ParamCodec],
+    settings: PlanSettings,
+    is_bucket: bool,
+) -> list[PlannedBuffer]:
+    by_name = {record.name: record for record in records}
+    codec = make_codec()
+    requests = []
+    for record in records:
+        shard = record.shard
+        shape = tuple(shard.shape)
+        wanted = settings.granule(record.name, shard) if settings.granule is not None else 1
+        checked = TensorRequest(record.name, shape, wanted).granule
+        together = math.lcm(checked, codec.granule(shape))
+        requests.append(TensorRequest(record.name, shape, together))
+    axes, multiple = settings.axis_plans.of(kind), ALIGNMENT
+    inner_size, outer_size = axes.cut(Axis.INNER), axes.cut(Axis.OUTER)
+    padded = settings.config.pad_buckets_for_high_nccl_busbw
+    if is_bucket or padded:
+        whole = bucket_multiple(axes.num_ranks, padded=padded)
+        multiple = whole // math.gcd(whole, inner_size * outer_size)
+    layouts = plan_layouts(
+        requests, inner_size=inner_size, outer_size=outer_size, shard_multiple=multiple
+    )
+    return [
+        PlannedBuffer(kind, layout, [by_name[slot.name] for slot in layout.slots], make_codec)
+        for layout in layouts
+    ]
+
+
+def _kind_of(
+    record: ParamRecord, settings: PlanSettings
+) -> tuple[BufferKind, Callable[[], ParamCodec]]:
+    param = record.shard
+    policy = settings.policy
+    if any(keeps_statistics(module) for module, _ in record.owners):
+        # Batch norm wants weights in the dtype of its running statistics, which no policy casts.
+        policy = dataclasses.replace(policy, param_dtype=None)
+    dtypes = policy.resolve(param, settings.config.reduce_scatter_with_fp32_accumulation)
+    of_experts = is_expert(param)
+    divisor = float(getattr(param, "gradient_divisor", 1.0))
+    if of_experts and settings.axis_plans.expert is not None:
+        # An expert's gradient comes from the tokens of all ranks, not of those alone that share it.
+        divisor *= settings.axis_plans.data.num_ranks / settings.axis_plans.expert.num_ranks
+    apart = record.name if any(getattr(param, mark, False) for mark in _STAGE_MARKS) else ""
+    codec_name, maker = "cast", partial(CastCodec, dtypes.main, dtypes.compute)
+    for rule in settings.rules:
+        found = rule(record.name, param, dtypes)
+        if found is not None:
+            codec_name, maker = found  # type: ignore[assignment]
+            break
+    return BufferKind(codec_name, dtypes, param.requires_grad, divisor, of_experts, apart), maker
+
+
+def keeps_statistics(module: nn.Module) -> bool:
+    """Whether it is a batch norm that keeps running statistics."""
+    return isinstance(module, _NormBase) and module.running_mean is not None
+
+
+def is_expert(param: Tensor) -> bool:
+    """Megatron-Core's mark of parameters that not all data-parallel ranks share."""
+    return getattr(param, "allreduce", True) is False
+
+
+def _known_as(record: ParamRecord) -> str:
+    """Its name in the comparison of ranks, which may give experts names of their own."""
+    return "an expert's parameter" if is_expert(record.param) else record.name
+
+
+def check_record(record: ParamRecord, settings: PlanSettings) -> None:
+    """Whether a unit can have the parameter.
+
+    Raises:
+        ValueError: it cannot; names it.
+    """
+    param = record.param
+    if isinstance(param, nn.parameter.UninitializedParameter):
+        raise ValueError(
+            f"{record.name}: expected a parameter with a shape; found a lazy one that no "
+            "forward has initialised"
+        )
+    if param.is_meta and any(
+        getattr(module, "primary_weights_in_fp8", False) for module, _ in record.owners
+    ):
+        raise ValueError(
+            f"{record.name}: expected a module with quantised weights (quantized_model_init) to be "
+            "built on a device; found it on the meta device"
+        )
+    if isinstance(param, FlatDTensor):
+        raise ValueError(
+            f"{record.name}: expected a parameter that no engine has; found a slice of one that "
+            "was sharded before"
+        )
+    if record.spread is not None:
+        param = record.shard
+    # Transformer Engine's classes have the hooks, too; the rule for them comes first.
+    is_plain = type(param) in (Tensor, nn.Parameter, FakeTensor) or is_quantized(param)
+    if has_hooks(param):
+        if not is_plain:
+            check_hooks(record.name, param, is_in_dtensor=record.spread is not None)
+    elif not is_plain:
+        raise ValueError(
+            f"{record.name}: expected a plain torch.nn.Parameter, all of whose data are its "
+            f"elements; found a {type(param).__name__}, of which only those would be kept. Make it "
+            "a plain parameter (dequantise it, say) before shard(), or leave it out of the "
+            "model's parameters, as a buffer"
+        )
+    else:
+        refuse_patched(record.name, param)
+    if is_expert(param) and settings.axis_plans.expert is None:
+        raise ValueError(
+            f"{record.name}: expected expert_mesh, the ranks that share this expert, since it has "
+            "allreduce=False; found None"
+        )
+    puts_off = param.requires_grad and getattr(param, "skip_backward_post_hook", False)
+    if puts_off and not settings.config.delay_wgrad_compute:
+        raise ValueError(
+            f"{record.name}: expected delay_wgrad_compute=True, since its module puts off weight "
+            "gradients (skip_backward_post_hook); found False, so that they would be lost"
+        )
+
+
+def _check_fp8_fields(units: Sequence[PlannedUnit], settings: PlanSettings) -> None:
+    """Fields about what weights of Transformer Engine have, if the model has such weights."""
+    config = settings.config
+    if not (config.keep_fp8_transpose_cache or config.reuse_grad_buf_for_mxfp8_param_ag):
+        return
+    codecs = [buffer.make_codec() for unit in units for buffer in unit.buffers]
+    quantized = [each for each in codecs if isinstance(each, TransformerEngineCodec)]
+    if config.keep_fp8_transpose_cache and not any(each.has_transposes for each in quantized):
+        raise ValueError(
+            "keep_fp8_transpose_cache: expected weights that Transformer Engine has quantised by "
+            "the delayed, current or block recipe, which alone have transposes; found none"
+        )
+    if not config.reuse_grad_buf_for_mxfp8_param_ag:
+        return
+    if not any(each.num_planes > 1 for each in quantized):
+        raise ValueError(
+            "reuse_grad_buf_for_mxfp8_param_ag: expected weights that Transformer Engine has "
+            "quantised by the MXFP8 recipe; found none"
+        )
+    strategy = settings.axis_plans.data.strategy
+    if strategy.depth(Role.GRAD) > 0:
+        raise ValueError(
+            "reuse_grad_buf_for_mxfp8_param_ag: expected whole gradients, through whose memory "
+            f"whole weights can pass; found levels that cut them: {strategy}"
+        )
+
+
+def _check_no_optimizer(records: Sequence[ParamRecord]) -> None:
+    names = {id(record.param): record.name for record in records}
+    for optimizer, param in find_optimizers(names):
+        raise ValueError(
+            f"optimizer: expected it to be built after shard(); found a "
+            f"{type(optimizer).__name__} that already holds {names[param]}"
+        )
+
+
+Place = tuple[nn.Module, str]
+
+
+def plan_one(
+    name: str,
+    modules: Sequence[nn.Module],
+    is_free: Callable[[ParamRecord], bool],
+    settings: PlanSettings,
+) -> Plan:
+    """A plan of one unit. Changes nothing, sends nothing.
+
+    Args:
+        name: of the unit, for people.
+        modules: its modules; none within another.
+        is_free: whether a parameter is the unit's; it may raise.
+        settings: what the plan follows.
+
+    Raises:
+        ValueError: a parameter that no unit can have, two that share memory, or some on the meta
+            device beside others that are not.
+    """
+    root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+    records = [record for record in collect_records(root) if is_free(record)]
+    set_spreads(records)
+    for record in records:
+        check_record(record, settings)
+    check_memory(root, records)
+    metas = [record.name for record in records if record.param.is_meta]
+    if metas and len(metas) < len(records):
+        other = next(record.name for record in records if not record.param.is_meta)
+        raise ValueError(
+            f"{other}: expected all parameters of {name} on the meta device, or none; found this "
+            f"one with values and {metas[0]} without"
+        )
+    unit = PlannedUnit(name, modules, plan_buffers(records, settings))
+    return Plan([unit], records, on_meta=bool(metas))
+
+
+def place_experts(
+    model: nn.Module, records: Sequence[ParamRecord], data: DataMesh, experts: DataMesh
+) -> None:
+    """Note of each expert's parameter which of all experts it is of. Collective.
+
+    Args:
+        model: before anything is changed.
+        records: its parameters.
+        data: all data-parallel ranks.
+        experts: those that share this rank's experts.
+    """
+    # DTensors know their places by themselves.
+    members = [each for each in records if is_expert(each.param) and each.spread is None]
+    names = [record.name for record in members]
+    heads: list[Any] = gather_objects((experts.ranks[0], names), data.control_group)
+    firsts = sorted({first for first, _ in heads})
+    if len(firsts) == 1:
+        return
+    rank, size = firsts.index(experts.ranks[0]), len(firsts)
+    shared = set(names).intersection(*(each for _, each in heads))
+    layers = _layers(model)
+    for place, record in enumerate(members):
+        layer = next((each for each in layers if record.name.startswith(each)), "")
+        if record.name not in shared or not layer:
+            there = dict.fromkeys(each[place] for _, each in heads if place < len(each))
+            record.expert = ExpertPlace(rank, size, names=tuple(there))
+            continue
+        number = record.name[len(layer) :].partition(".")[0]
+        is_numbered = number.isdigit()
+        record.expert = ExpertPlace(rank, size, layer, layers[layer] if is_numbered else 0)
+
+
+def _layers(model: nn.Module) -> dict[str, int]:
+    """Modules that hold experts and nothing else, the outermost ones, by name with a dot behind it;
+    how many numbered members each has."""
+    found: dict[str, int] = {}
+    for name, module in model.named_modules():
+        prefix = f"{name}." if name else ""
+        params = list(module.parameters())
+        if not params or not all(map(is_expert, params)) or any(map(prefix.startswith, found)):
+            continue
+        # A module around them all, with nothing else in it, is not yet the layer.
+        while len(members := _members(module)) == 1 and not members[0].isdigit():
+            inner = module._modules.get(members[0])
+            if inner is None:
+                break  # a tensor of its own
+            prefix, module = f"{prefix}{members[0]}.", inner
+        found[prefix] = sum(each.isdigit() for each in _members(module))
+    return found
+
+
+def _members(module: nn.Module) -> list[str]:
+    """Names of parameters and of children that have any."""
+    own = [name for name, param in module._parameters.items() if param is not None]
+    children = [
+        name
+        for name, child in module._modules.items()
+        if child is not None and has_parameters(child)
+    ]
+    return own + children

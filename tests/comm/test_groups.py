@@ -1,0 +1,248 @@
+"""Groups of the engine come about whatever groups a rank is in already; how ranks meet for them."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import fsdp_engine as fe
+from fsdp_engine.comm import groups
+from fsdp_engine.comm.mesh import DataMesh
+from fsdp_engine.comm.rendezvous import meet, report_error
+from fsdp_engine.megatron.finalize_model_grads import finalize_model_grads
+from fsdp_engine.megatron.process_groups import ModelParallelGroups, spanned_group
+from tests.megatron.model_parallel import Chunk
+from tests.pool import Ranks, on_ranks
+
+# A group that does not come about waits for 60 s; what comes about takes a tenth of a second.
+LIMIT = 30.0
+
+
+@pytest.fixture(scope="module")
+def eight() -> Iterator[Ranks]:
+    pool = Ranks(8)
+    yield pool
+    pool.close()
+
+
+def trains(mesh: DeviceMesh | None = None, strategy: str = "optim_grads_params") -> None:
+    """A step on ``mesh``, whose loss is a mean over its ranks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    engine = fe.shard(model, mesh, strategy)
+    model(torch.ones(2, 4)).sum().backward()
+    assert engine.clip_grad_norm_(1.0) > 0
+
+
+def a_group_of_the_first_rank_alone() -> None:
+    dist.new_group([0])
+    trains()
+
+
+def a_group_of_the_last_rank_alone_and_two_axes() -> None:
+    dist.new_group([dist.get_world_size() - 1])
+    trains(init_device_mesh("cpu", (2, dist.get_world_size() // 2)))
+
+
+def two_ranks_and_then_all() -> None:
+    pair = DeviceMesh("cpu", [0, 1])
+    if dist.get_rank() < 2:
+        trains(pair)
+    trains()
+    trains(strategy="no_shard")
+
+
+def columns_after_a_subset() -> None:
+    subset = DeviceMesh("cpu", list(range(dist.get_world_size() - 1)))
+    grid = init_device_mesh(
+        "cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("row", "column")
+    )
+    if subset.get_coordinate() is not None:
+        trains(subset)
+    for axis in ("row", "column"):
+        trains(grid[axis])
+    trains(grid)
+
+
+def token_counts_over_pipeline_and_data() -> None:
+    # Stages of one pipeline are far apart, data ranks neighbours; made as Megatron-Core makes them.
+    half = dist.get_world_size() // 2
+    me = dist.get_rank()
+    pipelines = [dist.new_group([place, place + half]) for place in range(half)]
+    stages = [dist.new_group(range(stage * half, (stage + 1) * half)) for stage in range(2)]
+    groups = ModelParallelGroups(pipeline=pipelines[me % half], data=stages[me // half])
+    if me == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    model = nn.Linear(3, 1, bias=False)
+    chunk = Chunk(model, DeviceMesh.from_group(stages[me // half], "cpu"), "optim_grads")
+    for _ in range(2):
+        model(torch.ones(2, 3)).sum().backward()
+        finalize_model_grads([chunk], 2, groups=groups)
+        grad = chunk.engine.full_tensor("weight")  # collective, too
+        assert grad.shape == (1, 3)
+        local = model.weight.grad.local  # type: ignore[union-attr]
+        assert torch.equal(local, torch.ones_like(local))
+        model.zero_grad()
+
+
+CASES = [
+    a_group_of_the_first_rank_alone,
+    a_group_of_the_last_rank_alone_and_two_axes,
+    two_ranks_and_then_all,
+    columns_after_a_subset,
+    token_counts_over_pipeline_and_data,
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_groups_of_four_ranks_come_about_after(case: Callable[[], None], ranks: Ranks) -> None:
+    ranks.run(case, world_size=4, timeout=LIMIT)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_groups_of_eight_ranks_come_about_after(case: Callable[[], None], eight: Ranks) -> None:
+    eight.run(case, world_size=8, timeout=LIMIT)
+
+
+@on_ranks(4, timeout=LIMIT)
+def test_ranks_of_a_mesh_may_be_in_any_order() -> None:
+    mesh = DeviceMesh("cpu", [[3, 0], [2, 1]])
+    model = nn.Linear(4, 4)
+    weight = model.weight.detach().clone()
+    engine = fe.shard(model, mesh, "optim_grads_params", "optim_grads_params")
+    assert torch.equal(engine.full_tensor("weight"), weight)
+    model(torch.full((1, 4), float(dist.get_rank()))).sum().backward()
+    grad = model.weight.grad
+    assert isinstance(grad, fe.FlatDTensor)
+    assert torch.equal(grad.full_tensor(), torch.full((4, 4), 1.5))
+
+
+@on_ranks(2)
+def test_what_groups_span_is_forgotten_with_them() -> None:
+    both = dist.new_group([0, 1])
+    again = dist.new_group([0, 1])
+    assert spanned_group(torch.device("cpu"), both, again) is both
+    gone = weakref.ref(both)
+    dist.destroy_process_group(both)
+    del both
+    gc.collect()
+    assert gone() is None
+
+
+# --- meetings ---
+
+SOON = timedelta(seconds=3)
+LATE = timedelta(seconds=LIMIT)
+
+
+@on_ranks(4, timeout=LIMIT)
+def test_a_meeting_names_who_did_not_come_and_those_learn_of_it_later() -> None:
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() in (1, 3):
+        store.wait(["over"], timedelta(seconds=LIMIT))
+    with pytest.raises(RuntimeError, match=r"tea: .* ranks \[1, 3\] did not come in \d+ s"):
+        meet("tea", range(4), SOON)
+    store.set("over", "")
+    # All are at the same number again.
+    assert not meet("tea", range(4), LATE).all_have
+
+
+@on_ranks(3, timeout=LIMIT)
+def test_the_error_of_one_rank_is_raised_on_all_at_once() -> None:
+    for attempt in range(3):
+        if dist.get_rank() == attempt:
+            report_error("tea", range(3), KeyError("leaves"))
+            continue
+        with pytest.raises(RuntimeError, match=f"tea failed on rank {attempt}: KeyError: 'leaves'"):
+            meet("tea", range(3), LATE)
+    assert meet("tea", range(3), LATE, has=True).all_have
+    assert not meet("tea", range(3), LATE, has=dist.get_rank() == 0).all_have
+
+
+@on_ranks(2, timeout=LIMIT)
+def test_ranks_that_come_for_different_things_are_told_of_both() -> None:
+    with pytest.raises(ValueError, match=r"tea: .*rank \d \[\w+\] and on rank \d \[\w+\]"):
+        meet("tea", [0, 1], LATE, note=("green", "black")[dist.get_rank()])
+    meet("tea", [0, 1], LATE, note="green")
+
+
+@on_ranks(4, timeout=LIMIT)
+def test_ranks_that_wait_for_each_other_in_different_places_are_told_so_soon() -> None:
+    pair = DeviceMesh("cpu", [0, 1])
+    mesh = pair if dist.get_rank() == 0 else None
+    began = time.monotonic()
+    text = r"rank 1 in shard\(\) over ranks \[0, 1, 2, 3\]|rank 0 in shard\(\) over ranks \[0, 1\],"
+    with pytest.raises(RuntimeError, match=text):
+        fe.shard(nn.Linear(2, 2), mesh)
+    assert time.monotonic() - began < 20
+    assert not meet("tea", range(4), timedelta(seconds=20)).all_have
+
+
+def test_one_rank_meets_nobody() -> None:
+    assert meet("tea", [0], SOON, has=True).all_have
+
+
+class NcclOptions:
+    """As ``ProcessGroupNCCL.Options``, which torch has on CUDA only."""
+
+    def __init__(self) -> None:
+        self.config: dict[str, int] = {}
+        self.is_high_priority_stream = False
+        self._timeout = timedelta(minutes=10)
+
+
+@on_ranks(2)
+def test_groups_of_the_engine_have_the_options_of_the_meshs_group() -> None:
+    options = NcclOptions()
+    options.config = {"max_ctas": 4, "cga_cluster_size": 2}
+    options.is_high_priority_stream = True
+    options._timeout = timedelta(seconds=77)
+    given: list[NcclOptions] = []
+    make, backend_of = distributed_c10d._new_process_group_helper, groups.backend_of
+
+    def helper(*args: Any, backend_options: Any = None, timeout: timedelta, **kwargs: Any) -> Any:
+        given.append(backend_options)
+        assert backend_options._timeout == timeout  # torch warns where they differ
+        return make(*args, timeout=timeout, **kwargs)
+
+    try:
+        distributed_c10d._new_process_group_helper = helper  # type: ignore[assignment]
+        groups.backend_of = lambda group, device: SimpleNamespace(options=options)
+        DataMesh.create(init_device_mesh("cpu", (2,)))
+    finally:
+        distributed_c10d._new_process_group_helper = make
+        groups.backend_of = backend_of
+    ours = given[-2:]  # for gathers and for reductions
+    assert [each.config for each in ours] == [options.config] * 2
+    assert all(each.is_high_priority_stream for each in ours)
+    assert all(each._timeout == timedelta(seconds=77) for each in ours)
+    # torch writes the name of the group into them.
+    assert len({id(each) for each in (options, *ours)}) == 3
+
+
+def free_a_group_in(folder: str) -> None:
+    store = dist.FileStore(f"{folder}/store", 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    group = groups.new_group([0], timedelta(seconds=60), "freed", backend="gloo")
+    of_default = distributed_c10d._world.pg_map[groups.default_group()][1]
+    within = dist.PrefixStore("cpu/", dist.PrefixStore(f"{group.group_name}/", of_default))
+    assert within.check(["0/0"])
+    groups.free_gloo_group(group)
+    assert not within.check(["0/0"])
+
+
+def test_a_group_over_a_file_store_is_freed(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(free_a_group_in, str(tmp_path), world_size=1, group=False, timeout=60)

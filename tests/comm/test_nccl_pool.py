@@ -1,0 +1,365 @@
+"""Memory registered with NCCL, without NCCL: what is asked of the pool, and what the pool asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsdp_engine as fe
+from fsdp_engine import sharding as sharding_module
+from fsdp_engine.comm import lanes, nccl_pool
+from fsdp_engine.memory import allocator
+from fsdp_engine.strategies import LEVELS
+from fsdp_engine.units import build as build_module
+from tests.memory.planned_memory import Order, counting_fills, uneven_model
+from tests.models import Chain, Even, Mlp, NestedUnits, lora_model, vector_batch
+from tests.pool import on_ranks
+from tests.torch_versions import plans_addresses
+from tests.training import train
+
+UB = fe.DistributedDataParallelConfig(nccl_ub=True)
+COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce")
+
+
+class FakePool:
+    """Notes what gets memory within it.
+
+    Attributes:
+        ranges: (first byte, number of bytes) by storage.
+        num_registered: how many there were when it was registered.
+    """
+
+    def __init__(self, mesh: Any, *, symmetric: bool) -> None:
+        self.symmetric = symmetric
+        self.takes_more = not symmetric
+        self.ranges: dict[int, tuple[int, int]] = {}
+        self.num_registered = -1
+        self._is_open = False
+
+    @contextmanager
+    def allocating(self) -> Iterator[None]:
+        assert not self._is_open
+        self._is_open = True
+        try:
+            yield
+        finally:
+            self._is_open = False
+
+    def register(self) -> None:
+        assert self.num_registered == -1
+        self.num_registered = len(self.ranges)
+
+    def note(self, storage: torch.UntypedStorage) -> None:
+        if self._is_open and storage.nbytes():
+            self.ranges[storage._cdata] = (storage.data_ptr(), storage.nbytes())
+
+    def range_of(self, tensor: torch.Tensor) -> int | None:
+        """Which of its ranges ``tensor`` lies in; None: not in the pool."""
+        start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        for key, (first, num_bytes) in self.ranges.items():
+            if first <= start and stop <= first + num_bytes:
+                return key
+        return None
+
+
+@dataclass
+class Sent:
+    """What collectives were told to read or write.
+
+    Attributes:
+        ranges: of the pool.
+        elsewhere: storages that have bytes which do not lie in it.
+    """
+
+    ranges: set[int] = field(default_factory=set)
+    elsewhere: set[int] = field(default_factory=set)
+
+
+@contextmanager
+def fake_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sent]:
+    """Within it, engines get fake pools; gives what collectives are told to read or write."""
+    sent = Sent()
+    zeros, empty, resize = allocator.zeros, allocator.empty, torch.UntypedStorage.resize_
+    submit = lanes.HostLane.submit
+    pools: list[FakePool] = []
+
+    def make_pool(mesh: Any, *, symmetric: bool) -> FakePool:
+        pools.append(FakePool(mesh, symmetric=symmetric))
+        return pools[-1]
+
+    def noting(make: Any) -> Any:
+        def make_and_note(*args: Any) -> Any:
+            tensor = make(*args)
+            if pools:
+                pools[-1].note(tensor.untyped_storage())
+            return tensor
+
+        return make_and_note
+
+    def noting_resize(storage: Any, num_bytes: int) -> Any:
+        result = resize(storage, num_bytes)
+        if pools:
+            pools[-1].note(storage)
+        return result
+
+    def noting_submit(lane: Any, label: str, *args: Any, **options: Any) -> Any:
+        if label.startswith(COLLECTIVES) and pools:
+            for tensor in (*options["reads"], *options["writes"]):
+                found = pools[-1].range_of(tensor)
+                if found is not None:
+                    sent.ranges.add(found)
+                elif tensor.numel():
+                    sent.elsewhere.add(tensor.untyped_storage()._cdata)
+        return submit(lane, label, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(build_module, "NcclPool", make_pool)
+        patch.setattr(sharding_module, "check_nccl", lambda mesh, *, symmetric: None)
+        patch.setattr(allocator, "zeros", noting(zeros))
+        patch.setattr(allocator, "empty", noting(empty))
+        patch.setattr(torch.UntypedStorage, "resize_", noting_resize, raising=False)
+        patch.setattr(lanes.HostLane, "submit", noting_submit)
+        yield sent
+
+
+def mains_of(engine: Any) -> set[int]:
+    """Main weights in another dtype, which are encoded into what travels."""
+    return {
+        b.weights.main.tensor.untyped_storage()._cdata
+        for b in engine.buffers
+        if b.weights.main.tensor.dtype != b.weights.params[0].dtype
+    }
+
+
+@plans_addresses
+@on_ranks(world_size=2)
+@pytest.mark.parametrize("strategy", LEVELS)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_what_collectives_read_and_write_lies_in_the_pool_and_nothing_else(
+    strategy: str, dtype: torch.dtype | None
+) -> None:
+    policy = fe.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+    with fake_pool(pytest.MonkeyPatch()) as sent:
+        model = Even()
+        engine = fe.shard(model, strategy=strategy, mp_policy=policy, config=UB)
+        pool: Any = engine._memory._pool
+        assert pool.num_registered == len(pool.ranges) > 0  # all of it, before anything runs
+        train(model, engine, (2, 1))
+        assert len(pool.ranges) == pool.num_registered
+        assert sent.elsewhere <= mains_of(engine)
+        assert sent.ranges == set(pool.ranges)
+
+
+@plans_addresses
+@on_ranks(world_size=2)
+@pytest.mark.parametrize("budget", [0, 1, None, 10**9])
+def test_a_rehearsed_step_is_the_one_that_runs(budget: int | None) -> None:
+    """Models whose units run in module order need nothing beside their arenas, ever."""
+    config = fe.DistributedDataParallelConfig(
+        nccl_ub=True, suggested_communication_unit_size=budget
+    )
+    models: list[Callable[[], Any]] = [Even, uneven_model, NestedUnits, lora_model]
+    for strategy in LEVELS:
+        for make in models:
+            with fake_pool(pytest.MonkeyPatch()):
+                model = make()
+                engine = fe.shard(model, strategy=strategy, config=config)
+                held = engine.memory_bytes()
+                with counting_fills(engine) as fills:
+                    train(model, engine, (2, 1))
+                assert fills == [], (strategy, make)
+                assert engine.memory_bytes() == held
+                assert engine.peak_memory_bytes() == {**held, "total": sum(held.values())}
+
+
+@plans_addresses
+@on_ranks(world_size=2)
+def test_steps_that_were_not_rehearsed_are_served_by_ordinary_memory_too() -> None:
+    with fake_pool(pytest.MonkeyPatch()):
+        states = []
+        for config in (None, UB):
+            torch.manual_seed(0)
+            model = Order(4, 2, 0, 1, 3)
+            engine = fe.shard(model, config=config)
+            arenas = [arena.memory for arena in engine._memory.arenas.values()]
+            train(model, engine, (2, 1))
+            model.order = (1, 3, 0, 1)
+            train(model, engine, (1, 1))
+            states.append(engine.full_state_dict())
+        pool: Any = engine._memory._pool
+        assert len(pool.ranges) == pool.num_registered
+        assert len(arenas) == 2
+        for before, arena in zip(arenas, engine._memory.arenas.values(), strict=True):
+            assert arena.memory is before is not None
+    for name, value in states[0].items():
+        assert torch.equal(value, states[1][name])
+
+
+@on_ranks(world_size=2)
+@pytest.mark.parametrize("plain", [False, True])
+def test_without_addresses_transient_memory_comes_from_a_pool_that_may_grow(plain: bool) -> None:
+    config = fe.DistributedDataParallelConfig(nccl_ub=True, disable_symmetric_registration=plain)
+    with fake_pool(pytest.MonkeyPatch()) as sent, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(allocator, "_CAN_SWAP", False)
+        model = Even()
+        engine = fe.shard(model, config=config)
+        pool: Any = engine._memory._pool
+        train(model, engine, (2, 1))
+        assert bool(sent.elsewhere - mains_of(engine)) is not plain
+        # All ranks register windows at one moment: nothing may be added later.
+        assert plain or len(pool.ranges) == pool.num_registered
+
+
+@on_ranks(world_size=2)
+def test_training_with_a_pool_gives_what_it_gives_without() -> None:
+    states = []
+    with fake_pool(pytest.MonkeyPatch()):
+        for config in (None, UB):
+            torch.manual_seed(0)
+            model = Chain(*(Mlp(hidden=5 + i) for i in range(5)))
+            engine = fe.shard(model, config=config)
+            train(model, engine, (2, 1, 1))
+            states.append(engine.full_state_dict())
+    for name, value in states[0].items():
+        assert torch.equal(value, states[1][name])
+
+
+@on_ranks(world_size=2)
+@pytest.mark.parametrize("plain", [False, True])
+def test_the_way_of_registering_follows_the_config(plain: bool) -> None:
+    with fake_pool(pytest.MonkeyPatch()):
+        config = fe.DistributedDataParallelConfig(
+            nccl_ub=True, disable_symmetric_registration=plain
+        )
+        pool: Any = fe.shard(Chain(Mlp()), config=config)._memory._pool
+        assert pool.symmetric is not plain
+
+
+@on_ranks(world_size=2)
+def test_groups_without_nccl_are_refused_on_all_ranks_before_anything_is_changed() -> None:
+    model = Chain(Mlp(), Mlp())
+    before = list(model.parameters())
+    with pytest.raises(ValueError, match=r"nccl_ub: expected .* NCCL .* found gloo for cpu"):
+        fe.shard(model, config=UB)
+    assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
+    assert all(type(param) is nn.Parameter for param in model.parameters())
+    model(*vector_batch(2, dist.get_rank())).backward()
+    fe.shard(Chain(Mlp()))  # nothing is in the way of another engine
+
+
+# What the pool asks of torch and of NCCL.
+
+
+class Backend:
+    """Stands in for NCCL's backend object."""
+
+    mem_allocator = "NCCL's allocator"
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any, dict[str, Any]]] = []
+
+    def name(self) -> str:
+        return "nccl"
+
+    def register_mem_pool(self, pool: Any, **options: Any) -> None:
+        """register_mem_pool(self, pool: torch._C._MemPool, symm: bool = False) -> None"""
+        self.calls.append(("register", pool, options))
+
+
+class OldBackend(Backend):
+    """One without windows."""
+
+    def register_mem_pool(self, pool: Any, **options: Any) -> None:
+        """register_mem_pool(self, pool: torch._C._MemPool) -> None"""
+        assert not options
+        super().register_mem_pool(pool)
+
+
+class Gloo:
+    """One without pools."""
+
+    def name(self) -> str:
+        return "gloo"
+
+
+def axis(*groups: Any) -> Any:
+    return SimpleNamespace(gather_group=groups[0], reduce_group=groups[1])
+
+
+def mesh_over(backend: Any, inner: Any, outer: Any, patch: pytest.MonkeyPatch) -> Any:
+    """A mesh whose groups are names; all of them run over ``backend``."""
+    patch.setattr(nccl_pool, "backend_of", lambda group, device: backend)
+    device_mesh = SimpleNamespace(get_group=lambda place: "the user's")
+    device = torch.device("cpu")
+    return SimpleNamespace(inner=inner, outer=outer, device_mesh=device_mesh, device=device)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_the_pool_is_registered_with_every_group_after_its_first_collective(
+    symmetric: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, log = Backend(), []
+
+    def all_reduce(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+        log.append((group, len(backend.calls)))
+        return tensor
+
+    @contextmanager
+    def use(pool: Any, device: Any) -> Iterator[None]:
+        log.append(("enter", pool))
+        yield
+        log.append(("leave", pool))
+
+    monkeypatch.setattr(torch.cuda, "MemPool", lambda allocator: f"pool of {allocator}")
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", use)
+    monkeypatch.setattr(nccl_pool, "all_reduce_", all_reduce)
+    mesh = mesh_over(backend, axis("g", "r"), axis("og", "or"), monkeypatch)
+    nccl_pool.check_nccl(mesh, symmetric=symmetric)
+    pool = nccl_pool.NcclPool(mesh, symmetric=symmetric)
+    assert pool.takes_more is not symmetric
+    with pool.allocating():
+        pass
+    pool.register()
+    name = "pool of NCCL's allocator"
+    assert log[:2] == [("enter", name), ("leave", name)]
+    # Each group's communicator is there before the pool is registered with it.
+    assert log[2:] == [("g", 0), ("r", 1), ("og", 2), ("or", 3)]
+    assert backend.calls == [("register", name, {"symm": True} if symmetric else {})] * 4
+
+
+def test_a_single_rank_has_a_pool_and_nobody_to_register_it_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backend = Backend()
+    monkeypatch.setattr(torch.cuda, "MemPool", lambda allocator: allocator)
+    mesh = mesh_over(backend, axis(None, None), axis(None, None), monkeypatch)
+    nccl_pool.check_nccl(mesh, symmetric=True)
+    nccl_pool.NcclPool(mesh, symmetric=True).register()
+    assert backend.calls == []
+
+
+def test_a_torch_without_windows_is_refused_unless_registration_is_plain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mesh = mesh_over(OldBackend(), axis("g", "r"), axis(None, None), monkeypatch)
+    with pytest.raises(ValueError, match="Use disable_symmetric_registration=True"):
+        nccl_pool.check_nccl(mesh, symmetric=True)
+    nccl_pool.check_nccl(mesh, symmetric=False)
+
+
+@pytest.mark.parametrize(("backend", "found"), [(Gloo(), "gloo"), (None, "nothing")])
+def test_groups_without_nccl_are_refused(
+    backend: Any, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh = mesh_over(backend, axis(None, None), axis(None, None), monkeypatch)
+    for symmetric in (True, False):
+        with pytest.raises(ValueError, match=f"nccl_ub: .*NCCL.*found {found} for cpu"):
+            nccl_pool.check_nccl(mesh, symmetric=symmetric)

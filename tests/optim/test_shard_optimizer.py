@@ -1,0 +1,741 @@
+"""shard_optimizer: steps on slices, FlatDTensors everywhere else."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import itertools
+import math
+import pickle
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as dcp_state
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement
+from fsdp_engine.optim import shard_optimizer
+from fsdp_engine.optim.sharded_step import is_elementwise
+from tests.pool import Ranks
+
+# Shape of the parameter, elements [start, stop) held here.
+SLICES: list[tuple[tuple[int, ...], int, int]] = [
+    ((6, 5), 7, 19),
+    ((), 0, 1),
+    ((), 0, 0),
+    ((6, 5), 4, 4),
+    ((7,), 0, 7),
+    ((9,), 3, 4),
+]
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    "AdamW": torch.optim.AdamW,
+    "Adam-amsgrad": lambda p, **k: torch.optim.Adam(p, amsgrad=True, weight_decay=0.1, **k),
+    "SGD": lambda p, **k: torch.optim.SGD(p, lr=0.1, **k),
+    "SGD-momentum": lambda p, **k: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, **k),
+    "RMSprop": lambda p, **k: torch.optim.RMSprop(p, centered=True, momentum=0.5, **k),
+    "Adagrad": torch.optim.Adagrad,
+    "Adadelta": torch.optim.Adadelta,
+    "Adamax": torch.optim.Adamax,
+    "NAdam": torch.optim.NAdam,
+    "RAdam": torch.optim.RAdam,
+    "ASGD": torch.optim.ASGD,
+    "Rprop": torch.optim.Rprop,
+}
+FUSED = {"AdamW", "Adam-amsgrad", "SGD", "SGD-momentum", "Adagrad"}
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    """Rank 1 of four that exist in name only."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    yield init_device_mesh("cpu", (4,))
+    dist.destroy_process_group()
+
+
+def flat(
+    mesh: DeviceMesh, shape: tuple[int, ...], start: int, stop: int, local: Tensor | None = None
+) -> FlatDTensor:
+    placement = FlatPlacement.on_mesh(shape, start, stop, mesh, 1)
+    local = torch.randn(stop - start) if local is None else local.detach().clone()
+    return FlatDTensor.from_flat_local(local, placement)
+
+
+class Pair:
+    """Sharded parameters, and plain ones that hold the same slices."""
+
+    def __init__(self, mesh: DeviceMesh, slices: list[Any] | None = None) -> None:
+        self.mesh = mesh
+        self.slices = SLICES if slices is None else slices
+        self.flat: list[Any] = [nn.Parameter(flat(mesh, *each)) for each in self.slices]
+        self.plain = [nn.Parameter(p.local.clone()) for p in self.flat]
+
+    def set_grads(self) -> None:
+        for p, q, each in zip(self.flat, self.plain, self.slices, strict=True):
+            p.grad = flat(self.mesh, *each)
+            q.grad = p.grad.local.clone()
+
+    def check(self, *optimizers: Any) -> None:
+        """Parameters agree bit by bit; given both optimizers, so does their state."""
+        for p, q in zip(self.flat, self.plain, strict=True):
+            assert torch.equal(p.local, q.detach())
+        if optimizers:
+            check_state(self, *optimizers)
+
+
+def check_state(pair: Pair, sharded: Any, plain: Any) -> None:
+    assert all(isinstance(key, FlatDTensor) for key in sharded.state)
+    for p, q in zip(pair.flat, pair.plain, strict=True):
+        found, expected = sharded.state[p], plain.state[q]
+        assert found.keys() == expected.keys()
+        for value, other in zip(found.values(), expected.values(), strict=True):
+            if isinstance(other, Tensor) and other.shape == q.shape:
+                assert type(value) is FlatDTensor
+                assert value.flat_placement == p.flat_placement
+                assert torch.equal(value.local, other)
+            else:
+                assert torch.equal(torch.as_tensor(value), torch.as_tensor(other))
+
+
+def step_both(pair: Pair, sharded: Any, plain: Any, num_steps: int = 1) -> None:
+    for _ in range(num_steps):
+        pair.set_grads()
+        sharded.step()
+        plain.step()
+
+
+# --- steps ---
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        (name, form)
+        for name, form in itertools.product(OPTIMIZERS, ("loop", "foreach", "fused"))
+        if form != "fused" or name in FUSED
+    ],
+)
+def test_a_step_is_that_of_plain_tensors(mesh: DeviceMesh, name: str, form: str) -> None:
+    options = {"foreach": form == "foreach"} if form != "fused" else {"fused": True}
+    pair = Pair(mesh)
+    sharded = shard_optimizer(OPTIMIZERS[name](pair.flat, **options))
+    plain = OPTIMIZERS[name](pair.plain, **options)
+    step_both(pair, sharded, plain, num_steps=4)
+    pair.check(sharded, plain)
+
+
+def test_nothing_is_initialised_before_the_first_step(mesh: DeviceMesh) -> None:
+    pair = Pair(mesh)
+    before = [p.local.clone() for p in pair.flat]
+    optimizer = shard_optimizer(torch.optim.AdamW(pair.flat))
+    assert not optimizer.state
+    assert all(torch.equal(p.local, b) for p, b in zip(pair.flat, before, strict=True))
+
+
+def test_the_optimizer_is_changed_in_place_and_once(mesh: DeviceMesh) -> None:
+    pair = Pair(mesh)
+    optimizer = torch.optim.AdamW(pair.flat)
+    assert shard_optimizer(optimizer) is optimizer
+    assert shard_optimizer(optimizer) is optimizer
+    assert type(optimizer) is torch.optim.AdamW
+    assert len(optimizer._optimizer_step_pre_hooks) == 1
+    assert all(p is q for p, q in zip(optimizer.param_groups[0]["params"], pair.flat, strict=True))
+
+
+def test_a_parameter_without_gradient_is_left_alone(mesh: DeviceMesh) -> None:
+    pair = Pair(mesh)
+    sharded = shard_optimizer(torch.optim.AdamW(pair.flat))
+    plain = torch.optim.AdamW(pair.plain)
+    step_both(pair, sharded, plain)
+    for missing in (0, 3):
+        pair.set_grads()
+        pair.flat[missing].grad = pair.plain[missing].grad = None
+        sharded.step()
+        plain.step()
+    pair.check(sharded, plain)
+
+
+def test_gradients_changed_in_place_and_replaced_are_used(mesh: DeviceMesh) -> None:
+    pair = Pair(mesh)
+    sharded = shard_optimizer(torch.optim.SGD(pair.flat, lr=0.1))
+    plain = torch.optim.SGD(pair.plain, lr=0.1)
+    step_both(pair, sharded, plain)
+    for p, q in zip(pair.flat, pair.plain, strict=True):
+        p.grad.local.add_(1)
+        assert q.grad is not None
+        q.grad.add_(1)
+    sharded.step()
+    plain.step()
+    sharded.zero_grad(set_to_none=False)
+    assert all(p.grad.zeroed for p in pair.flat)
+    sharded.step()
+    pair.check()
+    sharded.zero_grad()
+    sharded.step()
+    pair.check()
+
+
+def test_gradients_of_another_dtype_are_cast(mesh: DeviceMesh) -> None:
+    pair = Pair(mesh)
+    sharded = shard_optimizer(torch.optim.AdamW(pair.flat, foreach=True))
+    plain = torch.optim.AdamW(pair.plain, foreach=True)
+    for p in pair.flat:
+        p.grad_dtype = torch.bfloat16
+        p.grad = flat(
+            mesh,
+            tuple(p.shape),
+            p.flat_placement.start,
+            p.flat_placement.stop,
+            torch.empty_like(p.local, dtype=torch.bfloat16),
+        )
+    for _ in range(2):
+        for p, q in zip(pair.flat, pair.plain, strict=True):
+            p.grad.local.copy_(torch.randn_like(q))
+            q.grad = p.grad.local.float()
+        sharded.step()
+        plain.step()
+    pair.check(sharded, plain)
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}])
+def test_a_step_counts_as_a_change_of_the_buffer(mesh: DeviceMesh, options: Any) -> None:
+    buffer = torch.zeros(64)
+    placement = FlatPlacement.on_mesh((6, 5), 7, 19, mesh, 1)
+    param: Any = nn.Parameter(FlatDTensor.from_flat_local(buffer[20:32], placement))
+    param.grad = flat(mesh, (6, 5), 7, 19)
+    optimizer = shard_optimizer(torch.optim.AdamW([param], **options))
+    for _ in range(2):
+        before = buffer._version
+        optimizer.step()
+        assert buffer._version > before
+    assert buffer[20:32].all()
+
+
+def test_plain_parameters_pass_through(mesh: DeviceMesh) -> None:
+    pair = Pair(mesh)
+    extra, other = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(3))
+    other.data.copy_(extra.data)
+    sharded = shard_optimizer(torch.optim.AdamW([extra, *pair.flat]))
+    plain = torch.optim.AdamW([other, *pair.plain])
+    for _ in range(3):
+        extra.grad = torch.randn(3)
+        other.grad = extra.grad.clone()
+        step_both(pair, sharded, plain)
+    pair.check()
+    assert torch.equal(extra, other)
+    assert torch.equal(sharded.state[extra]["exp_avg"], plain.state[other]["exp_avg"])
+    sharded.load_state_dict(copy.deepcopy(sharded.state_dict()))
+    step_both(pair, sharded, plain)
+    assert torch.equal(extra, other)
+
+
+# --- groups, schedulers, hooks ---
+
+
+def test_groups_keep_their_hyperparameters_and_may_be_added(mesh: DeviceMesh) -> None:
+    pair = Pair(mesh)
+    optimizers = []
+    for params in (pair.flat, pair.plain):
+        groups = [{"params": params[:2], "lr": 0.5}, {"params": params[2:4], "weight_decay": 0.3}]
+        optimizers.append(torch.optim.AdamW(groups, lr=0.1))
+    sharded, plain = shard_optimizer(optimizers[0]), optimizers[1]
+    step_both(pair, sharded, plain)
+    sharded.add_param_group({"params": pair.flat[4:], "lr": 0.01})
+    plain.add_param_group({"params": pair.plain[4:], "lr": 0.01})
+    step_both(pair, sharded, plain, num_steps=2)
+    pair.check(sharded, plain)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_schedulers_work_whenever_they_are_made(mesh: DeviceMesh, first: bool) -> None:
+    pair = Pair(mesh)
+    sharded, plain = torch.optim.SGD(pair.flat, momentum=0.9), torch.optim.SGD(pair.plain)
+    plain = torch.optim.SGD(pair.plain, momentum=0.9)
+    if first:
+        shard_optimizer(sharded)
+    schedulers = [
+        torch.optim.lr_scheduler.OneCycleLR(each, max_lr=0.5, total_steps=9)
+        for each in (sharded, plain)
+    ]
+    if not first:
+        shard_optimizer(sharded)
+    for _ in range(4):
+        step_both(pair, sharded, plain)
+        for scheduler in schedulers:
+            scheduler.step()
+    pair.check(sharded, plain)
+
+
+def test_hooks_see_the_optimizer_and_its_sharded_parameters(mesh: DeviceMesh) -> None:
+    pair = Pair(mesh)
+    optimizer = torch.optim.AdamW(pair.flat, lr=0.1)
+    seen: list[str] = []
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(hooked: Any, args: Any, kwargs: Any) -> None:
+            assert hooked is optimizer
+            assert all(type(p) is FlatDTensor for p in hooked.param_groups[0]["params"])
+            seen.append(name)
+
+        return hook
+
+    handles = [
+        optimizer.register_step_pre_hook(note("before")),
+        register_optimizer_step_pre_hook(note("global before")),
+        register_optimizer_step_post_hook(note("global after")),
+    ]
+    shard_optimizer(optimizer)
+    handles.append(optimizer.register_step_pre_hook(note("late before")))
+    handles.append(optimizer.register_step_post_hook(note("after")))
+    pair.set_grads()
+    try:
+        optimizer.step()
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert seen == ["global before", "before", "late before", "after", "global after"]
+
+
+def test_what_a_later_hook_sets_is_used_in_this_step(mesh: DeviceMesh) -> None:
+    pair = Pair(mesh)
+    sharded, plain = shard_optimizer(torch.optim.SGD(pair.flat)), torch.optim.SGD(pair.plain)
+    for optimizer in (sharded, plain):
+        optimizer.register_step_pre_hook(
+            lambda hooked, args, kwargs: hooked.param_groups[0].update(lr=0.7)
+        )
+    step_both(pair, sharded, plain)
+    pair.check()
+
+
+def test_a_closure_computes_with_the_sharded_parameters(mesh: DeviceMesh) -> None:
+    slices = [((6, 5), 0, 30), ((7,), 0, 7)]
+    pair = Pair(mesh, slices)
+    sharded, plain = shard_optimizer(torch.optim.AdamW(pair.flat)), torch.optim.AdamW(pair.plain)
+
+    def closure_of(optimizer: Any, params: list[Any], kind: type) -> Callable[[], Tensor]:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            assert all(isinstance(p, kind) for p in optimizer.param_groups[0]["params"])
+            loss = sum(((p - 1) ** 2).sum() for p in params)
+            assert isinstance(loss, Tensor)
+            loss.backward()
+            return loss
+
+        return closure
+
+    for _ in range(3):
+        found = sharded.step(closure_of(sharded, pair.flat, FlatDTensor))
+        expected = plain.step(closure=closure_of(plain, pair.plain, nn.Parameter))
+        torch.testing.assert_close(found, expected)
+    sharded.step(closure=closure_of(sharded, pair.flat, FlatDTensor))
+    plain.step(closure_of(plain, pair.plain, nn.Parameter))
+    for p, q in zip(pair.flat, pair.plain, strict=True):
+        torch.testing.assert_close(p.local, q.detach())
+
+
+class Failing(torch.optim.AdamW):
+    """Fails in the middle of a step, or right after it, when told to."""
+
+    fail: str = ""
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fail == "before":
+            raise ZeroDivisionError
+        if self.fail == "middle":
+            _, first, *_ = self.param_groups[0]["params"]
+            self.state[first]["note"] = torch.zeros_like(first)
+            self.param_groups[0]["note"] = 3
+            raise ZeroDivisionError
+        result = super().step(closure)
+        if self.fail == "after":
+            raise ZeroDivisionError
+        return result
+
+
+@pytest.mark.parametrize("fail", ["before", "middle", "after", "hook", "closure"])
+def test_an_exception_leaves_the_optimizer_whole(mesh: DeviceMesh, fail: str) -> None:
+    pair = Pair(mesh)
+    sharded = shard_optimizer(Failing(pair.flat), elementwise=True)
+    plain = Failing(pair.plain)
+    step_both(pair, sharded, plain)
+    pair.set_grads()
+
+    def raising(*args: Any) -> None:
+        raise ZeroDivisionError
+
+    for optimizer in (sharded, plain):
+        optimizer.fail = fail
+        handle = optimizer.register_step_pre_hook(raising) if fail == "hook" else None
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step(raising if fail == "closure" else None)
+        optimizer.fail = ""
+        if handle is not None:
+            handle.remove()
+    for p, q in zip(sharded.param_groups[0]["params"], pair.flat, strict=True):
+        assert p is q
+    assert sharded.param_groups[0].get("note") == plain.param_groups[0].get("note")
+    check_state(pair, sharded, plain)
+    step_both(pair, sharded, plain, num_steps=2)
+    pair.check(sharded, plain)
+
+
+# --- state ---
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_a_loaded_state_is_used_at_the_next_step(mesh: DeviceMesh, stepped: bool) -> None:
+    pair = Pair(mesh)
+    sharded, plain = shard_optimizer(torch.optim.AdamW(pair.flat)), torch.optim.AdamW(pair.plain)
+    step_both(pair, sharded, plain, num_steps=2)
+    saved = copy.deepcopy(sharded.state_dict())
+    for state in saved["state"].values():
+        assert type(state["exp_avg"]) is FlatDTensor
+        assert type(state["step"]) is Tensor
+    saved["param_groups"][0]["lr"] = plain.param_groups[0]["lr"] = 0.3
+    fresh = shard_optimizer(torch.optim.AdamW(pair.flat))
+    if stepped:
+        kept = [p.local.clone() for p in pair.flat]
+        pair.set_grads()
+        fresh.step()
+        for p, before in zip(pair.flat, kept, strict=True):
+            p.local.copy_(before)
+    fresh.load_state_dict(saved)
+    step_both(pair, fresh, plain, num_steps=2)
+    pair.check(fresh, plain)
+    assert fresh.state_dict()["state"].keys() == plain.state_dict()["state"].keys()
+
+
+def test_state_of_whole_tensors_is_cut(mesh: DeviceMesh) -> None:
+    slices = [((6, 5), 7, 19), ((7,), 2, 5)]
+    pair = Pair(mesh, slices)
+    whole = [nn.Parameter(torch.randn(shape)) for shape, *_ in slices]
+    source, plain = torch.optim.AdamW(whole), torch.optim.AdamW(pair.plain)
+    sharded = shard_optimizer(torch.optim.AdamW(pair.flat))
+    for p in whole:
+        p.grad = torch.randn(p.shape)
+    source.step()
+    sharded.load_state_dict(source.state_dict())
+    for p, q, (_, start, stop) in zip(whole, pair.plain, slices, strict=True):
+        plain.state[q] = {
+            key: value.reshape(-1)[start:stop].clone() if value.ndim else value.clone()
+            for key, value in source.state[p].items()
+        }
+    step_both(pair, sharded, plain, num_steps=2)
+    pair.check(sharded, plain)
+
+
+def test_state_of_another_slice_is_refused(mesh: DeviceMesh) -> None:
+    pair = Pair(mesh, [((6, 5), 7, 19)])
+    sharded = shard_optimizer(torch.optim.AdamW(pair.flat))
+    step_both(pair, sharded, torch.optim.AdamW(pair.plain))
+    sharded.state[pair.flat[0]]["exp_avg"] = flat(mesh, (6, 5), 8, 20)
+    with pytest.raises(ValueError, match=r"state 'exp_avg' of .*: expected elements \[7, 19\)"):
+        sharded.step()
+
+
+@pytest.mark.parametrize("change", ["entry", "value", "clear", "in place", "pop"])
+def test_changes_of_the_state_are_used_at_the_next_step(mesh: DeviceMesh, change: str) -> None:
+    pair = Pair(mesh)
+    sharded, plain = shard_optimizer(torch.optim.AdamW(pair.flat)), torch.optim.AdamW(pair.plain)
+    step_both(pair, sharded, plain, num_steps=2)
+    for optimizer, params in ((sharded, pair.flat), (plain, pair.plain)):
+        state = optimizer.state
+        if change == "clear":
+            state.clear()
+        elif change == "pop":
+            state.pop(params[0])
+        elif change == "in place":
+            state[params[0]]["exp_avg"].mul_(3)
+        elif change == "value":
+            state[params[0]]["exp_avg"] = torch.ones_like(params[0], requires_grad=False)
+        else:
+            other = {key: value.clone() for key, value in state[params[0]].items()}
+            other["exp_avg_sq"] = torch.ones_like(params[0], requires_grad=False)
+            state[params[0]] = other
+    step_both(pair, sharded, plain, num_steps=2)
+    pair.check(sharded, plain)
+
+
+def test_state_shares_memory_and_objects_stay(mesh: DeviceMesh) -> None:
+    pair = Pair(mesh)
+    sharded, plain = shard_optimizer(torch.optim.AdamW(pair.flat)), torch.optim.AdamW(pair.plain)
+    step_both(pair, sharded, plain)
+    shown = [dict(sharded.state[p]) for p in pair.flat]
+    step_both(pair, sharded, plain, num_steps=2)
+    for p, before in zip(pair.flat, shown, strict=True):
+        assert all(before[key] is value for key, value in sharded.state[p].items())
+        assert float(before["step"]) == 3
+    pair.check(sharded, plain)
+
+
+class Counting(torch.optim.Optimizer):
+    """SGD with signs, state in Python numbers, state of no parameter, deletions and defaults."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "num_steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.num_calls = getattr(self, "num_calls", 0) + 1
+        self.state["all"] = {"num_calls": self.num_calls}
+        for group in self.param_groups:
+            group["num_steps"] += 1
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                state.setdefault("num_steps", 0)
+                state["num_steps"] += 1
+                state.update(last=p.grad.sign(), scratch=torch.ones(2))
+                state |= {"union": torch.ones(3)}
+                del state["scratch"]
+                state.pop("absent", None)
+                p.sub_(state["last"], alpha=group["lr"] / state["num_steps"])
+
+
+class Renamed(torch.optim.AdamW):
+    """A subclass with AdamW's own step."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.02)
+
+
+class Centralised(torch.optim.SGD):
+    """Subtracts means of rows, as gradient centralisation does, in a step of its own."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for param in self.param_groups[0]["params"]:
+            param.grad -= param.grad.mean(-1, keepdim=True)
+        return super().step(closure)
+
+
+class Decorated(torch.optim.SGD):
+    """Wraps the step that it inherits, under its name."""
+
+    @functools.wraps(torch.optim.SGD.step)
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        return torch.optim.SGD.step(self, *args, **kwargs)
+
+
+class Factored(torch.optim.Adam):
+    """Keeps state that is not elementwise, for the step that it inherits."""
+
+    def _init_group(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._init_group(*args, **kwargs)
+
+
+def test_a_subclass_with_its_ancestors_step_is_taken(mesh: DeviceMesh) -> None:
+    for first in ("sharded", "plain"):
+        kind: Any = type("Own", (Renamed,), {})  # torch wraps its step at the first instance
+        pair = Pair(mesh)
+        plain = kind(pair.plain) if first == "plain" else None
+        sharded = shard_optimizer(kind(pair.flat))
+        step_both(pair, sharded, plain or kind(pair.plain), num_steps=2)
+        pair.check()
+
+
+@pytest.mark.parametrize(
+    ("kind", "ancestor", "method"),
+    [
+        (Centralised, "SGD", "step"),
+        (Decorated, "SGD", "step"),
+        (Failing, "AdamW", "step"),
+        (Factored, "Adam", "_init_group"),
+    ],
+)
+def test_a_subclass_with_a_step_of_its_own_is_refused(
+    mesh: DeviceMesh, kind: Any, ancestor: str, method: str
+) -> None:
+    pair = Pair(mesh)
+    match = (
+        rf"{kind.__name__}, a subclass of {ancestor} with {method}\(\) of its own.*elementwise=True"
+    )
+    for _ in range(2):
+        with pytest.raises(ValueError, match=match):
+            shard_optimizer(kind(pair.flat))
+    assert not is_elementwise(kind(pair.flat))
+    shard_optimizer(kind(pair.flat), elementwise=True)
+
+
+class Lookup(torch.optim.Optimizer):
+    """Looks its state up as any dict lets it: by ``in``, ``get`` and in loops."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            if param not in self.state:
+                self.state[param] = {"sum": torch.zeros_like(param)}
+            total = self.state.get(param, {})["sum"]
+            total.add_(param.grad)
+            param.sub_(total, alpha=0.1)
+        assert len(self.state) == len(self.param_groups[0]["params"])
+        for state in self.state.values():
+            state["sum"].mul_(0.5)
+        last = self.param_groups[0]["params"][-1]
+        self.state.setdefault("last", []).append(self.state.pop(last)["sum"].tolist())
+        assert last not in self.state
+        self.state[last] = {"sum": torch.tensor(self.state["last"][-1])}
+        del self.state["last"]
+        assert [p.shape for p in self.state] == [s["sum"].shape for _, s in self.state.items()]
+
+
+def test_state_of_plain_parameters_is_found_in_each_way(mesh: DeviceMesh) -> None:
+    pair = Pair(mesh)
+    others = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    sharded = shard_optimizer(Lookup([*pair.flat, others[0]]), elementwise=True)
+    plain = Lookup([*pair.plain, others[1]])
+    for _ in range(3):
+        for other in others:
+            other.grad = torch.tensor([1.0, 2.0, 3.0])
+        step_both(pair, sharded, plain)
+        sharded.load_state_dict(copy.deepcopy(sharded.state_dict()))
+    pair.check()
+    assert torch.equal(*others)
+
+
+def test_any_elementwise_optimizer_may_be_declared_so(mesh: DeviceMesh) -> None:
+    pair = Pair(mesh)
+    with pytest.raises(ValueError, match=r"expected one of Adam, .*; found Counting\. If it upd"):
+        shard_optimizer(Counting(pair.flat))
+    sharded, plain = shard_optimizer(Counting(pair.flat), elementwise=True), Counting(pair.plain)
+    step_both(pair, sharded, plain, num_steps=3)
+    assert sharded.num_calls == 3
+    assert sharded.param_groups[0]["num_steps"] == 3
+    assert sharded.state.pop("all") == {"num_calls": 3}
+    pair.check(sharded, plain)
+    step_both(pair, sharded, plain)
+    pair.check()
+
+
+def test_optimizers_that_look_beyond_an_element_are_refused(mesh: DeviceMesh) -> None:
+    pair = Pair(mesh, [((6, 5), 7, 19)])
+    for make in (torch.optim.LBFGS, torch.optim.Adafactor):
+        with pytest.raises(ValueError, match="expected one of Adam"):
+            shard_optimizer(make(pair.flat))
+    with pytest.raises(ValueError, match="expected differentiable=False"):
+        shard_optimizer(torch.optim.SGD(pair.flat, differentiable=True))
+    with pytest.raises(TypeError, match=r"expected a torch\.optim\.Optimizer; found 3"):
+        shard_optimizer(3)  # type: ignore[type-var]
+
+
+def test_a_dropped_optimizer_frees_its_state_at_once(mesh: DeviceMesh) -> None:
+    pair = Pair(mesh)
+    optimizer = shard_optimizer(torch.optim.AdamW(pair.flat))
+    step_both(pair, optimizer, torch.optim.AdamW(pair.plain))
+    gone = weakref.ref(optimizer), weakref.ref(optimizer.state[pair.flat[0]]["exp_avg"])
+    gc.disable()
+    try:
+        del optimizer
+        assert [each() for each in gone] == [None, None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+def test_a_copy_can_be_sharded_again(mesh: DeviceMesh, way: str) -> None:
+    pair = Pair(mesh)
+    sharded, plain = shard_optimizer(torch.optim.AdamW(pair.flat)), torch.optim.AdamW(pair.plain)
+    step_both(pair, sharded, plain)
+    if way == "deepcopy":
+        copied: Any = copy.deepcopy(sharded)
+    else:
+        copied = pickle.loads(pickle.dumps(sharded))
+    pair.flat = copied.param_groups[0]["params"]
+    step_both(pair, shard_optimizer(copied), plain, num_steps=2)
+    pair.check(copied, plain)
+
+
+# --- on several ranks ---
+
+
+def sharded_module(full: dict[str, Tensor], mesh: DeviceMesh) -> nn.Module:
+    """A Linear whose parameters are cut evenly, the last rank taking what is left."""
+    module = nn.Linear(5, 4)
+    for name, value in full.items():
+        size, rank, world = math.ceil(value.numel() / mesh.size()), mesh.get_rank(), mesh.size()
+        start = min(rank * size, value.numel())
+        stop = value.numel() if rank == world - 1 else min(start + size, value.numel())
+        local = value.reshape(-1)[start:stop]
+        setattr(module, name, nn.Parameter(flat(mesh, tuple(value.shape), start, stop, local)))
+    return module
+
+
+def reference(num_steps: int) -> tuple[nn.Module, Any, list[dict[str, Tensor]]]:
+    """A plain module after some steps, its optimizer, and the gradients of all steps."""
+    torch.manual_seed(3)
+    module = nn.Linear(5, 4)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    grads = [{n: torch.randn(p.shape) for n, p in module.named_parameters()} for _ in range(5)]
+    for grad in grads[:num_steps]:
+        for name, p in module.named_parameters():
+            p.grad = grad[name].clone()
+        optimizer.step()
+    return module, optimizer, grads
+
+
+def train(path: str, load: bool, save: bool, steps: tuple[int, int], full_state: bool) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    start, _, grads = reference(0)
+    module = sharded_module({n: p.detach() for n, p in start.named_parameters()}, mesh)
+    optimizer = shard_optimizer(torch.optim.AdamW(module.parameters(), lr=0.1))
+    if load:
+        model_state, optimizer_state = dcp_state.get_state_dict(module, optimizer)
+        state = {"model": model_state, "optimizer": optimizer_state}
+        dcp.load(state, checkpoint_id=path)
+        dcp_state.set_state_dict(
+            module,
+            optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+    for grad in grads[slice(*steps)]:
+        for name, p in module.named_parameters():
+            assert isinstance(p, FlatDTensor)
+            place = p.flat_placement
+            local = grad[name].reshape(-1)[place.start : place.stop]
+            p.grad = flat(mesh, tuple(p.shape), place.start, place.stop, local)
+        optimizer.step()
+    expected, expected_optimizer, _ = reference(steps[1])
+    for p, q in zip(module.parameters(), expected.parameters(), strict=True):
+        assert isinstance(p, FlatDTensor)
+        torch.testing.assert_close(p.full_tensor(), q.detach())
+        for key in ("exp_avg", "exp_avg_sq"):
+            value = optimizer.state[p][key]
+            assert type(value) is FlatDTensor
+            torch.testing.assert_close(value.full_tensor(), expected_optimizer.state[q][key])
+        assert optimizer.state[p]["step"] == steps[1]
+    if save:
+        model_state, optimizer_state = dcp_state.get_state_dict(module, optimizer)
+        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
+    if full_state:
+        options = dcp_state.StateDictOptions(full_state_dict=True)
+        found = dcp_state.get_optimizer_state_dict(module, optimizer, options=options)["state"]
+        for name, q in expected.named_parameters():
+            exp_avg = found[name]["exp_avg"]
+            assert type(exp_avg) is Tensor
+            torch.testing.assert_close(exp_avg, expected_optimizer.state[q]["exp_avg"])
+
+
+@pytest.mark.parametrize(("first", "second"), [(4, 2), (1, 3), (3, 4)])
+def test_training_goes_on_with_another_number_of_ranks(
+    ranks: Ranks, tmp_path: Path, first: int, second: int
+) -> None:
+    path = str(tmp_path)
+    ranks.run(train, path, False, True, (0, 2), True, world_size=first)
+    ranks.run(train, path, True, False, (2, 5), False, world_size=second)

@@ -1,0 +1,485 @@
+"""Buckets: where they end, when their gradients travel, and when their weights are waited for."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import fsdp_engine as fe
+from fsdp_engine.strategies import Axis, Strategy
+from fsdp_engine.units.assignment import bucket_multiple, split_by_count, split_by_size
+from fsdp_engine.units.plan import AxisPlan, AxisPlans, PlannedBuffer, PlanSettings, make_plan
+from tests import reference
+from tests.comm.timeline import Timeline, timed_step
+from tests.megatron.configs import LEVEL_NAMES, Config, Layers, config_of, train_wrapped
+from tests.models import DIM, Block, Recurrent, Regression, Transformer, token_batch, vector_batch
+from tests.pool import on_ranks
+
+# A bucket: its parameters with their offsets, and its elements, padding included.
+Bucket = tuple[dict[str, int], int]
+
+# Ten layers of 95 x 95 = 9025 weights and 95 biases: how many layers are in each bucket.
+WITH_BIAS = {
+    None: [10],
+    9000: [1] * 10,
+    9025: [1] * 10,
+    9050: [1] * 10,
+    18000: [2] * 5,
+    18050: [2] * 5,
+    20000: [3, 3, 3, 1],
+}
+WITHOUT_BIAS = {
+    None: [10],
+    9000: [1] * 10,
+    9025: [1] * 10,
+    9050: [2] * 5,
+    18000: [2] * 5,
+    18050: [2] * 5,
+    20000: [3, 3, 3, 1],
+}
+CASES = [
+    (bias, size, counts)
+    for bias, table in ((True, WITH_BIAS), (False, WITHOUT_BIAS))
+    for size, counts in table.items()
+]
+
+
+def boundaries(model: nn.Module, bucket_size: int | None, multiple: int) -> list[Bucket]:
+    """Megatron-Core's rule, by one walk over an endless line, as its buffer has it.
+
+    Parameters come in reverse order of registration and start at multiples of 64; the one that
+    reaches the size closes its bucket, which ends at a multiple of ``multiple``.
+    """
+    found: list[Bucket] = []
+    places: dict[str, int] = {}
+    bucket_start = at = held = 0
+    params = [(name, param.numel()) for name, param in model.named_parameters()][::-1]
+    for position, (name, numel) in enumerate(params):
+        at = math.ceil((at - bucket_start) / 64) * 64 + bucket_start
+        places[name] = at - bucket_start
+        at += numel
+        held += numel
+        is_full = bucket_size is not None and held >= bucket_size
+        if is_full or position == len(params) - 1:
+            length = math.ceil((at - bucket_start) / multiple) * multiple
+            found.append((places, length))
+            bucket_start = at = bucket_start + length
+            places, held = {}, 0
+    return found
+
+
+def buckets_of(buffers: Sequence[Any]) -> list[Bucket]:
+    """Those of an engine or a plan, the last registered first."""
+    found = [
+        ({slot.name: slot.offset for slot in buffer.layout.slots}, buffer.layout.numel)
+        for buffer in buffers
+    ]
+    names = [slot.name for buffer in buffers for slot in buffer.layout.slots]
+    order = sorted(names, key=lambda name: (int(name.split(".")[1]), "bias" in name))
+    return sorted(found, key=lambda bucket: -min(order.index(name) for name in bucket[0]))
+
+
+def planned(model: nn.Module, config: Config, level: str, dp: int) -> list[PlannedBuffer]:
+    axes = AxisPlan({Axis.INNER: dp, Axis.OUTER: 1}, Strategy.from_names(level))
+    plan = make_plan(model, (), PlanSettings(fe.MixedPrecisionPolicy(), config, AxisPlans(axes)))
+    return [buffer for unit in plan.units for buffer in unit.buffers]
+
+
+@pytest.mark.parametrize(("bias", "size", "counts"), CASES)
+@pytest.mark.parametrize("padded", [False, True])
+def test_buckets_end_where_megatron_core_ends_them(
+    bias: bool, size: int | None, counts: list[int], padded: bool
+) -> None:
+    model = Layers(bias=bias)
+    config = Config(bucket_size=size, pad_buckets_for_high_nccl_busbw=padded)
+    for dp in (1, 2, 3):
+        multiple = dp * 2**16 if padded else math.lcm(dp, 128)
+        expected = boundaries(model, size, multiple)
+        assert [len(places) // (1 + bias) for places, _ in expected] == counts
+        for level in LEVEL_NAMES:
+            assert buckets_of(planned(model, config, level, dp)) == expected, (dp, level)
+
+
+@on_ranks(world_size=2)
+def test_bucket_size_splits_what_a_wrapped_engine_reduces() -> None:
+    for level in ("no_shard", "optim"):
+        for bias, size, counts in CASES:
+            if size in (9000, 18000):
+                continue  # as 9025 and 18050
+            model = Layers(bias=bias)
+            expected = boundaries(model, size, 128)
+            timeline = Timeline()
+            ddp = fe.DistributedDataParallel(model, config_of(level, bucket_size=size))
+            assert buckets_of(ddp.engine.buffers) == expected
+            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+            timed_step(ddp, optimizer, timeline, (torch.ones(1, 95),))
+            assert len([1 for phase, _ in timeline.events if phase == "finish"]) == len(counts)
+
+
+@on_ranks(world_size=2)
+def test_num_buckets_splits_evenly_instead_of_by_size() -> None:
+    # Ten equal layers: each bucket closes with the layer that reaches its share of what is left.
+    for number, counts in ((1, [10]), (4, [3, 3, 2, 2]), (10, [1] * 10), (20, [1] * 10)):
+        ddp = fe.DistributedDataParallel(
+            Layers(8, bias=False), config_of("optim", num_buckets=number)
+        )
+        found = buckets_of(ddp.engine.buffers)
+        assert [len(places) for places, _ in found] == counts
+        labels = {unit.label for unit in ddp.engine.units if unit.buffers}
+        alone = {"the root module"}
+        assert labels == (alone if number == 1 else {f"(bucket {i})" for i in range(len(counts))})
+
+
+@on_ranks(world_size=2)
+def test_disabled_bucketing_leaves_one_bucket_of_each_kind() -> None:
+    for fields in ({"bucket_size": 9000}, {"num_buckets": 5}, {}):
+        model = Layers(8)
+        model.layers[3].weight.requires_grad_(False)
+        ddp = fe.DistributedDataParallel(
+            model, config_of("optim", **fields), disable_bucketing=True
+        )
+        assert [len(buffer.records) for buffer in ddp.engine.buffers] in ([19, 1], [1, 19])
+        assert (ddp.ddp_config.bucket_size, ddp.ddp_config.num_buckets) == (None, 1)
+
+
+@pytest.mark.parametrize("mark", ["shared_embedding", "position_embedding", "pipeline_parallel"])
+def test_a_parameter_that_pipeline_stages_share_has_a_bucket_of_its_own(mark: str) -> None:
+    model = Layers(8, 4)
+    setattr(model.layers[1].weight, mark, True)
+    for level in LEVEL_NAMES:
+        buckets = buckets_of(planned(model, Config(), level, 2))
+        names = sorted(sorted(places) for places, _ in buckets)
+        others = sorted({name for name, _ in model.named_parameters()} - {"layers.1.weight"})
+        assert names == sorted([["layers.1.weight"], others])
+
+
+SIZES = st.lists(st.integers(0, 50), max_size=30)
+
+
+@given(SIZES, st.integers(1, 120))
+def test_every_bucket_but_the_last_is_closed_by_the_tensor_that_reaches_the_size(
+    sizes: list[int], size: int
+) -> None:
+    buckets = split_by_size(sizes, size)
+    assert [place for bucket in buckets for place in bucket] == list(range(len(sizes)))
+    for number, bucket in enumerate(buckets):
+        held = [sizes[place] for place in bucket]
+        assert held
+        assert sum(held[:-1]) < size
+        assert sum(held) >= size or number == len(buckets) - 1
+
+
+@given(SIZES, st.integers(1, 40))
+def test_every_bucket_but_the_last_is_closed_by_the_tensor_that_reaches_its_share(
+    sizes: list[int], num_buckets: int
+) -> None:
+    buckets = split_by_count(sizes, num_buckets)
+    assert [place for bucket in buckets for place in bucket] == list(range(len(sizes)))
+    assert len(buckets) <= num_buckets
+    left = sum(sizes)
+    for number, bucket in enumerate(buckets):
+        held = [sizes[place] for place in bucket]
+        assert held
+        share = left / (num_buckets - number)
+        if number < len(buckets) - 1:
+            assert sum(held) >= share - 1e-9
+        if number < num_buckets - 1:
+            assert len(held) == 1 or sum(held[:-1]) < share + 1e-9
+        left -= sum(held)
+    assert left == 0
+
+
+@given(st.integers(1, 30), st.integers(1, 40), st.integers(1, 9))
+def test_equal_tensors_are_split_evenly(count: int, num_buckets: int, size: int) -> None:
+    lengths = [len(bucket) for bucket in split_by_count([size] * count, num_buckets)]
+    assert len(lengths) == min(count, num_buckets)
+    assert max(lengths) - min(lengths) <= 1
+
+
+@given(st.integers(1, 4096), st.booleans())
+def test_every_rank_gets_an_equal_part_of_a_bucket(num_ranks: int, padded: bool) -> None:
+    multiple = bucket_multiple(num_ranks, padded=padded)
+    assert multiple % num_ranks == 0
+    assert multiple % (num_ranks * 2**16 if padded else 128) == 0
+
+
+# When gradients travel.
+
+
+@on_ranks(world_size=2)
+@pytest.mark.parametrize("level", ["no_shard", "optim", "optim_grads"])
+def test_reductions_of_buckets_start_in_backward_in_one_order(level: str) -> None:
+    config = config_of(level, overlap=True, bucket_size=2 * 72)
+    model = Layers(8, 6)
+    timeline = Timeline(model, gradients=True)
+    ddp = fe.DistributedDataParallel(model, config)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    what = "all-reduce" if level == "no_shard" else "reduce-scatter"
+    expected: list[str] = []
+    for number in range(3):
+        label = f"(bucket {number})"
+        expected += [f"gradient of {label}"] * 4 + [f"{what} of {label}"]
+    for number in range(3):
+        x = torch.randn(2, 8, generator=torch.Generator().manual_seed(number))
+        timed_step(ddp, optimizer, timeline, (x,))
+        assert timeline.in_phase("backward") == expected
+
+
+@on_ranks(world_size=2)
+def test_a_bucket_whose_gradients_do_not_all_come_is_reduced_when_backward_ends() -> None:
+    class Partly(Layers):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            # The middle layer's bias gets no gradient.
+            x = torch.tanh(self.layers[0](x))
+            x = torch.tanh(F.linear(x, self.layers[1].weight))
+            return self.layers[2](x).square().mean()
+
+    ddp = fe.DistributedDataParallel(Partly(8, 3), config_of("optim", overlap=True, bucket_size=65))
+    timeline = Timeline(gradients=True)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    timed_step(ddp, optimizer, timeline, (torch.ones(2, 8),))
+    backward = timeline.in_phase("backward")
+    assert [each for each in backward if "reduce" in each] == [
+        f"reduce-scatter of (bucket {number})" for number in range(3)
+    ]
+    # Later ones wait for it: one order on all ranks.
+    assert backward[3:] == [
+        "gradient of (bucket 1)",
+        "gradient of (bucket 2)",
+        "gradient of (bucket 2)",
+        "reduce-scatter of (bucket 1)",
+        "reduce-scatter of (bucket 2)",
+    ]
+    grads = {name: param.grad is not None for name, param in ddp.module.named_parameters()}
+    assert not grads.pop("layers.1.bias")
+    assert all(grads.values())
+
+
+# When weights are waited for.
+
+
+class Reads(Regression):
+    """Uses a weight without calling its module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM)
+        self.read = nn.Linear(DIM, DIM)
+        self.last = nn.Linear(DIM, DIM)
+
+    def predict(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(F.linear(x, self.read.weight, self.read.bias))
+        return self.last(torch.tanh(self.first(x)))
+
+
+class Owns(Reads):
+    """The root has parameters of its own, among modules that it calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((DIM,), 1.5))
+
+    def predict(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.read(self.first(x * self.scale))))
+
+
+class Ties(Reads):
+    """One weight in two modules, of which one is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last.weight = self.read.weight
+
+    def predict(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.last(torch.tanh(self.first(x)))) + F.linear(x, self.read.weight)
+
+
+class Skips(Reads):
+    """A module that only every second forward calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+
+    def predict(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        x = torch.tanh(self.first(x))
+        if self.num_calls % 2:
+            x = torch.tanh(self.read(x))
+        return self.last(x)
+
+
+class SkipsAtFirst(Skips):
+    """The same, but not the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 1
+
+
+class Chooses(Reads):
+    """Ranks call different modules."""
+
+    def predict(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        x = self.read(x) if x.sum() > 0 else self.last(x)
+        return x
+
+
+class Checkpoints(Reads):
+    """Recomputes its modules in backward, in one way or the other."""
+
+    reentrant = False
+
+    def predict(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (self.first, self.read, self.last):
+            x = checkpoint(
+                lambda x, layer=layer: torch.tanh(layer(x)), x, use_reentrant=self.reentrant
+            )
+        return x
+
+
+class CheckpointsReentrantly(Checkpoints):
+    """A re-entrant checkpoint needs an input with a gradient."""
+
+    reentrant = True
+
+    def predict(self, x: torch.Tensor) -> torch.Tensor:
+        return super().predict(x.requires_grad_())
+
+
+class Recurs(Regression):
+    """An LSTM keeps a list of its weights beside its parameters; they are in several buckets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = Recurrent()
+        self.last = nn.Linear(DIM, DIM)
+
+    def predict(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.recurrent(x))
+
+
+HABITS: list[Callable[[], nn.Module]] = [
+    Reads,
+    Owns,
+    Ties,
+    Skips,
+    SkipsAtFirst,
+    Chooses,
+    Checkpoints,
+    CheckpointsReentrantly,
+    Recurs,
+]
+
+
+@on_ranks(world_size=2)
+@pytest.mark.parametrize("habit", [habit.__name__ for habit in HABITS])
+def test_buckets_of_models_with_habits_train_as_one_process(habit: str) -> None:
+    make = {each.__name__: each for each in HABITS}[habit]
+    data = reference.make_data(vector_batch, 4, 2, 2)
+    torch.manual_seed(3)
+    start = make()
+    # A module that decides by its input must see each rank's part by itself.
+    expected = reference.train(copy.deepcopy(start), data, split=habit == "Chooses")
+    if habit in ("Skips", "SkipsAtFirst"):
+        assert expected[0].gradients["read.weight"] is not None
+    for level in ("optim", "optim_grads"):
+        for fields in ({}, {"suggested_communication_unit_size": 0}):
+            model = copy.deepcopy(start)
+            size = 60 if habit == "Recurs" else DIM * DIM + DIM
+            config = config_of(level, overlap=True, bucket_size=size, **fields)
+            ddp = fe.DistributedDataParallel(model, config)
+            assert len(ddp.engine.buffers) > 1
+            found = train_wrapped(ddp, data)
+            assert not reference.differences(found, expected, 2e-5), (level, fields)
+
+
+@on_ranks(world_size=2)
+@pytest.mark.parametrize("level", ["optim", "optim_grads"])
+def test_the_first_module_that_needs_a_bucket_waits_for_it(level: str) -> None:
+    config = config_of(
+        level, overlap=True, bucket_size=DIM * DIM + DIM, suggested_communication_unit_size=0
+    )
+    calls = ["call first", "call read", "call last"]
+    expected = {
+        # Unless all its modules are called, a bucket is waited for before the first call, and so
+        # comes first.
+        Reads: ["all-gather 1", "all-gather 2", "call first", "all-gather 0", "call last"],
+        Checkpoints: [
+            event
+            for number, call in zip((2, 1, 0), calls, strict=True)
+            for event in (f"all-gather {number}", call)
+        ],
+    }
+    for make, events in expected.items():
+        model = make()
+        timeline = Timeline(model)
+        ddp = fe.DistributedDataParallel(model, config)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        for number in range(3):
+            timed_step(ddp, optimizer, timeline, vector_batch(2, number))
+        found = [
+            event.replace(" of (bucket ", " ").rstrip(")") for event in timeline.in_phase("forward")
+        ]
+        assert found == events, found
+
+
+@on_ranks(world_size=2)
+def test_evaluation_between_steps_sees_the_weights_of_the_last_step() -> None:
+    model = Checkpoints()
+    alone = copy.deepcopy(model)
+    data = reference.make_data(vector_batch, 2, 1, 2)
+    ddp = fe.DistributedDataParallel(model, config_of("optim", overlap=True, bucket_size=100))
+    optimizer = reference.once(reference.sgd)
+    own = reference.once(reference.sgd)
+    x, y = vector_batch(3, 77)
+    for step in data:
+        reference.train(alone, [step], own)
+        train_wrapped(ddp, [step], optimizer)
+        with torch.no_grad():
+            torch.testing.assert_close(ddp(x, y), alone(x, y))
+
+
+# Units beside them.
+
+
+@on_ranks(world_size=2)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+def test_units_and_a_root_larger_than_a_bucket_train_as_one_process(level: str) -> None:
+    model = Transformer(num_blocks=2)
+    engine = reference.assert_trains_alike(
+        model, token_batch, level, units=Block, config=Config(bucket_size=250), num_steps=3
+    )
+    of_root = [
+        {record.name for record in buffer.records}
+        for buffer in engine.buffers
+        if not any(record.name.startswith("blocks") for record in buffer.records)
+    ]
+    # Of 276, 12, 12 and 276 elements, in reverse order of registration.
+    assert len(of_root) == 2
+    assert {"head.weight"} in of_root
+    assert {"embedding.weight", "norm.weight", "norm.bias"} in of_root
+
+
+@on_ranks(world_size=4)
+@pytest.mark.parametrize("levels", [("optim", "optim"), ("optim_grads_params", "optim")])
+def test_buckets_on_two_axes_of_a_model_with_tied_weights_train_as_one_process(
+    levels: tuple[str, str],
+) -> None:
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    model = Transformer(num_blocks=2, tied=True)
+    make = partial(reference.assert_trains_alike, model, token_batch, *levels)
+    make(config=Config(num_buckets=2), mesh=mesh)

@@ -1,0 +1,535 @@
+"""Bad input: clear errors, on every rank, before anything is changed."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard
+
+import fsdp_engine as fe
+from fsdp_engine.strategies import LEVELS
+from tests import models, reference
+from tests.models import Mlp, Transformer, token_batch, vector_batch
+from tests.pool import Ranks, on_ranks
+from tests.units.refusals import assert_still_trains, refused
+
+
+@on_ranks(2)
+def test_an_outer_level_above_the_inner_one_is_refused() -> None:
+    names = list(LEVELS)
+    for inner in range(4):
+        for outer in range(inner + 1, 4):
+            model = Transformer(num_blocks=1)
+            with refused(model, "outer_strategy", names[inner], names[outer]):
+                fe.shard(model, strategy=names[inner], outer_strategy=names[outer])
+            assert_still_trains(model)
+
+
+@on_ranks(2)
+def test_an_unknown_strategy_is_refused_with_the_known_ones() -> None:
+    for field in ("strategy", "outer_strategy"):
+        for value in ("zero3", "", 3):
+            model = Transformer(num_blocks=1)
+            with refused(model, f"{field}: expected one of", "optim_grads_params", repr(value)):
+                fe.shard(model, **{field: value})
+        assert_still_trains(model)
+
+
+@on_ranks(4)
+def test_a_mesh_of_three_axes_is_refused() -> None:
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))
+    model = Transformer(num_blocks=1)
+    with refused(model, "mesh", "3 axes"):
+        fe.shard(model, mesh)
+    assert_still_trains(model)
+
+
+@on_ranks(4)
+def test_a_mesh_that_does_not_cover_a_rank_is_refused_there() -> None:
+    mesh = DeviceMesh("cpu", [0, 1])
+    model = Transformer(num_blocks=1)
+    rank = dist.get_rank()
+    if rank < 2:
+        fe.shard(model, mesh)
+        model(*token_batch(2, rank)).backward()
+    else:
+        with refused(model, "mesh", f"covers this rank, {rank}", "[0, 1]"):
+            fe.shard(model, mesh)
+
+
+@on_ranks(2)
+def test_things_of_the_wrong_kind_are_refused() -> None:
+    model = Transformer(num_blocks=1)
+    with refused(model, "mesh", kind=TypeError):
+        fe.shard(model, "cuda")  # type: ignore[arg-type]
+    with refused(model, "units", kind=TypeError):
+        fe.shard(model, units=[3])  # type: ignore[list-item]
+    with refused(model, "units", "int", kind=TypeError):
+        fe.shard(model, units=[int])  # type: ignore[list-item]
+    with refused(model, "mp_policy", kind=TypeError):
+        fe.shard(model, mp_policy=torch.bfloat16)  # type: ignore[arg-type]
+    with refused(model, "config", kind=TypeError):
+        fe.shard(model, config={})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="model"):
+        fe.shard(list(model.parameters()))  # type: ignore[arg-type]
+    assert_still_trains(model)
+
+
+@on_ranks(2)
+def test_a_model_without_parameters_is_refused() -> None:
+    with pytest.raises(ValueError, match="parameters"):
+        fe.shard(nn.Sequential(nn.ReLU(), nn.Tanh()))
+
+
+@on_ranks(2)
+def test_units_that_match_nothing_are_refused() -> None:
+    model = Transformer(num_blocks=1)
+    choices: list[tuple[Any, str]] = [
+        (nn.Conv2d, "Conv2d"),
+        ("layers.*", "layers.*"),
+        ([models.Block, "layers.*"], "layers.*"),
+        (lambda name, module: False, "predicate"),
+        (nn.GELU, "GELU"),
+    ]
+    for units, part in choices:
+        with refused(model, "units", part):
+            fe.shard(model, units=units)
+    assert_still_trains(model)
+
+
+@on_ranks(2)
+def test_a_unit_that_is_never_called_by_itself_is_refused() -> None:
+    model = Transformer(num_blocks=1)
+    with refused(model, "units", "blocks", "ModuleList"):
+        fe.shard(model, units="blocks")
+    assert_still_trains(model)
+
+
+@on_ranks(2)
+def test_nested_units_leave_every_parameter_in_one_unit() -> None:
+    model = models.NestedUnits()
+    names = [name for name, _ in model.named_parameters()]
+    engine = fe.shard(model, units=[models.SequentialBlock, nn.Sequential, nn.Linear])
+    owned = [
+        record.name for unit in engine.units for buffer in unit.buffers for record in buffer.records
+    ]
+    assert sorted(owned) == sorted(names)
+
+
+def differ(rank: int, change: str) -> nn.Module:
+    """A model that is another one on ``rank``."""
+    model = Transformer(num_blocks=2)
+    if dist.get_rank() != rank:
+        return model
+    if change == "name":
+        block = model.blocks[1]
+        block.other = block.out  # type: ignore[assignment]
+        del block.out
+    elif change == "shape":
+        model.blocks[1].out = nn.Linear(models.DIM, models.DIM + 1)
+    elif change == "dtype":
+        model.blocks[1].out.bfloat16()  # type: ignore[union-attr]
+    elif change == "frozen":
+        model.blocks[1].out.requires_grad_(False)  # type: ignore[union-attr]
+    elif change == "fewer":
+        del model.head
+    return model
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        ("name", ("blocks.1.out.weight", "blocks.1.other.weight")),
+        ("shape", ("blocks.1.out.weight", "(12, 12)", "(13, 12)")),
+        ("dtype", ("blocks.1.out.weight", "float32", "bfloat16")),
+        ("frozen", ("blocks.1.out.weight", "trainable", "frozen")),
+        ("fewer", ("head.weight",)),
+    ],
+)
+@on_ranks(4)
+def test_parameters_that_differ_between_ranks_are_refused_on_all_of_them(
+    change: str, parts: tuple[str, ...]
+) -> None:
+    for rank in (0, 2):
+        model = differ(rank, change)
+        other = f"rank {rank}" if rank else "rank 1"
+        with refused(model, *parts, other):
+            fe.shard(model)
+        dist.barrier()
+
+
+@on_ranks(2)
+def test_options_that_differ_between_ranks_are_refused_on_all_of_them() -> None:
+    model = Transformer(num_blocks=1)
+    strategy = ("optim", "optim_grads")[dist.get_rank()]
+    with refused(model, "rank 1", "optim_grads"):
+        fe.shard(model, strategy=strategy)
+    assert_still_trains(model)
+
+
+@on_ranks(2)
+def test_an_error_on_one_rank_is_raised_on_all() -> None:
+    model = Transformer(num_blocks=1)
+    units = "blocks.*" if dist.get_rank() == 0 else "layers.*"
+    with refused(model, "layers.*"):
+        fe.shard(model, units=units)
+    assert_still_trains(model)
+
+
+@on_ranks(2)
+def test_an_optimizer_built_before_sharding_is_refused() -> None:
+    model = Transformer(num_blocks=1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with refused(model, "optimizer", "after", "embedding.weight"):
+        fe.shard(model)
+    del optimizer
+    gc.collect()  # the frames of the error still hold it
+    assert_still_trains(model)
+
+
+def test_torch_marks_the_classes_of_which_optimizers_were_made() -> None:
+    """What sharding relies on to see that there are none, without looking through all objects."""
+
+    class Own(torch.optim.Optimizer):
+        def step(self, closure: Any = None) -> None:
+            raise AssertionError
+
+    assert not hasattr(Own.step, "hooked")
+    Own([nn.Parameter(torch.ones(1))], {})
+    assert hasattr(Own.step, "hooked")
+
+
+@on_ranks(2)
+def test_sharding_a_model_twice_is_refused() -> None:
+    for strategy in LEVELS:
+        model = Transformer(num_blocks=2)
+        engine = fe.shard(model, strategy=strategy)
+        whole: list[nn.Module] = [model, model.blocks[1], nn.Sequential(model)]
+        for module in whole:
+            with refused(module, "model"):
+                fe.shard(module)
+        data = reference.make_data(token_batch, 1, 1, dist.get_world_size())
+        (step,) = reference.train_sharded(model, engine, data)
+        assert step.norm > 0
+
+
+@on_ranks(2)
+def test_a_granule_that_does_not_divide_its_parameter_is_refused() -> None:
+    model = Transformer(num_blocks=1)
+
+    def granule(name: str, parameter: nn.Parameter) -> int:
+        return 7 if name == "blocks.0.out.weight" else 1
+
+    with refused(model, "blocks.0.out.weight", "7", "144"):
+        fe.shard(model, granule=granule)
+    for value in (0, -3):
+        with refused(model, "embedding.weight", f"found {value}"):
+            fe.shard(model, granule=lambda name, parameter, value=value: value)
+    assert_still_trains(model)
+
+
+def test_a_negative_budget_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"suggested_communication_unit_size.*found -1"):
+        fe.DistributedDataParallelConfig(suggested_communication_unit_size=-1)
+    with pytest.raises(TypeError, match="suggested_communication_unit_size"):
+        fe.DistributedDataParallelConfig(suggested_communication_unit_size=1.5)  # type: ignore[arg-type]
+
+
+class Rootless(nn.Module):
+    """A meta tensor in a module that cannot give it a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Mlp(), Mlp()])
+        self.bias = nn.Parameter(torch.zeros(models.DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x + self.bias
+
+
+@on_ranks(2)
+def test_a_meta_parameter_that_nobody_can_initialise_is_refused() -> None:
+    with torch.device("meta"):
+        model = Rootless()
+    with refused(model, "bias", "reset_parameters", "meta"):
+        fe.shard(model)
+
+
+@on_ranks(2)
+def test_a_gradient_edited_between_microbatches_names_the_parameter() -> None:
+    for strategy in LEVELS:
+        model = Transformer(num_blocks=1)
+        engine = fe.shard(model, strategy=strategy)
+        for _ in range(2):  # the first microbatch of all, and one after others
+            with engine.no_sync():
+                model(*token_batch(2, 1)).backward()
+        head = model.head.weight
+        assert head.grad is not None
+        head.grad.mul_(0.5)
+        with pytest.raises(RuntimeError, match=r"\.grad of head\.weight.*between microbatches"):
+            model(*token_batch(2, 2)).backward()
+
+
+@on_ranks(2)
+def test_registering_an_unknown_method_or_module_is_refused() -> None:
+    model = Transformer(num_blocks=1)
+    with pytest.raises(ValueError, match="module"):
+        fe.register_forward_method(model, "generate")
+    fe.shard(model)
+    with pytest.raises(ValueError, match="sample"):
+        fe.register_forward_method(model, "sample")
+
+
+@on_ranks(2)
+def test_asking_for_an_unknown_parameter_is_refused() -> None:
+    engine = fe.shard(Transformer(num_blocks=1))
+    with pytest.raises(KeyError, match=r"blocks\.9\.out"):
+        engine.full_tensor("blocks.9.out")
+
+
+@on_ranks(2)
+def test_unsharding_a_module_of_another_model_is_refused() -> None:
+    engine = fe.shard(Transformer(num_blocks=1))
+    with pytest.raises(ValueError, match="Mlp"), engine.unsharded(Mlp()):
+        pass
+
+
+@on_ranks(2)
+def test_training_within_unsharded_is_refused() -> None:
+    for strategy in LEVELS:
+        model = Transformer(num_blocks=1)
+        engine = fe.shard(model, strategy=strategy)
+        with engine.unsharded(), pytest.raises(RuntimeError, match="no_grad"):
+            model(*token_batch(2, 1))
+        model(*token_batch(2, 1)).backward()
+
+
+@on_ranks(2)
+def test_redistributing_to_anything_but_replicated_is_refused() -> None:
+    from torch.distributed.tensor import Replicate
+
+    model = Transformer(num_blocks=1)
+    engine = fe.shard(model)
+    weight = model.blocks[0].out.weight
+    assert isinstance(weight, fe.FlatDTensor)
+    with pytest.raises((ValueError, NotImplementedError, RuntimeError), match="redistribute"):
+        weight.redistribute(placements=[Shard(0)])
+    whole = weight.redistribute(placements=[Replicate()])
+    assert torch.equal(whole.to_local(), engine.full_tensor("blocks.0.out.weight"))
+
+
+@on_ranks(2)
+def test_a_nonfinite_norm_is_refused_when_asked_for() -> None:
+    model = Transformer(num_blocks=1)
+    engine = fe.shard(model)
+    (model(*token_batch(2, 1)) * float("nan")).backward()
+    with pytest.raises(RuntimeError, match="finite"):
+        engine.clip_grad_norm_(1.0, error_if_nonfinite=True)
+    with pytest.raises(ValueError, match="norm_type"):
+        engine.clip_grad_norm_(1.0, norm_type=0.0)
+
+
+def bigger(model: Transformer) -> None:
+    model.blocks.append(models.Block())
+
+
+def smaller(model: Transformer) -> None:
+    del model.blocks[1]
+
+
+def wider(model: Transformer) -> None:
+    model.head = nn.Linear(models.DIM, models.VOCABULARY + 1, bias=False)
+
+
+def save(path: str) -> None:
+    model = Transformer(num_blocks=2)
+    fe.save_checkpoint(path, fe.shard(model))
+
+
+def load_into_another(path: str, change: Callable[[Transformer], None], parts: list[str]) -> None:
+    model = Transformer(num_blocks=2)
+    change(model)
+    engine = fe.shard(model)
+    before = reference.full_weights(model)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is compared below
+        fe.load_checkpoint(path, engine)
+    for part in parts:
+        assert part in str(caught.value), caught.value
+    after = reference.full_weights(model)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        (bigger, ["blocks.2."]),
+        (smaller, ["blocks.1."]),
+        (wider, ["head.weight", str(models.VOCABULARY), str(models.VOCABULARY + 1)]),
+    ],
+    ids=["missing", "extra", "mis-shaped"],
+)
+def test_a_checkpoint_with_other_entries_is_refused_before_anything_is_loaded(
+    ranks: Ranks, tmp_path: Any, change: Callable[[Transformer], None], parts: list[str]
+) -> None:
+    path = str(tmp_path / "checkpoint")
+    ranks.run(save, path, world_size=2)
+    ranks.run(load_into_another, path, change, parts, world_size=2)
+
+
+@on_ranks(2)
+def test_a_rank_whose_data_breaks_the_model_can_start_again() -> None:
+    """All ranks lose the microbatch together and go on."""
+    model = models.Chain(Mlp(), Mlp())
+    engine = fe.shard(model)
+    with pytest.raises(RuntimeError, match="shape"):
+        model(torch.zeros(2, models.DIM + 1), torch.zeros(2, models.DIM))
+    engine.reset()
+    model(*vector_batch(2, seed=1)).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@on_ranks(2)
+def test_a_rank_that_waits_for_another_in_vain_says_for_what() -> None:
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=3))
+    config = fe.DistributedDataParallelConfig(suggested_communication_unit_size=0)
+    model = models.Chain(Mlp(), Mlp(), Mlp())
+    fe.shard(model, DeviceMesh.from_group(group, "cpu"), config=config)
+    if dist.get_rank() == 1:
+        model.blocks[1].register_forward_pre_hook(break_down, prepend=True)
+        with pytest.raises(ArithmeticError):
+            model(*vector_batch(2, seed=1))
+        time.sleep(4)  # its connections stay open, as those of a rank that is merely slow
+    else:
+        with pytest.raises(RuntimeError, match=r"blocks\.1.*did not complete: another rank"):
+            model(*vector_batch(2, seed=1))
+
+
+class Unheard(Exception):
+    """Of a kind that only this test knows."""
+
+
+def raises_here(*args: Any) -> Any:
+    if dist.get_rank() == 1:
+        raise Unheard("only here")
+    return None
+
+
+def _one_level(name: str) -> dict[str, Any]:
+    return {"strategy": name if dist.get_rank() == 1 else "optim"}
+
+
+# What rank 1 alone gets wrong, and the kind and text of what the others see.
+WRONG_ON_RANK_1: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
+    "units": (
+        lambda: {"units": lambda name, module: raises_here() or name == "blocks.0"},
+        RuntimeError,
+        "Unheard: only here",
+    ),
+    "units that are iterated": (
+        lambda: {"units": (raises_here() or each for each in [nn.Linear])},
+        RuntimeError,
+        "Unheard: only here",
+    ),
+    "granule": (
+        lambda: {"granule": lambda name, parameter: raises_here() or 1},
+        RuntimeError,
+        "Unheard: only here",
+    ),
+    "a codec rule": (lambda: {"codec_rules": [raises_here]}, RuntimeError, "Unheard: only here"),
+    "codec rules that are iterated": (
+        lambda: {"codec_rules": (raises_here() or raises_here for _ in range(2))},
+        RuntimeError,
+        "Unheard: only here",
+    ),
+    "a type": (
+        lambda: {"mp_policy": "bf16" if dist.get_rank() == 1 else None},
+        TypeError,
+        "TypeError: mp_policy",
+    ),
+    "a config": (
+        lambda: {"config": 3 if dist.get_rank() == 1 else None},
+        TypeError,
+        "TypeError: config",
+    ),
+    "a mesh": (
+        lambda: {"mesh": "cuda" if dist.get_rank() == 1 else None},
+        TypeError,
+        "TypeError: mesh",
+    ),
+    "an expert mesh": (
+        lambda: (
+            {"expert_mesh": init_device_mesh("cpu", (dist.get_world_size(),))}
+            if dist.get_rank() != 1
+            else {"expert_mesh": 5}
+        ),
+        TypeError,
+        "TypeError: mesh",
+    ),
+    "the name of a level": (
+        lambda: _one_level("zero3"),
+        ValueError,
+        "ValueError: strategy: expected one of",
+    ),
+    "rows": (
+        lambda: {
+            "config": fe.DistributedDataParallelConfig(
+                use_distributed_optimizer=True,
+                num_distributed_optimizer_instances=3 if dist.get_rank() == 1 else 1,
+            )
+        },
+        ValueError,
+        "num_distributed_optimizer_instances",
+    ),
+}
+
+
+BY_THE_WRAPPER = ("units", "a type", "a config", "a mesh")
+
+
+@pytest.mark.parametrize(
+    ("face", "wrong"),
+    [
+        *(("shard", wrong) for wrong in WRONG_ON_RANK_1),
+        *(("DistributedDataParallel", wrong) for wrong in BY_THE_WRAPPER),
+    ],
+)
+@on_ranks(4, timeout=30.0)
+def test_what_is_wrong_on_one_rank_alone_is_raised_on_all_of_them(face: str, wrong: str) -> None:
+    make, kind, text = WRONG_ON_RANK_1[wrong]
+    what = "shard()" if face == "shard" else face
+    model = Transformer(num_blocks=1)
+    if dist.get_rank() == 1:
+        with refused(model, kind=Exception):
+            getattr(fe, face)(model, **make())
+    else:
+        with refused(model, f"{what} failed on", "rank 1", text, kind=kind):
+            getattr(fe, face)(model, **make())
+    assert_still_trains(model)
+
+
+@on_ranks(4)
+def test_meshes_of_other_shapes_are_refused_on_all_ranks() -> None:
+    model = Transformer(num_blocks=1)
+    # All ranks make both: torch would wait for who does not.
+    row, table = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    with refused(model, "shard(): expected the same on all ranks", "shape (2, 2)", "shape (4,)"):
+        fe.shard(model, table if dist.get_rank() == 2 else row)
+    given = {"expert_mesh": row} if dist.get_rank() == 3 else {}
+    with refused(model, "shard(): expected the same on all ranks", "an expert_mesh"):
+        fe.shard(model, row, **given)
+    assert_still_trains(model)
+
+
+def break_down(module: nn.Module, args: Any) -> None:
+    raise ArithmeticError("this rank's own")

@@ -1,0 +1,252 @@
+"""Default units that are too small are joined with their neighbours; users can say otherwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import fsdp_engine as fe
+from fsdp_engine.patterns import joined_names
+from fsdp_engine.units import assignment
+from fsdp_engine.units.assignment import (
+    ModuleSet,
+    assign,
+    collect_records,
+    expect,
+    find_units,
+    join_small,
+    least_size,
+    reads_weights_in_backward,
+    split_by_least,
+)
+from tests import MIN_UNIT_SIZE
+from tests.models import Block, Mlp, Transformer
+from tests.pool import on_ranks
+from tests.units.refusals import assert_still_trains, refused
+
+
+def joined(model: nn.Module, least: int) -> list[ModuleSet]:
+    records = collect_records(model)
+    return join_small(model, find_units(model, None, records), records, least)
+
+
+def names_of(model: nn.Module, least: int) -> list[str]:
+    return [unit.name for unit in joined(model, least)]
+
+
+def sizes_of(model: nn.Module, units: list[ModuleSet]) -> dict[str, int]:
+    owned = assign(model, units, collect_records(model))
+    return {name: sum(r.param.numel() for r in records) for name, records in owned.items()}
+
+
+BLOCK = sum(parameter.numel() for parameter in Block().parameters())
+EMBEDDING = Transformer(1).embedding.weight.numel()
+
+
+# Which are joined.
+
+
+def test_the_worked_example_of_the_module_holds() -> None:
+    sizes = [2, 3, 9, 1, 2]
+    assert split_by_least(sizes, 5) == [range(2), range(2, 5)]
+    assert split_by_least([*sizes, 9], 5) == [range(2), range(2, 3), range(3, 6)]
+
+
+@given(st.lists(st.integers(1, 40)), st.integers(1, 60))
+def test_runs_are_as_short_as_reaching_the_least_size_allows(sizes: list[int], least: int) -> None:
+    runs = split_by_least(sizes, least)
+    assert [place for run in runs for place in run] == list(range(len(sizes)))
+    held = [[sizes[place] for place in run] for run in runs]
+    if len(runs) > 1:
+        assert all(sum(each) >= least for each in held)
+    for each in held[:-1]:
+        assert sum(each[:-1]) < least
+    if held and sum(held[-1]) >= least:
+        # Without its last ones, which are a leftover, the last run is as short as any.
+        shortest = next(n for n in range(len(held[-1]) + 1) if sum(held[-1][:n]) >= least)
+        assert sum(held[-1][shortest:]) < least
+
+
+@pytest.mark.parametrize(
+    ("least", "names"),
+    [
+        (0, ["embedding", "blocks.0", "blocks.1", "blocks.2", "norm + head"]),
+        (1, ["embedding", "blocks.0", "blocks.1", "blocks.2", "norm + head"]),
+        (EMBEDDING + 1, ["embedding + blocks.0", "blocks.1", "blocks.2", "norm + head"]),
+        (BLOCK, ["embedding + blocks.0", "blocks.1", "blocks.2 + norm + head"]),
+        (BLOCK + EMBEDDING + 1, ["embedding + blocks.0-1", "blocks.2 + norm + head"]),
+        (10 * BLOCK, ["embedding + blocks.0-2 + norm + head"]),
+    ],
+)
+def test_small_sets_join_their_neighbours_until_they_are_large_enough(
+    least: int, names: list[str]
+) -> None:
+    # The norm and the head have more elements than the embedding.
+    assert names_of(Transformer(num_blocks=3), least) == names
+
+
+def test_a_tied_set_is_in_one_unit_with_what_it_joins() -> None:
+    model = Transformer(num_blocks=2, tied=True)
+    assert names_of(model, BLOCK) == ["embedding + blocks.0 + norm + head", "blocks.1"]
+    (first, second) = joined(model, BLOCK)
+    assert first.modules == [model.embedding, model.blocks[0], model.norm, model.head]
+    assert set(first.loose) == {model.embedding, model.norm, model.head}
+    assert second.loose == ()
+    assert sizes_of(model, [first, second])[""] == 0
+
+
+def test_a_parameter_that_ties_joined_blocks_is_theirs() -> None:
+    model = Transformer(num_blocks=3)
+    model.blocks[1].up.weight = model.blocks[0].up.weight  # type: ignore[union-attr]
+    tied = model.blocks[0].up.weight.numel()  # type: ignore[union-attr]
+    assert sizes_of(model, joined(model, 0))[""] == tied
+    assert sizes_of(model, joined(model, 2 * BLOCK))[""] == 0
+
+
+@given(
+    st.lists(st.integers(1, 6), min_size=1, max_size=7),
+    st.integers(0, 300),
+    st.booleans(),
+)
+def test_every_parameter_is_in_one_unit_and_units_are_large_enough(
+    widths: list[int], least: int, has_ends: bool
+) -> None:
+    model = nn.Module()
+    if has_ends:
+        model.before = nn.Linear(3, 3)
+    model.blocks = nn.ModuleList(Mlp(4, width) for width in widths)
+    if has_ends:
+        model.after = nn.Linear(2, 5)
+    units = joined(model, least)
+    sizes = sizes_of(model, units)
+    assert sum(sizes.values()) == sum(p.numel() for p in model.parameters())
+    assert sizes.pop("") == 0
+    assert len(sizes) == 1 or all(size >= least for size in sizes.values())
+    modules = [module for unit in units for module in unit.modules]
+    assert [id(each) for each in modules] == [
+        id(each) for unit in joined(model, 0) for each in unit.modules
+    ]
+
+
+class Nested(nn.Module):
+    """Its second list's block lies within a block of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer = nn.ModuleList([Mlp(), nn.Sequential(Mlp(), Mlp()), Mlp(), Mlp()])
+        self.inner = nn.ModuleList([self.outer[1][0]])
+
+
+def test_units_within_units_are_left_alone() -> None:
+    names = names_of(Nested(), 10**6)
+    assert names == ["outer.0", "outer.1", "inner.0", "outer.2-3"]
+    sizes = sizes_of(Nested(), joined(Nested(), 10**6))
+    assert sizes["outer.1"] == sizes["inner.0"] == sizes["outer.0"]
+
+
+def test_a_block_whose_parameters_are_all_the_roots_is_left_alone() -> None:
+    model = Transformer(num_blocks=3)
+    second = model.blocks[1]
+    for name, module in model.blocks[0].named_modules():
+        for key in list(module._parameters):
+            second.get_submodule(name)._parameters[key] = module._parameters[key]
+    assert names_of(model, 10**6) == [
+        "embedding",
+        "blocks.0",
+        "blocks.1",
+        "blocks.2 + norm + head",
+    ]
+
+
+def test_joined_units_are_expected_to_be_used_one_module_after_the_other() -> None:
+    model = Transformer(num_blocks=3)
+    units = joined(model, BLOCK)
+    expected = expect(model, [[model], *(unit.modules for unit in units)])
+    assert expected.forward == [0, 1, 1, 2, 3, 3, 3]
+    # Nothing in an embedding's backward reads its weights.
+    assert not reads_weights_in_backward(model.embedding)
+    assert expected.backward == [0, 3, 3, 3, 2, 1]
+    assert [expected.num_gathers(unit) for unit in (1, 2, 3)] == [2, 2, 1]
+
+
+# Names.
+
+
+@pytest.mark.parametrize(
+    ("names", "name"),
+    [
+        ([], ""),
+        ([""], ""),
+        (["blocks.0"], "blocks.0"),
+        (["a", "blocks.9", "blocks.10", "blocks.11", "b"], "a + blocks.9-11 + b"),
+        (["blocks.0", "blocks.2", "blocks.3"], "blocks.0 + blocks.2-3"),
+        (["a.0", "b.1", "0", "1"], "a.0 + b.1 + 0-1"),
+        (["a.0.x", "a.1.x"], "a.0.x + a.1.x"),
+        (["a.00", "a.1", "a.01"], "a.00-1 + a.01"),
+    ],
+)
+def test_numbered_neighbours_are_shown_as_a_run(names: list[str], name: str) -> None:
+    assert joined_names(names) == name
+
+
+# What users say.
+
+
+def test_the_default_leaves_the_blocks_of_usual_models_alone_and_joins_small_ones() -> None:
+    with torch.device("meta"):
+        usual = Transformer(num_blocks=3, dim=768)  # as GPT-2's smallest, but for its vocabulary
+        small = Transformer(num_blocks=3, dim=64)
+    names = names_of(usual, MIN_UNIT_SIZE)
+    assert names == ["embedding + blocks.0", "blocks.1", "blocks.2 + norm + head"]
+    assert names_of(small, MIN_UNIT_SIZE) == ["embedding + blocks.0-2 + norm + head"]
+
+
+def test_none_is_the_default_and_zero_joins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assignment, "MIN_UNIT_SIZE", MIN_UNIT_SIZE)
+    assert least_size(None) == MIN_UNIT_SIZE > 0
+    assert least_size(0) == 0
+    assert least_size(12) == 12
+
+
+@pytest.mark.parametrize("wrong", ["5", 1.0, True, -1])
+@on_ranks(2)
+def test_a_size_that_is_none_is_refused_on_all_ranks(wrong: Any) -> None:
+    kind = ValueError if wrong == -1 else TypeError
+    model = Transformer(num_blocks=1)
+    found = wrong if dist.get_rank() == 0 else 7
+    with refused(model, "min_unit_size: expected", repr(wrong), kind=kind):
+        fe.shard(model, min_unit_size=found)
+    with pytest.raises(kind, match="min_unit_size: expected"):
+        fe.estimate(model, world_size=2, min_unit_size=wrong)
+    assert_still_trains(model)
+
+
+@on_ranks(2)
+def test_sizes_that_differ_between_ranks_are_refused_on_all_of_them() -> None:
+    model = Transformer(num_blocks=1)
+    with refused(model, "min_unit_size=5", "min_unit_size=6", "rank 1"):
+        fe.shard(model, min_unit_size=5 + dist.get_rank())
+    assert_still_trains(model)
+
+
+@on_ranks(1)
+def test_units_that_are_named_are_taken_as_they_are_named() -> None:
+    model = Transformer(num_blocks=2)
+    with refused(model, "min_unit_size: expected None or 0 beside units", "found 5"):
+        fe.shard(model, units="blocks.*", min_unit_size=5)
+    engine = fe.shard(model, units="blocks.*", min_unit_size=0)
+    assert [unit.name for unit in engine.units] == ["", "blocks.0", "blocks.1"]
+
+
+@on_ranks(1)
+def test_what_is_said_is_what_is_built() -> None:
+    for least in (None, 0, BLOCK, 10**9):
+        model = Transformer(num_blocks=3)
+        engine = fe.shard(model, min_unit_size=least)
+        assert [unit.name for unit in engine.units[1:]] == names_of(model, least or 0)
