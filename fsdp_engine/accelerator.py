@@ -1,15 +1,14 @@
-"""The device that a simulation takes this process to run on.
+"""The accelerator of this process: CUDA, XPU, NPU, HPU, one of another package, or a simulated one.
 
-Tensors are on the CPU, and the backend is torch's "fake" one, whatever is simulated. A host that
-computes itself, with gloo, and a device with collectives of its own differ in the memory that the
-engine keeps idle, and in the scratch memory of a reduction.
-
-The accelerator that torch knows: CUDA, XPU, NPU, HPU, or one that a package brings.
-
-An accelerator here is a device with streams: work that the host submits runs later, in the order of
-its stream. The CPU is none, nor is the meta device. The package calls an accelerator by the module
-that torch registers for it. ``cuda.py`` has what CUDA alone has, and no other file names
+An accelerator here is a device with streams: submitted work runs later, in the order of its stream.
+The CPU and the meta device are none. The package calls an accelerator by the module that torch
+registers for it. ``memory/cuda.py`` contains everything that only CUDA has, and no other file names
 ``torch.cuda``.
+
+In a simulation tensors are on the CPU, and the backend is torch's "fake" one. A host that computes
+itself, with gloo, and a device with collectives of its own differ in the idle memory that the
+engine keeps, and in the scratch memory of a reduction, so a simulation says which of them it
+simulates.
 """
 
 from __future__ import annotations

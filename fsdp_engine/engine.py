@@ -33,7 +33,7 @@ from fsdp_engine.runtime.scheduler import Scheduler
 from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.strategies import Role
 from fsdp_engine.units.assignment import expect, has_parameters
-from fsdp_engine.units.build import Ladders, Resources, same_on_replicas
+from fsdp_engine.units.build import EngineCommunicators, Resources, same_on_replicas
 from fsdp_engine.units.installing import holders, install_into
 
 # Weak both ways: an engine knows its model, and a value that holds its key would never go. The
@@ -63,16 +63,16 @@ class Engine:
         self,
         model: nn.Module,
         units: Sequence[Unit],
-        ladders: Ladders,
+        communicators: EngineCommunicators,
         resources: Resources,
         policy: MixedPrecisionPolicy,
         timing: Timing,
     ) -> None:
-        mesh, config = ladders.data.mesh, resources.config
+        mesh, config = communicators.data.mesh, resources.config
         self.model = model
         self.mesh = mesh
-        self.ranks = ladders.ranks
-        self.strategy = ladders.axis_plans.data.strategy
+        self.ranks = communicators.ranks
+        self.strategy = communicators.axis_plans.data.strategy
         self.config = config
         self.policy = policy
         self._timing = timing
@@ -107,7 +107,7 @@ class Engine:
             refuse_replicas(model)
         Conversions(
             self.units,
-            ladders,
+            communicators,
             config,
             lambda: self._scheduler.is_at_rest,
             self._reductions.wait,

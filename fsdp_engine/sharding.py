@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_engine.buffers.redistribute import Ladder
+from fsdp_engine.buffers.redistribute import MeshCommunicators
 from fsdp_engine.codecs import CodecRule
 from fsdp_engine.comm.groups import Ranks
 from fsdp_engine.comm.mesh import DataMesh, check_device_mesh, ranks_that_meet
@@ -23,7 +23,13 @@ from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.strategies import Axis, Role, Strategy
 from fsdp_engine.units.assignment import UnitSelector
-from fsdp_engine.units.build import Ladders, Resources, agree_on_plan, build_units, owned_within
+from fsdp_engine.units.build import (
+    EngineCommunicators,
+    Resources,
+    agree_on_plan,
+    build_units,
+    owned_within,
+)
 from fsdp_engine.units.checkpointing import checkpoint_units
 from fsdp_engine.units.dtensors import choose_written, mark_experts, ranks_of_model
 from fsdp_engine.units.initial_values import CHOICES, FIRST, SAME, Holdings
@@ -249,12 +255,14 @@ def make_engine(
         place_experts(model, plan.records, data, experts)
     if checkpointing:
         checkpoint_units(model, units)
-    experts_ladder = Ladder(experts) if experts is not None else None
-    ladders = Ladders(axis_plans, ranks, Ladder(data), experts_ladder)
+    expert_communicators = MeshCommunicators(experts) if experts is not None else None
+    communicators = EngineCommunicators(
+        axis_plans, ranks, MeshCommunicators(data), expert_communicators
+    )
     resources = Resources(data, config)
-    built = build_units(plan, ladders, resources, policy, start)
+    built = build_units(plan, communicators, resources, policy, start)
     made = [Unit(each, resources.lanes) for each in built]
-    engine = Engine(model, made, ladders, resources, policy, timing)
+    engine = Engine(model, made, communicators, resources, policy, timing)
     if start.is_empty and metas:
         engine.missing_values.mark_empty(metas)
     return engine

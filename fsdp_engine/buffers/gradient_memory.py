@@ -35,7 +35,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp_engine.buffers.gradient_scale import GradientScale
-from fsdp_engine.buffers.redistribute import Machinery, Reduction, ShardedBuffer, copy, redistribute
+from fsdp_engine.buffers.redistribute import (
+    BufferContext,
+    Reduction,
+    ShardedBuffer,
+    copy,
+    redistribute,
+)
 from fsdp_engine.buffers.spec import BufferSpec
 from fsdp_engine.comm.lane import Chain
 from fsdp_engine.flat_dtensor import FlatDTensor, versions_of
@@ -212,7 +218,7 @@ class GradientMemory:
     """Allocates what the gradients of one buffer need. See the module docstring.
 
     Args:
-        spec, machinery: of the buffer.
+        spec, context: of the buffer.
         last_axes: reduced on the last microbatch only, innermost first.
         is_resident: the memory stays allocated while gradients are cleared.
 
@@ -224,16 +230,16 @@ class GradientMemory:
     def __init__(
         self,
         spec: BufferSpec,
-        machinery: Machinery,
+        context: BufferContext,
         last_axes: Sequence[Axis],
         *,
         is_resident: bool,
     ) -> None:
         self._spec = spec
-        self._machinery = machinery
+        self._context = context
         self._last_axes = last_axes
         self.is_resident = is_resident
-        dtypes, memory = spec.kind.dtypes, machinery.memory
+        dtypes, memory = spec.kind.dtypes, context.memory
         self._staging: TransientStorage | None = None
         if spec.grad_depth > 0:
             self._staging = memory.transient(spec.layout.numel, dtypes.comm, "staging")
@@ -301,7 +307,7 @@ class GradientMemory:
 
     def free(self) -> None:
         """Free the accumulation buffer; compute is done with it, and gradients are cleared."""
-        compute, label = self._machinery.lanes.compute, self._spec.label
+        compute, label = self._context.lanes.compute, self._spec.label
         for storage in self.tensors.storages if self.tensors is not None else ():
             if storage.filled:
                 compute.manage(f"free gradients of {label}", storage.drain, storage)
@@ -315,7 +321,7 @@ class GradientMemory:
     def stage(self) -> WriteBuffer:
         """Allocate the staging buffer; returns it."""
         assert self._staging is not None
-        compute, label = self._machinery.lanes.compute, self._spec.label
+        compute, label = self._context.lanes.compute, self._spec.label
         compute.manage(f"allocate staging of {label}", self._staging.fill, self._staging)
         staged = self._over_staging()
         if staged.zeroes_all:
@@ -326,19 +332,19 @@ class GradientMemory:
         """Allocate the communication buffer; returns whether there is one."""
         if self._comm is None:
             return False
-        compute, label = self._machinery.lanes.compute, self._spec.label
+        compute, label = self._context.lanes.compute, self._spec.label
         compute.manage(f"allocate comm buffer of {label}", self._comm.fill, self._comm)
         return True
 
     def free_transient(self) -> None:
         """Free the staging and the communication buffer; compute is done with them."""
-        compute, label = self._machinery.lanes.compute, self._spec.label
+        compute, label = self._context.lanes.compute, self._spec.label
         for storage in (self._staging, self._comm):
             if storage is not None and storage.filled:
                 compute.manage(f"free staging of {label}", storage.drain, storage)
 
     def _allocate(self, storages: Sequence[TransientStorage]) -> None:
-        compute, label = self._machinery.lanes.compute, self._spec.label
+        compute, label = self._context.lanes.compute, self._spec.label
         for storage in storages:
             compute.manage(f"allocate gradients of {label}", storage.fill, storage)
 
@@ -389,7 +395,7 @@ class GradientMemory:
         optim: ShardedBuffer | None,
         comm: ShardedBuffer | None,
     ) -> ReductionChains:
-        spec, dtypes, machinery = self._spec, self._spec.kind.dtypes, self._machinery
+        spec, dtypes, context = self._spec, self._spec.kind.dtypes, self._context
         chains = ReductionChains(Chain(), Chain(), Chain())
         how = Reduction(
             spec.label,
@@ -403,14 +409,14 @@ class GradientMemory:
         if self._staging is not None:
             for chain, accumulate in ((chains.overwriting, False), (chains.adding, True)):
                 each = replace(how, accumulate=accumulate)
-                redistribute(chain, machinery, written, 0, spec.grad_depth, each)
-        depths, lane = (spec.grad_depth, spec.optim_depth), machinery.lanes.inner_reduce
+                redistribute(chain, context, written, 0, spec.grad_depth, each)
+        depths, lane = (spec.grad_depth, spec.optim_depth), context.lanes.inner_reduce
         last = replace(how, over=self._last_axes, into=None)
         if comm is None or dtypes.reduce != dtypes.comm:
-            redistribute(chains.last, machinery, accum, *depths, replace(last, comm_buffer=comm))
+            redistribute(chains.last, context, accum, *depths, replace(last, comm_buffer=comm))
         else:
             copy(chains.last, lane, spec.label, accum.tensor, comm.tensor, scale.boost)
-            redistribute(chains.last, machinery, comm, *depths, last)
+            redistribute(chains.last, context, comm, *depths, last)
             parts = comm.narrow(spec.optim_depth), accum.narrow(spec.optim_depth)
             copy(chains.last, lane, spec.label, *parts, 1.0 / scale.boost)
         if optim is not None:
@@ -421,7 +427,7 @@ class GradientMemory:
     def _accumulation(
         self, depth: int, dtype: torch.dtype, storages: list[TransientStorage], *, sent: bool
     ) -> ShardedBuffer:
-        memory, numel = self._machinery.memory, self._numel(depth)
+        memory, numel = self._context.memory, self._numel(depth)
         if memory.has_pool:
             return self._buffer(depth, memory.persistent(numel, dtype, "grad", sent=sent))
         storage = memory.lasting(numel, dtype, "grad")
@@ -430,10 +436,14 @@ class GradientMemory:
         return self._buffer(depth, storage.view(0, (numel,)))
 
     def _buffer(self, depth: int, flat: Tensor) -> ShardedBuffer:
-        return ShardedBuffer(self._spec.layout, self._machinery.ladder.mesh.coordinate, depth, flat)
+        return ShardedBuffer(
+            self._spec.layout, self._context.mesh_communicators.mesh.coordinate, depth, flat
+        )
 
     def _numel(self, depth: int) -> int:
-        start, stop = self._spec.layout.range(depth, self._machinery.ladder.mesh.coordinate)
+        start, stop = self._spec.layout.range(
+            depth, self._context.mesh_communicators.mesh.coordinate
+        )
         return stop - start
 
 

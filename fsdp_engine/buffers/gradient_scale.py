@@ -42,7 +42,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fsdp_engine.buffers.redistribute import Ladder, ShardedBuffer
+from fsdp_engine.buffers.redistribute import MeshCommunicators, ShardedBuffer
 from fsdp_engine.buffers.spec import BufferSpec
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis
@@ -102,12 +102,15 @@ def boost(divisor: float, comm: torch.dtype) -> float:
 
 
 def kept_factor(
-    ladder: Ladder, axes: Sequence[Axis], spec: BufferSpec, scale: GradientScale
+    mesh_communicators: MeshCommunicators,
+    axes: Sequence[Axis],
+    spec: BufferSpec,
+    scale: GradientScale,
 ) -> float:
     """Returns the factor by which reduced gradients are unchanged when they are reduced again.
 
     Args:
-        ladder: of the mesh.
+        mesh_communicators: of the mesh.
         axes: along which gradients are reduced once more.
         spec: of the buffer.
         scale: what its gradients are multiplied with.
@@ -115,7 +118,7 @@ def kept_factor(
     # The later pass multiplies the staging buffer alone.
     factor = 1.0 if spec.grad_depth > 0 else 1.0 / scale.later
     for axis in axes:
-        comm = ladder.comms[axis].reduce
+        comm = mesh_communicators.comms[axis].reduce
         assert comm is not None
         is_cut = spec.optim_depth > AXIS_BELOW_DEPTH.index(axis)
         if is_cut and scale.average:

@@ -33,7 +33,7 @@ from fsdp_engine.buffers.gradient_scale import (
     keep_owned,
     kept_factor,
 )
-from fsdp_engine.buffers.redistribute import Machinery, ShardedBuffer
+from fsdp_engine.buffers.redistribute import BufferContext, ShardedBuffer
 from fsdp_engine.buffers.spec import BufferSpec
 from fsdp_engine.comm.lane import Ticket
 from fsdp_engine.config import DistributedDataParallelConfig
@@ -133,7 +133,7 @@ class Gradients:
     """See the module docstring.
 
     Args:
-        spec, machinery: of the buffer.
+        spec, context: of the buffer.
         config: says how gradients are divided.
 
     Attributes:
@@ -144,21 +144,25 @@ class Gradients:
     """
 
     def __init__(
-        self, spec: BufferSpec, machinery: Machinery, config: DistributedDataParallelConfig
+        self, spec: BufferSpec, context: BufferContext, config: DistributedDataParallelConfig
     ) -> None:
         self._spec = spec
-        self._machinery = machinery
-        ladder, dtypes = machinery.ladder, spec.kind.dtypes
+        self._context = context
+        mesh_communicators, dtypes = context.mesh_communicators, spec.kind.dtypes
         self._config = config
-        self._scale = gradient_scale(spec, config, ladder.mesh.size, machinery.memory.device)
+        self._scale = gradient_scale(
+            spec, config, mesh_communicators.mesh.size, context.memory.device
+        )
         self._num_params = len(spec.layout.slots)
         self.writes_to_staging = spec.grad_depth > 0
         # Axes that are reduced on the last microbatch only, innermost first.
         axes = AXIS_BELOW_DEPTH[spec.grad_depth :]
-        self._last_axes = [axis for axis in axes if ladder.comms[axis].reduce is not None]
-        has_pool = machinery.memory.has_pool
+        self._last_axes = [
+            axis for axis in axes if mesh_communicators.comms[axis].reduce is not None
+        ]
+        has_pool = context.memory.has_pool
         is_resident = has_pool or config.fsdp_double_buffer
-        self._memory = GradientMemory(spec, machinery, self._last_axes, is_resident=is_resident)
+        self._memory = GradientMemory(spec, context, self._last_axes, is_resident=is_resident)
         # [Note: Reducing again]
         has_comm = self._memory.has_comm_buffer
         self.rounds_again = has_comm or dtypes.optim_grad != dtypes.main_grad
@@ -215,7 +219,7 @@ class Gradients:
             RuntimeError: gradients are sent in fp16, and some were: [Note: Gradients in fp16].
         """
         spec = self._spec
-        scale = gradient_scale(spec, self._config, divisor, self._machinery.memory.device)
+        scale = gradient_scale(spec, self._config, divisor, self._context.memory.device)
         if self._memory.tensors is not None and scale.boost != self._scale.boost:
             raise RuntimeError(
                 f"gradient divisor of {spec.label}: expected it to be set before the first "
@@ -280,15 +284,15 @@ class Gradients:
             target, adds = self._memory.stage(), bytearray(self._num_params)
         else:
             target, adds = self._tensors().written, bytearray(step.sums)
-        self._machinery.lanes.compute.access(writes=(target.buffer.tensor,))
+        self._context.lanes.compute.access(writes=(target.buffer.tensor,))
         self.writer = GradientWriter(target, self._scale, adds)
 
     def resume(self) -> None:
         """Reduced gradients are to be added to: see [Note: Reducing again]."""
         accum = self.main_grads()
-        self._machinery.lanes.compute.access(writes=(accum.tensor,))
-        ladder, spec = self._machinery.ladder, self._spec
-        factor = kept_factor(ladder, self._last_axes, spec, self._scale)
+        self._context.lanes.compute.access(writes=(accum.tensor,))
+        mesh_communicators, spec = self._context.mesh_communicators, self._spec
+        factor = kept_factor(mesh_communicators, self._last_axes, spec, self._scale)
         keep_owned(accum, spec.optim_depth, factor)
 
     def end_writing(self) -> None:
@@ -341,7 +345,7 @@ class Gradients:
         Returns:
             A ticket of the last one; None if none is due.
         """
-        step, writer, compute = self.make_step(), self.writer, self._machinery.lanes.compute
+        step, writer, compute = self.make_step(), self.writer, self._context.lanes.compute
         self.writer = None
         ticket: Ticket | None = None
         if self.writes_to_staging and writer is not None:
@@ -389,7 +393,7 @@ class Gradients:
         tensors = self._memory.tensors
         if tensors is None or not tensors.has_memory:
             return False
-        self._machinery.lanes.compute.access(writes=(tensors.accum.tensor,))
+        self._context.lanes.compute.access(writes=(tensors.accum.tensor,))
         tensors.accum.tensor.zero_()
         tensors.forget_zeroed()
         self.step = None

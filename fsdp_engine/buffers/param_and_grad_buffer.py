@@ -1,14 +1,16 @@
-"""Weights and gradients of one homogeneous set of parameters, and what modules and users see.
+"""Weights and gradients of one homogeneous set of parameters, and their tensors for modules and
+users.
 
 *Homogeneous* means: one codec, the same dtypes, all trainable or all frozen, one gradient
-divisor. Three kinds of tensor stand for one parameter:
+divisor. Each parameter has three tensors:
 
-- the **full** parameter, which modules compute with; plain, in the compute dtype;
-- the **sharded** parameter, which users, optimizers and checkpoints see outside forward and
-  backward: a ``FlatDTensor`` over this rank's slice of the main weights;
+- the **full** parameter for modules: a plain tensor in the compute dtype;
+- the **sharded** parameter for users, optimizers and checkpoints, outside of forward and backward:
+  a ``FlatDTensor`` over this rank's slice of the main weights;
 - the **gradient** of the sharded parameter, over this rank's slice of the reduced gradients.
 
-Where nothing is cut and main weights are compute weights, full and sharded are one plain tensor.
+If nothing is sharded and main weights are compute weights, full and sharded parameter are one plain
+tensor.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ from fsdp_engine.buffers.published_gradients import (
     local_part,
 )
 from fsdp_engine.buffers.redistribute import (
+    BufferContext,
     Gather,
-    Machinery,
     ShardedBuffer,
     flat_source,
     redistribute,
@@ -60,12 +62,12 @@ MAIN_TAG = 1
 
 
 def gathered(
-    spec: BufferSpec, machinery: Machinery, label: str, own: Tensor, into: Tensor | None
+    spec: BufferSpec, context: BufferContext, label: str, own: Tensor, into: Tensor | None
 ) -> ShardedBuffer:
     """Gather the full buffer of which ``own`` is this rank's part, and wait. Collective.
 
     Args:
-        spec, machinery: of the buffer.
+        spec, context: of the buffer.
         label: of the gather, in messages.
         own: this rank's part, 1-D, at the depth of the optimizer.
         into: memory for the result, 1-D, in whose dtype parts are sent; None: allocated, with the
@@ -81,10 +83,10 @@ def gathered(
             yield from ()
 
         source = cast
-    target = ShardedBuffer(spec.layout, machinery.ladder.mesh.coordinate, 0, into)
-    chain, compute = Chain(), machinery.lanes.compute
+    target = ShardedBuffer(spec.layout, context.mesh_communicators.mesh.coordinate, 0, into)
+    chain, compute = Chain(), context.lanes.compute
     how = Gather(label, MAIN_TAG, source, reads=[own])
-    redistribute(chain, machinery, target, spec.optim_depth, 0, how)
+    redistribute(chain, context, target, spec.optim_depth, 0, how)
     compute.wait(chain.run((compute.record(),)))
     return target
 
@@ -98,7 +100,7 @@ class ParamAndGradBuffer:
 
     Args:
         spec: what it is.
-        machinery: what it works with.
+        context: what it works with.
         records: its parameters, in any order.
         codec: of its own.
         config: says how gradients are divided.
@@ -119,7 +121,7 @@ class ParamAndGradBuffer:
     def __init__(
         self,
         spec: BufferSpec,
-        machinery: Machinery,
+        context: BufferContext,
         records: Sequence[ParamRecord],
         codec: ParamCodec,
         config: DistributedDataParallelConfig,
@@ -128,18 +130,18 @@ class ParamAndGradBuffer:
     ) -> None:
         by_name = {record.name: record for record in records}
         self.spec = spec
-        self._machinery = machinery
+        self._context = context
         self._config = config
         self._norms_are_dtensors = False
         self.records = [by_name[slot.name] for slot in spec.layout.slots]
         # Of DTensors, this rank's shards: see [Note: Parameters that are DTensors].
         params = [record.shard for record in self.records]
         self._spreads = [record.spread for record in self.records]
-        reuses = config.reuse_grad_buf_for_mxfp8_param_ag and codec.num_planes > 1
+        reuses = config.reuse_grad_buf_for_mxfp8_param_ag and codec.num_encodings > 1
         scratch = self._scratch if reuses else None
         codec.belongs_to([record.owners[0][0] for record in self.records], self.mesh)
-        self.weights = Weights(spec, machinery, codec, params, scratch)
-        self.grads = Gradients(spec, machinery, config) if spec.kind.requires_grad else None
+        self.weights = Weights(spec, context, codec, params, scratch)
+        self.grads = Gradients(spec, context, config) if spec.kind.requires_grad else None
         self.is_plain = codec.is_identity and spec.optim_depth == 0
         self._load_initial_values(params, self.control_group if broadcast else None)
         bound = [self.weights.bind(index, each) for index, each in enumerate(params)]
@@ -221,7 +223,7 @@ class ParamAndGradBuffer:
     @property
     def mesh(self) -> DataMesh:
         """The ranks that share these parameters."""
-        return self._machinery.ladder.mesh
+        return self._context.mesh_communicators.mesh
 
     @property
     def control_group(self) -> ProcessGroup | None:
@@ -232,7 +234,7 @@ class ParamAndGradBuffer:
     def split_groups(self) -> tuple[ProcessGroup, ...]:
         """Groups over which main weights are cut, innermost first."""
         axes = AXIS_BELOW_DEPTH[: self.spec.optim_depth]
-        comms = [self._machinery.ladder.comms[axis].gather for axis in axes]
+        comms = [self._context.mesh_communicators.comms[axis].gather for axis in axes]
         return tuple(comm.group for comm in comms if comm is not None)
 
     @property
@@ -271,9 +273,9 @@ class ParamAndGradBuffer:
         del before
         self.spec = replace(self.spec, kind=kind)
         if memory is not None:
-            self._machinery = replace(self._machinery, memory=memory)
+            self._context = replace(self._context, memory=memory)
         weights = self.weights
-        self.weights = Weights(self.spec, self._machinery, codec, self.full_params)
+        self.weights = Weights(self.spec, self._context, codec, self.full_params)
         if memory is None:
             self.weights.main.tensor.copy_(weights.main.tensor)
         weights.release()
@@ -281,7 +283,7 @@ class ParamAndGradBuffer:
         if self.grads is not None:
             divisor = self.grads.divisor
             self.grads.abandon()
-            self.grads = Gradients(self.spec, self._machinery, self._config)
+            self.grads = Gradients(self.spec, self._context, self._config)
             self.grads.divide_by(divisor)
         for index, full in enumerate(self.full_params):
             bound = self.weights.bind(index, full)
@@ -527,7 +529,7 @@ class ParamAndGradBuffer:
 
     def _gathered(self, what: str, own: Tensor, into: Tensor | None = None) -> ShardedBuffer:
         """The whole of what each rank has its optimizer's part of; waits."""
-        return gathered(self.spec, self._machinery, f"{what} of {self.label}", own, into)
+        return gathered(self.spec, self._context, f"{what} of {self.label}", own, into)
 
     def _scratch(self, dtype: torch.dtype) -> Tensor | None:
         """The gradients' memory, while there are none in it."""

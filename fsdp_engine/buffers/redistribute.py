@@ -1,4 +1,4 @@
-"""From one depth of a layout to another: the only gathers and the only reductions of buffers.
+"""Gathers and reductions of a flat tensor from one depth of a layout to another.
 
 See [Note: Depth] in ``strategies/pair.py``. A gather goes from this rank's range to a larger one, a
 reduction to a smaller one, one axis at a time, in place:
@@ -10,12 +10,8 @@ reduction to a smaller one, one axis at a time, in place:
                          | outer                          ^ outer
     depth 2              [..]                             [..]
 
-Either becomes links of a chain (``comm/lane.py``), one for each axis on the lane of that axis,
-put together once and run often. Along an axis of one rank nothing is sent.
-
-A flat tensor held at one depth of a layout: see [Note: Depth] in ``strategies/pair.py``.
-
-``redistribute.py`` moves bytes between depths.
+Each is one link per axis of a chain (``comm/lane.py``), on the lane of that axis. Chains are
+constructed once. Along an axis of one rank nothing is sent.
 """
 
 from __future__ import annotations
@@ -99,13 +95,13 @@ class AxisComms:
 _NUM_MADE: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
-class Ladder:
+class MeshCommunicators:
     """The communicators between the depths of one mesh.
 
     Attributes:
         mesh: whose ranks.
         comms: by axis.
-        number: of ladders made before it over the same ranks, the same on all of them.
+        number: of communicators made before it over the same ranks, the same on all of them.
     """
 
     def __init__(self, mesh: DataMesh) -> None:
@@ -124,10 +120,10 @@ class Ladder:
 
 
 @dataclass(frozen=True)
-class Machinery:
+class BufferContext:
     """The ranks of one mesh, the lanes and the memory of an engine, shared by its buffers."""
 
-    ladder: Ladder
+    mesh_communicators: MeshCommunicators
     lanes: Lanes
     memory: Memory
 
@@ -181,7 +177,7 @@ class Reduction:
 
 def redistribute(
     chain: Chain,
-    machinery: Machinery,
+    context: BufferContext,
     buffer: ShardedBuffer,
     from_depth: int,
     to_depth: int,
@@ -191,16 +187,16 @@ def redistribute(
 
     Args:
         chain: behind its links.
-        machinery: of the buffer.
+        context: of the buffer.
         buffer: holds both ranges.
         from_depth: of the source.
         to_depth: of the result: below ``from_depth`` a gather, else a reduction.
         how: a :class:`Gather` or a :class:`Reduction`.
     """
     if isinstance(how, Gather):
-        _gather(chain, machinery, buffer, from_depth, to_depth, how)
+        _gather(chain, context, buffer, from_depth, to_depth, how)
     else:
-        _reduce(chain, machinery, buffer, from_depth, to_depth, how)
+        _reduce(chain, context, buffer, from_depth, to_depth, how)
 
 
 def copy(chain: Chain, lane: Lane, label: str, source: Tensor, out: Tensor, factor: float) -> None:
@@ -225,13 +221,13 @@ def _scaled_copy(source: Tensor, out: Tensor, factor: float) -> None:
 
 def _gather(
     chain: Chain,
-    machinery: Machinery,
+    context: BufferContext,
     buffer: ShardedBuffer,
     from_depth: int,
     to_depth: int,
     how: Gather,
 ) -> None:
-    lanes, source = machinery.lanes, how.source
+    lanes, source = context.lanes, how.source
     begin = buffer.narrow(from_depth)
     reads: Sequence[Tensor] = [source] if isinstance(source, Tensor) else how.reads
     if callable(source) and from_depth == to_depth:
@@ -240,7 +236,7 @@ def _gather(
         chain.add(lanes.encode, f"encode {how.label}", operation, reads=reads, writes=writes)
     extra: Sequence[Tensor] = how.writes
     axes = AXIS_BELOW_DEPTH[to_depth:from_depth]
-    is_sent = any(machinery.ladder.comms[axis].gather is not None for axis in axes)
+    is_sent = any(context.mesh_communicators.comms[axis].gather is not None for axis in axes)
     if callable(source) and is_sent and lanes.copy_in is not None:
         operation = partial(source, begin)
         writes = [begin, *extra]
@@ -248,7 +244,7 @@ def _gather(
         source, reads, extra = None, (), ()
     for depth in range(from_depth - 1, to_depth - 1, -1):
         axis = AXIS_BELOW_DEPTH[depth]
-        comm = machinery.ladder.comms[axis].gather
+        comm = context.mesh_communicators.comms[axis].gather
         part, whole = buffer.narrow(depth + 1), buffer.narrow(depth)
         chain.add(
             lanes.gather(axis),
@@ -289,7 +285,7 @@ def _bring(source: Tensor | None, target: Tensor) -> Steps:
 
 def _reduce(
     chain: Chain,
-    machinery: Machinery,
+    context: BufferContext,
     buffer: ShardedBuffer,
     from_depth: int,
     to_depth: int,
@@ -297,14 +293,14 @@ def _reduce(
 ) -> None:
     depth = from_depth
     for axis in how.over:
-        comm = machinery.ladder.comms[axis].reduce
-        lane = machinery.lanes.reduce(axis)
+        comm = context.mesh_communicators.comms[axis].reduce
+        lane = context.lanes.reduce(axis)
         below = AXIS_BELOW_DEPTH.index(axis) + 1
         summand = buffer.narrow(depth)
         if below > to_depth:
             if comm is not None:
                 sent = how.comm_buffer.narrow(depth) if how.comm_buffer is not None else summand
-                _all_reduce(chain, machinery, comm, axis, sent, summand, how)
+                _all_reduce(chain, context, comm, axis, sent, summand, how)
             continue
         is_last = below == to_depth and how.into is not None
         out = how.into.tensor if is_last and how.into is not None else buffer.narrow(below)
@@ -317,7 +313,7 @@ def _reduce(
         sent = summand
         if how.comm_buffer is not None:
             sent = how.comm_buffer.narrow(below - 1)
-            copy(chain, machinery.lanes.inner_reduce, how.label, summand, sent, how.boost)
+            copy(chain, context.lanes.inner_reduce, how.label, summand, sent, how.boost)
         operation = _scatter(comm, sent, out, is_last or how.comm_buffer is not None, how)
         _add_reduction(chain, lane, "reduce-scatter", axis, sent, out, operation, how)
 
@@ -340,14 +336,14 @@ def _scatter(
 
 def _all_reduce(
     chain: Chain,
-    machinery: Machinery,
+    context: BufferContext,
     comm: Communicator,
     axis: Axis,
     sent: Tensor,
     tensor: Tensor,
     how: Reduction,
 ) -> None:
-    lane = machinery.lanes.reduce(axis)
+    lane = context.lanes.reduce(axis)
     # The backend's own all-reduce sums in the dtype that it sends: for sums in a wider one, parts
     # are exchanged and summed, and the sums gathered. (On gloo, too, its all-reduce is as good as
     # the two halves pairwise, and needs no host in between.)
@@ -356,7 +352,7 @@ def _all_reduce(
         _add_reduction(chain, lane, "all-reduce", axis, tensor, tensor, operation, how)
         return
     if sent is not tensor:
-        copy(chain, machinery.lanes.inner_reduce, how.label, tensor, sent, how.boost)
+        copy(chain, context.lanes.inner_reduce, how.label, tensor, sent, how.boost)
     own = comm.part(tensor)
     scatter = _scatter(comm, sent, own, sent is not tensor, how)
     _add_reduction(chain, lane, "all-reduce", axis, sent, own, scatter, how)

@@ -1,4 +1,4 @@
-"""The description of a buffer, which its weights and gradients share."""
+"""Descriptions of a parameter before it is sharded, and of a buffer of parameters."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ The buffers that are held depend only on the depths of OPTIM and PARAM and on th
     cast, OPTIM at PARAM    main[OPTIM]                   full; main is cast into it
     cast, OPTIM below       main[OPTIM], wire[PARAM]      full
     codec that encodes      main[OPTIM], wire[PARAM]      full
-    once, PARAM cut
+    once, PARAM sharded
     decoding codec          as above, with the full       the full wire while it is decoded
                             compute weights at depth 0
     ======================  ============================  =====================================
@@ -22,21 +22,20 @@ the full buffer, for every use. Either is empty where both of its buffers are th
 chain of operations that is built once. Encoding and the first gather are one operation where no
 other has to be between them: such a gather takes the encoding as its source (``redistribute.py``).
 
-Each plane of the codec ([Note: Planes] in ``codecs/base.py``) has a wire and a full buffer. One
-refresh serves all planes; only the planes that the next use reads are unsharded.
+Each encoding of the codec ([Note: Encodings] in ``codecs/base.py``) has a wire and a full buffer.
+One refresh serves all encodings; only the encodings that the next use reads are unsharded.
 
-Weights that travel as values and are encoded whole, through scratch memory.
+[Note: Gathers through scratch memory]
+A codec with two encodings would gather both if full weights persist, after an all-reduce of amaxes.
+If gradients are not sharded either, their memory is unused between a step and the next backward,
+and large enough for the weights in their nominal dtype:
 
-A codec with two planes would send both wherever full weights persist, behind a message of amaxes.
-Where gradients are whole, too, their memory is free between a step and the next backward, and large
-enough for the weights in their nominal dtype:
+    main[OPTIM] --cast--> scratch[OPTIM] --gather--> scratch --encode, both encodings--> wires, full
 
-    main[OPTIM] --cast--> scratch[OPTIM] --gather--> scratch --encode, both planes--> wires, full
-
-One gather and no amaxes: every rank finds the scales from whole weights, and so the same bytes. In
-the gradients' memory zeros are left behind, as gradients may be added to. If gradients are still
-wanted (a forward before ``zero_grad``), the values go through memory of their own: what is sent is
-the same, so ranks may differ in it.
+One gather and no amaxes: every rank computes the scales from full weights, and so the same bytes.
+Afterwards the gradients' memory is filled with zeros, because gradients may be added to it. If the
+memory contains gradients (a forward before ``zero_grad``), separate memory is used; the collectives
+are the same, so ranks may differ in this.
 """
 
 from __future__ import annotations
@@ -48,10 +47,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from fsdp_engine.buffers.redistribute import Gather, Machinery, ShardedBuffer, redistribute
+from fsdp_engine.buffers.redistribute import BufferContext, Gather, ShardedBuffer, redistribute
 from fsdp_engine.buffers.spec import BufferSpec
 from fsdp_engine.codecs import ParamCodec, Piece
-from fsdp_engine.codecs.base import PLANES
+from fsdp_engine.codecs.base import ENCODINGS
 from fsdp_engine.comm.collectives import Steps
 from fsdp_engine.comm.lane import Chain, Lane, Ticket
 from fsdp_engine.layout import Coordinate
@@ -66,17 +65,17 @@ class ThroughScratch:
     """See the module docstring.
 
     Args:
-        spec, machinery: of the buffer.
+        spec, context: of the buffer.
         codec: has a ``values_dtype``.
         main: main weights.
-        targets: the full lines, which persist, of all planes.
+        targets: the full lines, which persist, of all encodings.
         scratch: memory to go through.
     """
 
     def __init__(
         self,
         spec: BufferSpec,
-        machinery: Machinery,
+        context: BufferContext,
         codec: ParamCodec,
         main: ShardedBuffer,
         targets: Sequence[ShardedBuffer],
@@ -84,13 +83,13 @@ class ThroughScratch:
     ) -> None:
         assert codec.values_dtype is not None
         self._spec = spec
-        self._machinery = machinery
+        self._context = context
         self._codec = codec
         self._main = main
         self._targets = targets
         self._scratch = scratch
         numel = spec.layout.numel
-        self._own: TransientStorage = machinery.memory.transient(numel, codec.values_dtype, "full")
+        self._own: TransientStorage = context.memory.transient(numel, codec.values_dtype, "full")
         with self._own.while_filled() as own:
             self._through_own = self._make_chain(own.view(0, (numel,)), is_own=True)
         self._line: Tensor | None = None
@@ -99,7 +98,7 @@ class ThroughScratch:
     def refresh(self) -> Ticket:
         """Bring full weights up to date."""
         assert self._codec.values_dtype is not None
-        line, compute = self._scratch(self._codec.values_dtype), self._machinery.lanes.compute
+        line, compute = self._scratch(self._codec.values_dtype), self._context.lanes.compute
         if line is None:
             compute.manage(f"allocate {self._spec.label}", self._own.fill, self._own)
             return self._through_own.run((compute.record(),))
@@ -112,7 +111,7 @@ class ThroughScratch:
     def finish(self) -> None:
         """Compute has waited for the refresh."""
         if self._own.filled:
-            compute = self._machinery.lanes.compute
+            compute = self._context.lanes.compute
             compute.manage(f"free {self._spec.label}", self._own.drain, self._own)
 
     def _make_chain(self, line: Tensor, *, is_own: bool) -> Chain:
@@ -130,10 +129,10 @@ class ThroughScratch:
 
         values = ShardedBuffer(spec.layout, main.at, 0, line)
         how = Gather(spec.label, spec.tag, cast, reads=[main.tensor], writes=[*codec.state])
-        redistribute(chain, self._machinery, values, main.depth, 0, how)
+        redistribute(chain, self._context, values, main.depth, 0, how)
         writes = [target.tensor for target in self._targets]
         chain.add(
-            self._machinery.lanes.inner_gather,
+            self._context.lanes.inner_gather,
             f"encode {spec.label}",
             encode,
             reads=[line],
@@ -142,8 +141,8 @@ class ThroughScratch:
         return chain
 
 
-class Plane:
-    """One plane of a buffer's weights.
+class Encoding:
+    """One encoding of a buffer's weights.
 
     Attributes:
         wire: the bytes that are kept at rest, at the depth of PARAM; None: none are.
@@ -181,7 +180,7 @@ class Weights:
     """See the module docstring.
 
     Args:
-        spec, machinery: of the buffer.
+        spec, context: of the buffer.
         codec: of this buffer alone.
         params: the user's parameters, in the layout's order.
         scratch: memory of gradients that values can be gathered into before they are encoded.
@@ -189,7 +188,7 @@ class Weights:
     Attributes:
         main: main weights at the depth of OPTIM. Its tensor has a version counter of its own, so
             that edits in place are distinguished from gathers into the same memory.
-        params: full compute parameters of the first plane, in their own shapes.
+        params: full compute parameters of the first encoding, in their own shapes.
         reshards: whether full parameters are freed between uses.
         needs_refresh: whether a change of main weights has to be sent or cast before use.
     """
@@ -197,45 +196,43 @@ class Weights:
     def __init__(
         self,
         spec: BufferSpec,
-        machinery: Machinery,
+        context: BufferContext,
         codec: ParamCodec,
         params: Sequence[nn.Parameter],
         scratch: Scratch | None = None,
     ) -> None:
         self._spec = spec
-        self._machinery = machinery
+        self._context = context
         self.codec = codec
-        memory, optim_depth = machinery.memory, spec.optim_depth
+        memory, optim_depth = context.memory, spec.optim_depth
         self.reshards = spec.param_depth > 0
         full_dtype = spec.kind.dtypes.compute if codec.decodes else codec.wire_dtype
-        self._planes = [self._make_plane(full_dtype) for _ in range(codec.num_planes)]
-        self.params = self._planes[0].params
-        # The full parameters that modules read where there is one plane.
-        self._first_target: Sequence[Tensor] = (self._planes[0].target.tensor,)
+        self._encodings = [self._make_encoding(full_dtype) for _ in range(codec.num_encodings)]
+        self.params = self._encodings[0].params
+        # The full parameters that modules read where there is one encoding.
+        self._first_target: Sequence[Tensor] = (self._encodings[0].target.tensor,)
         if codec.is_identity:
-            assert self._planes[0].wire is not None
-            main = alias(self._planes[0].wire.narrow(optim_depth))
+            assert self._encodings[0].wire is not None
+            main = alias(self._encodings[0].wire.narrow(optim_depth))
         else:
             main = memory.persistent(self._numel(optim_depth), spec.kind.dtypes.main, "main")
         self.main = ShardedBuffer(spec.layout, self._at, optim_depth, main)
         self._full_wire = self._make_full_wire() if codec.decodes else None
         codec.prepare(params, self._pieces(), self._split_groups(), memory.device)
-        persists = self._planes[0].wire is not None or not self.reshards
+        persists = self._encodings[0].wire is not None or not self.reshards
         changes = not (codec.is_identity and optim_depth == spec.param_depth)
         self.needs_refresh = persists and changes
         self._refresh = self._make_refresh() if self.needs_refresh else None
         self._through_scratch: ThroughScratch | None = None
         if scratch is not None and not self.reshards and optim_depth > 0:
-            lines = [plane.target for plane in self._planes]
-            self._through_scratch = ThroughScratch(
-                spec, machinery, codec, self.main, lines, scratch
-            )
-        for plane in self._planes:
+            lines = [encoding.target for encoding in self._encodings]
+            self._through_scratch = ThroughScratch(spec, context, codec, self.main, lines, scratch)
+        for encoding in self._encodings:
             if self.reshards:
-                plane.unshard = self._make_unshard(plane)
+                encoding.unshard = self._make_unshard(encoding)
                 if self._full_wire is not None:
-                    plane.memory.append(self._full_wire.storage)
-        for storage in (self._decoded_storage, *(plane.storage for plane in self._planes)):
+                    encoding.memory.append(self._full_wire.storage)
+        for storage in (self._decoded_storage, *(encoding.storage for encoding in self._encodings)):
             if storage is not None:
                 storage.drain()
         # Compared with the version of `main` to find out whether the wire is out of date.
@@ -243,38 +240,40 @@ class Weights:
         self._num_marks = 0
 
     @property
-    def num_planes(self) -> int:
-        """See [Note: Planes] in ``codecs/base.py``."""
-        return len(self._planes)
+    def num_encodings(self) -> int:
+        """See [Note: Encodings] in ``codecs/base.py``."""
+        return len(self._encodings)
 
     @property
     def rest_bytes(self) -> int:
         """Bytes held at rest: main weights, and compute weights as far as they are kept."""
         persistent = [self.main.tensor]
-        for plane in self._planes:
-            if plane.wire is not None:
-                persistent.append(plane.wire.tensor)
+        for encoding in self._encodings:
+            if encoding.wire is not None:
+                persistent.append(encoding.wire.tensor)
             if not self.reshards:
-                persistent.append(plane.target.tensor)
+                persistent.append(encoding.target.tensor)
         storages = {t.untyped_storage().data_ptr(): t for t in persistent}
         return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
 
     @property
     def transient_bytes(self) -> int:
-        """Bytes of the full parameters of one plane from gather to free, beyond those at rest."""
-        storage = self._planes[0].storage
+        """Bytes of one encoding's full parameters from gather to free, without those at rest."""
+        storage = self._encodings[0].storage
         return storage.num_bytes if storage is not None else 0
 
     @property
     def transient_keys(self) -> list[int]:
         """Keys (``storage_keys`` of ``memory/allocator.py``) of the full parameters' storages that
         are freed between uses."""
-        return [plane.storage.key for plane in self._planes if plane.storage is not None]
+        return [
+            encoding.storage.key for encoding in self._encodings if encoding.storage is not None
+        ]
 
     @property
     def num_wires(self) -> int:
-        """Number of gathers that update all planes."""
-        return 1 if self._through_scratch is not None else self.num_planes
+        """Number of gathers that update all encodings."""
+        return 1 if self._through_scratch is not None else self.num_encodings
 
     @property
     def is_current(self) -> bool:
@@ -294,13 +293,13 @@ class Weights:
     def bind(self, index: int, param: nn.Parameter) -> nn.Parameter:
         """Returns the parameter that modules compute with in place of ``param``, the user's
         parameter ``index``."""
-        return self.codec.bind(param, [plane.params[index] for plane in self._planes])
+        return self.codec.bind(param, [encoding.params[index] for encoding in self._encodings])
 
     def give_back(self) -> None:
         """Remove the memory held at rest from the ledger; it is freed with this object."""
-        memory = self._machinery.memory
-        for plane in self._planes:
-            kept = plane.wire if plane.wire is not None or self.reshards else plane.target
+        memory = self._context.memory
+        for encoding in self._encodings:
+            kept = encoding.wire if encoding.wire is not None or self.reshards else encoding.target
             if kept is not None:
                 memory.give_back(kept.tensor, "model")
         if not self.codec.is_identity:
@@ -321,12 +320,12 @@ class Weights:
         if not self.reshards:
             return tickets
         refreshed = tuple(tickets)
-        for plane in self._missing_planes(phase, held):
-            assert plane.unshard is not None
+        for encoding in self._missing_encodings(phase, held):
+            assert encoding.unshard is not None
             after = refreshed
-            if self._fill(plane.memory) or not after:
-                after = (*after, self._machinery.lanes.compute.record())
-            tickets.append(plane.unshard.run(after))
+            if self._fill(encoding.memory) or not after:
+                after = (*after, self._context.lanes.compute.record())
+            tickets.append(encoding.unshard.run(after))
         return tickets
 
     def _bring_up_to_date(self, compute_now: Ticket | None) -> list[Ticket]:
@@ -340,10 +339,10 @@ class Weights:
         if not self.reshards:
             storages = [self._decoded_storage]
         elif self.codec.needs_whole_line:
-            storages = [plane.storage for plane in self._planes]
+            storages = [encoding.storage for encoding in self._encodings]
         if self._fill([storage for storage in storages if storage is not None]):
             compute_now = None  # memory that compute has used since
-        return [self._refresh.run((compute_now or self._machinery.lanes.compute.record(),))]
+        return [self._refresh.run((compute_now or self._context.lanes.compute.record(),))]
 
     def gathered(self, phases: int, *, for_backward: bool) -> None:
         """Compute has waited for the gather.
@@ -356,12 +355,14 @@ class Weights:
         if self._through_scratch is not None:
             self._through_scratch.finish()
         if self.codec.needs_whole_line:
-            self.free_all_but(phases)  # memory that planes were encoded into
+            self.free_all_but(phases)  # memory that encodings were encoded into
         self.codec.after_gather(for_backward=for_backward or not self.reshards)
 
     def release(self) -> None:
         """Free the full parameters once compute is done with them."""
-        storages = [plane.storage for plane in self._planes if plane.storage is not None]
+        storages = [
+            encoding.storage for encoding in self._encodings if encoding.storage is not None
+        ]
         if any(storage.filled for storage in storages):
             self.codec.before_release()
         for storage in storages:
@@ -369,23 +370,23 @@ class Weights:
         self._drain_full_wire()
 
     def free_all_but(self, phases: int) -> None:
-        """Free the planes that no use of ``phases`` reads."""
-        kept = self._planes_of(phases)
-        for plane in self._planes:
-            if plane.storage is not None and plane not in kept:
-                self._drain(plane.storage)
+        """Free the encodings that no use of ``phases`` reads."""
+        kept = self._encodings_of(phases)
+        for encoding in self._encodings:
+            if encoding.storage is not None and encoding not in kept:
+                self._drain(encoding.storage)
 
-    def _planes_of(self, phases: int) -> Sequence[Plane]:
-        if len(self._planes) == 1:
-            return self._planes
-        return [self._planes[number] for number in PLANES[phases]]
+    def _encodings_of(self, phases: int) -> Sequence[Encoding]:
+        if len(self._encodings) == 1:
+            return self._encodings
+        return [self._encodings[number] for number in ENCODINGS[phases]]
 
-    def _missing_planes(self, phase: int, held: int) -> Sequence[Plane]:
+    def _missing_encodings(self, phase: int, held: int) -> Sequence[Encoding]:
         if not held:
-            return self._planes_of(phase)
-        if len(self._planes) == 1 or not phase & ~held:
+            return self._encodings_of(phase)
+        if len(self._encodings) == 1 or not phase & ~held:
             return ()
-        return self._planes_of(phase & ~held)
+        return self._encodings_of(phase & ~held)
 
     def note_access(self, phases: int) -> None:
         """Report to the compute lane that the model reads full parameters from here on.
@@ -394,10 +395,10 @@ class Weights:
             phases: whose full parameters are gathered.
         """
         reads = self._first_target
-        if len(self._planes) > 1:
-            planes = self._planes_of(phases) if self.reshards else self._planes
-            reads = [plane.target.tensor for plane in planes]
-        self._machinery.lanes.compute.access(reads=reads)
+        if len(self._encodings) > 1:
+            encodings = self._encodings_of(phases) if self.reshards else self._encodings
+            reads = [encoding.target.tensor for encoding in encodings]
+        self._context.lanes.compute.access(reads=reads)
 
     def _fill(self, storages: Sequence[TransientStorage]) -> bool:
         """Allocate memory that a chain writes; returns whether any had to be allocated. If so, the
@@ -409,7 +410,7 @@ class Weights:
         for storage in storages:
             if not storage.filled:
                 allocates = True
-                compute = self._machinery.lanes.compute
+                compute = self._context.lanes.compute
                 compute.manage(f"allocate {self._spec.label}", storage.fill, storage)
         return allocates
 
@@ -417,7 +418,7 @@ class Weights:
         """Free its memory. Compute has waited for what was written there, and everything that
         reads it was submitted to compute before."""
         if storage.filled:
-            compute = self._machinery.lanes.compute
+            compute = self._context.lanes.compute
             compute.manage(f"free {self._spec.label}", storage.drain, storage)
 
     def _drain_full_wire(self) -> None:
@@ -426,16 +427,16 @@ class Weights:
 
     @property
     def _at(self) -> Coordinate:
-        return self._machinery.ladder.mesh.coordinate
+        return self._context.mesh_communicators.mesh.coordinate
 
     @property
     def _decoded_storage(self) -> TransientStorage | None:
         return self._full_wire.storage if self._full_wire is not None else None
 
-    def _make_plane(self, full_dtype: torch.dtype) -> Plane:
-        """Make a plane. Its storage is left filled: views need memory when they are made."""
+    def _make_encoding(self, full_dtype: torch.dtype) -> Encoding:
+        """Make an encoding. Its storage is left filled: views need memory when they are made."""
         layout, codec, depth = self._spec.layout, self.codec, self._spec.param_depth
-        memory, at = self._machinery.memory, self._at
+        memory, at = self._context.memory, self._at
         wire = None
         # At depth 0 the decoded weights are kept at rest, not the wire.
         persists = codec.is_identity or codec.encodes_once or self._spec.optim_depth > depth
@@ -454,11 +455,11 @@ class Weights:
                 layout, at, 0, memory.persistent(layout.numel, full_dtype, "model")
             )
             params = [alias(target.full(i)) for i in range(len(layout.slots))]
-        return Plane(wire, storage, target, params)
+        return Encoding(wire, storage, target, params)
 
     def _make_full_wire(self) -> FullWire:
         layout = self._spec.layout
-        storage = self._machinery.memory.transient(layout.numel, self.codec.wire_dtype, "full")
+        storage = self._context.memory.transient(layout.numel, self.codec.wire_dtype, "full")
         storage.fill()
         line = ShardedBuffer(layout, self._at, 0, storage.view(0, (layout.numel,)))
         return FullWire(storage, line)
@@ -466,39 +467,39 @@ class Weights:
     def _make_refresh(self) -> Chain:
         """From main shards to the compute weights that are kept at rest."""
         chain, spec = Chain(), self._spec
-        lane, depths = self._machinery.lanes.encode, (spec.optim_depth, spec.param_depth)
-        first = self._planes[0]
+        lane, depths = self._context.lanes.encode, (spec.optim_depth, spec.param_depth)
+        first = self._encodings[0]
         how = encoded(spec, self.codec, self.main)
         if self.codec.needs_whole_line:
-            wires = [(each.target, each.wire) for each in self._planes if each.wire is not None]
+            wires = [(each.target, each.wire) for each in self._encodings if each.wire is not None]
             encode_in_whole_lines(chain, lane, spec.label, self.codec, self.main, wires)
             for _, wire in wires:
                 there = Gather(spec.label, spec.tag)
-                redistribute(chain, self._machinery, wire, *depths, there)
+                redistribute(chain, self._context, wire, *depths, there)
         elif first.wire is not None:
-            redistribute(chain, self._machinery, first.wire, *depths, how)
+            redistribute(chain, self._context, first.wire, *depths, how)
         else:
             assert self._full_wire is not None
-            redistribute(chain, self._machinery, self._full_wire.line, *depths, how)
+            redistribute(chain, self._context, self._full_wire.line, *depths, how)
             self._decode(chain, first)
         return chain
 
-    def _make_unshard(self, plane: Plane) -> Chain:
+    def _make_unshard(self, encoding: Encoding) -> Chain:
         """From the compute weights that are kept at rest, else from main shards, to the full
         ones."""
         chain, spec = Chain(), self._spec
         how = encoded(spec, self.codec, self.main)
-        if plane.wire is not None:
-            how = Gather(spec.label, spec.tag, plane.wire.tensor)
-        line = self._full_wire.line if self._full_wire is not None else plane.target
-        redistribute(chain, self._machinery, line, spec.param_depth, 0, how)
+        if encoding.wire is not None:
+            how = Gather(spec.label, spec.tag, encoding.wire.tensor)
+        line = self._full_wire.line if self._full_wire is not None else encoding.target
+        redistribute(chain, self._context, line, spec.param_depth, 0, how)
         if self._full_wire is not None:
-            self._decode(chain, plane)
+            self._decode(chain, encoding)
         return chain
 
-    def _decode(self, chain: Chain, plane: Plane) -> None:
+    def _decode(self, chain: Chain, encoding: Encoding) -> None:
         assert self._full_wire is not None
-        lane, target = self._machinery.lanes.inner_gather, (plane.target, plane.params)
+        lane, target = self._context.lanes.inner_gather, (encoding.target, encoding.params)
         decode(chain, lane, self._spec.label, self.codec, self._full_wire.line, target)
 
     def _numel(self, depth: int) -> int:
@@ -516,12 +517,12 @@ class Weights:
 
     def _split_groups(self) -> list[ProcessGroup]:
         axes = AXIS_BELOW_DEPTH[: self._spec.optim_depth]
-        comms = [self._machinery.ladder.comms[axis].gather for axis in axes]
+        comms = [self._context.mesh_communicators.comms[axis].gather for axis in axes]
         return [comm.group for comm in comms if comm is not None]
 
 
 def encoded(spec: BufferSpec, codec: ParamCodec, main: ShardedBuffer) -> Gather:
-    """A gather of main weights, encoded by a codec of one plane."""
+    """A gather of main weights, encoded by a codec of one encoding."""
 
     if codec.is_identity:
         return Gather(spec.label, spec.tag)  # main weights are sent from where they are
@@ -540,11 +541,11 @@ def encode_in_whole_lines(
     main: ShardedBuffer,
     lines: Sequence[tuple[ShardedBuffer, ShardedBuffer]],
 ) -> None:
-    """Encode every plane into this rank's part of its full line, of which all may be overwritten,
-    and copy the part to where it is kept at rest, if that is another buffer.
+    """Encode every encoding into this rank's part of its full line, of which all may be
+    overwritten, and copy the part to where it is kept at rest, if that is another buffer.
 
     Args:
-        lines: for each plane the full line, and the buffer that keeps this rank's part.
+        lines: for each encoding the full line, and the buffer that keeps this rank's part.
     """
     parts = [line.narrow(main.depth) for line, _ in lines]
     copies = [

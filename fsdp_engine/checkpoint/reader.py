@@ -9,8 +9,7 @@ DCP stores a chunk as ``torch.save`` writes a tensor: an uncompressed zip archiv
 writes are, because it clones views) is a row-major box of the tensor, at a known offset of the
 file. ``torch.load`` reads all other chunks, and small ones.
 
-Verifies the checksums of a checkpoint's files, and locates damage.
-
+[Note: Verification]
 The manifest contains a checksum of each file. If one differs, the damaged entries are found by the
 checksums that ``torch.save`` stores with each tensor (its archives are zip files).
 """

@@ -1,33 +1,32 @@
-"""What a codec says: how main weights become the bytes that travel, and those become parameters.
+"""The interface of codecs: encodings of parameters for all-gathers.
 
-    main shard --encode--> wire shard --gather--> wire, full --decode--> compute parameters
+    main shard --encode--> wire shard --gather--> full wire --decode--> compute parameters
 
-A codec whose wire *is* the compute parameters (``decodes`` False) needs no second buffer: it
-encodes into this rank's slice of the full buffer, which is gathered in place. One codec object
-serves one buffer of parameters and may keep small replicated state, such as scales.
+If the wire *is* the compute parameters (``decodes`` False), the codec encodes into this rank's
+slice of the full buffer, which is gathered in place. One codec object serves one buffer of
+parameters and may keep small replicated state, such as scales.
 
-[Note: Planes]
-Most codecs have one *plane*: one row of bytes serves forward and backward. A codec with two has an
-encoding for each, of the same main weights: the first travels for forward, the last for backward,
-each in a wire of its own. A recomputation within backward needs both.
+[Note: Encodings]
+Most codecs have one *encoding*: one encoding serves forward and backward. A codec with two
+encodings encodes the same main weights once for each phase. Each encoding has a wire of its own,
+which is gathered for its phase only. A recomputation within backward needs both.
 
 [Note: What a codec keeps]
-`tests/codecs/test_contract.py` holds every codec to this:
+`tests/codecs/test_contract.py` checks this contract for every codec:
 
-- *Ranks agree.* The full parameters, and the state, are the same bits on every rank, and the values
-  that one rank with the whole main shard computes (Transformer Engine's only without NaN).
-- *Padding* is no parameter's. Main elements outside of pieces may be anything, NaN, too: they
-  change no parameter and no scale. Wire elements outside of pieces need not be written.
-- *Empty pieces.* A rank that holds nothing of a parameter, or of all of them, takes part in every
-  message, in the same order.
-- *NaN* stays NaN, element by element. *Inf* stays Inf or becomes NaN, or where the encoding
-  saturates (Transformer Engine's) the largest value. Elements that share a scale
-  with either may become NaN. A scale that is NaN on one rank is NaN on all: a backend's maximum of
-  floats may lose it.
-- *Zeros* stay zeros, also where all that share a scale are.
-- *Messages carry bytes.* Gathers compute nothing, so any bit pattern of a wire arrives as it was.
-- *May be lost*: precision, the sign of zeros, the payload of NaN, values too small or too large for
-  the encoding or the compute dtype (they become zero, the largest value, or Inf).
+- *Ranks agree.* Full parameters and state have the same bits on every rank, and equal those that
+  one rank with the full main weights computes (for Transformer Engine only without NaN).
+- *Padding.* Main elements outside of pieces may have any value, including NaN. They change no
+  parameter and no scale. Wire elements outside of pieces need not be written.
+- *Empty pieces.* A rank that holds no element of a parameter, or of all parameters, takes part in
+  every collective, in the same order.
+- *NaN* stays NaN, element by element. *Inf* stays Inf, becomes NaN, or becomes the largest value if
+  the encoding saturates (Transformer Engine's). Elements that share a scale with either may become
+  NaN. A scale that is NaN on one rank is NaN on all ranks: the maximum of a backend may lose it.
+- *Zeros* stay zeros, also if all elements that share a scale are zero.
+- *Gathers copy bytes* and compute nothing, so any bit pattern of a wire is preserved.
+- *May be lost*: precision, the sign of zeros, the payload of NaN, and values too small or too large
+  for the encoding or the compute dtype (they become zero, the largest value, or Inf).
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ from fsdp_engine.precision import ParamDtypes
 FORWARD, BACKWARD = 1, 2
 BOTH = FORWARD | BACKWARD
 
-# For codecs with two planes: see [Note: Planes] in ``base.py``.
-PLANES: dict[int, tuple[int, ...]] = {FORWARD: (0,), BACKWARD: (1,), BOTH: (0, 1)}
+# For codecs with two encodings: see [Note: Encodings] in ``base.py``.
+ENCODINGS: dict[int, tuple[int, ...]] = {FORWARD: (0,), BACKWARD: (1,), BOTH: (0, 1)}
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class ParamCodec(ABC):
 
     Attributes:
         wire_dtype: dtype of the bytes that travel.
-        num_planes: see [Note: Planes].
+        num_encodings: see [Note: Encodings].
         decodes: whether full bytes are decoded into a separate buffer of compute parameters.
         is_identity: main bytes are wire bytes, so main weights may be a view of the wire.
         encodes_once: encoding costs more than keeping its bytes (it communicates, say): it is done
@@ -81,7 +80,7 @@ class ParamCodec(ABC):
     """
 
     wire_dtype: torch.dtype
-    num_planes: int = 1
+    num_encodings: int = 1
     decodes: bool = False
     is_identity: bool = False
     encodes_once: bool = False
@@ -148,15 +147,17 @@ class ParamCodec(ABC):
         Args:
             param: the user's. With a :meth:`converted` codec the one that modules compute with
                 already, which then becomes what this returns.
-            full: where its full bytes come and go, a tensor of its shape for each plane; where the
+            full: where its full bytes come and go, a tensor of its shape for each encoding; where
+            the
                 codec decodes, the decoded ones. They may have no memory now.
         """
         return nn.Parameter(full[0], requires_grad=param.requires_grad)
 
     @abstractmethod
     def encode(self, main: Tensor, wires: Sequence[Tensor]) -> Steps:
-        """Encode the main shard into the wire shard of each plane; all 1-D. May communicate (yield
-        works). With ``needs_whole_line`` wires are parts of the lines that parameters are bound to.
+        """Encode the main shard into the wire shard of each encoding; all 1-D. May communicate
+        (yield works). With ``needs_whole_line`` wires are parts of the lines that parameters are
+        bound to.
         """
 
     def encode_whole(self, values: Tensor, offsets: Sequence[int]) -> Steps:

@@ -13,12 +13,12 @@ gathered.
     current    Float8Tensor            _data               1
     block      Float8BlockwiseQTensor  _rowwise_data       1 for each 128 x 128
     mxfp8      MXFP8Tensor             _rowwise_data,      1 (e8m0) for each 1 x 32; and for each
-                                       _columnwise_data    32 x 1 in a plane of its own
+                                       _columnwise_data    32 x 1 in an encoding of its own
 
-Backward uses columnwise data. For MXFP8 that is the second plane ([Note: Planes] in ``base.py``),
-encoded from the main weights. For the other recipes it is a transpose that TE computes from
-gathered bytes (``post_all_gather_processing``). The codec creates it for backward only, and deletes
-it when the bytes are freed (unless ``keep_transposes``) or encoded again.
+Backward uses columnwise data. For MXFP8 that is the second encoding ([Note: Encodings] in
+``base.py``), encoded from the main weights. For the other recipes it is a transpose that TE
+computes from gathered bytes (``post_all_gather_processing``). The codec creates it for backward
+only, and deletes it when the bytes are freed (unless ``keep_transposes``) or encoded again.
 
 The block recipe's kernel writes full 128 x 128 tiles, including elements of other ranks. Bytes are
 therefore always encoded into the full weight, and copied from there to the persistent shard
@@ -72,7 +72,7 @@ class Recipe:
     Attributes:
         name: as in the table above.
         quantizer: name of TE's quantizer class.
-        planes: attributes that hold raw bytes.
+        encodings: attributes that hold raw bytes.
         scales: attributes that hold scales.
         options: attributes of the quantizer that must be equal for the weights of one call.
         num_dims: number of dims that the kernels support. None: any.
@@ -81,7 +81,7 @@ class Recipe:
 
     name: str
     quantizer: str
-    planes: tuple[str, ...]
+    encodings: tuple[str, ...]
     scales: tuple[str, ...]
     options: tuple[str, ...]
     num_dims: int | None = None
@@ -182,7 +182,7 @@ class TransformerEngineCodec(ParamCodec):
     def __init__(
         self, api: Any, recipe: Recipe, nominal: torch.dtype, keep_transposes: bool
     ) -> None:
-        self.num_planes = len(recipe.planes)
+        self.num_encodings = len(recipe.encodings)
         # The kernels round main weights to the nominal dtype first.
         self.values_dtype = nominal
         self._api = api
@@ -203,7 +203,7 @@ class TransformerEngineCodec(ParamCodec):
     @property
     def has_transposes(self) -> bool:
         """Whether backward uses transposes of forward's data."""
-        return self.num_planes == 1
+        return self.num_encodings == 1
 
     @property
     def state(self) -> Sequence[Tensor]:
@@ -254,7 +254,7 @@ class TransformerEngineCodec(ParamCodec):
             weight.clear_high_precision_init_val()
         parts = self._parts[self._num_bound]
         self._num_bound += 1
-        parts.update(zip(self._recipe.planes, full, strict=True))
+        parts.update(zip(self._recipe.encodings, full, strict=True))
         _put(weight, parts)
         self._drop_columns(weight)
         return param
@@ -404,7 +404,7 @@ def _recipe_of(name: str, param: Tensor) -> Recipe:
         )
     missing = [
         attribute
-        for attribute in (*recipe.planes, *recipe.scales)
+        for attribute in (*recipe.encodings, *recipe.scales)
         if getattr(param, attribute, None) is None
     ]
     if missing:

@@ -1,10 +1,9 @@
 """The engine's only collectives, as operations for lanes; the algorithm is chosen per backend.
 
 Gloo's own ``all_gather_into_tensor`` and ``reduce_scatter_tensor`` copy through buffers of their
-own and take four to five times as long as exchanging the parts directly between each pair of
-ranks, so on gloo parts go straight from the buffer they lie in to where they belong (*pairwise*).
-Other backends use their own collectives (*native*). On gloo with CUDA tensors parts go through
-host memory (*staged*).
+own and take four to five times as long as exchanging the parts directly between each pair of ranks,
+so on gloo parts are exchanged directly between buffers (*pairwise*). Other backends use their own
+collectives (*native*). On gloo with CUDA tensors parts are copied through host memory (*staged*).
 
 An operation is a generator: it issues communication, yields the works, and continues when they are
 done. A lane (``lane.py``) decides what "done" means: on CPU the host waits, on CUDA the lane's

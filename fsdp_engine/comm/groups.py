@@ -1,4 +1,4 @@
-"""Process groups: how ranks agree to make them, and properties of any.
+"""Process groups: creation in agreement with all of their ranks, properties, and sets of ranks.
 
 ``dist.new_group`` is not used: see :func:`new_group`.
 """

@@ -1,41 +1,38 @@
-"""Waits of compute, recorded within ``engine.measure()``.
-
-[Note: Waits of compute]
-Lanes have *meters*: none in ordinary training, which costs a look at an empty tuple. Within
-``engine.measure()`` there is one, and lanes report each wait of compute to it.
-
-On CPU compute is the host, which waits for works of a lane: the seconds are those of the operation
-that has issued the works. On CUDA the host does not wait when a wait is submitted. So events with
-times are recorded before and behind the wait on compute's stream: between them the stream only
-waits. (If the host is behind the device, they are apart by the host's time from one call to the
-next, some microseconds.) They are read late, when they have been reached, or when the measurement
-is read: training does not wait for them. The operation that is waited for has two such events, too,
-and so have the operations before it: as in a simulation, a wait is due to the longest of them,
-since a wait for the cast of a message is a wait for the message.
-
-Lanes: ordered queues of work.
+"""Lanes: ordered queues of work, and meters of the time that compute waits for them.
 
 [Note: Lanes]
-There are five: compute (what the user's model does), a gather and a reduce lane for the inner
-axis, and a pair for the outer axis. Work on one lane runs in the order in which it was submitted;
-between lanes only tickets order it. On CUDA a lane is a stream and a ticket an event; the host
-never waits. On CPU compute is the host itself, a lane is a FIFO of asynchronous works, and waiting
-for a ticket drives its operation to the end. Of several tickets of one stream a lane waits for the
-newest only, and for none of its own.
+There are five lanes: compute (the user's model), a gather and a reduce lane for the inner axis, and
+a pair for the outer axis. Work on one lane runs in the order of submission; between lanes only
+tickets order it. On CUDA a lane is a stream and a ticket an event; the host never waits. On CPU
+compute is the host itself, a lane is a FIFO of asynchronous works, and waiting for a ticket drives
+its operation to the end. Of several tickets of one stream a lane waits for the newest only, and for
+none of its own.
 
-Accelerators have a sixth, which encodes main weights into the bytes that are gathered. There a cast
-does not wait for the all-gather of the unit before it, nor the link for the cast. On CPU the host
-casts as it issues the gather.
+Accelerators have a sixth lane, which encodes main weights for gathers, so that a cast does not wait
+for the all-gather of the previous unit. On CPU the host casts when it issues the gather.
 
-An operation is a generator (``collectives.py``) that yields the works it needs done before it goes
-on. On CUDA it runs through at submission, because its stream does the waiting. On CPU it starts at
-submission if what it comes after is done, else with the next submission or wait on its lane.
+An operation is a generator (``collectives.py``) that yields the works that must be done before it
+continues. On CUDA it runs through at submission, because its stream waits. On CPU it starts at
+submission if its predecessors are done, otherwise with the next submission or wait on its lane.
 
-Submissions name the tensors they read and write. These lanes ignore that; the lanes that tests put
-in their place record it and prove that every two conflicting accesses are ordered.
+Submissions name the tensors that they read and write. These lanes ignore the names; lanes of tests
+record them and prove that every two conflicting accesses are ordered.
 
-Lanes and operations have one name each, wherever they are shown: by the profiler, in what
-``engine.measure()`` found, in errors, in a simulation's timeline.
+Lanes and operations have one name each in profiles, in ``engine.measure()``, in errors, and in the
+timeline of a simulation.
+
+[Note: Waits of compute]
+Lanes have *meters*: none in ordinary training. Within ``engine.measure()`` there is one, to which
+lanes report each wait of compute.
+
+On CPU compute is the host, which waits for works of a lane. The seconds are attributed to the
+operation that has issued the works. On CUDA the host does not wait at submission. Events with
+timing are recorded before and after the wait on compute's stream, between which the stream only
+waits. (If the device is ahead of the host, they differ by the host's time between the two calls,
+some microseconds.) They are read when they have been reached, or when the measurement is read, so
+that training does not wait for them. The awaited operation and its predecessors have two such
+events, too. As in a simulation, a wait is attributed to the longest of them: a wait for the cast of
+a gather is a wait for the gather.
 """
 
 from __future__ import annotations

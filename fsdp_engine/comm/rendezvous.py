@@ -1,19 +1,19 @@
-"""Ranks meet before they have a group: which have come, which cannot continue, which are missing.
+"""Rendezvous of ranks in the store of the default group, before they have a group of their own.
 
-A process group can only be made by ranks that all come to make it, and its name must be the same
-on all of them. Names that torch makes depend on the other groups of a rank, so ranks in different
-numbers of groups would wait for each other under different names. Here ranks first meet in the
-store of the default group. Every rank counts, in the store, its rendezvous with *these* ranks; that
-number names the rendezvous, and the rendezvous names the groups that are made after it.
+A process group is created by all of its ranks together, under one name. Names that torch generates
+depend on the other groups of a rank, so ranks in different numbers of groups would wait for each
+other under different names. Here ranks first meet in the store of the default group. Every rank
+counts, in the store, its rendezvous with *these* ranks; that number names the rendezvous, and the
+rendezvous names the groups that are created after it.
 
-A rendezvous has one verdict. The first one that is written holds on all ranks:
+A rendezvous has one verdict. The first one that is written is valid on all ranks:
 
-    all ranks have come                  all continue
-    a rank cannot continue               all raise its error; it waits for no rank
-    ranks came for different things      all raise, with both
-    a rank waits for us elsewhere        all raise: neither would ever come
-    a rank waits in a later operation    all raise, also that rank
-    the timeout is over                  all raise, with the missing ranks, also these
+    all ranks have arrived                      all continue
+    a rank cannot continue                      all raise its error; it waits for no rank
+    ranks arrived for different operations      all raise, with both operations
+    a rank waits for this one elsewhere         all raise: neither would arrive
+    a rank waits in a later operation           all raise, also that rank
+    the timeout has expired                     all raise, with the missing ranks, also these
 """
 
 from __future__ import annotations

@@ -11,16 +11,13 @@ the full tensor is gathered (``gathered_functions.py``).
 ``norm ** p`` is additive over slices: with slices of norms 3 and 4, the 2-norm is
 (9 + 16) ** 0.5 = 5.
 
-Norms of flat slices, accurate for any number of elements.
-
 [Note: Accuracy of the norm]
 On CPU ``vector_norm`` accumulates a tensor in a few fp32 accumulators: the norm of 2.4 million
 elements is 4e-5 too small, that of 1e8 elements 1.1 %. Here a slice is viewed as rows of 4,096
 elements, whose norms are accurate to 1e-6, and the norms of the rows are combined in fp64. The
 error is 3e-9 for 1e8 elements, at the same speed (30 ms; fp64 throughout takes 670 ms and a copy).
 
-Norms of sharded tensors: plain tensors with DTensor's method ``full_tensor``.
-
+[Note: Norms with full_tensor]
 The norm of a DTensor is a DTensor, which scripts convert by ``full_tensor()`` before they log it.
 The norm of a FlatDTensor is the norm of the full tensor, equal on all ranks; ``full_tensor()``
 returns it unchanged.

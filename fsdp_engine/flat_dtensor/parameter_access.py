@@ -8,12 +8,12 @@ parameter, together with the gradients of the forward's uses, and reduced once.
 The unit's reduction has to wait for it. The backward of a read that preceded forward runs after all
 others, so the reads whose backward is pending are counted.
 
-Users' hooks on parameters: `register_hook`, `register_post_accumulate_grad_hook`.
-
-Autograd would run them on the unreduced gradient of a full parameter. The engine runs them on the
-reduced gradient, at the points where torch does: hooks on gradients on the new gradient, before it
-is added to earlier ones; hooks on parameters when ``.grad`` is the sum. Hooks from before ``shard``
-are kept in the dictionaries that their handles reference, so that ``handle.remove()`` works.
+[Note: Hooks on parameters]
+Autograd would run users' hooks (`register_hook`, `register_post_accumulate_grad_hook`) on the
+unreduced gradient of a full parameter. The engine runs them on the reduced gradient, at the points
+where torch does: hooks on gradients on the new gradient, before it is added to earlier ones; hooks
+on parameters when ``.grad`` is the sum. Hooks from before ``shard`` are kept in the dictionaries
+that their handles reference, so that ``handle.remove()`` works.
 
 Sharded parameters register hooks here. For plain parameters torch registers them; they are moved
 here when the next backward begins.

@@ -53,11 +53,13 @@ def convert(module: nn.Module, fn: Callable[[Tensor], Tensor], apply: Callable[[
             inside = [each for outer in group.modules for each in outer.modules()]
             found = list(changes_of(group.unit, fn, group.resources.config, inside))
             changes += found
-            known = by_ranks.setdefault(tuple(group.ladders.ranks.ranks), (group.ladders, []))
+            known = by_ranks.setdefault(
+                tuple(group.communicators.ranks.ranks), (group.communicators, [])
+            )
             known[1].extend(found)
-    for ladders, found in by_ranks.values():
+    for communicators, found in by_ranks.values():
         if found:
-            agree_on_changes(ladders, found)
+            agree_on_changes(communicators, found)
     for group in groups:
         group.unit.release()
     _thread.is_converting = True

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 
 from fsdp_engine.buffers.param_and_grad_buffer import FIRST_TAG
-from fsdp_engine.buffers.redistribute import Ladder
+from fsdp_engine.buffers.redistribute import MeshCommunicators
 from fsdp_engine.buffers.spec import ParamRecord
 from fsdp_engine.comm.groups import Ranks, default_group
 from fsdp_engine.comm.mesh import DataMesh
@@ -28,7 +28,7 @@ from fsdp_engine.runtime.conversion import kind_after
 from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.sharding import axis_plan
 from fsdp_engine.strategies import Strategy
-from fsdp_engine.units.build import Ladders, Resources, agree_on_plan, build_unit
+from fsdp_engine.units.build import EngineCommunicators, Resources, agree_on_plan, build_unit
 from fsdp_engine.units.dtensors import choose_written, ranks_of_model
 from fsdp_engine.units.initial_values import OWN, Holdings, Start
 from fsdp_engine.units.plan import AxisPlans, Plan, PlannedUnit, PlanSettings, plan_one
@@ -57,7 +57,7 @@ class ParamGroup:
     Attributes:
         modules: the modules whose calls need the parameters; none is inside another.
         unit: the unit of their parameters.
-        ladders: the communicators of the unit's buffers.
+        communicators: the communicators of the unit's buffers.
         resources: lanes and memory, shared with other units on the device.
         settings: the settings of the unit's plan.
         engine: the unit's engine; None before the first forward.
@@ -70,7 +70,7 @@ class ParamGroup:
 
     modules: Sequence[nn.Module]
     unit: Unit
-    ladders: Ladders
+    communicators: EngineCommunicators
     resources: Resources
     settings: PlanSettings
     engine: Engine | None = None
@@ -200,7 +200,7 @@ def make_group(
     if resources is None:
         resources = shared[mesh.device] = Resources(mesh, config)
     resources.next_tag = start.tag
-    ladders = Ladders(axis_plans, ranks, Ladder(mesh))
+    communicators = EngineCommunicators(axis_plans, ranks, MeshCommunicators(mesh))
     replaced: list[tuple[ParamRecord, weakref.ref[Tensor]]] = []
     for record in plan.records:
         _REPLACED[id(record.param)] = record.param
@@ -208,9 +208,9 @@ def make_group(
     planned = plan.units[0]
     planned = dataclasses.replace(planned, name=f"{planned.name} ({start.tag})")
     device = torch.device("meta") if plan.on_meta else mesh.device
-    built = _build(planned, ladders, resources, settings.policy, device)
+    built = _build(planned, communicators, resources, settings.policy, device)
     unit = Unit(built, resources.lanes)
-    group = ParamGroup(tuple(modules), unit, ladders, resources, settings, replaced=replaced)
+    group = ParamGroup(tuple(modules), unit, communicators, resources, settings, replaced=replaced)
     for module in modules:
         vars(module)[_STATE] = group
         # torch's composable functions read the registry of a module.
@@ -221,13 +221,13 @@ def make_group(
 
 def _build(
     planned: PlannedUnit,
-    ladders: Ladders,
+    communicators: EngineCommunicators,
     resources: Resources,
     policy: MixedPrecisionPolicy,
     device: torch.device,
 ) -> Any:
     where = resources.on(device)
-    built = build_unit(planned, ladders, where, policy, policy.output_dtype, Start())
+    built = build_unit(planned, communicators, where, policy, policy.output_dtype, Start())
     resources.next_tag = where.next_tag
     return built
 

@@ -80,7 +80,7 @@ def ensure_engine(module: nn.Module) -> Engine:
     engine = Engine(
         module,
         [group.unit for group in groups],
-        root.ladders,
+        root.communicators,
         root.resources,
         root.settings.policy,
         Timing(),

@@ -2,9 +2,9 @@
 
 [Note: Transient storage]
 Autograd saves views of a unit's full parameters between forward and backward, while the memory
-behind them must go. So a storage *object* lives as long as its unit and only its memory comes and
-goes. Tensors over it are made with ``set_``, which gives each its own version counter: refilling
-the memory by a collective is then no in-place change that autograd would complain about.
+behind them must be freed. So a storage *object* exists as long as its unit, and only its memory is
+allocated and freed. Tensors over it are created with ``set_``, which gives each its own version
+counter, so that autograd does not see a collective's writes as an in-place change.
 
 On CUDA memory comes from the caching allocator by ``resize_``. On CPU there is none, and fresh
 pages are costly (the kernel zeroes each): so there memory is passed between storages of one size by
@@ -18,8 +18,8 @@ it, for the optimizer or another model. (Allocating it again costs up to 2 % of 
 Small allocations that last (of gloo's threads, of loggers) settle between large tensors that
 autograd frees, so on CPU glibc's heap has ever more holes, and the resident set grows to about
 twice its size over a thousand steps though nothing leaks. ``malloc_trim`` hands the pages of all
-holes back to the system. It takes milliseconds, and what it gave back is taken again in the next
-step, so every so many backwards it costs next to nothing. Settings of malloc do not do as well:
+holes back to the system. It takes milliseconds, and the next step takes the pages again, so it is
+called once in many backwards. Settings of malloc do not do as well:
 with a larger ``M_TOP_PAD`` (or any other of them) glibc no longer learns how large tensors are, and
 where the heap has no hole for one above 128 KiB it maps and unmaps it (``benchmarks/long_run.py``).
 

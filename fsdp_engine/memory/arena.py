@@ -3,16 +3,16 @@
 [Note: Arena]
 An arena is one piece of memory for all transient storages of one role. A storage that is filled
 gets the lowest range of bytes that is free and long enough. Steps fill and drain storages in nearly
-the same order, so in steady steps each range is found again and nothing is allocated. Of every
-range that was handed out there is a *piece*, a storage object over these bytes. To fill a storage
+the same order, so in steady steps each range is found again and nothing is allocated. Each range
+that was used has a *piece*, a storage object over these bytes. To fill a storage
 is to swap its memory, none, with that of the piece (``UntypedStorage._swap_data_ptr_``, from torch
 2.13 on), to drain it is to swap back: the storage under autograd's views stays the same object.
 Every piece keeps the memory of the arena alive.
 
-Ranges are handed out in an address space without an end, of which the arena has the first
-bytes. A storage whose range lies beyond gets ordinary memory. If a step has done so, the arena is
-allocated anew with the next fill at which no storage has memory of it, as long as was needed so
-far, but at most ``SLACK`` times the most bytes ever filled at once. It never gets shorter.
+Ranges are assigned in an unbounded address space, of which the arena has the first bytes. A storage
+whose range lies beyond gets ordinary memory. If a step has done so, the arena is allocated anew
+with the next fill at which no storage has memory of it, as long as was needed so far, but at most
+``SLACK`` times the most bytes ever filled at once. It never gets shorter.
 
     fill a, fill b, drain a, fill c, drain b, fill d        equal sizes: a 0, b 1, c 0, d 1
 

@@ -1,7 +1,7 @@
-"""What CUDA alone has: memory of NCCL's allocator, and host memory that is pinned in place.
+"""Memory that only CUDA has: NCCL's allocator, and host memory that is pinned in place.
 
-The only file that names ``torch.cuda``. Other files call an accelerator by the module that torch
-registers for it (``accelerator.py``).
+This is the only file that names ``torch.cuda``. Other files call an accelerator by the module that
+torch registers for it (``accelerator.py``).
 """
 
 from __future__ import annotations

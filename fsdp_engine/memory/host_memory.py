@@ -1,4 +1,4 @@
-"""Host memory from which and to which an accelerator copies asynchronously."""
+"""Host memory for asynchronous copies from and to an accelerator."""
 
 from __future__ import annotations
 

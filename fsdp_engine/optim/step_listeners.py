@@ -1,16 +1,12 @@
-"""Finds optimizers that were created before their parameters are replaced.
-
-Converts optimizer state that the user has distributed as DTensors.
-
-FSDP2's tutorial loads full optimizer state with ``distribute_tensor(value, param.device_mesh,
-param.placements)`` for each value, and ``optimizer.load_state_dict``. The results are DTensors over
-this rank's slices. Before the next step they are replaced by FlatDTensors over the same memory.
-
-Notifies engines before and after each optimizer step.
+"""Notifies engines before and after each optimizer step.
 
 Version counters do not record all weight updates of optimizers (fused kernels, ``.data``).
 Listeners are called in the order of their registration, which is the same on all ranks, because a
 listener may issue collectives.
+
+FSDP2's tutorial loads full optimizer state with ``distribute_tensor(value, param.device_mesh,
+param.placements)`` for each value, and ``optimizer.load_state_dict``. The results are DTensors over
+this rank's slices. Before the next step they are replaced by FlatDTensors over the same memory.
 """
 
 from __future__ import annotations

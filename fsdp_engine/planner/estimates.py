@@ -92,16 +92,16 @@ class Footprint:
             return total + self.buffer.layout.numel * dtypes.compute.itemsize
         refreshes = self.strategy.depth(Role.OPTIM) > self.strategy.depth(Role.PARAM)
         if codec.is_identity or codec.encodes_once or refreshes or not self._reshards:
-            total += self.held(Role.PARAM) * codec.wire_dtype.itemsize * codec.num_planes
+            total += self.held(Role.PARAM) * codec.wire_dtype.itemsize * codec.num_encodings
         return total
 
     @property
     def full_bytes(self) -> int:
-        """Full parameters of all planes, and the encoded tensor that they are decoded from."""
+        """Full parameters of all encodings, and the encoded tensor that they are decoded from."""
         if not self._reshards:
             return 0
         codec = self.buffer.codec
-        itemsize = codec.wire_dtype.itemsize * codec.num_planes
+        itemsize = codec.wire_dtype.itemsize * codec.num_encodings
         itemsize += self.buffer.dtypes.compute.itemsize if codec.decodes else 0
         return self.buffer.layout.numel * itemsize
 
@@ -151,10 +151,10 @@ class Footprint:
         if axis is Axis.OUTER:
             elements *= self.strategy.inner.fraction(Role.OPTIM, self.sizes[Axis.INNER])
         codec = self.buffer.codec
-        # A gather per step gathers all planes; a gather per use gathers one plane.
-        params = traffic.params_per_step * codec.num_planes if self.buffer.trainable else 0.0
-        # A unit that is not resharded before backward still gathers the planes of backward.
-        times = max(num_gathers, codec.num_planes)
+        # A gather per step gathers all encodings; a gather per use gathers one encoding.
+        params = traffic.params_per_step * codec.num_encodings if self.buffer.trainable else 0.0
+        # A unit that is not resharded before backward still gathers the encodings of backward.
+        times = max(num_gathers, codec.num_encodings)
         params += num_microbatches * traffic.params_per_microbatch * times / 2
         sent = params * codec.wire_dtype.itemsize
         if self.buffer.trainable:

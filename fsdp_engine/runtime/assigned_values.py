@@ -1,13 +1,14 @@
-"""Values that users assign to sharded parameters: checked, and copied into them.
+"""Values that users assign to sharded parameters, and entries of the model without valid values.
 
-A sharded parameter stays the object that it is, which optimizers and units hold.
+Assigned values are checked and copied into the sharded parameter, because optimizers and units
+reference it.
 
-Parameters and buffers without valid values; forwards and saves raise until they are loaded.
-
-Two cases leave tensors without values: ``shard(..., initial_values="empty")`` only allocates their
-memory, and a load that fails half way replaces some of them. A load writes directly into the
-parameters, because a second copy would not fit into memory. Everything that can be checked in
-advance is checked in advance; a damaged block or a failing disk is found only while reading.
+[Note: Missing values]
+Forwards and saves raise until missing values are loaded. Two cases leave tensors without values:
+``shard(..., initial_values="empty")`` only allocates their memory, and a load that fails half way
+replaces some of them. A load writes directly into the parameters, because a second copy would not
+fit into memory. Everything that can be checked in advance is checked in advance; a damaged block or
+a failing disk is found only while reading.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.memory import allocator
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.unit import Unit
-from fsdp_engine.units.build import Ladders
+from fsdp_engine.units.build import EngineCommunicators
 from fsdp_engine.units.installing import holders
 from fsdp_engine.units.plan import keeps_statistics
 
@@ -60,7 +60,7 @@ class Conversions:
 
     Args:
         units: all of them.
-        ladders: the communicators of its buffers.
+        communicators: the communicators of its buffers.
         config: the options it was made with.
         is_at_rest: whether neither a forward nor a backward runs.
         wait: on return no communication is pending.
@@ -71,14 +71,14 @@ class Conversions:
     def __init__(
         self,
         units: Sequence[Unit],
-        ladders: Ladders,
+        communicators: EngineCommunicators,
         config: DistributedDataParallelConfig,
         is_at_rest: Callable[[], bool],
         wait: Callable[[], None],
         are_reduced: Callable[[Unit], bool | None],
     ) -> None:
         self._units = units
-        self._ladders = ladders
+        self._communicators = communicators
         self._config = config
         self._is_at_rest = is_at_rest
         self._wait = wait
@@ -114,7 +114,7 @@ class Conversions:
         if changes:
             self._check_rest()
             self._wait()
-            agree_on_changes(self._ladders, changes)
+            agree_on_changes(self._communicators, changes)
         self._is_running = True
         try:
             with hidden([each.buffer for each in changes]):
@@ -254,24 +254,27 @@ def kind_after(
     return kind, codec
 
 
-def agree_on_changes(ladders: Ladders, changes: Iterable[Change]) -> None:
+def agree_on_changes(communicators: EngineCommunicators, changes: Iterable[Change]) -> None:
     """Compare the new dtypes of all ranks of the model, before anything is changed. Collective.
 
     Raises:
         ValueError: they differ, or a rank does not convert.
         RuntimeError: a rank did not come.
     """
-    group = ladders.ranks.control_group
+    group = communicators.ranks.control_group
     if group is not None:
-        timeout, note = timeout_of_group(group, ladders.ranks.device), _described(ladders, changes)
-        meet(_WHAT, ladders.ranks.ranks, timeout, note=note, groups=ladders.groups)
+        timeout, note = (
+            timeout_of_group(group, communicators.ranks.device),
+            _described(communicators, changes),
+        )
+        meet(_WHAT, communicators.ranks.ranks, timeout, note=note, groups=communicators.groups)
 
 
-def _described(ladders: Ladders, changes: Iterable[Change]) -> str:
+def _described(communicators: EngineCommunicators, changes: Iterable[Change]) -> str:
     """The changes, in a text that is equal on ranks with equal ones: "torch.float64, before
     torch.float32: units of first.weight (3f2ad45c)". The digest is of all that differs."""
     names_of: dict[str, list[str]] = {}
-    lines = [str(ladders.data.number)]
+    lines = [str(communicators.data.number)]
     for buffer, kind, _ in changes:
         name, now, before = buffer.records[0].name, kind.dtypes, buffer.kind.dtypes
         names_of.setdefault(f"{now.main}, before {before.main}", []).append(name)

@@ -1,9 +1,8 @@
-"""The arguments of a module's call, with casts and views in place of tensors.
+"""Tensors in the arguments and results of modules, and their replacement by casts and views.
 
-Tensors in the arguments and results of modules: tuples, dicts, dataclasses, any nesting.
-
-Not ``torch.utils._pytree``: that takes a dataclass, or a user's own mapping, for a leaf, and
-builds every container anew.
+Containers are tuples, lists, dicts, dataclasses and mappings, nested in any way.
+``torch.utils._pytree`` is not used, because it treats dataclasses and users' mappings as leaves,
+and creates every container anew.
 """
 
 from __future__ import annotations

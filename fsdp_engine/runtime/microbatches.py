@@ -11,31 +11,28 @@ backward is over, since the backwards of other microbatches are pending: all gra
 would be staged at a time where gradients are sharded. Without the latter every
 backward would reduce all axes.
 
-A backward in two parts is no backward in autograd's eyes: both parts are ``autograd.grad``, which
-accumulates nothing. So
+Both parts of a split backward are calls of ``autograd.grad``, which accumulates nothing. Therefore
 
-- the first part, of inputs, reads weights and brings no gradients: units are gathered and released
-  as in any backward, and nothing is reduced;
-- the second goes through the units in the order of their reductions. Each one is full while its
-  gradients are computed (functions between a weight and what it is multiplied with, a cast or a
-  parametrization, may read it; so may those of other units, if a weight is used in both). They are
-  written into their places as if autograd had accumulated them, and the unit is reduced.
+- in the first part, of inputs, units are gathered and freed as in any backward, and nothing is
+  reduced;
+- the second part processes the units in the order of their reductions. Each one is full while its
+  gradients are computed (functions of a weight, such as a cast or a parametrization, may read it;
+  so may those of other units, if a weight is used in both). The gradients are written into the
+  staging buffer as if autograd had accumulated them, and the unit is reduced.
 
-Where parameters are cut, a unit is gathered three times for such a microbatch, not twice.
+If parameters are sharded, a unit is gathered three times for such a microbatch instead of twice.
 
-Weight gradients that modules compute after backward, in ``backward_dw()``.
-
-A module may give backward the gradient of its input only, and compute its weights' gradients in
-``backward_dw()``, whenever the schedule has time for it (Transformer Engine's modules with
-``delay_wgrad_compute=True`` do). Such a module
+[Note: Late weight gradients]
+A module may compute the gradient of its input in backward, and those of its weights later, in
+``backward_dw()`` (Transformer Engine's modules with ``delay_wgrad_compute=True``). Such a module
 
 - marks the parameters: ``skip_backward_post_hook = True``;
 - takes callbacks by ``register_wgrad_accumulation_and_reduce_hooks(callback)`` and calls them,
   without arguments, once ``.grad`` of its parameters is there.
 
-Until then the unit's reduction waits, the full parameters stay in their modules (without memory,
-where they are sharded: the gradient needs a ``.grad`` to be stored in), and reductions behind it in
-the canonical order wait with it.
+Until then the unit's reduction and later reductions of the canonical order wait, and the full
+parameters stay in their modules (without memory if they are sharded), because the gradient is
+stored in their ``.grad``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""The hooks of all of a model's modules that enter units.
-
-Units whose parameters are read without a call of their modules.
+"""The hooks on a model's modules that enter units, also units that are read without a call.
 
 Modules beside blocks are often read by the forward around them: a head that multiplies with
 ``self.embedding.weight``, a scale in a module of its own. Such a unit has to be unsharded while the

@@ -1,9 +1,10 @@
-"""``engine.measure()``: how long compute waited for communication, and the memory held.
+"""``engine.measure()``: the time that compute waits for communication, and memory; and
+``engine.describe()``: a row for each unit.
 
-Off, it costs nothing: lanes look at an empty tuple where they wait anyway. How waits are seen is
-[Note: Waits of compute] in ``comm/lane.py``. Names of lanes, units and phases are those
-of a simulation (``fe.Simulation.exposed``) and of the profiler's ranges. Kinds of memory are those
-of a simulation, too; what autograd keeps is only known where the allocator counts, on CUDA.
+Outside of ``measure()`` nothing is measured. [Note: Waits of compute] in ``comm/lane.py`` describes
+how waits are recorded. Names of lanes, units and phases, and kinds of memory, are those of a
+simulation (``fe.Simulation.exposed``) and of the profiler's ranges. The memory of activations is
+known only where the allocator counts it, on CUDA.
 """
 
 from __future__ import annotations
@@ -369,7 +370,7 @@ def count_gathers(
         num_uses: how often it has to be full anew, where parameters are cut: twice, for forward and
             for backward; once for the last unit, which stays full between them, and for
             embeddings, whose backward needs no weights.
-        num_wires: 2 where forward and backward read different bytes ([Note: Planes] in
+        num_wires: 2 where forward and backward read different bytes ([Note: Encodings] in
             ``codecs/base.py``).
         changes: False for frozen weights, which are not gathered again where only optimizer state
             is cut.

@@ -1,12 +1,10 @@
 """``simulate``: runs the engine on a simulated machine.
 
-The model is build_fake_model, sharded and trained for two steps in this process, with fake tensors
-(``FakeTensorMode``: shapes and dtypes without memory) over simulated ranks. Lanes advance a clock
-instead of running work, and the machine's figures determine the time of every operation. Since the
-engine itself runs, the simulation follows its implementation. The result has times, exposed
-communication, memory, and a timeline.
-
-Builds a model of fake tensors, and converts its inputs.
+The model is built (``build_fake_model``), sharded and trained for two steps in this process, with
+fake tensors (``FakeTensorMode``: shapes and dtypes without memory) over simulated ranks. Lanes
+advance a clock instead of running work, and the machine's figures determine the time of every
+operation. Since the engine itself runs, the simulation follows its implementation. The result has
+times, exposed communication, memory, and a timeline.
 
 A simulation does not need initial values. Functions of ``torch.nn.init`` that read the values that
 they have drawn get False or 0, so that they do not draw again. Models also read numbers from

@@ -1,7 +1,7 @@
-"""``SimulationError``: the reason and the line of the user's code that cannot be simulated.
+"""Errors of ``plan`` and ``simulate``: arguments, and code that cannot be simulated.
 
-Argument checks of ``plan`` and ``simulate``. Each error contains the argument's name, the
-expected value and the found one.
+An argument error contains the argument's name, the expected value and the found one.
+``SimulationError`` contains the reason and the line of the user's code.
 """
 
 from __future__ import annotations

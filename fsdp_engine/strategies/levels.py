@@ -1,4 +1,4 @@
-"""Roles, mesh axes, and sharding levels of one axis.
+"""Roles, mesh axes, and the four sharding levels of one axis.
 
 A *level* determines which roles are sharded along an axis: optimizer state at level 1 and above,
 gradients at level 2 and above, parameters at level 3.

@@ -1,23 +1,17 @@
-"""Splits a row of tensors into buckets. Pure integers.
+"""Finds the units of a model, and the unit that owns each parameter.
 
-A bucket closes with the tensor that reaches its size, so buckets are at least as large, and none is
-cut. Worked example, sizes 5, 5, 8, 2 and 4: with ``size=10`` the buckets are (5, 5), (8, 2), (4);
-with ``num_buckets=2``, of 24 elements, (5, 5, 8) and (2, 4).
-
-Which modules are units, and which unit owns which parameter.
-
-A unit is a set of modules: it is entered whenever one of them is called, and left when that call
+A unit is a set of modules. It is entered when one of them is called, and left when that call
 returns. A parameter belongs to the smallest unit that contains every module that refers to it, at
-every place of that module in the model: its own unit; for a tied parameter, or one of a module that
-two blocks share, the unit that contains both places, else the root. So each parameter is in exactly
-one unit, however units nest.
+every place of that module in the model: the module's own unit; for a tied parameter, or one of a
+module that two blocks share, the unit that contains both places, or else the root. Each parameter
+is therefore in exactly one unit, however units nest.
 
 [Note: Default units]
-Blocks, the children of every ``nn.ModuleList`` and ``nn.Sequential``, are units. What module order
-puts before, between and after them (embeddings; final norm and head) is a set each, so that the
-root keeps only what its own forward reads itself: parameters of modules that contain blocks, and
-those that tie a block to something else. Sets that a parameter ties together (an embedding and a
-head) are one set.
+Blocks, the children of every ``nn.ModuleList`` and ``nn.Sequential``, are units. Modules before,
+between and after them in module order (embeddings; final norm and head) are one set each, so that
+the root keeps only parameters that its own forward reads: those of modules that contain blocks, and
+those that tie a block to another module. Sets that share a tied parameter (an embedding and a head)
+are one set.
 
     embedding, positions | block 0 | block 1 | .. | block n | norm, head          not tied
     embedding, positions, norm, head | block 0 | block 1 | .. | block n           tied
@@ -25,30 +19,31 @@ head) are one set.
 Modules beside blocks are *loose*: the model's forward may read their weights without calling them
 (a head that multiplies with ``self.embedding.weight``). See ``runtime/model_hooks.py``.
 
-Those that are too small are joined with their neighbours afterwards (``assignment.py``).
-
-Default units that are too small are joined with their neighbours.
-
 [Note: Size of a unit]
-Whatever its size, a unit costs a message for each gather and each reduction, and the host's time
-for submissions. What it buys is that messages begin earlier and memory ends earlier. The first
-gather and the last reduction are always waited for, and grow with their units. Where the two meet
-was measured (``benchmarks/unit_size.py``; tables in docs/benchmarks.md, "Size of a unit"):
+Each unit costs one collective per gather and per reduction, and host time for submissions. More
+units start collectives earlier and free memory earlier. The first gather and the last reduction are
+always exposed, and grow with their units. Measured (``benchmarks/unit_size.py``; tables in
+docs/benchmarks.md, "Size of a unit"):
 
-- simulated H100s, 8 and 64, 16,384 tokens a rank: up to 3 M elements a block the host bounds a
-  step, and joining blocks takes 5 to 15 % off it; from 5 M on compute does, and joining adds up to
-  1 % by twos, 3 to 8 % where all sixteen blocks are one unit.
-- 1 M elements in bf16, 2 MB, take 44 us on a 400 Gb/s link, a ring's hops over eight nodes 42 us:
-  smaller messages are mostly latency.
-- two gloo ranks, eight blocks: with all in one unit a step takes 0.60 (level 0) to 0.46 (level 3)
-  of one with single units at 33 k elements a block, 0.87 to 0.60 at 526 k.
+- simulated H100s, 8 and 64 ranks, 16,384 tokens a rank: up to 3 M elements a block the host
+  determines the step time, and joining blocks saves 5 to 15 %; from 5 M on compute does, and
+  joining adds up to 1 % for pairs, 3 to 8 % if all sixteen blocks are one unit.
+- 1 M elements in bf16, 2 MB, take 44 us on a 400 Gb/s link; the hops of a ring over eight nodes
+  take 42 us. The time of smaller collectives is mostly latency.
+- two gloo ranks, eight blocks: with one unit a step takes 0.60 (level 0) to 0.46 (level 3) of one
+  with a unit per block at 33 k elements a block, 0.87 to 0.60 at 526 k.
 
-So default units have at least 1 M elements: far enough below the blocks of usual models (7 M in the
-smallest GPT-2) that those stay as they are, in time and in memory. Beside its largest set a joined
-unit has less than 1 M elements, and less than 2 M where a small leftover has joined it.
+Default units therefore have at least 1 M elements. This is far below the blocks of usual models (7
+M in the smallest GPT-2), which are not joined. In addition to its largest set, a joined unit has
+less than 1 M elements, and less than 2 M if a small remainder has joined it.
 
-The order is that of modules, first come: a small set takes what follows until it is large enough,
+Sets are joined in module order: a small set takes the following ones until it is large enough,
 whatever the size of the last one.
+
+Parameters outside of units are split into *buckets*. A bucket closes with the tensor that reaches
+its size, so buckets are at least as large, and no tensor is split. Worked example, sizes 5, 5, 8, 2
+and 4: with ``size=10`` the buckets are (5, 5), (8, 2), (4); with ``num_buckets=2``, of 24 elements,
+(5, 5, 8) and (2, 4).
 """
 
 from __future__ import annotations

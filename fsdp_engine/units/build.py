@@ -1,14 +1,14 @@
-"""From a plan to units with buffers: agree with all ranks, then change things.
+"""Builds units with buffers from a plan, after all ranks have agreed on the plan.
 
-A unit is built without the others. They share :class:`Resources` (queues, memory, numbers of
-messages), so they may be built one call at a time; an engine is put over them later.
+Units are built independently. They share :class:`Resources` (lanes, memory, numbers of
+collectives), so they can be built one call at a time, and an engine can be created over them later.
 
-Nothing is changed before every rank has checked its arguments and all ranks have told each other
-so: an error on one rank is raised on all, and no rank is left waiting.
+Every rank checks its arguments, and all ranks agree, before anything is changed: an error on one
+rank is raised on all ranks, and no rank waits for another.
 
-Errors of the user's modules that give themselves values (``materialize.py``) are raised while units
-are built. Such a rank continues with the values in its memory, so that all ranks send the same
-messages; when everything is built, all ranks raise.
+Errors of a module's own initialization (``materialize.py``) are raised while units are built. A
+rank with such an error continues with the values in its memory, so that all ranks issue the same
+collectives; when all units are built, all ranks raise.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from fsdp_engine.buffers.param_and_grad_buffer import FIRST_TAG, ParamAndGradBuffer
-from fsdp_engine.buffers.redistribute import Ladder, Machinery
+from fsdp_engine.buffers.redistribute import BufferContext, MeshCommunicators
 from fsdp_engine.buffers.spec import BufferKind, BufferSpec
 from fsdp_engine.buffers.weights import Weights
 from fsdp_engine.comm import lanes as lanes_module
@@ -52,25 +52,31 @@ from fsdp_engine.units.plan import AxisPlan, AxisPlans, Plan, PlannedUnit
 
 
 @dataclass(frozen=True)
-class Ladders:
-    """Where buffers are built: the axis plan and the communicators of all data-parallel ranks, and
-    those of experts' ranks; and all ranks of the model, which are more than the data-parallel ones
-    where parameters are DTensors over other mesh dimensions."""
+class EngineCommunicators:
+    """Axis plans and communicators of an engine's buffers.
+
+    Attributes:
+        axis_plans: by kind of buffer.
+        ranks: all ranks of the model, including those of other mesh dimensions, over which
+            parameters can be DTensors.
+        data: the communicators of all data-parallel ranks.
+        expert: those of experts' data-parallel ranks, if they are others.
+    """
 
     axis_plans: AxisPlans
     ranks: Ranks
-    data: Ladder
-    expert: Ladder | None = None
+    data: MeshCommunicators
+    expert: MeshCommunicators | None = None
 
-    def of(self, kind: BufferKind) -> tuple[AxisPlan, Ladder]:
+    def of(self, kind: BufferKind) -> tuple[AxisPlan, MeshCommunicators]:
         """Those of parameters of ``kind``."""
-        ladder = self.expert if kind.is_expert and self.expert is not None else self.data
-        return self.axis_plans.of(kind), ladder
+        of_experts = self.expert if kind.is_expert else None
+        return self.axis_plans.of(kind), of_experts or self.data
 
     @property
     def groups(self) -> Sequence[ProcessGroup]:
         """All groups over which the model's buffers communicate."""
-        meshes = [ladder.mesh for ladder in (self.data, self.expert) if ladder is not None]
+        meshes = [each.mesh for each in (self.data, self.expert) if each is not None]
         control = self.ranks.control_group
         found = [group for mesh in meshes for group in mesh.groups]
         return found if control is None else list(dict.fromkeys((*found, control)))
@@ -170,10 +176,10 @@ class BuiltUnit:
 
     @cached_property
     def split_weights(self) -> Sequence[Weights]:
-        """Weights of which forward and backward gather different bytes ([Note: Planes] in
+        """Weights of which forward and backward gather different bytes ([Note: Encodings] in
         ``codecs/base.py``)."""
         weights = [buffer.weights for buffer in self.buffers]
-        return [each for each in weights if each.reshards and each.num_planes > 1]
+        return [each for each in weights if each.reshards and each.num_encodings > 1]
 
 
 def agree_on_plan(
@@ -232,7 +238,7 @@ def agree_on_plan(
 
 def build_units(
     plan: Plan,
-    ladders: Ladders,
+    communicators: EngineCommunicators,
     resources: Resources,
     policy: MixedPrecisionPolicy,
     start: Start,
@@ -241,7 +247,7 @@ def build_units(
 
     Args:
         plan: of the model; what its root returns is cast to the policy's ``output_dtype``.
-        ladders: where buffers are built.
+        communicators: where buffers are built.
         resources: with which.
         policy: says what inputs and outputs are cast to.
         start: whose values they begin with; where they are not the first rank's, each rank's
@@ -252,7 +258,7 @@ def build_units(
             model is of no use any more.
     """
     error: Exception | None = None
-    device = ladders.data.mesh.device
+    device = communicators.data.mesh.device
     units: list[BuiltUnit] = []
     tree = ModuleTree(plan.root) if plan.on_meta else None
     for index, planned in enumerate(plan.units):
@@ -261,7 +267,7 @@ def build_units(
                 record
                 for part in planned.buffers
                 # The others' values come from there, so they need none.
-                if not start.whole or ladders.of(part.kind)[1].mesh.is_first
+                if not start.whole or communicators.of(part.kind)[1].mesh.is_first
                 for record in part.records
             ]
             try:
@@ -270,9 +276,9 @@ def build_units(
             except Exception as caught:
                 error = error or caught
         output_dtype = policy.output_dtype if not units else None
-        units.append(build_unit(planned, ladders, resources, policy, output_dtype, start))
+        units.append(build_unit(planned, communicators, resources, policy, output_dtype, start))
     root = plan.root
-    has_values = not start.whole or ladders.data.mesh.is_first
+    has_values = not start.whole or communicators.data.mesh.is_first
     try:
         seed = start.seed + len(units)
         materialize_buffers(root, device, seed, values=has_values, is_empty=start.is_empty)
@@ -281,7 +287,7 @@ def build_units(
     if plan.on_meta or start.whole:
         what = "giving values to modules on the meta device"
         try:
-            agree(what, error, ladders.ranks.control_group)
+            agree(what, error, communicators.ranks.control_group)
         except Exception as raised:
             raised.add_note("The model is half built: make a new one before the next shard()")
             raise
@@ -289,14 +295,14 @@ def build_units(
         if unit.loose:
             watch_reads(unit.buffers)
     if start.whole:
-        experts = ladders.expert.mesh if ladders.expert is not None else None
-        broadcast_buffers(root, ladders.data.mesh, experts)
+        experts = communicators.expert.mesh if communicators.expert is not None else None
+        broadcast_buffers(root, communicators.data.mesh, experts)
     return units
 
 
 def build_unit(
     planned: PlannedUnit,
-    ladders: Ladders,
+    communicators: EngineCommunicators,
     resources: Resources,
     policy: MixedPrecisionPolicy,
     output_dtype: torch.dtype | None,
@@ -307,7 +313,7 @@ def build_unit(
     Args:
         planned: what it is to be; its parameters have values, or get the first rank's.
         output_dtype: what its modules return is cast to it.
-        ladders, resources, policy, start: see :func:`build_units`.
+        communicators, resources, policy, start: see :func:`build_units`.
     """
     resources.memory.begin_unit()
     buffers: list[ParamAndGradBuffer] = []
@@ -315,10 +321,10 @@ def build_unit(
         label = planned.name or "the root module"
         if len(planned.buffers) > 1:
             label += f" (buffer {number})"
-        axes, ladder = ladders.of(part.kind)
+        axes, mesh_communicators = communicators.of(part.kind)
         buffer = ParamAndGradBuffer(
             BufferSpec(label, part.layout, part.kind, axes.strategy, resources.take_tag()),
-            Machinery(ladder, resources.lanes, resources.memory),
+            BufferContext(mesh_communicators, resources.lanes, resources.memory),
             part.records,
             part.make_codec(),
             resources.config,

@@ -1,9 +1,8 @@
-"""Activation checkpointing of units: what their forward keeps for backward is computed again there.
+"""Activation checkpointing of units: backward recomputes their forward.
 
-The forward of an instance is replaced, and nothing else: classes, names, hooks, and what hooks see
-stay as they are. So it makes no difference whether the model is sharded before or after. The
-recomputation runs within the unit's backward, where its full parameters are there anyway: nothing
-is gathered for it.
+Only the forward method of the instance is replaced: classes, names and hooks, and the arguments of
+hooks, are unchanged, so a model may be sharded before or after. The recomputation runs within the
+unit's backward, in which its full parameters are gathered anyway.
 """
 
 from __future__ import annotations

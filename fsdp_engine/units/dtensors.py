@@ -1,4 +1,4 @@
-"""Parameters that are DTensors already: what they must be like, and which ranks they bring in.
+"""Requirements for parameters that are DTensors before ``shard``, and the ranks of their meshes.
 
 See [Note: Parameters that are DTensors] in ``flat_dtensor/tensor_parallel_spec.py``.
 """

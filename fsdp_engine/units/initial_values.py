@@ -1,19 +1,18 @@
-"""Whose values the sharded parameters start with, and whether ranks built the same ones.
+"""Determines the initial values of sharded parameters, and whether all ranks have the same ones.
 
-Each rank keeps its own part of every parameter. So parts fit together only if all ranks built the
-same values. Three cases, told apart before anything is changed:
+Each rank keeps its shard of every parameter, so shards are consistent only if all ranks have built
+the same values. Three cases are distinguished before anything is changed:
 
-    ranks hold                                   the sharded parameters start with
+    values of the ranks                          initial values of the sharded parameters
     ==========================================   ==========================================
-    the same values                              those: nothing is sent
+    equal on all ranks                           these; nothing is sent
     values on the first rank, meta on others     the first rank's, broadcast unit by unit
-    other values on some rank                    nothing: an error names the first that differs;
+    different on some rank                       an error names the first different tensor;
                                                  with ``initial_values="rank0"`` the first rank's
 
-Ranks compare checksums of every parameter and of every buffer that a state dict holds; other
-buffers are derived from them, or scratch. Ranks send one digest of all checksums, and the
-checksums themselves only where digests differ. Experts are compared among the ranks that share
-them (their *scope*).
+Ranks compare checksums of every parameter and of every persistent buffer. Ranks send one digest of
+all checksums, and the checksums themselves only if digests differ. Experts are compared among the
+ranks that share them (their *scope*).
 """
 
 from __future__ import annotations

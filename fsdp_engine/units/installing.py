@@ -1,4 +1,7 @@
-"""Recurrent modules keep a list of their weights beside their parameters."""
+"""Installs full or sharded parameters in the modules that hold them.
+
+Recurrent modules also keep a list of their weights, which is updated with the parameters.
+"""
 
 from __future__ import annotations
 

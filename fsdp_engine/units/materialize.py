@@ -1,15 +1,16 @@
-"""Models built on the meta device: real values, one unit at a time.
+"""Allocates and initializes models on the meta device, one unit at a time.
 
-A module gives itself values with ``reset_parameters``, as torch's own modules do. Where the model
-has a method ``_init_weights(module)``, as those of ``transformers`` and many others, it is called
-after that, and for modules without ``reset_parameters``, too. Modules come after their children, as
-when they were built: a parent may give its children other values. A parent whose parameters are in
-several units is left out, since they are never real at one time.
+A module is initialized by ``reset_parameters``, as torch's own modules are. If the model has a
+method ``_init_weights(module)``, as those of ``transformers`` and many others, it is called after
+that, also for modules without ``reset_parameters``. Modules are initialized after their children,
+as in their constructors: a parent may overwrite values of its children. A parent whose parameters
+are in several units is not initialized, because they are never allocated at the same time.
 
-Adapters that PEFT has put into the model begin as their layers say (``adapters.py``).
+Layers with PEFT's adapters initialize the adapters (``adapters.py``).
 
-A module with parametrised tensors (``nn.utils.parametrize``) cannot write to them. It is given
-values as if it had none, and those are turned into what its parametrisations keep.
+A module with parametrized tensors (``nn.utils.parametrize``) cannot be written to. It is
+initialized as a module without parametrizations, and the values are converted to the tensors that
+its parametrizations store.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
-"""From a model to a plan of units and flat buffers. Changes nothing, sends nothing.
+"""Plans the units and flat buffers of a model. Changes nothing, sends nothing.
 
-Which unit a parameter belongs to is ``assignment.py``'s business. Within a unit, parameters of one
-*kind* share a buffer. What belongs to no unit is split into *buckets*, in reverse registration
-order, in which gradients come: buffers of their own, which are gathered and reduced one by one.
-Where parameters are cut, buckets are buffers of the root unit, since all of them are gathered for
-the root's forward. Where they are not, each is a unit, of the modules that hold its parameters: its
-gradients travel while others come, and its weights are waited for when such a module is called.
-
-Finds which of all experts each rank holds: see [Note: Names of experts] in
-``layout/expert_place.py``.
+``assignment.py`` assigns parameters to units. Within a unit, parameters of one *kind* share a
+buffer. Parameters outside of units are split into *buckets*, in reverse registration order, in
+which gradients are computed: separate buffers, which are gathered and reduced one by one. If
+parameters are sharded, buckets are buffers of the root unit, because all of them are gathered for
+the root's forward. Otherwise each bucket is a unit of the modules that hold its parameters: its
+gradients are reduced during backward, and its weights are waited for when such a module is called.
 """
 
 from __future__ import annotations
@@ -439,7 +436,7 @@ def _check_fp8_fields(units: Sequence[PlannedUnit], settings: PlanSettings) -> N
         )
     if not config.reuse_grad_buf_for_mxfp8_param_ag:
         return
-    if not any(each.num_planes > 1 for each in quantized):
+    if not any(each.num_encodings > 1 for each in quantized):
         raise ValueError(
             "reuse_grad_buf_for_mxfp8_param_ag: expected weights that Transformer Engine has "
             "quantised by the MXFP8 recipe; found none"

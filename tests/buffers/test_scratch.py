@@ -110,7 +110,7 @@ def test_it_sends_one_message_of_values_and_none_of_amaxes() -> None:
             gathers[reuses] = sum(messages.calls[name, "send"] for name in names)
         assert amaxes_sent == {False: 2 * len(axes), True: 0}  # a buffer in each of two blocks
         assert gathers[False] - gathers[True] == 2 * len(axes)
-        # Two planes are as many bytes as the values. What differs is the messages of amaxes, of
+        # Two encodings are as many bytes as the values. What differs is the messages of amaxes, of
         # two bytes for each scale: of two ranks, each sends half of them twice.
         scales = [state for b in fp8_buffers(engine) for state in b.weights.codec.state]
         amaxes = len(axes) * sum(2 * state.numel() for state in scales)

@@ -307,7 +307,7 @@ def mxfp8_scaling_partial_cast(
     columns: int,
     start: int,
 ) -> None:
-    """Casts the part into both planes, and writes nothing else."""
+    """Casts the part into both encodings, and writes nothing else."""
     _check(part.ndim == out_rowwise.ndim == out_colwise.ndim == 1, "must be 1D tensors")
     _check(part.numel() == out_rowwise.numel() == out_colwise.numel(), "sizes mismatch")
     values = part.float()
@@ -344,7 +344,7 @@ def fp8_transpose(data: Tensor, dtype: int, out: Tensor | None = None) -> Tensor
 def quantize(
     values: Tensor, quantizer: Any, out: Any = None, noop_flag: Tensor | None = None
 ) -> Any:
-    """Quantises into ``out``, or a new tensor: the planes that the quantizer is to make."""
+    """Quantises into ``out``, or a new tensor: the encodings that the quantizer is to make."""
     from transformer_engine.pytorch.tensor import (
         Float8BlockQuantizer,
         Float8CurrentScalingQuantizer,
@@ -427,7 +427,7 @@ def _fill_mxfp8(values: Tensor, quantizer: Any, out: Any) -> None:
 
 
 def dequantize(tensor: Any, dtype: int) -> Tensor:
-    """An MXFP8 tensor's values, of its row plane if it has one. (Float8Tensor and
+    """An MXFP8 tensor's values, of its row encoding if it has one. (Float8Tensor and
     Float8BlockwiseQTensor do it in torch themselves.)"""
     in_rows = tensor._rowwise_data is not None
     data = tensor._rowwise_data if in_rows else tensor._columnwise_data
@@ -445,8 +445,8 @@ def dequantize(tensor: Any, dtype: int) -> Tensor:
 def create_empty_quantized_tensor(
     quantizer: Any, shape: list[int], dtype: torch.dtype, device: torch.device, pin_memory: bool
 ) -> Any:
-    """A quantised tensor with the planes that its quantizer is to make. Scales are zero, as those
-    of blocks that do not exist stay."""
+    """A quantised tensor with the encodings that its quantizer makes. Scales are zero, as those of
+    blocks that do not exist stay."""
     from transformer_engine.pytorch.tensor import Float8Quantizer, Float8Tensor
     from transformer_engine.pytorch.utils import is_non_tn_fp8_gemm_supported
 

@@ -133,7 +133,7 @@ def _package(name: str, folder: Path) -> types.ModuleType:
 
 @contextlib.contextmanager
 def native_tn() -> Iterator[None]:
-    """Blackwell: matrix products read the row plane in backward too, and there are no transposes.
+    """Blackwell: matrix products read the row encoding in backward, too; there are no transposes.
     Without it, Hopper."""
     global _native_tn
     before, _native_tn = _native_tn, True
@@ -216,9 +216,9 @@ def nvfp4_weight(shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16) ->
     return nn.Parameter(quantizer.make_empty(shape, dtype=dtype, device="cpu"))
 
 
-def planes(weight: Any) -> Quantised:
-    """A weight's bytes and scales as they are, without padding; the column plane in the weight's
-    own orientation, its scales too. None for planes that are not there or not valid."""
+def encodings(weight: Any) -> Quantised:
+    """A weight's bytes and scales as they are, without padding; the column encoding in the weight's
+    own orientation, its scales too. None for encodings that are not there or not valid."""
     from transformer_engine.pytorch.tensor import Float8BlockwiseQTensor, Float8Tensor
 
     rows, columns = weight.shape
@@ -249,8 +249,8 @@ def planes(weight: Any) -> Quantised:
 
 
 class _Product(torch.autograd.Function):
-    """x W^T with the row plane; its gradient with the column plane, as the tensor cores read them.
-    The weight itself is saved, so that backward reads what it is then."""
+    """x W^T with the row encoding; its gradient with the column encoding, as the tensor cores read
+    them. The weight itself is saved, so that backward reads what it is then."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Any) -> Tensor:
@@ -276,7 +276,7 @@ class _Product(torch.autograd.Function):
 
 def row_values(weight: Any) -> Tensor:
     """What forward computes with, in the nominal dtype."""
-    found = planes(weight)
+    found = encodings(weight)
     return dequantise(found.row_bytes, found.row_scale_inv).to(weight.dtype)
 
 
@@ -284,21 +284,21 @@ def column_values(weight: Any) -> Tensor:
     """What backward computes with, in the nominal dtype.
 
     Raises:
-        RuntimeError: the column plane is not there.
+        RuntimeError: the column encoding is not there.
     """
     from transformer_engine.pytorch.tensor import Float8Tensor
 
     if _native_tn and isinstance(weight, Float8Tensor):
         return row_values(weight)
-    found = planes(weight)
+    found = encodings(weight)
     if found.column_bytes is None or found.column_scale_inv is None:
-        raise RuntimeError(f"{type(weight).__name__} has no column plane in backward")
+        raise RuntimeError(f"{type(weight).__name__} has no column encoding in backward")
     return dequantise(found.column_bytes, found.column_scale_inv).to(weight.dtype)
 
 
 class QuantisedLinear(nn.Module):
     """A linear layer with a quantised weight, and around it what Transformer Engine's modules keep.
-    Every fourth row of the weight is small, so that all planes differ.
+    Every fourth row of the weight is small, so that all encodings differ.
 
     Attributes:
         fp8_meta: "recipe", and the states "scaling_fwd" and "scaling_bwd". With delayed scaling

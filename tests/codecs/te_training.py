@@ -23,7 +23,7 @@ import fsdp_engine as fe
 from fsdp_engine.codecs import ParamCodec, TransformerEngineCodec
 from fsdp_engine.codecs import transformer_engine as codec_module
 from tests.codecs import te_on_cpu
-from tests.codecs.te_on_cpu import QuantisedBlock, QuantisedLinear, QuantisedStack, load, planes
+from tests.codecs.te_on_cpu import QuantisedBlock, QuantisedLinear, QuantisedStack, encodings, load
 from tests.codecs.te_reference import MAX, Quantised, dequantise, quantise
 
 TRANSPOSED = ("delayed", "current", "block")  # backward reads transposes of what forward reads
@@ -82,7 +82,7 @@ def recipe_of(model: nn.Module) -> str:
     return next((name for start, name in known.items() if found.startswith(start)), "mxfp8")
 
 
-def expected_planes(
+def expected_encodings(
     mains: dict[str, Tensor], recipe: str, scales: dict[str, float]
 ) -> dict[str, Quantised]:
     """The reference's bytes and scales of main weights."""
@@ -238,7 +238,7 @@ class Watch:
         if mains is None:
             mains = self.engine.full_state_dict()
         mains = {name: mains[name] for name in self.layers}
-        self.expected = expected_planes(mains, self.recipe, scales_of(self.model))
+        self.expected = expected_encodings(mains, self.recipe, scales_of(self.model))
 
     @property
     def weights(self) -> dict[str, Any]:
@@ -256,7 +256,7 @@ class Watch:
             f"{name} {field}": scale.clone()
             for name, weight in self.weights.items()
             for field in ("row_scale_inv", "column_scale_inv")
-            if (scale := getattr(planes(weight), field)) is not None
+            if (scale := getattr(encodings(weight), field)) is not None
         }
 
     def _before(self, name: str) -> Any:
@@ -275,7 +275,7 @@ class Watch:
         return after
 
     def _look(self, name: str, weight: Any, what: str) -> None:
-        found, expected = planes(weight), self.expected[name]
+        found, expected = encodings(weight), self.expected[name]
         if what == "rows":
             pairs = [(found.row_bytes, expected.row_bytes)]
             pairs.append((found.row_scale_inv, expected.row_scale_inv))

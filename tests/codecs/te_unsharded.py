@@ -7,8 +7,8 @@
 Both build one model from one seed, see the same batches, and take the same steps with an
 elementwise optimizer. Ranks have the same data, so that the mean of their gradients is each one's
 exactly: worlds are powers of two, and a gradient's half or quarter is exact. So main weights, and
-bytes and scales of both planes whenever a module is about to multiply with them, are compared with
-``torch.equal``. That asks of the device only that it computes the same twice.
+bytes and scales of both encodings whenever a module is about to multiply with them, are compared
+with ``torch.equal``. That asks of the device only that it computes the same twice.
 
 Models are Transformer Engine's modules on CUDA, and on a CPU ``QuantisedStack`` over the stand-ins:
 what runs on a GPU has run on a CPU before.
@@ -31,7 +31,7 @@ import fsdp_engine as fe
 from fsdp_engine.codecs.transformer_engine import RECIPES, is_quantized
 from fsdp_engine.runtime.inputs import iter_tensors
 from tests.codecs.te_on_cpu import QuantisedStack, make_recipe
-from tests.codecs.te_vectors import load, read_planes
+from tests.codecs.te_vectors import load, read_encodings
 
 BF16 = torch.bfloat16
 NUM_STEPS, NUM_MICRO = 3, 2
@@ -39,13 +39,13 @@ NUM_STEPS, NUM_MICRO = 3, 2
 DIM, HIDDEN, TOKENS = 192, 320, (32, 4)
 
 
-class Planes(NamedTuple):
+class Encodings(NamedTuple):
     """What a module was about to multiply with, on the CPU.
 
     Attributes:
         when: "forward" or "backward".
         name: the weight's.
-        data: bytes of the plane.
+        data: bytes of the encoding.
         scale_inv: their scales.
     """
 
@@ -65,7 +65,7 @@ class Trained(NamedTuple):
     """
 
     losses: list[float]
-    seen: list[Planes]
+    seen: list[Encodings]
     main: dict[str, Tensor]
 
 
@@ -152,9 +152,9 @@ def make_optimizer(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.01, foreach=False, fused=False)
 
 
-def watch(model: nn.Module, name: str, seen: list[Planes]) -> None:
-    """Note the planes of every quantised weight when its module is called, and when the gradient of
-    its module's output has come. Weights must stay the parameters that they are now, and their
+def watch(model: nn.Module, name: str, seen: list[Encodings]) -> None:
+    """Note the encodings of every quantised weight when its module is called, and when the gradient
+    of its module's output has come. Weights must stay the parameters that they are now, and their
     scales the tensors that they are now."""
     scale_names = next(recipe.scales for recipe in RECIPES if recipe.name == name)
 
@@ -166,11 +166,11 @@ def watch(model: nn.Module, name: str, seen: list[Planes]) -> None:
             weight = getattr(module, key)
             assert weight is before, f"{full_name} is another parameter in {when}"
             assert scales_of(weight) == scales, f"{full_name} has other scales in {when}"
-            each = read_planes(weight)
+            each = read_encodings(weight)
             data, scale_inv = each[:2] if when == "forward" else each[2:4]
             assert data is not None, f"{full_name} has no columns in {when}"
             assert scale_inv is not None
-            seen.append(Planes(when, full_name, data.cpu().clone(), scale_inv.cpu().clone()))
+            seen.append(Encodings(when, full_name, data.cpu().clone(), scale_inv.cpu().clone()))
 
     def called(found: Any, module: nn.Module, args: Any) -> None:
         note("forward", module, found)
@@ -243,7 +243,7 @@ def train_alone(kind: str, name: str, batches: list[list[Tensor]]) -> Trained:
     quantised = [key for key, param in params.items() if is_quantized(param)]
     optimizer = make_optimizer(main.values())
     losses: list[float] = []
-    seen: list[Planes] = []
+    seen: list[Encodings] = []
     watch(model, name, seen)
     for step in batches:
         with torch.no_grad():
@@ -280,7 +280,7 @@ def train_sharded(kind: str, name: str, level: str, batches: list[list[Tensor]])
     recipe = make_recipe(name)
     model = make_model(kind, recipe, name)
     losses: list[float] = []
-    seen: list[Planes] = []
+    seen: list[Encodings] = []
     names = [key for key, _ in model.named_parameters()]
     watch(model, name, seen)  # before shard(): these are the parameters that must stay
     device = next(model.parameters()).device.type

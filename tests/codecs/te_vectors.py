@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.codecs import te_on_cpu
-from tests.codecs.te_on_cpu import make_weight, planes
+from tests.codecs.te_on_cpu import encodings, make_weight
 from tests.codecs.te_reference import Quantised, dequantise, quantise
 
 # Magnitudes. Of bf16 the first two extremes are denormal or have denormal scales, the last is near
@@ -47,11 +47,11 @@ def matrix(shape: tuple[int, int], fills: list[float], seed: int) -> Tensor:
     return torch.randn(shape, generator=generator).clamp(-3, 3) / 3 * rows[:, None]
 
 
-def read_planes(weight: Any) -> Quantised:
+def read_encodings(weight: Any) -> Quantised:
     """What products read: the rows in backward, too, where the device takes any layout."""
     from transformer_engine.pytorch.utils import is_non_tn_fp8_gemm_supported
 
-    found = planes(weight)
+    found = encodings(weight)
     if found.column_bytes is None and is_non_tn_fp8_gemm_supported():
         rows, scale_inv = found[:2]
         return found._replace(column_bytes=rows, column_scale_inv=scale_inv)
@@ -76,7 +76,7 @@ def assert_near(found: Quantised, expected: Quantised) -> None:
 
 
 class Buffer:
-    """All ranks' bytes of some weights, as an engine holds them: each plane in one flat buffer
+    """All ranks' bytes of some weights, as an engine holds them: each encoding in one flat buffer
     with guard bytes before, between and after."""
 
     def __init__(self, weights: list[Any]) -> None:
@@ -171,7 +171,7 @@ def quantise_split(
         for part, uncut, (start, stop), each in zip(
             parts.weights, whole.weights, own, expected, strict=True
         ):
-            found, wanted = planes(part), planes(uncut)
+            found, wanted = encodings(part), encodings(uncut)
             pairs = [(found.row_bytes, wanted.row_bytes)]
             if recipe == "mxfp8":
                 pairs.append((found.column_bytes, wanted.column_bytes))
@@ -186,8 +186,8 @@ def quantise_split(
         _post_process(whole.weights)
         _post_process(parts.weights)
         for part, uncut, each in zip(parts.weights, whole.weights, expected, strict=True):
-            wanted = Quantised(*(tensor.cpu() for tensor in read_planes(uncut)[:4]))
-            assert_equal(read_planes(part), wanted)
+            wanted = Quantised(*(tensor.cpu() for tensor in read_encodings(uncut)[:4]))
+            assert_equal(read_encodings(part), wanted)
             (assert_equal if exactly else assert_near)(wanted, each)
             assert part.get_high_precision_init_val() is None
         assert parts.guards().eq(GUARD).all()

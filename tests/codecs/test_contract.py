@@ -86,7 +86,7 @@ def encoded(codec: ParamCodec, values: list[Tensor], low: int, high: int) -> lis
     group = dist.group.WORLD
     whole = high - low == line.numel()
     codec.prepare(params, pieces, [] if whole else [group], torch.device("cpu"))
-    wires = [torch.zeros(line.numel(), dtype=codec.wire_dtype) for _ in range(codec.num_planes)]
+    wires = [torch.zeros(line.numel(), dtype=codec.wire_dtype) for _ in range(codec.num_encodings)]
     views = [
         [wire[start : start + value.numel()].view(value.shape) for wire in wires]
         for value, start in zip(values, starts, strict=True)

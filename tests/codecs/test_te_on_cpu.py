@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.codecs import te_kernels, te_on_cpu
-from tests.codecs.te_on_cpu import RECIPES, QuantisedLinear, QuantisedStack, make_weight, planes
+from tests.codecs.te_on_cpu import RECIPES, QuantisedLinear, QuantisedStack, encodings, make_weight
 from tests.codecs.te_reference import dequantise, quantise
 from tests.codecs.te_vectors import FILLS, GUARD, assert_equal, matrix, quantise_split, shapes
 from tests.pool import Ranks, on_ranks
@@ -36,7 +36,7 @@ def test_a_new_weight_has_the_bytes_scales_and_values_of_the_reference(
     values = matrix(data.draw(shapes(recipe)), fills, data.draw(st.integers(0, 99))).to(dtype)
     weight = make_weight(values, recipe)
     expected = quantise(values, recipe, dtype, 1.0 if recipe == "delayed" else None)
-    assert_equal(planes(weight), expected)
+    assert_equal(encodings(weight), expected)
     rows = dequantise(expected.row_bytes, expected.row_scale_inv)
     assert torch.equal(weight.dequantize(dtype=torch.float32), rows)  # type: ignore[call-arg]
     assert torch.equal(te_on_cpu.row_values(weight), rows.to(dtype))
@@ -84,7 +84,7 @@ def test_mxfp8_weights_of_nominal_fp32_cannot_be_quantised_from_main_weights() -
 
     main = torch.randn(64, 32)
     weight = make_weight(main, "mxfp8")
-    assert_equal(planes(weight), quantise(main, "mxfp8", torch.float32))
+    assert_equal(encodings(weight), quantise(main, "mxfp8", torch.float32))
     with torch.no_grad(), pytest.raises(RuntimeError, match="amax should be bf16"):
         quantize_master_weights([weight], [main.view(-1)], [0], dist.group.WORLD, None, True)
 
@@ -190,13 +190,13 @@ def test_a_stale_column_plane_is_seen_in_the_gradient(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
 def test_a_dropped_column_plane_is_made_again_from_the_rows(recipe: str) -> None:
     weight = make_weight(torch.randn(160, 96, dtype=torch.bfloat16), recipe)
-    before = planes(weight)
+    before = encodings(weight)
     weight.update_usage(rowwise_usage=True, columnwise_usage=False)
-    assert planes(weight).column_bytes is None
-    with pytest.raises(RuntimeError, match="no column plane in backward"):
+    assert encodings(weight).column_bytes is None
+    with pytest.raises(RuntimeError, match="no column encoding in backward"):
         te_on_cpu.column_values(weight)
     weight.update_usage(columnwise_usage=True)
-    assert_equal(planes(weight), before)
+    assert_equal(encodings(weight), before)
 
 
 def test_a_dropped_column_plane_of_mxfp8_cannot_be_made_again() -> None:

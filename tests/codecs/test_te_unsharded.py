@@ -9,7 +9,7 @@ import torch
 
 from tests.codecs import te_unsharded
 from tests.codecs.te_on_cpu import RECIPES
-from tests.codecs.te_unsharded import Planes, Trained, assert_changes, assert_same
+from tests.codecs.te_unsharded import Encodings, Trained, assert_changes, assert_same
 from tests.pool import Ranks
 
 pytestmark = pytest.mark.thorough
@@ -36,13 +36,13 @@ def test_ranks_with_data_of_their_own_have_the_same_bytes_and_scales(
 
 def test_one_other_byte_scale_or_weight_is_a_difference() -> None:
     data, scale = torch.arange(6, dtype=torch.uint8), torch.ones(1)
-    first = Trained([0.5], [Planes("forward", "w", data, scale)], {"w": torch.zeros(2)})
+    first = Trained([0.5], [Encodings("forward", "w", data, scale)], {"w": torch.zeros(2)})
     assert_same(first, first)
     other = data.clone()
     other[3] ^= 1
     for changed, what in (
-        (first._replace(seen=[Planes("forward", "w", other, scale)]), "bytes of w in forward"),
-        (first._replace(seen=[Planes("forward", "w", data, scale * 2)]), "scales of w"),
+        (first._replace(seen=[Encodings("forward", "w", other, scale)]), "bytes of w in forward"),
+        (first._replace(seen=[Encodings("forward", "w", data, scale * 2)]), "scales of w"),
         (first._replace(main={"w": torch.full((2,), 1e-45)}), "main weights of w"),
         (first._replace(losses=[0.25]), r"\[0.25\]"),
     ):

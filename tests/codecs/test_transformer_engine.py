@@ -19,14 +19,14 @@ import fsdp_engine as fe
 from fsdp_engine.codecs import Piece, TransformerEngineCodec
 from fsdp_engine.codecs import transformer_engine as codec_module
 from fsdp_engine.memory.allocator import Memory
-from tests.codecs.te_on_cpu import RECIPES, make_weight, planes
+from tests.codecs.te_on_cpu import RECIPES, encodings, make_weight
 from tests.codecs.te_reference import quantise
 from tests.codecs.te_training import Watch, make_codec, make_stack, quantised_layers, train_watched
 from tests.codecs.te_vectors import FILLS, GUARD, assert_equal, matrix, shapes
 from tests.pool import on_ranks
 from tests.training import mesh_of
 
-PLANES = {
+ENCODINGS = {
     "delayed": ("_data",),
     "current": ("_data",),
     "block": ("_rowwise_data",),
@@ -76,7 +76,7 @@ class Part:
                 weight._quantizer.scale.fill_(scale)
         self.codec = make_codec(recipe)
         self.codec.prepare(self.weights, pieces, ["the ranks"], torch.device("cpu"))
-        self.lines = [torch.full((numel,), GUARD, dtype=torch.uint8) for _ in PLANES[recipe]]
+        self.lines = [torch.full((numel,), GUARD, dtype=torch.uint8) for _ in ENCODINGS[recipe]]
         views = [self.full(index) for index in range(len(mains))]
         for weight, full in zip(self.weights, views, strict=True):
             assert self.codec.bind(weight, full) is weight
@@ -157,13 +157,13 @@ def test_any_split_has_the_bytes_and_scales_of_the_whole(recipe: str, data: Any)
         with torch.no_grad():
             whole.copy_(main.to(dtype))
         expected = quantise(main, recipe, dtype, scale if recipe == "delayed" else None)
-        assert_equal(planes(whole), expected)
+        assert_equal(encodings(whole), expected)
         for part in parts:
             weight = part.weights[index]
-            assert_equal(planes(weight), expected)
+            assert_equal(encodings(weight), expected)
             if recipe == "delayed":
                 assert weight._quantizer.amax.item() == expected.amax
-            for name, view in zip(PLANES[recipe], part.full(index), strict=True):
+            for name, view in zip(ENCODINGS[recipe], part.full(index), strict=True):
                 assert getattr(weight, name).data_ptr() == view.data_ptr()
     for part, before in zip(parts, scale_tensors, strict=True):
         assert [id(each) for each in part.codec.state] == before
@@ -187,8 +187,8 @@ def test_binding_keeps_the_parameter_and_its_scales_and_allocates_nothing(recipe
     codec.prepare([weight], [Piece(0, 0, weight.numel(), 0)], [], torch.device("cpu"))
     scales = [getattr(weight, name) for name in SCALES[recipe]]
     places = [scale.data_ptr() for scale in scales]
-    before = [weakref.ref(getattr(weight, name)) for name in PLANES[recipe]]
-    lines = [torch.zeros(weight.numel(), dtype=torch.uint8) for _ in PLANES[recipe]]
+    before = [weakref.ref(getattr(weight, name)) for name in ENCODINGS[recipe]]
+    lines = [torch.zeros(weight.numel(), dtype=torch.uint8) for _ in ENCODINGS[recipe]]
     views = [line.view(weight.shape) for line in lines]
     main = weight.get_high_precision_init_val().flatten().float()
     with NoOperations():
@@ -206,7 +206,7 @@ def test_binding_keeps_the_parameter_and_its_scales_and_allocates_nothing(recipe
         main.mul_(1.5)
         assert [id(getattr(weight, name)) for name in SCALES[recipe]] == [id(s) for s in scales]
         assert [scale.data_ptr() for scale in scales] == places
-        for name, view in zip(PLANES[recipe], views, strict=True):
+        for name, view in zip(ENCODINGS[recipe], views, strict=True):
             assert getattr(weight, name) is view
 
 
@@ -216,20 +216,20 @@ def test_bytes_that_modules_dropped_are_bound_again(recipe: str) -> None:
     codec = make_codec(recipe)
     codec.prepare([weight], [Piece(0, 0, weight.numel(), 0)], [], torch.device("cpu"))
     main = weight.get_high_precision_init_val().flatten().float()
-    lines = [torch.zeros(weight.numel(), dtype=torch.uint8) for _ in PLANES[recipe]]
+    lines = [torch.zeros(weight.numel(), dtype=torch.uint8) for _ in ENCODINGS[recipe]]
     codec.bind(weight, [line.view(weight.shape) for line in lines])
     list(codec.encode(main, lines))
-    for name in (*PLANES[recipe], *SCALES[recipe]):
+    for name in (*ENCODINGS[recipe], *SCALES[recipe]):
         setattr(weight, name, None)
     codec.after_gather(for_backward=True)
     expected = quantise(main.view(64, 96), recipe, scale=1.0 if recipe == "delayed" else None)
-    assert_equal(planes(weight), expected)
-    for name in (*PLANES[recipe], *SCALES[recipe]):
+    assert_equal(encodings(weight), expected)
+    for name in (*ENCODINGS[recipe], *SCALES[recipe]):
         setattr(weight, name, None)
     list(codec.encode(2 * main, lines))
     codec.after_gather(for_backward=True)
     scale = weight._quantizer.scale.item() if recipe == "delayed" else None
-    assert_equal(planes(weight), quantise(2 * main.view(64, 96), recipe, scale=scale))
+    assert_equal(encodings(weight), quantise(2 * main.view(64, 96), recipe, scale=scale))
 
 
 @on_ranks(4)
@@ -247,9 +247,9 @@ def test_modules_compute_with_the_parameter_that_they_had_over_the_engine_s_byte
         }
         engine = fe.shard(model, mesh_of(2, 2), *pair)
         storages = {
-            plane.target.tensor.untyped_storage()._cdata
+            encoding.target.tensor.untyped_storage()._cdata
             for buffer in engine.buffers
-            for plane in buffer.weights._planes
+            for encoding in buffer.weights._encodings
         }
         seen = []
 
@@ -264,8 +264,8 @@ def test_modules_compute_with_the_parameter_that_they_had_over_the_engine_s_byte
         ) -> None:
             name = next(name for name, each in layers.items() if each is layer)
             assert layer.weight is own[name]
-            for plane in PLANES[recipe]:
-                assert getattr(layer.weight, plane).untyped_storage()._cdata in storages
+            for encoding in ENCODINGS[recipe]:
+                assert getattr(layer.weight, encoding).untyped_storage()._cdata in storages
             seen.append(name)
 
         for layer in layers.values():
@@ -341,7 +341,7 @@ def test_no_byte_beside_a_shard_is_written(recipe: str) -> None:
             engine = fe.shard(model, mesh_of(2, 2), *pair)
             watch = Watch(model, engine)
             train_watched(model, engine, watch)
-        assert len(shards) == (4 if recipe == "mxfp8" else 2)  # for each block's planes
+        assert len(shards) == (4 if recipe == "mxfp8" else 2)  # for each block's encodings
         assert intact(shards), pair
         for shard in shards:
             assert shard[NUM_GUARDS:-NUM_GUARDS].any()

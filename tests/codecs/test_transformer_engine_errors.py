@@ -217,7 +217,7 @@ def test_without_preserved_values_main_weights_start_from_the_quantised_ones() -
         expected = {}
         for name, layer in quantised_layers(model).items():
             layer.weight.clear_high_precision_init_val()
-            found = te_on_cpu.planes(layer.weight)
+            found = te_on_cpu.encodings(layer.weight)
             expected[name] = dequantise(found.row_bytes, found.row_scale_inv)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

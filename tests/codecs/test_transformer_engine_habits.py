@@ -104,7 +104,7 @@ def test_a_tied_weight_is_one(recipe: str) -> None:
 
 @both_kinds
 @on_ranks(4)
-def test_planned_addresses_change_nothing_and_hold_all_planes(recipe: str) -> None:
+def test_planned_addresses_change_nothing_and_hold_all_encodings(recipe: str) -> None:
     for pair in ((CUT, "optim"), ("optim", "optim")):
         states, losses = [], []
         for planned in (False, True):

@@ -1,5 +1,5 @@
-"""Models that bend the order of events compute with the right plane of MXFP8 weights all the same,
-and weights that change while they are gathered are gathered again."""
+"""Models that bend the order of events compute with the right encoding of MXFP8 weights all the
+same, and weights that change while they are gathered are gathered again."""
 
 from __future__ import annotations
 
@@ -175,7 +175,9 @@ def test_what_is_gathered_before_forward_is_forward_s_plane() -> None:
     held = []
     for unit in engine.units[1:]:
         for buffer in unit.buffers:
-            if buffer.weights.num_planes > 1:
-                held.append(tuple(plane.storage.filled for plane in buffer.weights._planes))
+            if buffer.weights.num_encodings > 1:
+                held.append(
+                    tuple(encoding.storage.filled for encoding in buffer.weights._encodings)
+                )
     assert held[0] == (True, False)
     assert set(held) <= {(True, False), (False, False)}

@@ -1,5 +1,5 @@
-"""When bytes of Transformer Engine's weights travel: a plane for forward and one for backward, one
-message of amaxes for each change, recomputation, memory, and no race."""
+"""When bytes of Transformer Engine's weights travel: an encoding for forward and one for backward,
+one message of amaxes for each change, recomputation, memory, and no race."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def step_of(engine: Any, optimizer: Any) -> None:
     engine.model.update_scales()
 
 
-# Planes.
+# Encodings.
 
 
 @on_ranks(2)
@@ -80,7 +80,7 @@ def test_forward_gathers_rows_and_backward_columns_of_half_the_bytes_of_bf16() -
             expected = 0
             for unit in engine.units:
                 for buffer in unit.buffers:
-                    # The last block and the root stay full: of MXFP8 in another plane.
+                    # The last block and the root stay full: of MXFP8 in another encoding.
                     stays = unit.index in (0, len(engine.units) - 1)
                     again = not stays or (is_quantised(buffer) and recipe == "mxfp8")
                     label = f"all-gather of {buffer.label} over the inner axis"
@@ -98,9 +98,9 @@ def test_forward_gathers_rows_and_backward_columns_of_half_the_bytes_of_bf16() -
 
 
 def planes_of(unit: Unit) -> list[tuple[bool, ...]]:
-    """Which planes of its quantised buffers have memory."""
+    """Which encodings of its quantised buffers have memory."""
     return [
-        tuple(plane.storage.filled for plane in buffer.weights._planes)
+        tuple(encoding.storage.filled for encoding in buffer.weights._encodings)
         for buffer in unit.buffers
         if is_quantised(buffer)
     ]
@@ -149,16 +149,16 @@ def test_two_planes_are_full_while_they_are_encoded_and_one_at_any_other_time() 
     root = 2 * sum(buffer.layout.numel for buffer in engine.units[0].buffers)
     block = engine.units[1]
     plain = 2 * sum(b.layout.numel for b in block.buffers if not is_quantised(b))
-    (plane,) = (b.layout.numel for b in block.buffers if is_quantised(b))
+    (encoding,) = (b.layout.numel for b in block.buffers if is_quantised(b))
     for _ in range(2):
         for last in (False, True):
             engine.peak_memory_bytes(reset=True)
             count_micro(model, engine, last=last)
-            planes = 1 if last else 2
-            assert engine.peak_memory_bytes()["full"] == root + plain + planes * plane
+            encodings = 1 if last else 2
+            assert engine.peak_memory_bytes()["full"] == root + plain + encodings * encoding
         step_of(engine, optimizer)
-    # What persists: half of each plane and of fp32 main weights.
-    assert engine.memory_bytes()["model"] == 3 * 2 * plane // 2
+    # What persists: half of each encoding and of fp32 main weights.
+    assert engine.memory_bytes()["model"] == 3 * 2 * encoding // 2
 
 
 # Recomputation.
@@ -228,7 +228,7 @@ def test_recomputation_trains_bit_by_bit_as_none(level: str) -> None:
 
 
 def gathers_of(how: tuple[bool, bool]) -> list[list[tuple[str, tuple[int, ...]]]]:
-    """In each of three microbatches: (unit, planes) of every gather that backward asks for."""
+    """In each of three microbatches: (unit, encodings) of every gather that backward asks for."""
     model = recomputing("mxfp8", how)
     engine = fe.shard(model, units="blocks.*", config=config_of(0))
     found: list[list[tuple[str, tuple[int, ...]]]] = [[]]
@@ -238,8 +238,8 @@ def gathers_of(how: tuple[bool, bool]) -> list[list[tuple[str, tuple[int, ...]]]
         if unit.name:
             assert len(unit.built.split_weights) == 1
             held = unit.unsharded.phases if unit.unsharded is not None else 0
-            planes = enumerate((FORWARD, BACKWARD))
-            missing = tuple(plane for plane, read in planes if phase & ~held & read)
+            encodings = enumerate((FORWARD, BACKWARD))
+            missing = tuple(encoding for encoding, read in encodings if phase & ~held & read)
             found[-1].append((unit.name, missing))
         real(unit, phase)
 

@@ -148,7 +148,7 @@ def counting_transposes() -> Iterator[list[int]]:
 
 
 def has_columns(weight: Any) -> bool:
-    return te_on_cpu.planes(weight).column_bytes is not None
+    return te_on_cpu.encodings(weight).column_bytes is not None
 
 
 def transposes_of_pair(inner: str, outer: str) -> None:

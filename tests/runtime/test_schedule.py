@@ -272,12 +272,12 @@ def replace(owner: Any, name: str, value: Any) -> Callable[[], Callable[[], None
 
 
 def free_on_inner_gather(self: Any, storage: Any) -> None:
-    self._machinery.lanes.inner_gather.manage("free too early", storage.drain, storage)
+    self._context.lanes.inner_gather.manage("free too early", storage.drain, storage)
 
 
 def fill_on_outer_reduce(self: Any, storages: Any) -> bool:
     for storage in storages:
-        self._machinery.lanes.outer_reduce.manage("allocate", storage.fill, storage)
+        self._context.lanes.outer_reduce.manage("allocate", storage.fill, storage)
     return True
 
 
