@@ -77,6 +77,7 @@ FOREIGN = (
     "._modules",
     "._buffers",
     "._version",
+    "._timeout",
     "._replace",
     "._flat_weight_refs",
     "._compiled_call_impl",

@@ -160,7 +160,7 @@ class ParamAndGradBuffer:
         self._published = self._make_published()
         for index, sharded in enumerate(self.sharded_params):
             if isinstance(sharded, FlatDTensor):
-                sharded._backref = self.reads.backref(index)
+                sharded.backref = self.reads.backref(index)
         self._gradient_hooks: GradientHooks | None = None
 
     @property

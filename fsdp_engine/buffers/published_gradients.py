@@ -477,10 +477,14 @@ class GradientHooks:
         def hook(grads: tuple[Tensor | None, ...]) -> None:
             preceding = hooks()
             if preceding is not None and grads[0] is not None:
-                preceding._begin()
-                preceding._published.detach_for_autograd(index)
+                preceding.accumulation_begins(index)
 
         return hook
+
+    def accumulation_begins(self, index: int) -> None:
+        """Autograd is about to accumulate a gradient into full parameter ``index``."""
+        self._begin()
+        self._published.detach_for_autograd(index)
 
 
 def _places(flags: Iterable[bool]) -> list[int]:

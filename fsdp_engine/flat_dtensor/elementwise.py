@@ -137,7 +137,7 @@ def _needs_gather(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> bool:
             if value.takes_slices:
                 return False
             num_dims = len(value._flat.shape)
-            if follows and value._backref is not None and value.requires_grad:
+            if follows and value.backref is not None and value.requires_grad:
                 wants = wants or math.prod(value._flat.shape) == 1
         elif isinstance(value, Tensor):
             plain.append(value)

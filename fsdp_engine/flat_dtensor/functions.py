@@ -176,8 +176,8 @@ def _metadata(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 def _set_metadata(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     result = _call_base(func, (cls,), args, kwargs)
-    if isinstance(args[0], cls) and args[0]._backref is not None:
-        args[0]._backref.notify_attribute_set()
+    if isinstance(args[0], cls) and args[0].backref is not None:
+        args[0].backref.notify_attribute_set()
     return result
 
 
@@ -340,7 +340,7 @@ def _grad(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     inputs = args[1] if len(args) > 1 else kwargs["inputs"]
     inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     backrefs = [
-        value._backref for value in inputs if isinstance(value, cls) and value._backref is not None
+        value.backref for value in inputs if isinstance(value, cls) and value.backref is not None
     ]
     check_leads_to_slices((outputs,) if isinstance(outputs, Tensor) else outputs, backrefs)
     grads = _call_base(func, (cls,), args, kwargs)

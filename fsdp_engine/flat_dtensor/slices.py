@@ -155,7 +155,7 @@ def with_full_parameters(cls: Any, func: Function, args: Args, kwargs: Kwargs) -
         return None
     found = [value for value in tree_leaves((args, kwargs)) if isinstance(value, cls)]
     full = {
-        id(value): value._backref.gathered_param() if value._backref else None for value in found
+        id(value): value.backref.gathered_param() if value.backref else None for value in found
     }
     if None in full.values():
         return None

@@ -48,7 +48,7 @@ class FlatDTensor(DTensor):
     Attributes:
         takes_slices: full plain operands are equal on all ranks, like a mask of a gradient, and
             their slice is used. Results of elementwise functions inherit this.
-        _backref: a reference to the engine's buffer, for an engine's parameter.
+        backref: a reference to the engine's buffer, for an engine's parameter.
     """
 
     _flat: FlatPlacement
@@ -56,7 +56,7 @@ class FlatDTensor(DTensor):
     _whole: Tensor | None = None
     _whole_at: int | None = None
     takes_slices: bool = False
-    _backref: ParameterBackref | None = None
+    backref: ParameterBackref | None = None
 
     # --- construction and conversion ---
 
@@ -138,9 +138,9 @@ class FlatDTensor(DTensor):
                 f"grad_placements: expected all Replicate() or None; found {grad_placements}"
             )
         if torch.is_grad_enabled() and self.requires_grad:
-            if self._backref is not None:
+            if self.backref is not None:
                 values = self._flat.gather_full(self._local_tensor)
-                values_with_graph = self._backref.differentiable(values, self._flat.spread)
+                values_with_graph = self.backref.differentiable(values, self._flat.spread)
                 if values_with_graph is not None:
                     return values_with_graph
             result: Tensor = _FullTensor.apply(self)  # type: ignore[no-untyped-call]
@@ -233,7 +233,7 @@ class FlatDTensor(DTensor):
     @property
     def grad(self) -> Tensor | None:
         """The gradient, a FlatDTensor of the same slice, or None."""
-        backref = self._backref
+        backref = self.backref
         if backref is not None and backref.gradients.in_flight is not None:
             backref.gradients.wait()
         with _NoTorchFunction():
@@ -257,8 +257,8 @@ class FlatDTensor(DTensor):
         with _NoTorchFunction():
             is_new = value is not None or _get_grad(self) is not None
             _set_grad(self, value)
-        if is_new and self._backref is not None:
-            self._backref.notify_grad_set(value is not None)
+        if is_new and self.backref is not None:
+            self.backref.notify_grad_set(value is not None)
 
     @grad.deleter
     def grad(self) -> None:
@@ -273,7 +273,7 @@ class FlatDTensor(DTensor):
         Raises:
             AttributeError: any other tensor.
         """
-        main_grad = self._backref.main_grad if self._backref is not None else None
+        main_grad = self.backref.main_grad if self.backref is not None else None
         if main_grad is None:
             raise AttributeError("main_grad")
         return main_grad
@@ -286,13 +286,13 @@ class FlatDTensor(DTensor):
             TypeError: as in ``copy_``.
             AttributeError: any other tensor.
         """
-        if self._backref is None or not self._backref.set_main_grad(value):
+        if self.backref is None or not self.backref.set_main_grad(value):
             raise AttributeError("main_grad: expected a parameter of a DistributedDataParallel")
 
     @main_grad.deleter
     def main_grad(self) -> None:
         """Removes the attribute until a value is assigned; ``.grad`` is unchanged."""
-        if self._backref is None or not self._backref.delete_main_grad():
+        if self.backref is None or not self.backref.delete_main_grad():
             raise AttributeError("main_grad")
 
     @property
@@ -346,18 +346,18 @@ class FlatDTensor(DTensor):
     def register_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Register ``hook(gradient)``. For a sharded parameter it runs once per step on the reduced
         gradient, a FlatDTensor. A result other than None replaces the gradient."""
-        if self._backref is None or not self.requires_grad:
+        if self.backref is None or not self.requires_grad:
             handle: RemovableHandle = super().register_hook(hook)  # type: ignore[no-untyped-call]
             return handle
-        return self._backref.add_hook(hook, on_param=False)
+        return self.backref.add_hook(hook, on_param=False)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Register ``hook(param)``. For a sharded parameter it runs once per step, after the
         reduction of its gradient. The hook may run an optimizer's step."""
-        if self._backref is None or not self.requires_grad:
+        if self.backref is None or not self.requires_grad:
             handle: RemovableHandle = super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             return handle
-        return self._backref.add_hook(hook, on_param=True)
+        return self.backref.add_hook(hook, on_param=True)
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
         """Not supported. A method because torch does not call ``__torch_function__`` for it.

@@ -448,7 +448,7 @@ class _LocalStep:
         self._params = params
         self._slots = [known.get(id(p)) or _Slot(p) for p in params if isinstance(p, FlatDTensor)]
         self._flat_params = [slot.param for slot in self._slots]
-        backrefs = [param._backref for param in self._flat_params if param._backref is not None]
+        backrefs = [param.backref for param in self._flat_params if param.backref is not None]
         self._reads = list({id(each.gradients): each.gradients for each in backrefs}.values())
         self._locals = [slot.local for slot in self._slots]
         self._dtypes = [local.dtype for local in self._locals]

@@ -56,8 +56,8 @@ class WatchedParameters(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         found = dict.__getitem__(self, name)
-        if type(found) is FlatDTensor and found._backref is not None:
-            full = found._backref.gathered_param()
+        if type(found) is FlatDTensor and found.backref is not None:
+            full = found.backref.gathered_param()
             return found if full is None else full
         return found
 

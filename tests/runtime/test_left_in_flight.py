@@ -112,7 +112,7 @@ def test_reductions_are_in_flight_until_the_next_backward_stages_gradients(
         for number in range(2):
             microbatch(model, engine, number)
             found.append(len(in_flight))
-            assert first(model)._backref.gradients.in_flight is not None
+            assert first(model).backref.gradients.in_flight is not None
         model(*vector_batch(2, 20 + dist.get_rank())).backward()
         assert min(found) > 0
         assert len(in_flight) == 0
