@@ -41,7 +41,7 @@ from fsdp_engine.buffers.weights import Weights
 from fsdp_engine.codecs import ParamCodec
 from fsdp_engine.codecs.tensor_hooks import plain_values
 from fsdp_engine.comm.collectives import Steps, broadcast_
-from fsdp_engine.comm.lane import Chain
+from fsdp_engine.comm.lanes import Chain
 from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.flat_dtensor import (

@@ -35,8 +35,7 @@ from operator import is_, is_not, ne
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp_engine.buffers.gradient_memory import like
-from fsdp_engine.buffers.gradients import Gradients, StepGradients, zeros_in
+from fsdp_engine.buffers.gradients import Gradients, StepGradients, like, zeros_in
 from fsdp_engine.flat_dtensor import (
     FlatDTensor,
     accumulator_of,
@@ -349,7 +348,7 @@ class PublishedGradients:
 
     def _drop_step(self) -> None:
         """All gradients are cleared. See [Note: When gradients are held] in
-        ``gradient_memory.py``."""
+        ``gradients.py``."""
         step, reads = self._gradients.step, self._reads
         if step is None:
             return

@@ -10,7 +10,7 @@ reduction to a smaller one, one axis at a time, in place:
                          | outer                          ^ outer
     depth 2              [..]                             [..]
 
-Each is one link per axis of a chain (``comm/lane.py``), on the lane of that axis. Chains are
+Each is one link per axis of a chain (``comm/lanes.py``), on the lane of that axis. Chains are
 constructed once. Along an axis of one rank nothing is sent.
 """
 
@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fsdp_engine.comm.collectives import Communicator, Steps
-from fsdp_engine.comm.lane import Chain, Lane, Lanes, Operation
+from fsdp_engine.comm.lanes import Chain, Lane, Lanes, Operation
 from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.layout import Coordinate, Layout
 from fsdp_engine.memory.allocator import Memory, begin_together

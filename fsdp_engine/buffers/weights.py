@@ -52,7 +52,7 @@ from fsdp_engine.buffers.spec import BufferSpec
 from fsdp_engine.codecs import ParamCodec, Piece
 from fsdp_engine.codecs.base import ENCODINGS
 from fsdp_engine.comm.collectives import Steps
-from fsdp_engine.comm.lane import Chain, Lane, Ticket
+from fsdp_engine.comm.lanes import Chain, Lane, Ticket
 from fsdp_engine.layout import Coordinate
 from fsdp_engine.memory.allocator import TransientStorage, alias
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH

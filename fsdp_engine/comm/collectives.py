@@ -6,7 +6,7 @@ so on gloo parts are exchanged directly between buffers (*pairwise*). Other back
 collectives (*native*). On gloo with CUDA tensors parts are copied through host memory (*staged*).
 
 An operation is a generator: it issues communication, yields the works, and continues when they are
-done. A lane (``lane.py``) decides what "done" means: on CPU the host waits, on CUDA the lane's
+done. A lane (``lanes.py``) decides what "done" means: on CPU the host waits, on CUDA the lane's
 stream does and the generator runs through at once. Collectives of the device's own backend (NCCL on
 CUDA) are issued synchronously: then they run on the current stream, which is the lane's, with its
 priority. (With ``async_op`` they would run on a stream of the process group's own, and each would

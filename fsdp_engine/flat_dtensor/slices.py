@@ -154,9 +154,7 @@ def with_full_parameters(cls: Any, func: Function, args: Args, kwargs: Kwargs) -
     if is_inplace(func):
         return None
     found = [value for value in tree_leaves((args, kwargs)) if isinstance(value, cls)]
-    full = {
-        id(value): value.backref.gathered_param() if value.backref else None for value in found
-    }
+    full = {id(value): value.backref.gathered_param() if value.backref else None for value in found}
     if None in full.values():
         return None
     return tree_map_only(cls, lambda value: full[id(value)], (args, kwargs))

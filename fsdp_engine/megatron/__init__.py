@@ -1,11 +1,11 @@
 """Megatron-Core's interface to the engine, with the parts that its model parallelism needs."""
 
-from fsdp_engine.megatron.distributed_data_parallel import DistributedDataParallel
-from fsdp_engine.megatron.finalize_model_grads import finalize_model_grads
-from fsdp_engine.megatron.fully_sharded_data_parallel import (
+from fsdp_engine.megatron.distributed_data_parallel import (
+    DistributedDataParallel,
     FullyShardedDataParallel,
     TorchFullyShardedDataParallel,
 )
+from fsdp_engine.megatron.finalize_model_grads import finalize_model_grads
 from fsdp_engine.megatron.get_optimizer import get_megatron_optimizer
 from fsdp_engine.megatron.process_groups import ModelParallelGroups
 

@@ -17,7 +17,7 @@ A hyperparameter or a new state that the step stores is written through to the o
 and state immediately. State that is replaced from outside (by loading) is detected before the next
 step by comparing objects. Slices have gradients within the step only, because a reference to a
 gradient keeps its memory allocated ([Note: When gradients are held] in
-``buffers/gradient_memory.py``).
+``buffers/gradients.py``).
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """``engine.measure()``: the time that compute waits for communication, and memory; and
 ``engine.describe()``: a row for each unit.
 
-Outside of ``measure()`` nothing is measured. [Note: Waits of compute] in ``comm/lane.py`` describes
-how waits are recorded. Names of lanes, units and phases, and kinds of memory, are those of a
-simulation (``fe.Simulation.exposed``) and of the profiler's ranges. The memory of activations is
-known only where the allocator counts it, on CUDA.
+Outside of ``measure()`` nothing is measured. [Note: Waits of compute] in ``comm/lanes.py``
+describes how waits are recorded. Names of lanes, units and phases, and kinds of memory, are those
+of a simulation (``fe.Simulation.exposed``) and of the profiler's ranges. The memory of activations
+is known only where the allocator counts it, on CUDA.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fsdp_engine.comm.lane import COPY_IN, LANES, Lanes, WaitMeter, name_of_wait, unit_of
+from fsdp_engine.comm.lanes import COPY_IN, LANES, Lanes, WaitMeter, name_of_wait, unit_of
 from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.extras import naming_extra
 from fsdp_engine.memory.allocator import Memory, Peak, begin_device_peak, device_peak

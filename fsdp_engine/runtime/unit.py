@@ -23,7 +23,7 @@ from typing import Protocol
 
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.codecs.base import BACKWARD, BOTH
-from fsdp_engine.comm.lane import Lanes, Ticket
+from fsdp_engine.comm.lanes import Lanes, Ticket
 from fsdp_engine.flat_dtensor import any_requires_grad
 from fsdp_engine.units.build import BuiltUnit
 from fsdp_engine.units.installing import Installation

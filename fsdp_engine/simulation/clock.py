@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_engine.comm.lane import COMPUTE, COPY_IN, LANES, Lanes, Meter, Operation, Steps, unit_of
+from fsdp_engine.comm.lanes import COMPUTE, COPY_IN, LANES, Lanes, Meter, Operation, Steps, unit_of
 from fsdp_engine.simulation.machine import Machine
 
 HOST = "host"
@@ -232,7 +232,7 @@ class Clock:
         self.exposed: list[Exposed] = []
         self.sent_bytes: dict[str, float] = {}
         self.memory_changed: Callable[[], None] = lambda: None
-        # Those of a device, or of a CPU: see [Note: Lanes] in ``comm/lane.py``.
+        # Those of a device, or of a CPU: see [Note: Lanes] in ``comm/lanes.py``.
         names = (*LANES, COPY_IN) if machine.host_runs_ahead else LANES
         self.lanes = {name: SimulatedLane(self, name) for name in names}
         self._compute = self.lanes[COMPUTE]

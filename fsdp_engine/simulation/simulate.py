@@ -33,8 +33,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fsdp_engine.comm.lane import COMPUTE, name_of_wait
-from fsdp_engine.comm.lanes import lanes_made_by
+from fsdp_engine.comm.lanes import COMPUTE, lanes_made_by, name_of_wait
 from fsdp_engine.comm.mesh import simulated_ranks
 from fsdp_engine.config import DistributedDataParallelConfig, StagingBudget
 from fsdp_engine.engine import Engine

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp_engine as fe
-from fsdp_engine.comm.lane import LANES
+from fsdp_engine.comm.lanes import LANES
 from tests import models
 from tests.async_device import device as on
 from tests.async_device.scene import (

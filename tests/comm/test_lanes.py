@@ -12,8 +12,7 @@ import torch
 
 from fsdp_engine.comm import collectives
 from fsdp_engine.comm.collectives import Steps
-from fsdp_engine.comm.lane import Chain, Lanes
-from fsdp_engine.comm.lanes import HostLane, make_lanes
+from fsdp_engine.comm.lanes import Chain, HostLane, Lanes, make_lanes
 from fsdp_engine.strategies import Axis
 
 

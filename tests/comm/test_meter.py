@@ -9,10 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_engine.comm import lane as meter_module
 from fsdp_engine.comm import lanes as lanes_module
-from fsdp_engine.comm.lane import LANES, Lanes, Steps, WaitMeter, name_of_wait, unit_of
-from fsdp_engine.comm.lanes import HostLane, make_lanes
+from fsdp_engine.comm import lanes as meter_module
+from fsdp_engine.comm.lanes import (
+    LANES,
+    HostLane,
+    Lanes,
+    Steps,
+    WaitMeter,
+    make_lanes,
+    name_of_wait,
+    unit_of,
+)
 from fsdp_engine.memory.allocator import Ledger, Peak
 
 LABEL = "all-gather of blocks.1 over the inner axis"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fsdp_engine.comm.collectives import Steps
-from fsdp_engine.comm.lane import Lanes
+from fsdp_engine.comm.lanes import Lanes
 from tests.comm.happens_before import COMPUTE, LANES, Order, RaceError, Span
 from tests.comm.trace_lanes import AnnotationError, Tracer
 

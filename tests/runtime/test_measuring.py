@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp_engine as fe
-from fsdp_engine.comm.lane import LANES, name_of_wait
+from fsdp_engine.comm.lanes import LANES, name_of_wait
 from fsdp_engine.runtime.reports import Measurement
 from tests.models import DIM, Mlp, Regression, vector_batch
 from tests.pool import on_few_ranks, on_ranks

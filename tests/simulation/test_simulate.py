@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
-from fsdp_engine.comm.lane import COPY_IN, LANES, Operation
+from fsdp_engine.comm.lanes import COPY_IN, LANES, Operation
 from fsdp_engine.simulation.calibrate import calibrate
 from fsdp_engine.simulation.clock import Clock, axis_of, unit_of
 from fsdp_engine.simulation.machine import Link, Machine, Processor
