@@ -251,7 +251,7 @@ class Engine:
         """
         if not self._scheduler.is_at_rest:
             raise RuntimeError(
-                "unsharded(): expected no forward or backward under way; found one (after an "
+                "unsharded(): expected no forward or backward in progress; found one (after an "
                 "exception, call engine.reset())"
             )
         units = self._units_of(modules)
@@ -382,7 +382,7 @@ class Engine:
         """Most bytes held so far by role, and "total" (of a moment, not a sum of peaks).
 
         Args:
-            reset: start anew from what is held now.
+            reset: restart the peak from the bytes that are allocated now.
         """
         ledger = self._memory.ledger
         peak = {role: count for role, count in ledger.peak.items() if count}

@@ -74,49 +74,50 @@ def shard(
     checkpointing: bool = False,
     plan: Chooses | None = None,
 ) -> Engine:
-    """Shard ``model``'s parameters, gradients and optimizer state; the model is changed in place.
+    """Shard ``model``'s parameters, gradients and optimizer state in place. Collective.
 
     Modules keep their class, names and identity. Outside forward and backward their parameters
-    are :class:`FlatDTensor`\\ s over this rank's slices (plain tensors where nothing is cut and
-    main weights are compute weights). Build the optimizer afterwards.
+    are :class:`FlatDTensor`\\ s over this rank's slices (plain tensors if nothing is sharded and
+    main weights are compute weights). Create the optimizer afterwards.
 
     Args:
         model: any module, also on the meta device.
-        mesh: data-parallel ranks: (inner,) or (outer, inner). Or the sizes of such a mesh of all
-            ranks, inner ranks next to each other. None: all ranks on one axis.
+        mesh: data-parallel ranks, (inner,) or (outer, inner), or the sizes of such a mesh of all
+            ranks with consecutive inner ranks. None: all ranks on one axis.
         strategy: level of the inner axis: "no_shard", "optim", "optim_grads" or
-            "optim_grads_params". None: what ``config`` says, else "optim_grads_params". "auto":
-            the fastest of ``plan`` that fits, on ``mesh`` if there is one.
-        outer_strategy: level of the outer axis, at most ``strategy``. None: what ``config`` says,
+            "optim_grads_params". None: that of ``config``, else "optim_grads_params". "auto": the
+            fastest of ``plan`` that fits, on ``mesh`` if given.
+        outer_strategy: level of the outer axis, at most ``strategy``. None: that of ``config``,
             else "no_shard".
-        units: what is gathered and reduced as one: see :func:`~.assignment.find_units`.
+        units: modules that are gathered and reduced together: see
+            :func:`~.assignment.find_units`.
         mp_policy: dtypes. None: each parameter's own, with fp32 main weights.
-        config: everything else.
-        granule: ``granule(name, parameter)`` elements of a parameter stay on one rank; it must
-            divide the parameter.
-        expert_mesh: ranks that share the parameters whose attribute ``allreduce`` is False, such
-            as experts: each expert's own data-parallel ranks, (inner,) or (outer, inner). DTensors
-            that are cut over ranks of ``mesh`` are such, too.
-        codec_rules: encodings of parameters on the wire, asked in turn before the default cast.
-        initial_values: "same": all ranks have built the same values, which is checked; where the
-            first rank has values and others are on the meta device, they get the first one's.
-            "rank0": all get the first rank's, of buffers too, whatever they have. Broadcast unit
-            by unit. "empty": as "same", but what is on the meta device on all ranks gets memory
-            and no values, which saves their making where they are loaded next; until they are,
-            forwards and saves raise.
-        min_unit_size: default units of fewer elements are joined with their neighbours; 0: none
-            are. None: as measured, see [Note: Size of a unit] in ``units/assignment.py``.
-        checkpointing: blocks compute what they kept for backward again there; see
+        config: all other options.
+        granule: ``granule(name, parameter)`` returns a number of elements that divides the
+            parameter; so many consecutive elements are always on one rank.
+        expert_mesh: data-parallel ranks of each expert, (inner,) or (outer, inner). Experts are
+            parameters whose attribute ``allreduce`` is False, and DTensors that are sharded over
+            ranks of ``mesh``.
+        codec_rules: functions that select the codec of a parameter's all-gather. The first result
+            other than None is used, else the cast to the compute dtype.
+        initial_values: "same": all ranks have built the same values, which is checked; if only
+            the first rank has values and others are on the meta device, the first rank's are
+            broadcast unit by unit. "rank0": the first rank's parameters and buffers are broadcast
+            to all ranks. "empty": as "same", but tensors that are on the meta device on all ranks
+            are allocated and not initialized, to be loaded next; until they are loaded, forwards
+            and saves raise.
+        min_unit_size: default units of fewer elements are joined with their neighbours; 0: no
+            unit is joined. None: [Note: Size of a unit] in ``units/assignment.py``.
+        checkpointing: recompute the forward of blocks in backward; see
             :func:`~fsdp_engine.checkpoint_units`.
-        plan: for ``strategy="auto"``, equal on all ranks: what :func:`~fsdp_engine.plan` found. It
-            says whether to checkpoint, too, and what of ``units``, ``mp_policy``, ``config``,
-            ``granule``, ``codec_rules`` and ``min_unit_size`` is not given here.
+        plan: the result of :func:`~fsdp_engine.plan` for ``strategy="auto"``, equal on all ranks.
+            It also determines ``checkpointing``, and those of ``units``, ``mp_policy``, ``config``,
+            ``granule``, ``codec_rules`` and ``min_unit_size`` that are not given.
 
     Raises:
-        ValueError: an argument, or how arguments or initial values of ranks differ; on all ranks,
-            before anything is changed.
-        TypeError: likewise.
-        Exception: what ``units``, ``granule`` or a codec rule raises, on its rank; on the others a
+        ValueError, TypeError: an argument is invalid, or arguments or initial values differ
+            between ranks; on all ranks, before anything is changed.
+        Exception: an error of ``units``, ``granule`` or a codec rule, on its rank; on the others a
             RuntimeError with that rank and error.
         RuntimeError: a rank did not come; names it.
     """

@@ -255,8 +255,8 @@ class ParamAndGradBuffer:
         are_reduced: bool,
         memory: mem.Memory | None = None,
     ) -> None:
-        """Weights and gradients become those of ``kind``; values are rounded. Parameters, full and
-        sharded, stay the objects that they are. Nothing may be under way. Not collective.
+        """Convert weights and gradients to ``kind``; values are rounded. Full and sharded
+        parameters stay the same objects. No collective may be in flight. Not collective.
 
         Args:
             kind: differs in dtypes alone.

@@ -363,7 +363,7 @@ class PublishedGradients:
     def _look_at_others(
         self, step: StepGradients, others: Sequence[int], found: Sequence[Tensor | None]
     ) -> None:
-        """``.grad`` of ``others`` is not what was published."""
+        """Record that ``.grad`` of ``others`` is not the published gradient."""
         for index in others:
             grad = found[index]
             step.sums[index] = 0
@@ -492,7 +492,7 @@ def _places(flags: Iterable[bool]) -> list[int]:
 
 
 def _keep(kept: dict[int, Tensor], index: int, grad: Tensor) -> None:
-    """Add ``grad`` to what is kept of parameter ``index``."""
+    """Add ``grad`` to the kept gradient of parameter ``index``."""
     known = kept.get(index)
     kept[index] = grad if known is None else local_part(known) + local_part(grad)
 

@@ -349,7 +349,7 @@ class Weights:
 
         Args:
             phases: whose full parameters are gathered.
-            for_backward: a backward reads what was gathered last.
+            for_backward: a backward reads the gathered parameters.
         """
         self._drain_full_wire()
         if self._through_scratch is not None:
@@ -415,8 +415,8 @@ class Weights:
         return allocates
 
     def _drain(self, storage: TransientStorage) -> None:
-        """Free its memory. Compute has waited for what was written there, and everything that
-        reads it was submitted to compute before."""
+        """Free its memory. Compute has waited for all writes, and all reads were submitted to
+        compute before."""
         if storage.filled:
             compute = self._context.lanes.compute
             compute.manage(f"free {self._spec.label}", storage.drain, storage)

@@ -89,10 +89,10 @@ def meet(
     has: bool = False,
     groups: Sequence[dist.ProcessGroup] = (),
 ) -> Rendezvous:
-    """Wait until all ``ranks`` have come. Collective over them.
+    """Wait until all ``ranks`` have arrived. Collective over them.
 
     Args:
-        what: what is to be done, in messages.
+        what: the operation, for error messages.
         ranks: global ranks, this one among them, in any order.
         timeout: how long to wait.
         note: must be the same on all of them.

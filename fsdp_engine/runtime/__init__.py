@@ -1,1 +1,1 @@
-"""What happens when: units in use, what is gathered ahead, which gradients are reduced next."""
+"""Runtime: hooks, the schedule of gathers, and the reductions of gradients."""

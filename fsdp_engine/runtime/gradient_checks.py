@@ -79,7 +79,7 @@ class GradientChecks:
                 self._norms[number] = torch.maximum(self._norms[number], norm)
 
     def conclude(self, found: Sequence[int]) -> str | None:
-        """Warn of large norms; returns what is wrong, the same on all ranks, None if nothing.
+        """Warn of large norms; return the problem, the same on all ranks, or None.
 
         Collective where ``found`` has any flag set.
 

@@ -498,8 +498,8 @@ class Reductions:
         """
         if self._queue is not None:
             raise RuntimeError(
-                "zero_grad_buffer: expected no backward under way; found one without the gradients "
-                f"of {self._missing()} (after an exception, call engine.reset())"
+                "zero_grad_buffer: expected no backward in progress; found one without the "
+                f"gradients of {self._missing()} (after an exception, call engine.reset())"
             )
         self.wait()
         self._message.finish()

@@ -83,7 +83,7 @@ class UnshardedParams:
 
     Attributes:
         phases: the uses that their bytes serve: a sum of FORWARD and BACKWARD.
-        for_backward: a backward reads what was gathered last.
+        for_backward: a backward reads the gathered parameters.
         tickets: of the gather in flight; None: compute has waited for it.
     """
 
