@@ -129,5 +129,5 @@ def test_so_it_is_by_the_calls_of_fsdp2() -> None:
 def test_outside_the_models_forward_it_raises() -> None:
     model = Diffusion(MODULATIONS["layer norm"])
     fe.shard(model, units=[Block])
-    with pytest.raises(ValueError, match=r"full blocks\.0\.modulation\.weight within the model's"):
+    with pytest.raises(ValueError, match=r"full blocks\.0\.modulation\.weight only during the model's"):
         model.blocks[0].modulation(torch.ones(2, 3, 6))  # type: ignore[operator]
