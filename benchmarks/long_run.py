@@ -30,7 +30,7 @@ WAYS = {
     # name: environment, whether the engine returns freed pages to the system
     "MALLOC_TOP_PAD_ of 64 MiB": ({"MALLOC_TOP_PAD_": str(64 * 2**20)}, False),
     "glibc's defaults": ({}, False),
-    "freed pages handed back": ({}, True),
+    "freed pages returned": ({}, True),
 }
 MEBIBYTE = 2**20
 

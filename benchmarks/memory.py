@@ -52,6 +52,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fsdp_engine as fe
+from fsdp_engine.comm import collectives, mesh
+from fsdp_engine.memory import allocator
+from fsdp_engine.runtime import hooks, inputs, reductions
 from fsdp_engine.strategies import LEVELS, Role
 from gpt import GPT, GPTConfig
 
@@ -68,18 +71,17 @@ LEVEL_3 = "optim_grads_params"
 ONE_UNIT = "level 3, one unit ahead"
 
 ENGINE, SCRATCH, IDLE, OTHER = "engine", "scratch", "idle", "other"
-HERE = Path(fe.__file__).parent
 FSDP2 = Path(fully_shard_module.__file__).parent
 # The owner of a storage is the innermost of these frames ("file:function"). Allocations in the
-# engine's memory.py belong to its caller.
+# engine's allocator belong to its caller.
 ORIGINS = {
-    f"{HERE / 'devices' / 'memory.py'}:": None,
-    f"{HERE / 'devices' / 'collectives.py'}:": SCRATCH,
-    f"{HERE / 'runtime' / 'hooks.py'}:": OTHER,  # casts of inputs and outputs
-    f"{HERE / 'runtime' / 'trees.py'}:": OTHER,
-    f"{HERE / 'runtime' / 'reductions.py'}:": OTHER,  # the buffer with a byte for each parameter
-    f"{HERE / 'devices' / 'mesh.py'}:": OTHER,
-    f"{HERE}{os.sep}": ENGINE,
+    f"{allocator.__file__}:": None,
+    f"{collectives.__file__}:": SCRATCH,
+    f"{hooks.__file__}:": OTHER,  # casts of inputs and outputs
+    f"{inputs.__file__}:": OTHER,
+    f"{reductions.__file__}:": OTHER,  # the buffer with a byte for each parameter
+    f"{mesh.__file__}:": OTHER,
+    f"{Path(fe.__file__).parent}{os.sep}": ENGINE,
     f"{FSDP2 / '_fsdp_common.py'}:_cast_fp_tensor": OTHER,
     f"{FSDP2}{os.sep}": ENGINE,
     f"{Path(torch.distributed.device_mesh.__file__)}:": OTHER,

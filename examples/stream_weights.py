@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/stream_weights.py --steps 60
 
 Rank 0 starts a *receiver*, a process without a process group that stands for an inference engine.
-Each rank connects to it, and after every few steps sends what has changed of the weights that it
+Each rank connects to it, and after every few steps sends the changes of the weights that it
 holds, in bf16 (``fe.weight_stream`` with ``changed_since``); nothing is gathered. The receiver
 applies it, evaluates held-out text, and tells checksums of what it has, which must be those of the
 trainer's own ``full_state_dict``.

@@ -329,7 +329,7 @@ def run(settings: Settings) -> None:
     curve = job.curve
     step = len(curve.steps)
     if stop:
-        say(f"told to end by {signal.Signals(stop).name}; saved step {step}; start again to go on")
+        say(f"ended by {signal.Signals(stop).name}; saved step {step}; start again to continue")
         dist.destroy_process_group()
         end_by(stop)
         return

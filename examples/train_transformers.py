@@ -147,7 +147,7 @@ def run(settings: argparse.Namespace) -> None:
     say(trainer.engine.describe())
     latest = get_last_checkpoint(settings.out) if settings.out.is_dir() else None
     if latest is not None:
-        say(f"goes on from {latest}")
+        say(f"continues from {latest}")
     trainer.train(resume_from_checkpoint=latest)
     loss = trainer.evaluate()["eval_loss"]
     trainer.save_model(str(settings.out / "model"))

@@ -28,7 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what is left of matrices as thorough, and deselect the thorough tests of other parts.
+    """Mark the rest of matrices as thorough, and deselect the thorough tests of other parts.
 
     Files stay whole within a part: their fixtures are shared.
     """
@@ -88,7 +88,7 @@ def _files_leave_no_group() -> Iterator[None]:
 
 
 def _leaves_no_group(what: str) -> Iterator[None]:
-    """What comes after would fail, and nobody would know why."""
+    """Later tests would fail for no visible reason."""
     was_there = dist.is_initialized()  # a fixture's of wider scope
     yield
     if dist.is_initialized() and not was_there:

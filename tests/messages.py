@@ -46,7 +46,7 @@ GATHERS, REDUCTIONS = ("all-gather",), ("reduce-scatter", "all-reduce")
 
 
 class Messages(TorchDispatchMode):
-    """Within it, counts what is submitted to lanes and what process groups are asked to send.
+    """Within it, counts submissions to lanes and sends of process groups.
 
     Attributes:
         operations: submissions by label.

@@ -423,7 +423,7 @@ class MaybeIdentity(nn.Module):
 
 
 class Router(nn.Module):
-    """Returns a result and a second one that nobody may use."""
+    """Returns a result and a second one that is never used."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -8,7 +8,7 @@ from fsdp_engine.strategies import ALL_STRATEGIES
 
 # All ten: for what a level is, training, counts, memory.
 PAIRS = [(strategy.inner.name, strategy.outer.name) for strategy in ALL_STRATEGIES]
-# Every inner level, and three outer ones: for what comes on top of a level.
+# Every inner level, and three outer ones: for features in addition to a level.
 FEW_PAIRS = [
     ("no_shard", "no_shard"),
     ("optim", "optim"),
@@ -16,7 +16,7 @@ FEW_PAIRS = [
     ("optim_grads_params", "no_shard"),
     ("optim_grads_params", "optim_grads"),
 ]
-# Of those few, what is ``thorough`` where a test has other pairs (``tests/matrices.py``): DDP, and
+# Of those few, the ``thorough`` ones where a test has other pairs (``tests/matrices.py``): DDP, and
 # a level between two others.
 SPARED_PAIRS = [("no_shard", "no_shard"), ("optim_grads", "no_shard")]
 FEW_PAIR_NAMES = ["-".join(pair) for pair in FEW_PAIRS]

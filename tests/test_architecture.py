@@ -476,9 +476,9 @@ def public_things_have_docstrings(source: Source) -> Iterator[Finding]:
 def nothing_follows_the_order_of_a_set(source: Source) -> Iterator[Finding]:
     """No order is taken from a set or from addresses: ranks would communicate in other orders.
 
-    A set may be built, asked and sorted. Sets are known by their types in annotations, by what is
-    assigned to a name in the same function, and by names of attributes and functions that are sets
-    somewhere in the package.
+    A set may be built, tested and sorted. Sets are known by their types in annotations, by
+    assignments to a name in the same function, and by names of attributes and functions that are
+    sets somewhere in the package.
     """
     known = package_sets() | declared_sets([source])
     scopes = list(_scopes(source.tree))
@@ -627,7 +627,7 @@ def _taken_in_order(node: ast.AST, nodes: list[ast.AST]) -> Iterator[ast.expr]:
 
 
 def _is_orderless(node: ast.expr, nodes: list[ast.AST]) -> bool:
-    """Whether ``node`` is an element of a set, or an argument of what has no order."""
+    """Whether ``node`` is an element of a set, or an argument of a function without order."""
     return any(
         (isinstance(each, ast.Set) and node in each.elts)
         or (isinstance(each, ast.Call) and node in each.args and _called(each) in ORDERLESS)

@@ -1,4 +1,4 @@
-"""``tests/matrices.py``: what is ordinary of a matrix still has every value."""
+"""``tests/matrices.py``: the ordinary cases of a matrix have every value."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def missing_tool() -> str | None:
 
 
 def build() -> None:
-    """Compiles what is not compiled yet, in a process of its own.
+    """Compiles sources that are not compiled yet, in a process of its own.
 
     Raises:
         RuntimeError: the compiler failed; with its output.

@@ -69,11 +69,11 @@ class Stream(torch.Stream):
         return event
 
     def wait_event(self, event: torch.Event) -> None:
-        """Makes what comes after on this stream wait for ``event``; the host goes on."""
+        """Makes later work on this stream wait for ``event``; the host does not wait."""
         event.wait(self)
 
     def wait_stream(self, stream: torch.Stream) -> None:
-        """Makes what comes after on this stream wait for what ``stream`` has now."""
+        """Makes later work on this stream wait for the work that ``stream`` has now."""
         event = Event()
         event.record(stream)
         event.wait(self)
@@ -185,7 +185,7 @@ def delays(
         host: seconds before each submission, in the host.
         streams: seconds for each kernel, copy and collective of a stream, by its id.
         seed: the figures are upper bounds of a uniform distribution, drawn from this seed, the
-            stream and the position of the job. None: the figures are what is waited.
+            stream and the position of the job. None: the figures are waits.
     """
     _ext().set_delays(compute, copy, collective, host, streams or {}, seed is not None, seed or 0)
     try:

@@ -67,7 +67,7 @@ def test_the_host_waits_for_no_work_of_the_device_where_a_parameter_got_no_gradi
         step()
     torch.accelerator.synchronize()
     with on.count_host_syncs() as syncs, on.held():
-        step()  # would never end if it waited for what is held
+        step()  # would never end if it waited for the held stream
     # Rank 1 waits for the other host's answer, beside what the device has to do.
     assert all(site.startswith("step_message.py") for _, site in syncs), syncs
     assert sum(syncs.values()) <= 1, syncs

@@ -113,7 +113,7 @@ class Watch:
     """Notes each wait of the lanes.
 
     Attributes:
-        waits: what was noted.
+        waits: the recorded waits.
     """
 
     def __init__(self) -> None:
@@ -164,7 +164,7 @@ def place() -> str:
     frame = sys._getframe(2)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        if "fsdp_engine" in path.parts and "devices" not in path.parts:
+        if "fsdp_engine" in path.parts and path.parent.name not in ("comm", "memory"):
             return f"{path.stem}.{frame.f_code.co_name}"
         frame = frame.f_back
     return "a program"

@@ -138,7 +138,7 @@ def test_main_grad_stays_where_it_is(strategy: str, zero: bool) -> None:
         ddp.finish_grad_sync()
         optimizer.step()
         optimizer.zero_grad()
-        # Where gradients are whole it is given out, and holds what was accumulated.
+        # If gradients are not sharded it is published, and holds the accumulated gradient.
         assert bool(places) == (strategy in ("no_shard", "optim"))
         assert [main.data_ptr() for main in mains if main is not None] == places
         assert all(main.isfinite().all() for main in mains if main is not None)

@@ -1,4 +1,4 @@
-"""Dtypes: what computes, what is kept, what travels, what is summed."""
+"""Dtypes of compute, of main weights, of collectives and of sums."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def test_on_one_axis_a_bf16_wire_with_fp32_sums_rounds_once_at_most(way: str) ->
         model(torch.full((64,), 4096.0 if dist.get_rank() == 0 else 4.0)).backward()
         gradient = full_gradients(model)["weight"]
         assert gradient is not None
-        # Also where nothing is cut: only what is summed is sent narrow, not the sums.
+        # Also if nothing is sharded: only summands are sent in the narrow dtype, not the sums.
         assert torch.equal(gradient, torch.full((64,), EXACT)), strategy
 
 
@@ -249,7 +249,7 @@ def test_division_by_the_ranks_makes_no_zeros_of_what_fp16_can_send(
         config = fe.DistributedDataParallelConfig(gradient_reduce_div_fusion=fused)
         model = BigAndSmall()
         engine = fe.shard(model, mesh, strategy, outer, mp_policy=policy, config=config)
-        for _ in range(2):  # the second is added to what is reduced
+        for _ in range(2):  # the second is added to the reduced gradient
             with engine.no_sync():
                 model(torch.full((64,), SMALL)).backward()
             model(torch.full((64,), SMALL)).backward()

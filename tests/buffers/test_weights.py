@@ -1,4 +1,4 @@
-"""Weights: main is the truth, and whoever changes it is heard by the very next forward."""
+"""Weights: the next forward uses every change of the main weights."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def contents(
 
 
 def different(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
-    """Keys whose values are not the same in every bit. Of slices in ``found``, what is there."""
+    """Keys whose values are not the same in every bit. Of slices in ``found``, their elements."""
     keys = found.keys() ^ expected.keys()
     return [f"only in one: {key}" for key in sorted(keys)] + [
         f"{key}: {found[key]}, expected {expected[key]}"

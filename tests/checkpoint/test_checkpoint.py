@@ -53,7 +53,7 @@ param_dtype and wrap may be left out."""
 
 
 def save_each(folder: str, configs: list[Config]) -> list[dict[str, Any]]:
-    """Trains and saves once for each config; what was saved."""
+    """Trains and saves once for each config; returns the saved values."""
     found = []
     for config in configs:
         model, engine, optimizer = trained(config)
@@ -88,7 +88,7 @@ def load_each(folder: str, pairs: list[tuple[Config, Config]], expected: Any) ->
 
 @pytest.fixture(scope="module")
 def saved(ranks: Ranks, tmp_path_factory: Any) -> tuple[str, dict[str, Any]]:
-    """A checkpoint of every config: the folder, and by label what is in it."""
+    """A checkpoint of every config: the folder, and its contents by label."""
     folder = str(tmp_path_factory.mktemp("checkpoints"))
     found: dict[str, Any] = {}
     for world_size, configs in all_configs().items():
@@ -222,7 +222,7 @@ def test_a_resumed_run_continues_as_if_nothing_had_happened(ranks: Ranks, tmp_pa
         assert not any(lines), "\n".join(lines[0][:10])
 
 
-# --- what is written ---
+# --- contents ---
 
 
 def save_over(folder: str, strategies: list[str]) -> list[tuple[list[str], int]]:
@@ -561,7 +561,7 @@ def test_a_subclass_takes_the_state_of_its_base(ranks: Ranks, tmp_path: Path) ->
 
 
 def go_back(folder: str) -> None:
-    """Loading what was saved before the first step forgets the steps since."""
+    """Loading a checkpoint from before the first step forgets the steps since."""
     model, engine = prepare()
     optimizer = two_groups(model)
     optimizer.param_groups[0]["lr"] = torch.tensor(0.25)

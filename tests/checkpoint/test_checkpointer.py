@@ -54,7 +54,7 @@ def visible(folder: str | Path) -> list[str]:
     return sorted(path.name for path in Path(folder).iterdir() if path.name != ".lock")
 
 
-# --- what comes back ---
+# --- loaded values ---
 
 
 def save_each(folder: str, configs: list[Config]) -> list[dict[str, Any]]:
@@ -324,7 +324,7 @@ def test_twenty_that_are_closed_leave_no_files_and_no_threads() -> None:
     assert counts[-1][0] <= counts[1][0], counts
     assert counts[-1][1] <= counts[1][1] + 2, counts
     engine.full_state_dict()  # the engine's own groups stay
-    checkpointer.save(3)  # what was closed opens again
+    checkpointer.save(3)  # a closed checkpointer opens again
     checkpointer.load(3)
     checkpointer.close()
     checkpointer.close()

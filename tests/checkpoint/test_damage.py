@@ -36,7 +36,7 @@ def folder_in(path: Path, manifest: bool) -> Path:
 
 
 def damage(path: Path, other: bytes, draw: random.Random) -> str:
-    """Damages a file, or leaves it alone; what was done."""
+    """Damages a file, or leaves it alone; returns a description."""
     whole = path.read_bytes()
     size = len(whole)
     kind = draw.choice(["bit", "zeros", "cut", "swap", "longer", "other", "removed", "noise"])
@@ -303,7 +303,7 @@ def refuse_code(work: str, where: str) -> None:
         with pytest.raises(ValueError, match=METADATA if where == "metadata" else "head.bias"):
             fe.export_safetensors(folder, f"{work}/out2")
         assert not marker.exists()
-    if where != "tensor":  # of a tensor nothing but numbers is read, whoever is trusted
+    if where != "tensor":  # of a tensor only numbers are read, with any trust
         load(trust=True)
         assert marker.exists()
         marker.rmdir()

@@ -1,4 +1,4 @@
-"""Files that are written past the page cache hold what was written, wherever that is possible."""
+"""Files that are written past the page cache, where that is possible, have the written contents."""
 
 from __future__ import annotations
 

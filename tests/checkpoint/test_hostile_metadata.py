@@ -1,4 +1,4 @@
-"""Metadata that nobody's save wrote: an error that names the file, and nothing else changes."""
+"""Metadata that no save has written: an error that names the file, and nothing else changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders of safetensors: what others wrote loads, and others read what is exported.
+"""Folders of safetensors: those of other libraries load, and other libraries read exports.
 
 The other side is the real thing: ``safetensors`` reads every export, ``huggingface_hub`` says how
 tensors are split over files, and ``transformers`` writes and reads a model.
@@ -97,7 +97,7 @@ def visible(folder: str | Path) -> list[str]:
 
 
 def on_rank_0(write: Callable[[], Any]) -> None:
-    """Let rank 0 do something, and all go on after it."""
+    """Run a function on rank 0; all ranks continue after it."""
     if dist.get_rank() == 0:
         write()
     dist.barrier()
@@ -392,7 +392,7 @@ def test_a_checkpoint_exports_as_its_engine_does(
             tmp_path / "checkpoint", tmp_path / "out", *options, progress=told.append
         )
         found, expected = read_all(tmp_path / "out"), read_all(tmp_path / name)
-        # A checkpoint does not say what is tied.
+        # A checkpoint does not say which tensors are tied.
         for dropped, kept in TIED.items():
             assert torch.equal(found.pop(dropped), expected[kept])
         assert different(found, expected) == []
@@ -509,7 +509,7 @@ def most_allocated(function: Callable[[], Any]) -> int:
     return most
 
 
-# --- what is refused ---
+# --- errors ---
 
 
 def refuse(
@@ -574,7 +574,7 @@ def test_names_are_changed_by_a_function_or_a_mapping() -> None:
 
 
 def damaged(whole: bytes) -> dict[str, tuple[bytes, str]]:
-    """By what is wrong: a file, and what the error says."""
+    """By defect: a file, and the error's text."""
     length = int.from_bytes(whole[:8], "little")
     header, data = json.loads(whole[8 : 8 + length]), whole[8 + length :]
 

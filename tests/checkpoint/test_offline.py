@@ -1,4 +1,4 @@
-"""``python -m fsdp_engine.checkpoint``: what is in a checkpoint, is it whole, do two agree."""
+"""``python -m fsdp_engine.checkpoint``: a checkpoint's contents, damage, and differences of two."""
 
 from __future__ import annotations
 

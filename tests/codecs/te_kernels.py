@@ -53,7 +53,7 @@ TORCH_DTYPES = {
 
 
 class _AnyName(type):
-    """A class whose attributes are all 0: an enum of which nobody here reads a member."""
+    """A class whose attributes are all 0: an enum whose members are not read here."""
 
     def __getattr__(cls, name: str) -> int:
         if name.startswith("__"):
@@ -65,7 +65,7 @@ class _AnyName(type):
 
 
 class Kernels(types.ModuleType):
-    """A module in which every name can be imported and only what is written below be called."""
+    """A module in which every name can be imported and only the functions below be called."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -80,7 +80,7 @@ def load() -> None:
     sys.modules[export.__name__] = export
     with (
         mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)),
-        # Or functions that nobody calls here are to be compiled.
+        # Or functions that are not called here would be compiled.
         mock.patch.dict(os.environ, {"NVTE_TORCH_COMPILE": "0"}),
     ):
         vars(top).update(
@@ -330,7 +330,7 @@ class QuantisedLinear(nn.Module):
             key: self.fp8_meta[key].make_quantizers() for key in ("scaling_fwd", "scaling_bwd")
         }
         values = torch.randn(out_features, in_features, dtype=dtype) / in_features**0.5
-        # Or rows and columns of MXFP8 mean the same: only what is far below a block's largest
+        # Or rows and columns of MXFP8 mean the same: only elements far below a block's largest
         # depends on the block.
         values[3::4] *= 2.0**-14
         self.weight = make_weight(
@@ -425,7 +425,7 @@ class QuantisedStack(nn.Module):
         self.head = nn.Linear(dim, features, bias=False, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Mean square of the difference between x, (batch, features), and what comes out."""
+        """Mean square of the difference between x, (batch, features), and the output."""
         y = self.embed(x.to(self.dtype))
         for block in self.blocks:
             y = block(y)

@@ -7,7 +7,7 @@
     mxfp8      1 x 32 (rows), 32 x 1 (columns)   amax / 448, rounded up to a power of two, inverted
 
 Bytes are e4m3. Loops over blocks, and Python's exact arithmetic for powers of two: slow, and
-unlike what is tested.
+unlike the tested code.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Quantised(NamedTuple):
         row_scale_inv: fp32, or the bytes of e8m0, one for each block.
         column_bytes: (rows, columns), what backward reads; None where it is not there.
         column_scale_inv: its scales.
-        amax: largest absolute value in the nominal dtype; None where nobody asked.
+        amax: largest absolute value in the nominal dtype; None if it was not requested.
     """
 
     row_bytes: Tensor
@@ -51,7 +51,7 @@ def quantise(
     """``master``, (rows, columns), first rounded to the nominal dtype.
 
     Args:
-        scale: delayed scaling's; nobody else's.
+        scale: of delayed scaling only.
     """
     assert (scale is not None) == (recipe == "delayed"), (recipe, scale)
     values = master.detach().to(nominal).float()

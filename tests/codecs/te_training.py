@@ -251,7 +251,7 @@ class Watch:
         return found
 
     def scales(self) -> dict[str, Tensor]:
-        """All scales that are there, without padding, which nobody writes."""
+        """All scales that are there, without padding, which is never written."""
         return {
             f"{name} {field}": scale.clone()
             for name, weight in self.weights.items()

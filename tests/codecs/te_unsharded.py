@@ -117,7 +117,7 @@ class Stack(nn.Module):
         self.head = te.Linear(DIM, DIM, bias=False, params_dtype=BF16, device="cuda")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Mean square of what comes out less ``x``, (sequence, batch, DIM)."""
+        """Mean square of the output less ``x``, (sequence, batch, DIM)."""
         y = x
         for block in self.blocks:
             y = block(y)

@@ -43,7 +43,7 @@ class Watch:
 
     Attributes:
         expected: by name, set before each step.
-        wrong: what was different: step, moment and name.
+        wrong: the differences: step, moment and name.
         looks: how often each (moment, name) was compared.
         places: all of these.
     """

@@ -1,6 +1,6 @@
 """The codec for Transformer Engine's weights by itself, over stand-ins of its kernels: a split has
 the bytes and scales of the whole, parameters are bound and nothing is allocated, and no byte is
-written that belongs to somebody else."""
+written outside of its own slice."""
 
 from __future__ import annotations
 

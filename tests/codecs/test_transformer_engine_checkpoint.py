@@ -63,7 +63,7 @@ def step(model: Any, optimizer: Any, number: int, rows: int = 8) -> float:
 
 
 def state_of(model: Any, engine: fe.Engine) -> dict[str, Tensor]:
-    """What training goes on from, whole and by name. A collective."""
+    """The state that training continues from, in full and by name. Collective."""
     found = {
         key: value for key, value in engine.full_state_dict().items() if "_extra_state" not in key
     }
@@ -107,7 +107,7 @@ def load_each(folder: str, expected: Any, configs: list[Config]) -> list[str]:
     lines = []
     for (label, (state, fp8)), config in itertools.product(expected.items(), configs):
         if len(configs) > 1 and (configs.index(config) + int(label[-1])) % 2:
-            continue  # each of several loads half of what was saved, of every recipe
+            continue  # each of several loads half of the checkpoint, of every recipe
         model, engine, optimizer = sharded(label.partition("-")[0], config, seed=2)
         step(model, optimizer, 9)  # bytes and transposes of other weights are there
         load_checkpoint(f"{folder}/{label}", engine, optimizer)
@@ -159,7 +159,7 @@ def test_scales_and_histories_are_saved_as_plain_tensors_and_no_pickle_is(
 
 
 def continue_each(folder: str) -> None:
-    """Training that was loaded goes on bit by bit as that which was not interrupted."""
+    """Training from a loaded checkpoint continues bit by bit as without interruption."""
     for recipe, config in itertools.product(RECIPES, SAVED):
         label = f"{folder}/{recipe}-{SAVED.index(config)}"
         model, engine, optimizer = sharded(recipe, config)

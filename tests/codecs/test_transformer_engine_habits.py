@@ -261,7 +261,7 @@ def test_looks_between_steps_change_nothing(recipe: str) -> None:
         model.eval()
         model(*make_batch(2, 78))  # its backward never comes
         model.train()
-        engine.start_param_sync()  # nothing has changed, but what is cut is gathered ahead
+        engine.start_param_sync()  # nothing has changed, but sharded units are prefetched
 
     for level in LEVELS:
         states, losses = [], []

@@ -14,7 +14,7 @@ A run is judged by one of two orders:
   since the caching allocator hands it on in that stream's order; a tensor that Python drops is
   freed in the order of the stream on which it was made, at that moment.
 - *host*, as on CPU: compute is the host's own thread, and every operation a thread that starts
-  where it was submitted and ends where somebody waits for its ticket. Nothing orders two
+  where it was submitted and ends where its ticket is waited for. Nothing orders two
   operations of one lane but a ticket.
 """
 
@@ -104,7 +104,7 @@ class Order:
     # Threads.
 
     def thread_of(self, lane: str) -> str:
-        """Which thread does what is called on ``lane`` outside operations."""
+        """The thread of calls on ``lane`` outside operations."""
         return lane if self.streams else COMPUTE
 
     def begin(self, lane: str, after: Sequence[Clock]) -> str:
@@ -153,14 +153,14 @@ class Order:
         memory.accesses[thread, write, span.start, span.stop] = access
 
     def look(self, thread: str, span: Span, label: str) -> None:
-        """A view is made, whoever uses it: there must be memory."""
+        """A view is created: there must be memory."""
         memory = self.memories.get(span.key)
         if memory is not None and memory.freed is not None:
             access = self._access("view", thread, span, label)
             self._fail("memory is used after it was freed", span.key, memory, access)
 
     def allocate(self, thread: str, span: Span, label: str) -> None:
-        """New memory appears behind a storage: whoever uses it must come after this.
+        """New memory appears behind a storage: every use must come after this.
 
         It is not the memory that was there before, so it need not come after that one's free.
         """
@@ -173,7 +173,7 @@ class Order:
         memory.accesses = {(thread, True, span.start, span.stop): access}
 
     def free(self, thread: str, span: Span, label: str) -> None:
-        """The memory behind a storage is handed back."""
+        """The memory behind a storage is freed."""
         memory = self.memory(span, thread)
         access = self._access("free", thread, span, label)
         if memory.freed is not None:
@@ -195,7 +195,7 @@ class Order:
         """What Python has dropped since was freed in the order of its home, and is forgotten."""
         for key in [key for key, m in self.memories.items() if m.reference.expired()]:
             memory = self.memories[key]
-            # On CPU nothing loses its memory while somebody, say an operation, holds it.
+            # On CPU a storage keeps its memory while an operation references it.
             if self.streams and memory.freed is None and memory.accesses:
                 stop = max(access.stop for access in memory.accesses.values())
                 moment = self._clocks[memory.home][memory.home]

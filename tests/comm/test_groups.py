@@ -27,7 +27,7 @@ from fsdp_engine.megatron.process_groups import ModelParallelGroups, spanned_gro
 from tests.megatron.model_parallel import Chunk
 from tests.pool import Ranks, on_ranks
 
-# A group that does not come about waits for 60 s; what comes about takes a tenth of a second.
+# A group that cannot be created waits for 60 s; others take a tenth of a second.
 LIMIT = 30.0
 
 

@@ -17,7 +17,7 @@ from fsdp_engine.strategies import Axis
 
 
 class FakeWork:
-    """A work that notes when somebody waits for it, and may fail."""
+    """A work that records when it is waited for, and may fail."""
 
     def __init__(self, log: list[str], name: str, error: str | None = None) -> None:
         self._log, self._name, self._error = log, name, error
@@ -103,7 +103,7 @@ def test_waiting_for_the_second_starts_the_first_before_it() -> None:
     blocker = other.submit("x", operation(log, "x"))
     first = lane.submit("a", operation(log, "a"), after=[blocker])
     compute.wait(blocker)
-    assert "a starts" not in log  # nobody has touched its lane since
+    assert "a starts" not in log  # its lane has not been used since
     compute.wait(first)
     assert log[-3:] == ["a starts", "a waited", "a ends"]
 
@@ -137,7 +137,7 @@ def test_a_chain_runs_its_links_one_after_the_other_and_again() -> None:
 def test_an_error_while_waiting_names_the_operation() -> None:
     lane, compute = HostLane(), HostLane()
     ticket = lane.submit("all-gather of blocks.1", operation([], "a", error="Timed out"))
-    for _ in range(2):  # nobody may take the second try for success
+    for _ in range(2):  # a second wait must not look like success
         with pytest.raises(
             RuntimeError, match=r"^all-gather of blocks\.1 did not complete: .*\(Timed out\)$"
         ):
@@ -177,7 +177,7 @@ def test_draining_ends_everything_and_returns_what_failed() -> None:
     assert [str(error).split(" did not")[0] for error in errors] == ["b"]
     assert [ticket.done for ticket in (*tickets, held_up)] == [True, False, True, True]
     assert lane.drain() == []
-    # The lane goes on.
+    # The lane continues.
     again = lane.submit("e", operation(log, "e"))
     other.wait(again)
     assert log[-1] == "e ends"
@@ -222,7 +222,7 @@ def test_a_profiler_shows_operations_by_name() -> None:
 
 class Group:
     """A process group whose backend for CUDA is called ``name``, of a class in Python: its methods
-    are what is called.
+    are called.
 
     Attributes:
         issued: of each collective, whether it was asynchronous.

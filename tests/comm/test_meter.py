@@ -27,7 +27,7 @@ LABEL = "all-gather of blocks.1 over the inner axis"
 
 
 class Time:
-    """A clock that stands still unless it is told to go on."""
+    """A clock that stands still unless it is advanced."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -125,7 +125,7 @@ def test_without_a_meter_no_time_is_asked_for(monkeypatch: pytest.MonkeyPatch) -
 
 
 class Device:
-    """Streams whose time goes on as they are given work, and events that know it."""
+    """Streams whose time advances with submitted work, and events that record it."""
 
     def __init__(self) -> None:
         self.reached = float("inf")  # up to when the host has seen the streams come
@@ -162,7 +162,7 @@ class Stream:
 
 
 class Event:
-    """An event as torch.cuda has it: without ``enable_timing`` nobody can ask for its time."""
+    """An event as torch.cuda has it: without ``enable_timing`` it has no time."""
 
     device: Device
 

@@ -247,7 +247,7 @@ ENDS_AT_ONCE = """
 import time, torch, fsdp_engine as fe
 import torch.distributed as dist
 from torch import nn
-from fsdp_engine.devices import stall_monitor
+from fsdp_engine.comm import stall_monitor
 
 dist.init_process_group("gloo")
 fe.shard(nn.Linear(4, 4), initial_values="rank0")

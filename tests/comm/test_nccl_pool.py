@@ -1,4 +1,4 @@
-"""Memory registered with NCCL, without NCCL: what is asked of the pool, and what the pool asks."""
+"""Memory registered with NCCL, without NCCL: calls of the pool, and calls by the pool."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def fake_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sent]:
 
 
 def mains_of(engine: Any) -> set[int]:
-    """Main weights in another dtype, which are encoded into what travels."""
+    """Main weights in another dtype, which are encoded for the gather."""
     return {
         b.weights.main.tensor.untyped_storage()._cdata
         for b in engine.buffers

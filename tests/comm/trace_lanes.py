@@ -143,7 +143,7 @@ class Tracer(TorchDispatchMode):
     """Within it, engines get lanes that prove their schedule. See the module docstring.
 
     Args:
-        forgets: which waits the lanes forget, to see that somebody notices.
+        forgets: the waits that the lanes forget, to see that this is detected.
 
     Attributes:
         orders: the two judges: streams, host.
@@ -368,7 +368,7 @@ def _accessed_arguments(func: Any) -> tuple[tuple[int, str, str], ...]:
     for place, argument in enumerate(schema.arguments):
         alias, kind = argument.alias_info, "read"
         if schema.name.startswith("c10d::"):
-            # Their schemas do not say what is written.
+            # Their schemas do not name the written arguments.
             in_place = argument.name == "tensors" and schema.name.endswith("_")
             if in_place or argument.name.startswith("output"):
                 kind = "write"

@@ -113,7 +113,7 @@ def test_initial_values_that_differ_in_one_shard() -> None:
 
 
 class Plainly(torch.autograd.Function):
-    """Computes with what lies here of a DTensor, and returns a plain gradient for it."""
+    """Computes with the local tensor of a DTensor, and returns a plain gradient for it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

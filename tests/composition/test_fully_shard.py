@@ -92,7 +92,7 @@ def converted(how: str) -> None:
         assert spread is not None, name
     loss, expected = model(tokens_for(0, 0, 0)), plain(tokens_for(0, 0, 0))
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-    loss.backward()  # beside what came before
+    loss.backward()  # in addition to the earlier ones
     expected.backward()
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(whole(mine.grad), theirs.grad, rtol=1e-4, atol=1e-6)

@@ -1,6 +1,6 @@
 """Arenas and memory registered with NCCL on a CUDA device. Skipped where there is none.
 
-One rank sends nothing, so its engine's pool is registered with nobody: memory comes from NCCL's
+One rank sends nothing, so its engine's pool is registered with no group: memory comes from NCCL's
 allocator all the same, and registration is tried with the one rank's own group.
 """
 
@@ -89,9 +89,9 @@ def test_a_pool_is_registered_with_a_group_and_used_by_its_collectives() -> None
     with process_group("nccl", 1) as mesh:
         group = mesh.get_group(0)
         ours = SimpleNamespace(gather_group=group, reduce_group=None)
-        nobody = SimpleNamespace(gather_group=None, reduce_group=None)
+        none = SimpleNamespace(gather_group=None, reduce_group=None)
         device = torch.device("cuda", torch.cuda.current_device())
-        axes: Any = SimpleNamespace(inner=ours, outer=nobody, device_mesh=mesh, device=device)
+        axes: Any = SimpleNamespace(inner=ours, outer=none, device_mesh=mesh, device=device)
         pool = NcclPool(axes, symmetric=False)
         with pool.allocating():
             tensor = torch.arange(2**20, dtype=torch.float32, device=device)

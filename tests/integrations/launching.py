@@ -18,7 +18,7 @@ from settings import parse_settings
 from train_gpt import Job, prepare
 
 ROOT = Path(__file__).parents[2]
-# In the environment of every process of a test, and of all that it starts, whoever their parent is.
+# In the environment of every process of a test, and of all that it starts, with any parent.
 _MARK = "FSDP_ENGINE_TEST_JOB"
 
 # A step takes some ten milliseconds, so that a job can be killed in the middle.
@@ -43,7 +43,7 @@ def train_undisturbed(arguments: list[str]) -> list[float]:
 
 
 def free_port() -> int:
-    """One that nobody listens on."""
+    """One without a listener."""
     with socket.socket() as each:
         each.bind(("localhost", 0))
         return int(each.getsockname()[1])
@@ -124,7 +124,7 @@ class Launched:
         try:
             return process.wait(seconds)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"{name} goes on after {seconds} s:\n{self.log(name)}") from None
+            raise AssertionError(f"{name} runs after {seconds} s:\n{self.log(name)}") from None
 
     def kill_all(self) -> None:
         """Whatever still lives."""

@@ -175,7 +175,7 @@ def held(loop: Loop) -> dict[str, Any]:
 
 
 def train_and_save(folder: str, level: str) -> tuple[dict[str, Any], list[tuple[float, float]]]:
-    """Train an epoch, save, train another; what was saved, and the second epoch."""
+    """Train an epoch, save, train another; returns the saved state, and the second epoch."""
     loop, counter = Loop(level, shuffle=False), Counter()
     loop.accelerator.register_for_checkpointing(counter)
     loop.train()

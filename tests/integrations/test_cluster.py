@@ -346,7 +346,7 @@ def test_torchrun_goes_on_without_a_worker_without_a_node_and_with_a_new_node(
     at_restart = newest(texts)
     wait_until(lambda: newest(texts) > at_restart, "a checkpoint after it")
 
-    # A node dies, with all that runs there: the other goes on alone.
+    # A node dies, with all that runs there: the other continues alone.
     for each in [*psutil.Process(node1.pid).children(recursive=True), psutil.Process(node1.pid)]:
         each.kill()
     wait_until(lambda: resumed(2), "a start without the node")

@@ -164,7 +164,7 @@ def test_evaluation_by_itself_has_the_numbers_of_ddp() -> None:
         assert metrics == pytest.approx(others)
     predicted = ours.predict(found, data())
     torch.testing.assert_close(predicted, theirs.predict(expected, data()))
-    fit(found, by_engine())  # another Trainer goes on with what is sharded
+    fit(found, by_engine())  # another Trainer continues with the sharded model
     fit(expected, "ddp")
     check_equal(found, expected)
 
@@ -390,7 +390,7 @@ def test_files_of_other_strategies_come_in_and_go_out() -> None:
 
 
 class Picky(Net):
-    """Changes what is saved."""
+    """Changes the saved state."""
 
     puts_in: Any = None
 

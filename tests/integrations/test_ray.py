@@ -141,7 +141,7 @@ def test_an_error_of_one_worker_is_raised_on_all_and_nothing_is_reported() -> No
         pytest.raises(OSError, match="storage is out of reach"),
     ):
         checkpoints.load()
-    engine.model(*token_batch(2, 1)).backward()  # it goes on
+    engine.model(*token_batch(2, 1)).backward()  # it continues
 
 
 @pytest.mark.thorough

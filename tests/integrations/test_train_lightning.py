@@ -39,7 +39,7 @@ def train(out: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> dict[st
 
 
 def kill_after_a_checkpoint(out: Path, *arguments: str) -> None:
-    """SIGKILL to all ranks, as soon as there is something to go on from."""
+    """SIGKILL to all ranks, as soon as there is a checkpoint to continue from."""
     job = subprocess.Popen(command(out, *arguments), env=environment(), start_new_session=True)
     try:
         deadline = time.monotonic() + SECONDS

@@ -78,7 +78,7 @@ def test_a_killed_run_goes_on_along_its_curve_on_other_ranks(tmp_path: Path) -> 
     assert steps[-1] < 60
 
     printed = finished(start(tmp_path, 1))
-    assert f"goes on from {out}/checkpoint-{steps[-1]}" in printed
+    assert f"continues from {out}/checkpoint-{steps[-1]}" in printed
     assert "--- sample ---" in printed
     assert sorted(path.name for path in out.glob("*checkpoint-*")) == [
         "checkpoint-58",

@@ -1,4 +1,4 @@
-"""What ``FSDPEngineTrainer`` saves, and how a run goes on from it."""
+"""What ``FSDPEngineTrainer`` saves, and runs that continue from it."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def pairs(count: int, seed: int = 1) -> Rows:
 
 
 def lengths(prediction: Any) -> dict[str, float]:
-    """How long texts are: a metric of what is generated."""
+    """The length of generated texts, a metric."""
     texts = prediction.predictions
     return {"hits": float(np.sum((texts != 0) & (texts != -100)))}
 

@@ -156,7 +156,7 @@ def figures(made: Any) -> dict[tuple[int, str], float]:
 
 
 def run(kind: str, folder: Path | None = None, **changes: Any) -> dict[tuple[int, str], float]:
-    """Train; what was logged. ``trainer=`` has what the trainer gets, others the arguments."""
+    """Train; returns the log. ``trainer=`` has what the trainer gets, others the arguments."""
     given = changes.pop("trainer", {})
     given = {name: value() if isinstance(value, Make) else value for name, value in given.items()}
     made = trainer(kind, arguments(folder or shared_folder(), **changes), **given)

@@ -298,7 +298,7 @@ def test_pages_between_small_allocations_are_handed_back_after_so_many_backwards
 
 
 class FakeRuntime:
-    """CUDA's, as far as pinning goes: what is pinned at an address."""
+    """CUDA's runtime, for pinning only: the pinned ranges by address."""
 
     def __init__(self, code: int = 0) -> None:
         self.pinned: dict[int, int] = {}

@@ -665,7 +665,7 @@ def test_a_copy_can_be_sharded_again(mesh: DeviceMesh, way: str) -> None:
 
 
 def sharded_module(full: dict[str, Tensor], mesh: DeviceMesh) -> nn.Module:
-    """A Linear whose parameters are cut evenly, the last rank taking what is left."""
+    """A Linear whose parameters are split evenly, with the rest on the last rank."""
     module = nn.Linear(5, 4)
     for name, value in full.items():
         size, rank, world = math.ceil(value.numel() / mesh.size()), mesh.get_rank(), mesh.size()

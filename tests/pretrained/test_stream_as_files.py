@@ -23,7 +23,7 @@ from tests.pretrained.receiver import Receiver, edit, of_all_ranks, same_bits, s
 
 
 def streamed(family: str, folder: str, level: str) -> None:
-    """All three forms of what is in ``folder``; then of other values, saved beside it."""
+    """All three forms of the tensors in ``folder``; then of other values, saved beside it."""
     engine = fe.shard(builder(family)(), strategy=level, initial_values="empty")
     fe.load_pretrained(engine, folder)
     expected = in_files(Path(folder))

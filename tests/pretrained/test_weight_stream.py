@@ -272,7 +272,7 @@ def test_experts_are_sent_by_who_has_them(level: str) -> None:
     assert all(same_bits(receiver.weights[name], x) for name, x in again.weights.items())
 
 
-# --- what is sent, and what is held ---
+# --- traffic and memory ---
 
 
 @on_ranks(2)

@@ -1,4 +1,4 @@
-"""Models of diffusers: a plain loop trains them, and diffusers reads what is saved."""
+"""Models of diffusers: a plain loop trains them, and diffusers reads the saved folder."""
 
 from __future__ import annotations
 

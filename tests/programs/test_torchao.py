@@ -96,7 +96,7 @@ def _built(name: str, level: str) -> tuple[nn.Module, fe.Engine, Any]:
 
 
 def _save(name: str, level: str, folder: str) -> tuple[list[float], int]:
-    """Save in each way, and go on; returns losses, and how many tensors of state are quantised."""
+    """Save in each way, and continue; returns losses, and the number of quantised state tensors."""
     model, engine, optimizer = _built(name, level)
     _steps(model, optimizer, 0, SAVED)
     fe.Checkpointer(f"{folder}/checkpointer", engine, optimizer).save(SAVED)

@@ -125,7 +125,7 @@ def _model() -> Any:
 
 
 def train(kind: str, name: str, lora: bool = True, **changes: Any) -> list[dict[str, float]]:
-    """Loss, norm and the figure that shows what is learned, of each step.
+    """Loss, norm and the figure that shows learning, of each step.
 
     Args:
         kind: "plain", or a level.

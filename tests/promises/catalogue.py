@@ -1,4 +1,4 @@
-"""The catalogue of what was tried, and the page that is made of it.
+"""The catalogue of trials, and the page that is written from it.
 
     python -m tests.promises.catalogue --write     # tries everything, writes docs/promises.md anew
 
@@ -37,7 +37,7 @@ from tests.promises.trial import Outcome, Verdict
 PAGE = Path(__file__).parents[2] / "docs" / "promises.md"
 BEGIN, END = "<!-- written by tests/promises/catalogue.py -->", "<!-- to here -->"
 
-# Known to be wrong, and on its way to be mended: names of entries, which are not run, and of
+# Known to be wrong, to be mended: names of entries, which are not run, and of
 # tensor functions.
 BEING_MENDED: frozenset[str] = frozenset()
 
@@ -87,7 +87,7 @@ def names_to_cover() -> list[str]:
 
 
 def _is_torchs(owner: type, name: str) -> bool:
-    """Whether nobody else has put it there, as transformers does with nn.Module.smart_apply."""
+    """Whether no other package has added it, as transformers does nn.Module.smart_apply."""
     module = getattr(getattr(owner, name), "__module__", None)
     return not isinstance(module, str) or module.split(".")[0] in ("torch", "builtins")
 

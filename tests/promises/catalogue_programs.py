@@ -329,7 +329,7 @@ class Result:
 
 
 class Hidden(nn.Module):
-    """Its output is hidden in a class that nobody knows."""
+    """Its output is hidden in an unknown class."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -595,7 +595,7 @@ def _lora_after(s: Scene) -> Any:
 # --- processes, memory, errors ---
 
 
-@tries("an exception in forward, then training goes on")
+@tries("an exception in forward, then training continues")
 def _exception(s: Scene) -> Any:
     def fail(module: Any, args: Any) -> None:
         raise KeyError("the user's own")

@@ -172,7 +172,7 @@ _SIMPLE: list[Way] = [
     _after(_mask, 1),
     _after(_mask, _other),
 ]
-# Tried on what is of floating point and has dims.
+# Tried on tensors of floating point with dims.
 _MORE: list[Way] = [
     _after(0.5),
     _after(-1),
@@ -323,7 +323,7 @@ def public_names() -> dict[str, Callable[..., Any]]:
         for function in overridable.get(space, ()):
             name = getattr(function, "__name__", "")
             name = re.sub(f"^({short}_|_)(?=[a-z])", "", name) if space is not torch else name
-            # As a method it is tried already, and goes the same way; what is not listed in
+            # As a method it is tried already, and takes the same path; names that are not listed in
             # functions.py raises, always.
             known = not name or name[0] == "_" or f"Tensor.{name}" in found
             if not known and hasattr(space, name) and not is_refused(function):
@@ -410,7 +410,7 @@ def is_refused(function: Any) -> bool:
 
 
 def fitting(name: str, function: Any, plain: Kit) -> dict[str, list[int]]:
-    """Which of the ways plain torch accepts, by kind of subject; of what is refused, the first."""
+    """Which of the ways plain torch accepts, by kind of subject; of refused ones the first."""
     found: dict[str, list[int]] = {kind: [] for kind in SUBJECTS}
     refused = is_refused(getattr(torch.Tensor, name.removeprefix("Tensor."), function))
     for kind in ("gradient", "integers", "mask", "scalar", *_RARE, "parameter"):
@@ -430,7 +430,7 @@ def fitting(name: str, function: Any, plain: Kit) -> dict[str, list[int]]:
 def try_name(
     name: str, function: Any, plain: Kit, ours: Kit, fits: dict[str, list[int]]
 ) -> list[tuple[str, Outcome]]:
-    """Outcomes of all arguments that fit, each with what was tried."""
+    """Outcomes of all arguments that fit, each with its arguments."""
     outcomes: list[tuple[str, Outcome]] = []
     last = name.split(".")[-1]
     for kind in SUBJECTS:

@@ -118,7 +118,7 @@ class Entry:
     """One trial of the catalogue.
 
     Attributes:
-        name: what is tried, as users write it.
+        name: the expression, as users write it.
         trial: how; None: it does not apply.
         why: why it does not apply.
         goes_on: afterwards the model is trained one step more.
@@ -194,7 +194,7 @@ def perform(entry: Entry, mesh: DeviceMesh, levels: Sequence[str]) -> dict[str, 
         expected = _run(step, alone)
         own = {level: judge(expected, _run(step, scene)) for level, scene in ours.items()}
         if step is not entry.trial and expected[1] is not None:
-            break  # plain torch cannot go on either
+            break  # plain torch cannot continue either
         for level, outcome in _agreed(own, mesh).items():
             if step is not entry.trial and outcome.verdict is Verdict.WRONG:
                 outcome = Outcome(Verdict.WRONG, f"afterwards: {outcome.note}")
@@ -232,7 +232,7 @@ def _kept(value: Any) -> Any:
 
 
 def _agreed(own: dict[str, Outcome], mesh: DeviceMesh) -> dict[str, Outcome]:
-    """By level, the worst of all ranks' outcomes: all go on, or none."""
+    """By level, the worst of all ranks' outcomes: all continue, or none."""
     if not own:
         return {}
     group = mesh.get_group()

@@ -1,4 +1,4 @@
-"""All that is public is in the catalogue, nothing is wrong, and the page says what was found."""
+"""All public names are in the catalogue, nothing is wrong, and the page has the outcomes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_every_public_name_is_in_the_catalogue() -> None:
 
 def test_what_other_libraries_add_is_not_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     def added(self: torch.nn.Module) -> None:
-        """Of somebody else."""
+        """Of another package."""
 
     before = catalogue.names_to_cover()
     monkeypatch.setattr(torch.nn.Module, "added", added, raising=False)

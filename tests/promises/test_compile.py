@@ -1,4 +1,4 @@
-"""What torch promises of compiled blocks: what is compiled is the model, and nothing else."""
+"""What torch promises of compiled blocks: the model is compiled, and nothing else."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def save(state: dict[str, Any], folder: Path, **options: Any) -> None:
 
 
 def check(folder: Path, place: Place, num_steps: int) -> None:
-    """Whether what was saved after ``num_steps`` continues as a run of one process does."""
+    """Whether the checkpoint after ``num_steps`` continues as a run of one process does."""
     alone = make()
     for seed in range(num_steps + 1):
         step(*alone, seed)

@@ -64,7 +64,7 @@ class EncoderAndHead(nn.Module):
 
 
 class Hidden:
-    """A user's own class, in which nobody looks for tensors."""
+    """A user's own class, in which tensors are not found."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -76,7 +76,7 @@ class HidingBlock(Block):
 
 
 class HidingNet(Net):
-    """Each of its units, and it itself, returns what nobody looks into."""
+    """Each of its units, and it itself, returns an unknown class."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -135,7 +135,8 @@ def test_a_gradient_penalty_on_inputs_is_that_of_one_process(place: Place) -> No
     held = engine.memory_bytes()
     model.zero_grad()
     penalty(model, torch.randn(4, 3)).backward()
-    assert engine.memory_bytes() == held  # what was kept full for the second backward is let go
+    # Units that were kept full for the second backward are freed.
+    assert engine.memory_bytes() == held
 
 
 @everywhere

@@ -37,7 +37,7 @@ def test_a_sharded_parameter_is_filled_as_one_process_fills_it(place: Place) -> 
             torch.manual_seed(number)
             with torch.no_grad():
                 fill(each.weight)
-            nn.init.normal_(each.bias)  # what comes after is alike, too
+            nn.init.normal_(each.bias)  # later values are equal, too
         reference.assert_same_weights(model, alone, rtol=0, atol=0)
 
 
@@ -55,7 +55,7 @@ def test_where_generators_differ_the_first_rank_has_its_way() -> None:
             nn.init.normal_(each.weight, generator=generator)
             nn.init.uniform_(each.bias, generator=generator)
         reference.assert_same_weights(model, alone, rtol=0, atol=0)
-    torch.manual_seed(dist.get_rank())  # dropout, say, may go on as it would
+    torch.manual_seed(dist.get_rank())  # dropout, say, may continue as it would
     expected = torch.rand(()) if dist.get_rank() else None
     torch.manual_seed(dist.get_rank())
     nn.init.normal_(model.weight)

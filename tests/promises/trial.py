@@ -1,4 +1,4 @@
-"""A trial: the same call in plain torch and on what is sharded, and a verdict on the two outcomes.
+"""A trial: the same call in plain torch and on a sharded model, and a verdict on the two outcomes.
 
 plain torch    sharded                          verdict
 a value        the same value                   right
@@ -50,7 +50,7 @@ class Difference(AssertionError):
     """Two values are not the same."""
 
 
-# An error is clear where it is ours, which says what was expected and what was found, or one of
+# An error is clear where it is ours, with "expected" and "found", or one of
 # torch's that speaks of the caller's argument and not of an inner one.
 _CLEAR = (
     r"expected .*found",

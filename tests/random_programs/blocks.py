@@ -129,7 +129,7 @@ class _Box(nn.Module):
         self, *, inputs: dict[str, list[Tensor]], unused: Tensor
     ) -> dict[str, list[Tensor]]:
         out = self.block(inputs["x"][0])
-        return {"out": [out, out.square()], "aside": [unused]}
+        return {"out": [out, out.square()], "unused": [unused]}
 
 
 class InPlace(nn.Module):

@@ -1,4 +1,4 @@
-"""Random training programs: models, their use, and what is compared with one process."""
+"""Random training programs: models, their use, and the comparison with one process."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class Runner:
     """Runs a program by plain torch on all ranks' data.
 
     Attributes:
-        found: what was observed, in order: a label and a value.
+        found: the observations, in order: a label and a value.
     """
 
     def __init__(self, program: Program, world_size: int) -> None:

@@ -1,4 +1,4 @@
-"""``model.to(dtype)`` and its kind on sharded models: as torch does it, and training goes on."""
+"""``model.to(dtype)`` and its kind on sharded models: as in torch, and training continues."""
 
 from __future__ import annotations
 
@@ -293,7 +293,7 @@ def test_what_cannot_be_converted_raises_and_changes_nothing(level: str) -> None
     sgd = momentum(model)
     with pytest.raises(ValueError, match="expected parameters to stay on cpu"):
         model.to("meta")
-    if level == "optim_grads_params":  # else buckets hold what was registered side by side
+    if level == "optim_grads_params":  # else buckets hold parameters in registration order
         with pytest.raises(ValueError, match=r"left out\. Convert the whole unit"):
             model.norm.double()
     model.float()

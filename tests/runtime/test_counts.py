@@ -86,7 +86,7 @@ def traffic(engine: Any, strategy: Strategy, num_micro: int) -> Counter[tuple[Ax
 
 
 def describes(engine: Any, strategy: Strategy) -> list[tuple[str, Any, Any]]:
-    """What ``describe()`` says of one microbatch, beside what is expected."""
+    """What ``describe()`` says of one microbatch, and the expected numbers."""
     counts, _ = expected_collectives(engine, strategy, 1)
     pairs = []
     for unit, row in zip(engine.units, engine.describe().rows, strict=True):
@@ -136,7 +136,7 @@ def test_evaluation_gathers_each_unit_once_and_reduces_nothing(strategy: str) ->
     labels = [f"all-gather of {unit.label} over the inner axis" for unit in units]
     assert messages.operations == Counter(labels)
     assert [name for _, name in messages.calls] == ["recv_", "send"]
-    # Weights that nobody has changed travel again only where they were dropped.
+    # Unchanged weights are gathered again only if they were freed.
     with messages.counting(), torch.no_grad():
         model(*vector_batch(2, 0))
     again = 2 if strategy == "optim_grads_params" else 1

@@ -1,5 +1,5 @@
 """Weight gradients that modules compute after backward: reductions wait for them, no more and no
-less, and what comes out is what one process has."""
+less, and the results are those of one process."""
 
 from __future__ import annotations
 

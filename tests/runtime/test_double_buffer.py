@@ -1,4 +1,4 @@
-"""Transient memory at planned addresses: values, what is held, steps off the record, schedule."""
+"""Transient memory in arenas: values, memory, steps with another order, schedule."""
 
 from __future__ import annotations
 
@@ -311,7 +311,7 @@ class Calling(Regression):
 
 
 class Deaf(nn.Module):
-    """Its output does not depend on its input, so nobody sees the end of its backward."""
+    """Its output does not depend on its input, so the end of its backward is not detected."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -337,7 +337,7 @@ class WithDeaf(Regression):
         return x + self.blocks[2](x)
 
 
-# Where things lie, and what is held.
+# Addresses and memory.
 
 
 def assert_settled(model: Any, engine: Any, body: Callable[[], None]) -> None:
@@ -431,7 +431,7 @@ def test_models_that_bend_the_order_of_events_settle_too(name: str, strategy: st
 def test_nothing_is_allocated_where_gradients_outlast_their_backward(
     level: str, overlap: bool
 ) -> None:
-    """Under the wrapper reductions go on when backward is over, or begin then."""
+    """Under the wrapper reductions continue after backward, or begin then."""
     config = fe.DistributedDataParallelConfig(
         use_megatron_fsdp=True,
         data_parallel_sharding_strategy=level,
@@ -595,7 +595,7 @@ def test_a_unit_whose_end_of_backward_cannot_be_seen_makes_no_difference(
 
 @on_ranks(world_size=2)
 def test_a_backward_of_a_backward_makes_no_difference() -> None:
-    """Units stay full between the two, which nobody had planned."""
+    """Units unexpectedly stay full between the two."""
 
     def script(model: Any, engine: Any) -> None:
         optimizer = reference.sgd(model.parameters())

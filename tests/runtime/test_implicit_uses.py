@@ -187,7 +187,7 @@ def test_units_whose_modules_are_called_are_full_only_then() -> None:
     model = Language()
     engine = fe.shard(model)
     seen = units_in_use(model, engine, num_steps=2)
-    # In the first forward nobody knows yet who is read.
+    # In the first forward it is unknown which units are read.
     assert seen == [["embedding", "blocks.0", "norm + head"], ["blocks.0"]]
 
 

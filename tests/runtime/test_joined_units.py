@@ -25,7 +25,7 @@ from tests.pairs import EVERY_PAIR
 from tests.pool import on_ranks
 
 BLOCK = sum(parameter.numel() for parameter in Block().parameters())
-# Of a Transformer of four blocks: everything, its blocks by twos with what lies beside them, and
+# Of a Transformer of four blocks: everything, its blocks by twos with the modules beside them, and
 # ends alone.
 SIZES = (10**6, 2 * BLOCK, BLOCK)
 # By twos.
@@ -250,7 +250,7 @@ class HidesFirst(models.Chain):
         return self.blocks[1](self.blocks[0](x).tensor)
 
 
-@pytest.mark.filterwarnings("ignore:.*nobody looks for them")
+@pytest.mark.filterwarnings("ignore:.*does not look for tensors")
 @pytest.mark.parametrize("strategy", LEVELS)
 @on_ranks(2)
 def test_a_block_that_hides_its_output(strategy: str) -> None:

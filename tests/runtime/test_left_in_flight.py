@@ -1,6 +1,6 @@
 """What a backward that is not the step's last leaves in flight, and who waits for it.
 
-Lanes are a tracer's: they go on without the host, as on CUDA, and every access is checked.
+Lanes are a tracer's: they continue without the host, as on CUDA, and every access is checked.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def test_who_has_looked_is_waited_for_until_gradients_are_cleared() -> None:
         microbatch(model, engine, 0)
         sum_all(model, engine, optimizer)
         microbatch(model, engine, 1)
-        assert len(in_flight) == 0  # somebody may hold a gradient
+        assert len(in_flight) == 0  # the user may hold a gradient
         model(*vector_batch(2, 2)).backward()
         optimizer.step()
         optimizer.zero_grad()

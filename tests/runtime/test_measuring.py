@@ -1,4 +1,4 @@
-"""``engine.measure()``: who is waited for, what is held, and that nobody pays who does not ask."""
+"""``engine.measure()``: waits and memory; outside of it nothing is measured."""
 
 from __future__ import annotations
 

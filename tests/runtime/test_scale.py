@@ -169,7 +169,7 @@ def placements_of(num_ranks: int) -> list[FlatPlacement]:
 
 
 def num_objects(root: object, stop_at: tuple[type, ...]) -> int:
-    """Values within ``root``, containers and their items, without what is of these types."""
+    """Values within ``root``, containers and their items, without objects of these types."""
     seen: set[int] = set()
     todo = [root]
     while todo:

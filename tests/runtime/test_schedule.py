@@ -43,7 +43,7 @@ def test_gradients_wait_only_for_the_reductions_that_the_budget_has_no_room_for(
 ) -> None:
     for num_blocks, expected in {
         # By units of the budget: before the first gradient of which block which one's reduction is
-        # waited for. The root's gradients, which come in all the time, wait for nobody.
+        # waited for. The root's gradients arrive during all of backward and are not waited for.
         0: {2: 3, 1: 2, 0: 1},
         1: {2: 3, 1: 2, 0: 1},
         2: {1: 3, 0: 2},

@@ -130,7 +130,7 @@ def test_bucket_size_splits_what_a_wrapped_engine_reduces() -> None:
 
 @on_ranks(world_size=2)
 def test_num_buckets_splits_evenly_instead_of_by_size() -> None:
-    # Ten equal layers: each bucket closes with the layer that reaches its share of what is left.
+    # Ten equal layers: each bucket closes with the layer that reaches its share of the rest.
     for number, counts in ((1, [10]), (4, [3, 3, 2, 2]), (10, [1] * 10), (20, [1] * 10)):
         ddp = fe.DistributedDataParallel(
             Layers(8, bias=False), config_of("optim", num_buckets=number)

@@ -1,6 +1,6 @@
-"""Fields of the config that say what is held, what travels and how it is rounded.
+"""Fields of the config for memory, collectives and rounding.
 
-A test for each, named after it, in which changing the field changes what is observed. Those that
+A test for each, named after it, in which changing the field changes the observation. Those that
 say when are in ``test_config_fields_timing.py``, checks in ``test_config_fields_checks.py``, and
 buckets in ``test_buckets.py``.
 """
@@ -43,7 +43,7 @@ class Dot(nn.Module):
 
 @contextmanager
 def sending() -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Within it, copies of the gradients that go into collectives, each with what is to be done.
+    """Within it, copies of the gradients that go into collectives, each with its operation.
 
     Small messages about the step are told by their dtype, bytes.
     """

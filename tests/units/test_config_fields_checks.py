@@ -61,7 +61,7 @@ def wrapped(*levels: str, mesh: Any = None, **fields: Any) -> fe.DistributedData
 
 
 def check_nan(ddp: fe.DistributedDataParallel, plain: fe.DistributedDataParallel) -> None:
-    """NaN and Inf in one microbatch of one rank raise on all; training goes on as without."""
+    """NaN and Inf in one microbatch of one rank raise on all; training continues as without."""
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (ddp, plain)]
     last = dist.get_world_size() - 1
     message = (
@@ -71,7 +71,7 @@ def check_nan(ddp: fe.DistributedDataParallel, plain: fe.DistributedDataParallel
     bad_values = (float("nan"), float("inf"), -float("inf"))
     for number, (bad, first) in enumerate(itertools.product(bad_values, (True, False))):
         for each, optimizer in zip((ddp, plain), optimizers, strict=True):
-            # Without zeroing, what was not finite is overwritten.
+            # Without zeroing, values that were not finite are overwritten.
             step(each, inputs(number), zero_buffer=number % 2 == 0)
             optimizer.step()
         before = ddp.engine.full_state_dict()
@@ -215,7 +215,7 @@ def test_check_for_large_grads_warns_beyond_ten_times_the_largest(level: str) ->
         (text,) = warnings_of(ddp, 9702.0)
         for part in ("the root module", "norm 4.85e+03", "10 times", "last 7 steps, 485"):
             assert part in text, text
-        assert not warnings_of(ddp, 97000.0)  # what was large is the measure now
+        assert not warnings_of(ddp, 97000.0)  # the large norm is the reference now
         assert ddp.engine.full_state_dict()["weight"].abs().max() == 0.0
     plain = fe.DistributedDataParallel(Dot(), config_of(level))
     assert not [each for value in (1.0, 1e6) for each in warnings_of(plain, value)]

@@ -389,7 +389,7 @@ def test_a_checkpoint_with_other_entries_is_refused_before_anything_is_loaded(
 
 @on_ranks(2)
 def test_a_rank_whose_data_breaks_the_model_can_start_again() -> None:
-    """All ranks lose the microbatch together and go on."""
+    """All ranks lose the microbatch together and continue."""
     model = models.Chain(Mlp(), Mlp())
     engine = fe.shard(model)
     with pytest.raises(RuntimeError, match="shape"):
