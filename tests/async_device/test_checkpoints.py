@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp_engine as fe
+from fsdp_engine.checkpoint import checkpointer as checkpointer_module
 from tests.async_device import device as on
 from tests.async_device.scene import Job, differences, random_delays, train, train_with, weights_of
 from tests.pool import Ranks
