@@ -53,7 +53,7 @@ class Interruption:
         """The signal that some rank was sent by the time of its last call; 0: none. Collective, the
         same on all ranks.
 
-        What is asked in one step is looked at in the next one, so that no rank waits for another.
+        A request of one step is read in the next one, so that no rank waits for another.
         """
         if dist.get_world_size() == 1:
             return self._heard

@@ -137,7 +137,7 @@ class Job:
         return float(sums[0] / sums[1])
 
     def resume(self) -> int:
-        """Go on from the latest checkpoint, if any; returns the number of steps done.
+        """Continue from the latest checkpoint, if any; returns the number of steps done.
 
         Tensor ranks hold other weights under the same names, so each has checkpoints of its own,
         shared with the ranks that hold the same. A killed run may have left its last one on some

@@ -141,7 +141,7 @@ class Job:
         return float(mean_over_ranks(total)) / num
 
     def resume(self) -> str:
-        """Go on from this run's latest checkpoint, else from that of ``--resume``, if any.
+        """Continue from this run's latest checkpoint, else from that of ``--resume``, if any.
 
         Returns a line that says so, or nothing.
         """

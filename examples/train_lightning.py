@@ -84,7 +84,7 @@ class TrainBatches:
         return {"done": self.done}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from there."""
         self.done = state["done"]
 
 
@@ -212,7 +212,7 @@ class Losses(Callback):
         return {"steps": self.steps, "held_out": self.held_out}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from there."""
         self.steps, self.held_out = state_dict["steps"], state_dict["held_out"]
 
 

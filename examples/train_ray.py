@@ -30,7 +30,7 @@ class RayJob(Job):
         self.checkpoints = RayCheckpoints(self.engine, self.optimizer, extra=extra)
 
     def resume(self) -> str:
-        """Go on from Ray's latest checkpoint, if any; returns a line that says so."""
+        """Continue from Ray's latest checkpoint, if any; returns a line that says so."""
         report = self.checkpoints.load()
         return "" if report is None else f"resumed after step {report.step}"
 

@@ -363,7 +363,7 @@ def _serve(
         except EOFError:
             return
         pipe.send_bytes(pickle.dumps(_answer(rank, call, store, backend)))
-        # Nobody closes connections while a peer still reads from them: the pool knows when all
+        # No rank closes connections while a peer still reads from them: the pool knows when all
         # have answered, or that one has failed.
         assert pipe.recv_bytes() == b"release"
         _leave_group()

@@ -157,7 +157,7 @@ def test_training_on_other_streams_than_that_of_shard_is_right(level: str, apart
     backward = torch.deferred.Stream() if apart else forward
     for stream in (forward, backward):
         stream.wait_stream(torch.deferred.current_stream())
-    # What is left to the stream of shard() comes late.
+    # The work on the stream of shard() is late.
     with on.delays(compute=2e-4, collective=1e-3, streams={0: 3e-3}), warnings.catch_warnings():
         warnings.filterwarnings("error", "The AccumulateGrad node's stream does not match")
         train_on(on_device, rows, forward, backward)

@@ -1,7 +1,7 @@
 """Checkpoints: what any ranks, strategy and mesh saved, any others load, bit by bit.
 
 Most tests save in one call of the pool and load in another, so that nothing but the folder connects
-the two. What was saved is handed from call to call as whole plain tensors (:func:`contents`).
+the two. Saved values are passed from call to call as full plain tensors (:func:`contents`).
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ def test_of_a_whole_checkpoint_the_trainable_part_is_taken() -> None:
     fe.load_checkpoint(folder, engine, trainable_only=True)
     for name, value in held(engine).items():
         assert torch.equal(value, before[name] + (1 if "base" in name else 0))
-    # What is trainable must be there.
+    # Trainable parameters must be in the checkpoint.
     other = fe.shard(nn.Sequential(Adapted(), Adapted(), Adapted()), initial_values="rank0")
     with pytest.raises(ValueError, match=r"missing model\.2\.down\.weight") as caught:
         fe.load_checkpoint(folder, other, trainable_only=True)

@@ -51,7 +51,7 @@ def reference_bytes(matrix: Tensor, scales: Tensor) -> Tensor:
 
 
 def fp8_bytes(tensor: Tensor, options: Float8) -> Tensor:
-    """What travels of ``tensor``: uint8, seen as a matrix."""
+    """The gathered bytes of ``tensor``: uint8, viewed as a matrix."""
     matrix = tensor.detach().reshape(tensor.shape[0], -1)
     return reference_bytes(matrix, reference_scales(matrix, options))
 

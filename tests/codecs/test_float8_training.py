@@ -274,7 +274,7 @@ def load_and_compare(folder: str, expected: list[dict[str, Tensor]]) -> list[str
     ):
         torch.manual_seed(2)
         model, engine = make_sharded(*at, options, torch.float32)
-        # What was encoded before the loading must not be used after it.
+        # Encodings from before the load must not be used after it.
         model(*token_batch(2, dist.get_rank()))
         load_checkpoint(f"{folder}/{number}", engine, reference.adamw(model.parameters()))
         found = quantised_state(model, engine, options)

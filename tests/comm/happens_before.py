@@ -69,7 +69,7 @@ class Access(NamedTuple):
 
 @dataclass
 class Memory:
-    """What is known of one storage.
+    """The state of one storage.
 
     Attributes:
         reference: keeps its identity from being used again, but not its memory.
@@ -185,7 +185,7 @@ class Order:
         memory.accesses, memory.freed = {}, access
 
     def memory(self, span: Span, home: str) -> Memory:
-        """What is known of a storage; ``home`` is where it was allocated if nothing is."""
+        """The state of a storage; ``home`` is where it was allocated if nothing is."""
         found = self.memories.get(span.key)
         if found is None:
             found = self.memories[span.key] = Memory(StorageWeakRef(span.storage), home)

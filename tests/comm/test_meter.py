@@ -37,7 +37,7 @@ class Time:
 
 
 class SlowWork:
-    """Somebody who waits for it waits so many seconds."""
+    """A wait for it takes so many seconds."""
 
     def __init__(self, time: Time, seconds: float, error: str | None = None) -> None:
         self._time, self._seconds, self._error = time, seconds, error

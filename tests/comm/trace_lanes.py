@@ -186,7 +186,7 @@ class Tracer(TorchDispatchMode):
             order.sweep()
 
     def note_access(self, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
-        """What is being done reads and writes these."""
+        """The current operation reads and writes these."""
         for tensors, write in ((reads, False), (writes, True)):
             for span in _spans(tensors):
                 self._note_access(span, write, self._stack[-1].label)

@@ -75,7 +75,7 @@ def mesh_of(sizes: Sequence[int], names: Sequence[str]) -> DeviceMesh:
 def cut(model: Model, tp: DeviceMesh, *, sequence: bool = False, tied: bool = False) -> Model:
     """Linears by columns and rows, embedding by rows, head by columns. With ``sequence`` the norms
     are DTensors, too, whose gradients are partial sums."""
-    # What lies between the linears stays a DTensor: of a plain one torch would guess its size.
+    # The activation between the linears stays a DTensor: of a plain one torch would guess its size.
     up = ColwiseParallel(use_local_output=False)
     inner: dict[str, Any] = {"up": up, "down": RowwiseParallel()}
     plan: dict[str, Any] = {

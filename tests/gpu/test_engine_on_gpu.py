@@ -136,7 +136,7 @@ def test_the_next_unit_is_gathered_while_this_one_computes_unless_the_budget_is_
         torch.cuda._sleep(400_000_000)  # some tenths of a second
         full_bytes.append(engine.memory_bytes()["full"])
         gather._target().synchronize()
-        # What was gathered is there, and compute still sleeps.
+        # The gather is done, and compute still sleeps.
         overlapped.append(not torch.cuda.current_stream().query())
 
     x, target = make_batches(1)[0]

@@ -82,7 +82,7 @@ def te_ranks() -> Iterator[Ranks]:
 
 
 def find_library() -> str:
-    """Load it; "", or how it is not there. What is there and broken raises."""
+    """Load it; "", or how it is not there. A broken installation raises."""
     torch.cuda.set_device(0)
     try:
         importlib.import_module("transformer_engine.pytorch")

@@ -99,7 +99,7 @@ class Launched:
         return process
 
     def log(self, name: str) -> str:
-        """What has been printed so far."""
+        """The output so far."""
         return (self._folder / f"{name}.log").read_text(errors="replace")
 
     def all_with(self, text: str = "") -> list[psutil.Process]:

@@ -186,7 +186,7 @@ def train_and_save(folder: str, level: str) -> tuple[dict[str, Any], list[tuple[
 
 
 def resume(folder: str, level: str) -> tuple[dict[str, Any], list[tuple[float, float]]]:
-    """What was loaded into another model, and the second epoch from it."""
+    """The state that was loaded into another model, and the second epoch from it."""
     loop, counter = Loop(level, seed=9, shuffle=False), Counter()
     loop.accelerator.register_for_checkpointing(counter)
     loop.accelerator.load_state(f"{folder}/state")

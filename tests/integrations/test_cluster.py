@@ -57,7 +57,7 @@ def train_until_told(arguments: list[str]) -> tuple[int, list[float], list[int]]
 
 
 def go_on(arguments: list[str]) -> tuple[str, list[float]]:
-    """What is said of the start, and the losses of all steps."""
+    """The message of the start, and the losses of all steps."""
     job = prepare(parse_settings(arguments), Job)
     said = job.resume()
     assert job.train() == 0

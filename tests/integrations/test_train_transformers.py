@@ -51,7 +51,7 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 
 def curve(out: Path) -> dict[tuple[int, str], float]:
-    """What was logged, by step and name."""
+    """The log, by step and name."""
     log: list[dict[str, Any]] = json.loads((out / "metrics.json").read_text())["log"]
     names = ("loss", "grad_norm", "eval_loss")
     return {(row["step"], name): row[name] for row in log for name in names if name in row}

@@ -98,7 +98,7 @@ def rest_of_pair(strategy: str, outer: str, all_ways: bool) -> list[tuple[str, A
             numel = sum(row.num_elements + row.padding for row in rows)
             num_elements = sum(p.numel() for p in model.parameters())
             pairs.append((f"{name}: elements", sum(r.num_elements for r in rows), num_elements))
-            # What is cut for four ranks is at most 64 elements a rank and tensor longer.
+            # Shards of four ranks are at most 64 elements a rank and tensor longer.
             assert numel < num_elements + 64 * (4 + len(list(model.parameters()))) * len(rows)
             for num_steps in range(3):
                 # Where something is cut, gradients' memory goes when they are cleared.

@@ -1,4 +1,4 @@
-"""What is in a Hugging Face folder, as its files and as transformers have it."""
+"""The contents of a Hugging Face folder, in its files and in transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small models with adapters of PEFT. Whoever needs ``peft`` imports it from here."""
+"""Small models with adapters of PEFT. Tests import ``peft`` from here."""
 
 from __future__ import annotations
 

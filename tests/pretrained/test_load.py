@@ -79,7 +79,7 @@ def test_missing_and_unexpected_tensors_are_listed_before_anything_is_changed() 
     assert "missing lm_head.weight: expected" in told
     assert "unexpected model.extra.weight: expected nothing" in told
     assert "model.norm.weight: expected" in told
-    # What has another shape is an error in any case.
+    # Another shape is an error in any case.
     with pytest.raises(ValueError, match="found 1 that differ"):
         fe.load_pretrained(model, folder, strict=False)
     for name, value in before.items():

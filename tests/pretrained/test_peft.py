@@ -114,7 +114,7 @@ def config_of(text: str) -> dict[str, Any]:
 
 
 def files_of(folder: Path) -> dict[str, Any]:
-    """What is in an adapter's folder: tensors, configs, other files."""
+    """The contents of an adapter's folder: tensors, configs, other files."""
     found: dict[str, Any] = {}
     for path in sorted(each for each in folder.rglob("*") if each.is_file()):
         name = str(path.relative_to(folder))

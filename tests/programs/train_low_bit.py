@@ -32,7 +32,7 @@ SAVED = 3
 
 
 def train(kind: str, optim: str) -> dict[str, Any]:
-    """What was logged by a trainer, and by one that resumes; the optimizer's class; how many
+    """The log of a trainer, and by one that resumes; the optimizer's class; how many
     tensors of its state are quantised."""
     folder = shared_folder()
     changes: dict[str, Any] = {"optim": optim, "save_strategy": "steps"}

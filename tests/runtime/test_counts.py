@@ -71,7 +71,7 @@ def traffic(engine: Any, strategy: Strategy, num_micro: int) -> Counter[tuple[Ax
         formula = strategy.level(axis).traffic(2)
         for unit in engine.units:
             for buffer in unit.buffers:
-                # What travels along the outer axis is cut along the inner one already.
+                # Traffic along the outer axis is already sharded along the inner one.
                 part = 1.0
                 if axis is Axis.OUTER:
                     part = strategy.inner.fraction(Role.OPTIM, 2)

@@ -377,7 +377,7 @@ def settle_pair(strategy: str, outer: str, all_ways: bool) -> None:
             train(plain_model, plain, (2,))
             held, peak = engine.memory_bytes(), plain.peak_memory_bytes()
             for role, arena in engine._memory.arenas.items():
-                # What is there at once, each storage rounded up to 512 bytes; more only where
+                # The bytes at one time, each storage rounded up to 512 bytes; more only where
                 # sizes differ.
                 load, length = arena.load, 0 if arena.memory is None else arena.memory.numel()
                 assert peak.get(role, 0) <= load <= 2 * peak.get(role, 0), (name, role)

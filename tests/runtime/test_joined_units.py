@@ -234,7 +234,7 @@ class Hidden:
 
 
 class Hides(Mlp):
-    """Nobody sees its backward begin."""
+    """The begin of its backward is not detected."""
 
     def forward(self, x: Tensor) -> Any:
         return Hidden(super().forward(x))

@@ -162,7 +162,7 @@ def test_a_module_within_another_of_the_same_unit_is_refused() -> None:
         units_of(Transformer(), [("blocks.0", "blocks.0.norm1")])
 
 
-# What is expected of execution.
+# The expected order of execution.
 
 
 def expected_gathers(model: nn.Module) -> dict[str, int]:
