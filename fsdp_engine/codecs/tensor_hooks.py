@@ -336,8 +336,11 @@ def _over(template: Any, values: Tensor) -> Tensor | None:
     if not hasattr(template, "__tensor_flatten__"):
         return None
     attributes, context = template.__tensor_flatten__()
-    inner = dict.fromkeys(attributes, values)
-    made: Tensor = type(template).__tensor_unflatten__(
-        inner, context, values.shape, values.stride()
-    )
+    unflatten = type(template).__tensor_unflatten__
+    args = dict.fromkeys(attributes, values), context, values.shape, values.stride()
+    try:
+        inspect.signature(unflatten).bind(*args)
+    except TypeError:
+        return None  # a class that torch.compile does not support
+    made = unflatten(*args)
     return made if isinstance(made, type(template)) else None

@@ -107,13 +107,28 @@ class Narrow(torch.Tensor):
         return wide, (gathered, wide)
 
 
-KINDS: dict[str, Any] = {"pair": lambda t: Pair(t, t.clone()), "narrow": Narrow}
+class Flattened(Narrow):
+    """As a class of PyTorch's own tests: its ``__tensor_unflatten__`` is not torch.compile's."""
+
+    def __tensor_flatten__(self) -> Any:
+        return ["_data"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, size: Any, stride: Any) -> Any:
+        return inner["_data"]
+
+
+KINDS: dict[str, Any] = {
+    "pair": lambda t: Pair(t, t.clone()),
+    "narrow": Narrow,
+    "narrow flattened": Flattened,
+}
 
 
 def _model(kind: str, *, is_plain: bool = False) -> nn.Module:
     torch.manual_seed(0)
     # Narrow pads uneven shards. 6 rows of the second layer are even.
-    size = 7 if kind == "narrow" else 8
+    size = 7 if kind.startswith("narrow") else 8
     blocks = [
         nn.Sequential(nn.Linear(6, size, bias=False), nn.Tanh(), nn.Linear(size, 6, bias=False))
         for _ in range(3)
