@@ -19,6 +19,12 @@ from pathlib import Path
 import pytest
 
 from fsdp_engine.extras import EXTRAS
+from tools.design_numbers import (
+    count_words,
+    own_private_names,
+    private_attributes,
+    words_to_replace,
+)
 
 TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "fsdp_engine"
@@ -241,6 +247,18 @@ def the_core_imports_no_format(source: Source) -> Iterator[Finding]:
         is_above = first == "fsdp_engine" and bool(rest) and rest[0] in ABOVE_THE_CORE
         if is_above or first in FORMAT_PACKAGES:
             yield line, f"the core imports {name}"
+
+
+def the_core_leaves_private_attributes_to_their_objects(source: Source) -> Iterator[Finding]:
+    """The core uses no private attribute of another object. (The class ``FlatDTensor`` is
+    implemented in several files.)"""
+    if source.room in CORE - {"flat_dtensor", "optim"}:
+        yield from private_attributes(source.tree, _private_names())
+
+
+@cache
+def _private_names() -> set[str]:
+    return own_private_names()
 
 
 def find_cycle(imports: dict[str, set[str]]) -> list[str]:
@@ -653,6 +671,7 @@ def _address_keys(node: ast.Call) -> list[str]:
 RULES: list[Callable[[Source], Iterator[Finding]]] = [
     imports_go_down,
     the_core_imports_no_format,
+    the_core_leaves_private_attributes_to_their_objects,
     only_collectives_communicates,
     only_mesh_makes_groups,
     only_what_cuda_alone_has_names_it,
@@ -704,6 +723,11 @@ PLANTED: list[tuple[Callable[[Source], Iterator[Finding]], str, str]] = [
     (the_core_imports_no_format, "units.materialize", "from fsdp_engine import adapters"),
     (the_core_imports_no_format, "runtime.hooks", "def f():\n    from ..pretrained import load"),
     (the_core_imports_no_format, "units.materialize", "import peft"),
+    (
+        the_core_leaves_private_attributes_to_their_objects,
+        "runtime.hooks",
+        "def f(engine):\n    return engine._scheduler",
+    ),
     (
         only_collectives_communicates,
         "buffers.sharded_buffer",
@@ -867,6 +891,15 @@ def test_lawful_code_is_left_alone(path: str, text: str) -> None:
     source = Source(path, f'"""A file."""\n{text.replace("-> None:", "-> None:  # documented")}')
     rules = [rule for rule in RULES if rule is not public_things_have_docstrings]
     assert [finding for rule in rules for finding in rule(source)] == []
+
+
+def test_docs_code_and_tests_have_the_terms_of_the_field() -> None:
+    assert not {word: count for word, count in words_to_replace().items() if count}
+
+
+def test_another_word_is_counted() -> None:
+    counts = count_words("No" + "body. What " + "is there, no" + "body")
+    assert sum(counts.values()) == 3
 
 
 def test_every_folder_is_there() -> None:

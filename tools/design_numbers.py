@@ -17,7 +17,7 @@ import io
 import re
 import sys
 import tokenize
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
 from types import FrameType
@@ -190,17 +190,16 @@ def nouns() -> list[str]:
     return [name for row in rows for name in re.findall(r"`(\w+)`", row)]
 
 
-def private_attributes(file: Path) -> Iterator[str]:
-    """Uses of ``other._name`` of the package's own names, by line."""
-    for node in ast.walk(ast.parse(file.read_text())):
-        if not isinstance(node, ast.Attribute) or not node.attr.startswith("_"):
+def private_attributes(tree: ast.AST, own: Collection[str]) -> Iterator[tuple[int, str]]:
+    """Line and text of uses of ``other._name``, of the names ``own``."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute) or node.attr not in own:
             continue
         is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
         is_super = isinstance(node.value, ast.Call)
-        if not (is_own or is_super or node.attr.startswith("__")):
-            use = ast.unparse(node)
-            if not use.startswith(FOREIGN) and not use.endswith(FOREIGN):
-                yield f"{file.relative_to(PACKAGE)}:{node.lineno}: {use}"
+        use = ast.unparse(node)
+        if not (is_own or is_super or use.startswith(FOREIGN) or use.endswith(FOREIGN)):
+            yield node.lineno, use
 
 
 def own_private_names() -> set[str]:
@@ -214,7 +213,7 @@ def own_private_names() -> set[str]:
                 names.add(node.attr)
             elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 names.add(node.target.id)
-    return {name for name in names if name.startswith("_")}
+    return {name for name in names if name.startswith("_") and not name.startswith("__")}
 
 
 def words_to_replace() -> dict[str, int]:
@@ -227,9 +226,14 @@ def words_to_replace() -> dict[str, int]:
         for file in (ROOT / folder).rglob(kind)
         if file != Path(__file__)
     ]
-    text = "\n".join(
-        file.read_text(encoding="utf-8").lower() for file in (*files, *ROOT.glob("*.md"))
+    return count_words(
+        "\n".join(file.read_text(encoding="utf-8") for file in (*files, *ROOT.glob("*.md")))
     )
+
+
+def count_words(text: str) -> dict[str, int]:
+    """Occurrences of each of :data:`WORDS`, in upper or lower case."""
+    text = text.lower()
     return {word: len(re.findall(rf"\b{word}\b", text)) for word in WORDS}
 
 
@@ -240,7 +244,9 @@ def main() -> None:
     short = sum(len(file.read_text().splitlines()) <= SHORT_FILE_LINES for file in files)
     own = own_private_names()
     private = [
-        use for file in core for use in private_attributes(file) if use.rsplit(".", 1)[1] in own
+        f"{file.relative_to(PACKAGE)}:{line}: {use}"
+        for file in core
+        for line, use in private_attributes(ast.parse(file.read_text()), own)
     ]
     words = words_to_replace()
     print("| figure | now | shall be | |")
