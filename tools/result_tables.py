@@ -356,6 +356,34 @@ def memory_of_a_step() -> str:
     return with_machine(table(columns, rows), "memory")
 
 
+def two_versions() -> str:
+    runs: dict[str, dict[str, list[dict[str, float]]]] = {}
+    for each in results("two_versions"):
+        versions = runs.setdefault(each["configuration"], {"before": [], "after": []})
+        versions[each["version"]].append(each)
+    rows = []
+    for configuration, versions in runs.items():
+        before, after = versions["before"], versions["after"]
+        ratios = [new["ms"] / old["ms"] for old, new in zip(before, after, strict=True)]
+        sizes = (statistics.mean(each["bytes"] for each in runs) / MB for runs in (before, after))
+        resident = (max(each["resident_mib"] for each in runs) for runs in (before, after))
+        rows.append(
+            [
+                configuration,
+                *(
+                    f"{statistics.mean(each['ms'] for each in runs):,.0f}"
+                    for runs in (before, after)
+                ),
+                ", ".join(f"{ratio:.2f}" for ratio in ratios),
+                " / ".join(f"{size:.1f}" for size in sizes),
+                " / ".join(f"{size:,.0f}" for size in resident),
+            ]
+        )
+    columns = ["level, dtype, elements", "ms before", "ms after", "after over before, by round"]
+    columns += ["ledger MB, before / after", "resident MiB, before / after"]
+    return with_machine(table(columns, rows), "two_versions")
+
+
 def fill_and_drain() -> str:
     found = results("planned_memory")["microseconds of fill and drain"]
     rows = [[name, f"{statistics.median(times):.2f}"] for name, times in found.items()]
@@ -754,6 +782,7 @@ TABLES: tuple[Callable[[], str], ...] = (
     fp8_bytes,
     padding,
     planned_memory,
+    two_versions,
     loading,
     families,
     weight_stream,
