@@ -112,7 +112,7 @@ def measure(version: Path, configuration: tuple[str, str, str]) -> dict[str, flo
     """Run a configuration with the engine of a checkout."""
     launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", *launch, __file__, "--run", *configuration],
+        [sys.executable, "-W", "ignore", *launch, __file__, "--worker", *configuration],
         env=os.environ | {"PYTHONPATH": str(version), "OMP_NUM_THREADS": "1"},
         check=True,
         text=True,
@@ -127,10 +127,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("older", type=Path, nargs="?", help="a checkout of an older commit")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--run", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.run:
-        run(*args.run)
+    if args.worker:
+        run(*args.worker)
         return
     if args.older is None:
         parser.error("expected a checkout of an older commit; found none")
