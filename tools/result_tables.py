@@ -380,7 +380,7 @@ def two_versions() -> str:
             ]
         )
     columns = ["level, dtype, elements", "ms before", "ms after", "after over before, by round"]
-    columns += ["ledger MB, before / after", "resident MiB, before / after"]
+    columns += ["peak of the ledger MB, before / after", "resident MiB, before / after"]
     return with_machine(table(columns, rows), "two_versions")
 
 
