@@ -1,4 +1,4 @@
-"""Sharding levels, one file each, and strategies: a level for each of two mesh axes."""
+"""Sharding levels, and strategies: one level for each of the two mesh axes."""
 
 from fsdp_engine.strategies.levels import (
     NO_SHARD,
