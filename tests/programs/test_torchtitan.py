@@ -21,6 +21,9 @@ STEPS = 6
 SAVED = 3  # the step after which another job resumes
 # Sums of gradients in another order, and their consequences in six steps of AdamW.
 EXACT = 2e-5
+# FSDP2's norm on CPU is too small by some 5e-5: [Note: Accuracy of the norm] in
+# ``flat_dtensor/full_reductions.py``.
+NORM = 1e-4
 BF16 = 5e-4
 
 
@@ -66,7 +69,8 @@ def check(found: list[dict[str, Any]], expected: list[dict[str, Any]], rel: floa
     """Losses and norms of two trainings are equal."""
     assert [row["step"] for row in found] == [row["step"] for row in expected]
     for ours, theirs in zip(found, expected, strict=True):
-        assert ours == pytest.approx(theirs, rel=rel)
+        assert ours["norm"] == pytest.approx(theirs["norm"], rel=max(rel, NORM))
+        assert ours == pytest.approx(theirs | {"norm": ours["norm"]}, rel=rel)
 
 
 @pytest.mark.parametrize(
