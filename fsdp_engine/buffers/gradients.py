@@ -44,6 +44,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter, or_
 from sys import getrefcount
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -124,6 +125,18 @@ class ReductionChains:
     overwriting: Chain
     adding: Chain
     last: Chain
+
+
+class SubmittedReduction(NamedTuple):
+    """Tickets of the reductions of one buffer.
+
+    Attributes:
+        transient_read: its transient memory is no longer read.
+        done: everything is reduced.
+    """
+
+    transient_read: Ticket
+    done: Ticket
 
 
 class GradientTensors:
@@ -772,14 +785,14 @@ class Gradients:
         assert part is not None
         part.mul_(factor.to(part.dtype) if isinstance(factor, Tensor) else factor)
 
-    def reduce(self, *, last: bool) -> Ticket | None:
+    def reduce(self, *, last: bool) -> SubmittedReduction | None:
         """Submit the reductions that are due; drops the backward's writer.
 
         Args:
             last: this is the last microbatch of the step.
 
         Returns:
-            A ticket of the last one; None if none is due.
+            Their tickets; None if none is due.
         """
         step, writer, compute = self.make_step(), self.writer, self._context.lanes.compute
         self.writer = None
@@ -796,16 +809,18 @@ class Gradients:
             tensors = self._tensors()
             if last and self._scale.later != 1.0 and not self.writes_to_staging:
                 tensors.accum.tensor.mul_(self._scale.later)
-        if last and tensors.chains.last:
-            allocated = self._memory.allocate_comm()
-            after = [] if ticket is None else [ticket]
-            if allocated or ticket is None:
-                after.append(compute.record())
-            ticket = tensors.chains.last.run(after)
-        return ticket
+        if not (last and tensors.chains.last):
+            return None if ticket is None else SubmittedReduction(ticket, ticket)
+        uses_comm = self._memory.allocate_comm()
+        after = [] if ticket is None else [ticket]
+        if uses_comm or ticket is None:
+            after.append(compute.record())
+        done = tensors.chains.last.run(after)
+        # The axes that are reduced last can be slow ones: staging does not wait for them.
+        return SubmittedReduction(done if uses_comm or ticket is None else ticket, done)
 
     def release(self) -> None:
-        """The reduction is done (compute has waited for it): free transient memory."""
+        """No reduction reads transient memory (compute has waited for that): free it."""
         self._memory.free_transient()
 
     def drop_step(self, *, looks: bool = False) -> bool:

@@ -313,18 +313,18 @@ class Weights:
             held: phases whose full parameters are gathered, or in flight; 0: none.
             compute_now: ticket of the work that compute has so far; None: it is recorded here.
         """
-        tickets: list[Ticket] = []
+        refreshed: list[Ticket] = []
         if self.main.tensor._version != self._seen_version:
-            tickets = self._bring_up_to_date(compute_now)
+            refreshed = self._bring_up_to_date(compute_now)
             held = 0
         if not self.reshards:
-            return tickets
-        refreshed = tuple(tickets)
+            return refreshed
+        tickets: list[Ticket] = []  # who waits for these has waited for the refresh
         for encoding in self._missing_encodings(phase, held):
             assert encoding.unshard is not None
             after = refreshed
             if self._fill(encoding.memory) or not after:
-                after = (*after, self._context.lanes.compute.record())
+                after = [*after, self._context.lanes.compute.record()]
             tickets.append(encoding.unshard.run(after))
         return tickets
 

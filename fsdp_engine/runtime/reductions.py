@@ -43,9 +43,11 @@ import weakref
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 
+from fsdp_engine.buffers.gradients import SubmittedReduction
 from fsdp_engine.comm.groups import Ranks
 from fsdp_engine.comm.lanes import GradientStream, Lanes, Ticket
 from fsdp_engine.config import StagingBudget, Timing
@@ -131,8 +133,8 @@ class ReductionQueue:
 class PendingReductions:
     """Reductions that compute has not waited for, oldest first.
 
-    Those that one backward leaves pending are done before the next one stages anything, so that no
-    more is staged at a time than within one backward.
+    Those that one backward leaves pending no longer read staging when the next one stages
+    gradients, so that no more is staged at a time than within one backward.
 
     Args:
         lanes: of the engine.
@@ -144,61 +146,69 @@ class PendingReductions:
         self._lanes = lanes
         self._budget = budget
         self._num_staged = num_staged
-        self._reductions: deque[tuple[Unit, list[Ticket], int]] = deque()
+        # Those whose transient memory is not freed.
+        self._reading: deque[tuple[Unit, list[Ticket], int]] = deque()
         self._num_elements = 0
         self._num_left = 0
+        self._done: list[Ticket] = []  # of all
 
-    def __len__(self) -> int:
-        return len(self._reductions)
-
-    @property
-    def oldest(self) -> Unit:
-        """The unit of the oldest reduction."""
-        return self._reductions[0][0]
+    def __bool__(self) -> bool:
+        return bool(self._reading or self._done)
 
     def end_backward(self) -> None:
         """Pending reductions stay pending until the next backward stages gradients."""
-        self._num_left = len(self._reductions)
+        self._num_left = len(self._reading)
 
     def make_room(self, unit: Unit) -> None:
-        """Staging of ``unit`` is about to be allocated: wait for the oldest reductions, as far as
-        the budget needs."""
-        self._wait_for_oldest(self._num_left)
+        """Staging of ``unit`` is about to be allocated: free that of the oldest reductions, as far
+        as the budget needs."""
+        self._free_oldest(self._num_left)
         opening = self._num_staged[unit.index]
-        while self._reductions and self._budget.is_exceeded(
-            len(self._reductions), self._num_elements, opening
+        while self._reading and self._budget.is_exceeded(
+            len(self._reading), self._num_elements, opening
         ):
-            self._wait_for_oldest(1)
+            self._free_oldest(1)
 
-    def add(self, unit: Unit, tickets: list[Ticket], *, staged: bool) -> None:
-        """A reduction of ``unit`` is submitted; ``staged``: from its staging buffer."""
+    def add(self, unit: Unit, submitted: Sequence[SubmittedReduction], *, staged: bool) -> None:
+        """Reductions of ``unit`` are submitted; ``staged``: from its staging buffer."""
         num_staged = self._num_staged[unit.index] if staged else 0
-        self._reductions.append((unit, tickets, num_staged))
+        self._reading.append((unit, [each.transient_read for each in submitted], num_staged))
         self._num_elements += num_staged
+        self._done += [each.done for each in submitted]
 
     def finish(self) -> None:
         """Compute waits for all."""
-        self._wait_for_oldest(len(self._reductions))
+        compute = self._lanes.compute
+        if compute.runs_ahead:
+            compute.wait(*self._done)  # and so for the reads of transient memory
+            self._free(len(self._reading))
+        else:
+            while self._reading:  # a host frees the staging of each before it drives the next
+                self._free_oldest(1)
+            compute.wait(*self._done)
+        self._done.clear()
 
     def discard(self) -> None:
         """Communication has ended, with whatever result."""
-        self._reductions.clear()
+        self._reading.clear()
+        self._done.clear()
         self._num_elements = self._num_left = 0
 
-    def _wait_for_oldest(self, num: int) -> None:
-        """Let compute wait for the ``num`` oldest reductions, and free their staging buffers."""
+    def _free_oldest(self, num: int) -> None:
+        """Free the transient memory of the ``num`` oldest reductions once it is read."""
+        oldest = islice(self._reading, num)
+        self._lanes.compute.wait(*(ticket for _, tickets, _ in oldest for ticket in tickets))
+        self._free(num)
+
+    def _free(self, num: int) -> None:
+        """Free the transient memory of the ``num`` oldest reductions, which is read."""
         self._num_left = max(self._num_left - num, 0)
-        # A host that drives reductions frees the staging of each before it drives the next.
-        num_at_once = num if self._lanes.compute.runs_ahead else 1
-        while num:
-            oldest = [self._reductions.popleft() for _ in range(num_at_once)]
-            num -= num_at_once
-            self._lanes.compute.wait(*(ticket for _, tickets, _ in oldest for ticket in tickets))
-            for unit, _, num_staged in oldest:
-                self._num_elements -= num_staged
-                for buffer in unit.trainable:
-                    assert buffer.grads is not None
-                    buffer.grads.release()
+        for _ in range(num):
+            unit, _, num_staged = self._reading.popleft()
+            self._num_elements -= num_staged
+            for buffer in unit.trainable:
+                assert buffer.grads is not None
+                buffer.grads.release()
 
 
 _MOST_NAMED = 8
@@ -432,24 +442,24 @@ class Reductions:
         for buffer in self._buffers if self._step is None else ():
             buffer.begin_backward(reduced=False)  # no microbatch at all on this rank: zeros
         for unit in self._order:
-            tickets = []
+            submitted = []
             for buffer in unit.trainable:
                 grads = buffer.grads
                 assert grads is not None
                 grads.zero_missing()
                 if self._checks is not None and not grads.writes_to_staging:
                     self._checks.look(buffer)
-                ticket = grads.reduce(last=True)
-                if ticket is not None:
-                    tickets.append(ticket)
-            self._pending.add(unit, tickets, staged=False)
+                reduction = grads.reduce(last=True)
+                if reduction is not None:
+                    submitted.append(reduction)
+            self._pending.add(unit, submitted, staged=False)
         self._issued()
         if wait:
             self.wait()
 
     def wait(self) -> None:
         """Compute waits for everything that is issued."""
-        if len(self._pending):
+        if self._pending:
             with self.stream.entered():
                 self._pending.finish()
         for buffer in self._buffers:
@@ -545,18 +555,18 @@ class Reductions:
             if not last and (queue.inputs_only or not unit.num_staged):
                 return  # there is nothing to send: the accumulation buffer stays as it is
             self.open_unit(unit)
-        tickets = []
+        submitted = []
         for buffer in unit.trainable:
             grads = buffer.grads
             assert grads is not None
             grads.end_writing()
             if self._checks is not None and (last or grads.writes_to_staging):
                 self._checks.look(buffer)
-            ticket = grads.reduce(last=last)
-            if ticket is not None:
-                tickets.append(ticket)
+            reduction = grads.reduce(last=last)
+            if reduction is not None:
+                submitted.append(reduction)
         queue.set_arrival(unit, GradientArrival.REDUCED)
-        self._pending.add(unit, tickets, staged=True)
+        self._pending.add(unit, submitted, staged=True)
 
     def _close(self, queue: ReductionQueue) -> None:
         """All gradients of this backward have arrived, and their reductions are submitted."""
@@ -582,7 +592,7 @@ class Reductions:
         reads = [buffer.reads.gradients for buffer in self._buffers]
         if self._wait_later is None or any(each.were_accessed for each in reads):
             self.wait()
-        elif len(self._pending):
+        elif self._pending:
             self._pending.end_backward()
             for each in reads:
                 each.in_flight = self._wait_later

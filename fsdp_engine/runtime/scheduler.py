@@ -538,12 +538,15 @@ class Scheduler:
                 keep={unit.index, *(use.unit for use in window)},
                 phase=BACKWARD if step.expected else BOTH,
             )
-        self._provide(unit, step.phase)
+        compute_now: Ticket | None = None  # the model runs nothing between these gathers
+        if window and unit.reshards and unit.needs_refresh and not unit.is_current:
+            compute_now = unit.record_compute()
+        self._provide(unit, step.phase, compute_now)
         self._reserved.pop(unit.index, None)
         for use in window:
             ahead = self.units[use.unit]
             if ahead.needs_gather(use.phase) and not ahead.uses:
-                self._prefetch(ahead, use.phase)
+                self._prefetch(ahead, use.phase, compute_now)
         self._install(unit)
 
     def _use_once(self, unit: Unit, phase: int) -> None:
@@ -559,13 +562,14 @@ class Scheduler:
         # In backward, too: checkpoints within the unit run parts of its forward again.
         unit.install()
 
-    def _provide(self, unit: Unit, phase: int) -> None:
-        """Issue the gather of ``unit``, unless it is unsharded and current."""
+    def _provide(self, unit: Unit, phase: int, compute_now: Ticket | None = None) -> None:
+        """Issue the gather of ``unit``, unless it is unsharded and current. ``compute_now``: see
+        :meth:`Unit.gather`."""
         if not unit.needs_gather(phase):
             return
         forward = self._forward
         if unit.reshards or forward is None or unit.index in forward.refreshed:
-            unit.gather(phase)
+            unit.gather(phase, compute_now)
         else:
             self._refresh_through(unit, forward)
 
@@ -583,8 +587,8 @@ class Scheduler:
             if unit is last:
                 return
 
-    def _prefetch(self, unit: Unit, phase: int) -> None:
-        unit.gather(phase)
+    def _prefetch(self, unit: Unit, phase: int, compute_now: Ticket | None = None) -> None:
+        unit.gather(phase, compute_now)
         self._reserved[unit.index] = phase
 
     def _free_reserved(self, keep: Collection[int] = (), phase: int = BOTH) -> None:

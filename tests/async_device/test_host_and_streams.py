@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_engine as fe
@@ -256,3 +257,20 @@ def test_all_communicators_are_made_by_shard_and_none_in_training() -> None:
     assert connected == [*ends, mesh.message_group]
     assert mesh.control_group in ends
     assert mesh.message_group not in ends
+
+
+@on_ranks(4)
+def test_backward_goes_on_while_the_outer_axis_is_reduced() -> None:
+    """Staging is read by the reductions along the inner axis alone."""
+    mesh = init_device_mesh(on.NAME, (2, 2), mesh_dim_names=("outer", "inner"))
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
+    engine = fe.shard(model, mesh, "optim_grads_params", "optim", units=list(model))
+    x = torch.ones(4, 16, device=on.DEVICE, requires_grad=True)
+    reached = torch.deferred.Event()
+    x.register_hook(lambda _: reached.record())
+    torch.accelerator.synchronize()
+    with on.held(engine._lanes.outer_reduce._stream):
+        model(x).sum().backward()
+        reached.synchronize()  # would never end if compute waited for the held stream
+    assert x.grad is not None
+    assert model[0].weight.grad is not None

@@ -63,6 +63,20 @@ class Model(Chain):
         return self.head(super().predict(x + self.shift))
 
 
+class DecayingModel(Model):
+    """Its forward scales the weights of each layer just ahead of their gather, while the layer
+    before runs. Without it only the first gather after an optimizer's step reads new weights."""
+
+    def predict(self, x: Tensor) -> Tensor:
+        x = x + self.shift
+        following = [*(block.linear for block in self.blocks[1:]), self.head]
+        for block, layer in zip(self.blocks, following, strict=True):
+            with torch.no_grad():
+                layer.weight.mul_(0.9)
+            x = block(x)
+        return self.head(x)
+
+
 def square_batch(rows: int, seed: int) -> tuple[Tensor, Tensor]:
     """As many rows as columns: activations are as large as weights, and get their memory."""
     return vector_batch(DIM, seed, width=DIM)
@@ -72,11 +86,12 @@ def config(**fields: Any) -> tuple[str, Any]:
     return ("config", fe.DistributedDataParallelConfig(**fields))
 
 
-def job(pair: tuple[str, str], num_micro: int = 1, **fields: Any) -> Job:
-    return Job(Model, square_batch, pair, num_micro=num_micro, **fields)
+def job(pair: tuple[str, str], num_micro: int = 1, model: Any = Model, **fields: Any) -> Job:
+    return Job(model, square_batch, pair, num_micro=num_micro, **fields)
 
 
 LEVEL_3 = ("optim_grads_params", "no_shard")
+TWO_AXES = ("optim_grads_params", "optim")
 BF16 = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16, grad_comm_dtype=torch.bfloat16)
 # What a program is, for people, and the program. All are of two ranks, but the last.
 PROGRAMS: dict[str, Job] = {
@@ -87,7 +102,7 @@ PROGRAMS: dict[str, Job] = {
     "`optim_grads`, two microbatches": job(("optim_grads", "no_shard"), num_micro=2),
     "`optim`": job(("optim", "no_shard")),
     "`no_shard`": job(("no_shard", "no_shard")),
-    "two axes, four ranks": job(("optim_grads_params", "optim"), sizes=(2, 2)),
+    "two axes, weights scaled in forward": job(TWO_AXES, sizes=(2, 2), model=DecayingModel),
 }
 
 

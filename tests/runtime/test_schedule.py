@@ -54,7 +54,7 @@ def test_gradients_wait_only_for_the_reductions_that_the_budget_has_no_room_for(
         config = config_of(num_blocks * BLOCK)
         engine = fe.shard(model, strategy=strategy, units="blocks.*", config=config)
         reductions, opening, waits = engine._reductions, [""], {}
-        open_unit, retire = reductions.open_unit, reductions._pending._wait_for_oldest
+        open_unit, retire = reductions.open_unit, reductions._pending._free_oldest
 
         def opened(unit: Any, open_unit: Any = open_unit, opening: list[str] = opening) -> None:
             opening.append(unit.name)
@@ -69,12 +69,12 @@ def test_gradients_wait_only_for_the_reductions_that_the_budget_has_no_room_for(
             waits: dict[str, str] = waits,
         ) -> None:
             if opening[-1] and num:
-                waits[opening[-1]] = reductions._pending.oldest.name
+                waits[opening[-1]] = reductions._pending._reading[0][0].name
             retire(num)
 
         with (
             patch.object(reductions, "open_unit", opened),
-            patch.object(reductions._pending, "_wait_for_oldest", retired),
+            patch.object(reductions._pending, "_free_oldest", retired),
         ):
             train(model, engine, [1])
         blocks = {int(unit[-1]): int(awaited[-1]) for unit, awaited in waits.items()}

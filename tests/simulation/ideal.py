@@ -11,7 +11,8 @@ sequence of their uses: forward in order, backward in reverse. The schedule:
   gathered once per step: at its start or, without prefetch (budget 0), when they are used.
 - A unit's gradients are reduced after its backward. If they are sharded, the gradients in flight
   are limited by a second budget, which does not count the unit itself if it is larger, and does not
-  apply to the last reductions: the unit's first gradient waits.
+  apply to the last reductions: the unit's first gradient waits. Axes that are reduced on the last
+  microbatch only work in place: nothing but the optimizer waits for them.
 - Reductions of a microbatch are complete before the next one's first gradient.
 - The optimizer waits for all reductions.
 """
@@ -168,14 +169,14 @@ class Ideal:
         done = self.seconds
         for axis in range(grad):
             done = self._send("r", axis, done, self._ring(unit, axis, axis))
+        if grad:
+            self._in_flight.append((each.numel, done))
         depth = grad
         for axis in range(grad, 2) if is_last else ():
             scatters = self._depths[Role.OPTIM] > axis
             done = self._send("r", axis, done, self._ring(unit, axis, depth, 2 - scatters))
             depth += scatters
-        if grad:
-            self._in_flight.append((each.numel, done))
-        elif is_last:
+        if is_last:
             self._last[unit] = done
 
     def _ring(self, unit: int, axis: int, depth: int, times: int = 1) -> float:

@@ -96,10 +96,12 @@ def test_the_default_exposes_nothing_that_a_larger_budget_would_hide(
 
 @pytest.mark.parametrize("pair", [("optim_grads", "no_shard"), ("optim_grads_params", "no_shard")])
 def test_a_smaller_budget_than_the_default_exposes_more(pair: tuple[str, str]) -> None:
-    found = simulated(pair, NETWORK)
-    one = simulated(pair, NETWORK, budget=found.budget)
+    # A reduction takes longer than a unit's backward until its first gradient.
+    slower = network(0.7)
+    found = simulated(pair, slower)
+    one = simulated(pair, slower, budget=found.budget)
     assert one.exposed_seconds > found.exposed_seconds + 1e-9  # the staging budget is too small
-    none = simulated(pair, NETWORK, budget=0)
+    none = simulated(pair, slower, budget=0)
     assert none.exposed_seconds > found.exposed_seconds + 1e-9
 
 
@@ -142,14 +144,15 @@ def test_gathers_one_unit_late_are_caught(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_ideal_schedule_by_hand() -> None:
     """Prefetch of two, one and no units, with four blocks, HSDP."""
-    gather = NETWORK.ring(BLOCK_NUMEL, 0)
-    reduction = gather + NETWORK.ring(BLOCK_NUMEL / 4, 1, 2)
+    slower = network(0.7)
+    gather = inner_reduction = slower.ring(BLOCK_NUMEL, 0)
+    reduction = inner_reduction + slower.ring(BLOCK_NUMEL / 4, 1, 2)
     until_first = BACKWARD / 4
     pair = ("optim_grads_params", "no_shard")
     sizes = [n * BLOCK_NUMEL for n in (2, 1, 0)]
-    exposed = [ideal(pair, NETWORK, budgets=(n, (n, 0))).exposed for n in sizes]
+    exposed = [ideal(pair, slower, budgets=(n, (n, 0))).exposed for n in sizes]
     assert exposed[0] == pytest.approx(gather + reduction)
-    # Three blocks wait for their predecessor's reduction when their first gradient comes.
-    assert exposed[1] == pytest.approx(gather + 3 * (reduction - until_first) + reduction)
+    # Three blocks wait for their predecessor's inner reduction when their first gradient comes.
+    assert exposed[1] == pytest.approx(gather + 3 * (inner_reduction - until_first) + reduction)
     # Four gathers in forward and three in backward, during which reductions run.
     assert exposed[2] == pytest.approx(7 * gather + reduction)
