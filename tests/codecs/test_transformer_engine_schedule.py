@@ -234,14 +234,14 @@ def gathers_of(how: tuple[bool, bool]) -> list[list[tuple[str, tuple[int, ...]]]
     found: list[list[tuple[str, tuple[int, ...]]]] = [[]]
     real = Unit.gather
 
-    def gather(unit: Unit, phase: int) -> None:
+    def gather(unit: Unit, phase: int, *args: Any) -> None:
         if unit.name:
             assert len(unit.built.split_weights) == 1
             held = unit.unsharded.phases if unit.unsharded is not None else 0
             encodings = enumerate((FORWARD, BACKWARD))
             missing = tuple(encoding for encoding, read in encodings if phase & ~held & read)
             found[-1].append((unit.name, missing))
-        real(unit, phase)
+        real(unit, phase, *args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Unit, "gather", gather)
