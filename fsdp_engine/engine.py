@@ -81,10 +81,10 @@ class Engine:
         self.units = list(units)
         for index, unit in enumerate(self.units):
             unit.index = index
-        blocks = [unit.num_elements for unit in self.units[1:] if not unit.built.loose]
+        blocks = [unit.num_elements for unit in self.units[1:] if not unit.loose]
         others = [unit.num_elements for unit in self.units if unit.buffers]
         self.budget, self.staging_budget = config.budgets(blocks, others)
-        expected = expect(model, [unit.built.modules for unit in self.units])
+        expected = expect(model, [unit.modules for unit in self.units])
         if (pool := resources.pool) is not None:
             budgets = (self.budget, self.staging_budget)
             self._memory.expect(predict_concurrent_units(self.units, expected, *budgets))

@@ -261,8 +261,11 @@ def make_engine(
         axis_plans, ranks, MeshCommunicators(data), expert_communicators
     )
     resources = Resources(data, config)
-    built = build_units(plan, communicators, resources, policy, start)
-    made = [Unit(each, resources.lanes) for each in built]
+    built = build_units(plan, communicators, resources, start)
+    made = [
+        Unit(planned, buffers, policy, policy.output_dtype if not index else None, resources.lanes)
+        for index, (planned, buffers) in enumerate(zip(plan.units, built, strict=True))
+    ]
     engine = Engine(model, made, communicators, resources, policy, timing)
     if start.is_empty and metas:
         engine.missing_values.mark_empty(metas)

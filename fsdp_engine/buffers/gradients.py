@@ -588,6 +588,7 @@ class Gradients:
     Attributes:
         step: of the current step; None: gradients are cleared.
         writer: of the current backward; None: it has no gradients, or they are reduced.
+        optim_depth: the depth of the optimizer's shard.
         writes_to_staging: whether gradients are sharded, so that full ones are transient.
         rounds_again: reduced gradients cannot be reduced again without loss.
     """
@@ -603,6 +604,7 @@ class Gradients:
             spec, config, mesh_communicators.mesh.size, context.memory.device
         )
         self._num_params = len(spec.layout.slots)
+        self.optim_depth = spec.optim_depth
         self.writes_to_staging = spec.grad_depth > 0
         # Axes that are reduced on the last microbatch only, innermost first.
         axes = AXIS_BELOW_DEPTH[spec.grad_depth :]
@@ -650,11 +652,6 @@ class Gradients:
         """This rank's shard of the gradients, 1-D, padding included; None: there is none."""
         tensors = self.step.tensors if self.step is not None else None
         return None if tensors is None else tensors.for_optimizer.narrow(self.optim_depth)
-
-    @property
-    def optim_depth(self) -> int:
-        """The depth of the optimizer's shard."""
-        return self._spec.optim_depth
 
     @property
     def divisor(self) -> float:
@@ -794,7 +791,8 @@ class Gradients:
         Returns:
             Their tickets; None if none is due.
         """
-        step, writer, compute = self.make_step(), self.writer, self._context.lanes.compute
+        step, writer, compute = self.step, self.writer, self._context.lanes.compute
+        assert step is not None, "gradients are written, or zeroed, before they are reduced"
         self.writer = None
         ticket: Ticket | None = None
         if self.writes_to_staging and writer is not None:

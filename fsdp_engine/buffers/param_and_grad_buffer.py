@@ -157,7 +157,7 @@ class ParamAndGradBuffer:
             sharded.__dict__.update(marks)
         self.hooks = ParamHooks(names, [record.param for record in self.records])
         self.reads = ParameterAccess(self.full_params, names, self.hooks)
-        self._published = self._make_published()
+        self._publish_gradients()
         for index, sharded in enumerate(self.sharded_params):
             if isinstance(sharded, FlatDTensor):
                 sharded.backref = self.reads.backref(index)
@@ -213,12 +213,6 @@ class ParamAndGradBuffer:
         for sharded in self.sharded_params:
             if isinstance(sharded, FlatDTensor):
                 sharded.flat_placement.give_norms_as_dtensors()
-
-    @property
-    def published(self) -> PublishedGradients:
-        """``.grad`` of the sharded parameters, which must be trainable."""
-        assert self._published is not None
-        return self._published
 
     @property
     def mesh(self) -> DataMesh:
@@ -291,7 +285,7 @@ class ParamAndGradBuffer:
                 become(full, self._as_users_have_it(index, bound))
             if not self.is_plain:
                 become(self.sharded_params[index], self._flat(index))
-        self._published = self._make_published(changed=True)
+        self._publish_gradients(changed=True)
         if self._gradient_hooks is not None:
             self._gradient_hooks.follow(self.published, self.sharded_params)
         if self.reads.main_grad is not None:
@@ -400,7 +394,7 @@ class ParamAndGradBuffer:
     @property
     def has_whole_grads(self) -> bool:
         """Whether :meth:`gather_main_grads` was called since gradients were cleared."""
-        return self._published is not None and self._published.has_full
+        return self.grads is not None and self.published.has_full
 
     def free_gradients(self) -> None:
         """Free the memory of cleared gradients, also where it is resident."""
@@ -414,8 +408,8 @@ class ParamAndGradBuffer:
 
     def discard_gradients(self, *, zero: bool = False) -> None:
         """See :meth:`PublishedGradients.discard`; of full parameters, too."""
-        if self._published is not None:
-            self._published.discard(zero=zero)
+        if self.grads is not None:
+            self.published.discard(zero=zero)
             clear_gradients(self.full_params)
 
     @property
@@ -559,18 +553,17 @@ class ParamAndGradBuffer:
             start, stop = self.layout.tensor_range(index, self.spec.optim_depth, at)
             self.weights.main.local(index, self.spec.optim_depth).copy_(source[start:stop])
 
-    def _make_published(self, *, changed: bool = False) -> PublishedGradients | None:
+    def _publish_gradients(self, *, changed: bool = False) -> None:
         if self.grads is None:
-            return None
+            return
         dtypes = self.kind.dtypes
         if changed or dtypes.optim_grad != dtypes.main:
             for sharded in self.sharded_params:
                 sharded.grad_dtype = dtypes.optim_grad
         names = [record.name for record in self.records]
         reads = None if self.is_plain else self.reads.gradients
-        published = PublishedGradients(self.sharded_params, names, self.grads, reads)
-        self.reads.on_gradient = published.was_set
-        return published
+        self.published = PublishedGradients(self.sharded_params, names, self.grads, reads)
+        self.reads.on_gradient = self.published.was_set
 
     def _as_users_have_it(self, index: int, full: Tensor) -> nn.Parameter:
         """``full``, a plain parameter; over it, a DTensor where the user's parameter is one."""

@@ -72,6 +72,9 @@ class PublishedGradients:
         names: of them.
         gradients: where they are.
         reads: what users look at; None: they hold the full parameters, plain tensors.
+
+    Attributes:
+        is_plain: users hold the full parameters.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class PublishedGradients:
         self._names = names
         self._gradients = gradients
         self._reads = reads
+        self.is_plain = reads is None
         self._found: FoundGradients | None = None
 
     @property
@@ -104,7 +108,7 @@ class PublishedGradients:
             RuntimeError: one was edited between microbatches; names the parameter.
         """
         self._found = None
-        if self._gradients.step is None and not self._is_plain:
+        if self._gradients.step is None and not self.is_plain:
             return  # a user who sets a gradient begins a step
         found = gradients_of(self._params)
         if not any(map(is_not, found, repeat(None))):
@@ -130,11 +134,11 @@ class PublishedGradients:
                 if found[index] is published[index] and index not in cleared:
                     self._clear_or_raise(step, index, published[index])
         step.versions = versions
-        if self._is_plain:  # autograd would add to it in place, unscaled
+        if self.is_plain:  # autograd would add to it in place, unscaled
             detached = _places(map(is_not, found, repeat(None)))
         else:
             detached = [index for index in others if found[index] is not None]
-        self._found = FoundGradients(detached, unchanged=not others and not self._is_plain)
+        self._found = FoundGradients(detached, unchanged=not others and not self.is_plain)
         if detached:
             clear_gradients([self._params[index] for index in detached])
         if reduced and len(others) + len(cleared) < len(found):
@@ -142,8 +146,6 @@ class PublishedGradients:
 
     def detach_for_autograd(self, index: int) -> None:
         """Autograd is about to accumulate into a sharded parameter by itself."""
-        if self._is_plain:
-            return
         if self._found is None:
             self._found = FoundGradients()
         if index not in self._found.by_autograd:
@@ -334,10 +336,6 @@ class PublishedGradients:
             self._reads.were_accessed = gradients.accumulation().are_held
 
     @property
-    def _is_plain(self) -> bool:
-        return self._reads is None
-
-    @property
     def are_cleared(self) -> bool:
         """Nothing is accumulated, or ``.grad`` of all is None or was zeroed since."""
         step = self._gradients.step
@@ -422,6 +420,10 @@ class GradientHooks:
         on_grad: called as ``on_grad(index, parameter)`` when autograd has accumulated a gradient
             into a full parameter.
         begin: called before autograd accumulates into a sharded parameter.
+
+    Attributes:
+        begin: see the argument.
+        published: the same, of the buffer's present dtypes.
     """
 
     def __init__(
@@ -432,13 +434,13 @@ class GradientHooks:
         begin: Callable[[], object],
     ) -> None:
         self._on_grad = on_grad
-        self._begin = begin
+        self.begin = begin
         self.follow(published, sharded_params)
 
     def follow(self, published: PublishedGradients, sharded_params: Sequence[Tensor]) -> None:
         """Put hooks on the accumulators of sharded parameters: the first time, and after a dtype
         conversion, which makes other accumulators."""
-        self._published = published
+        self.published = published
         # Autograd would add to `.grad` in place, unscaled.
         self._accumulators = [accumulator_of(param) for param in sharded_params]
         for index, node in enumerate(self._accumulators):
@@ -447,7 +449,7 @@ class GradientHooks:
     def renew(self, sharded_params: Sequence[Tensor]) -> None:
         """Another stream is current: the accumulators become new ones of that stream."""
         self._accumulators = []
-        self.follow(self._published, sharded_params)
+        self.follow(self.published, sharded_params)
 
     def listen(self, full_params: Sequence[Tensor], own: dict[int, int] | None) -> None:
         """Put hooks on the full parameters; their ids go into ``own``, by index, if given."""
@@ -471,19 +473,16 @@ class GradientHooks:
         self._on_grad(index, full_param)
 
     def _precede(self, index: int) -> Callable[[tuple[Tensor | None, ...]], None]:
-        hooks = weakref.ref(self)
+        hooks, is_plain = weakref.ref(self), self.published.is_plain
 
         def hook(grads: tuple[Tensor | None, ...]) -> None:
             preceding = hooks()
             if preceding is not None and grads[0] is not None:
-                preceding.accumulation_begins(index)
+                preceding.begin()
+                if not is_plain:
+                    preceding.published.detach_for_autograd(index)
 
         return hook
-
-    def accumulation_begins(self, index: int) -> None:
-        """Autograd is about to accumulate a gradient into full parameter ``index``."""
-        self._begin()
-        self._published.detach_for_autograd(index)
 
 
 def _places(flags: Iterable[bool]) -> list[int]:

@@ -191,6 +191,8 @@ class Weights:
         params: full compute parameters of the first encoding, in their own shapes.
         reshards: whether full parameters are freed between uses.
         needs_refresh: whether a change of main weights has to be sent or cast before use.
+        transient_keys: keys (``storage_keys`` of ``memory/allocator.py``) of the full parameters'
+            storages that are freed between uses.
     """
 
     def __init__(
@@ -232,9 +234,12 @@ class Weights:
                 encoding.unshard = self._make_unshard(encoding)
                 if self._full_wire is not None:
                     encoding.memory.append(self._full_wire.storage)
-        for storage in (self._decoded_storage, *(encoding.storage for encoding in self._encodings)):
-            if storage is not None:
-                storage.drain()
+        self._storages = [each.storage for each in self._encodings if each.storage is not None]
+        self.transient_keys = [storage.key for storage in self._storages]
+        for storage in self._storages:
+            storage.drain()
+        if self._full_wire is not None:
+            self._full_wire.storage.drain()
         # Compared with the version of `main` to find out whether the wire is out of date.
         self._seen_version = -1
         self._num_marks = 0
@@ -261,14 +266,6 @@ class Weights:
         """Bytes of one encoding's full parameters from gather to free, without those at rest."""
         storage = self._encodings[0].storage
         return storage.num_bytes if storage is not None else 0
-
-    @property
-    def transient_keys(self) -> list[int]:
-        """Keys (``storage_keys`` of ``memory/allocator.py``) of the full parameters' storages that
-        are freed between uses."""
-        return [
-            encoding.storage.key for encoding in self._encodings if encoding.storage is not None
-        ]
 
     @property
     def num_wires(self) -> int:
@@ -335,12 +332,12 @@ class Weights:
             return [self._through_scratch.refresh()]
         if self._refresh is None:
             return []
-        storages: list[TransientStorage | None] = []
+        storages: Sequence[TransientStorage] = ()
         if not self.reshards:
-            storages = [self._decoded_storage]
+            storages = () if self._full_wire is None else (self._full_wire.storage,)
         elif self.codec.needs_whole_line:
-            storages = [encoding.storage for encoding in self._encodings]
-        if self._fill([storage for storage in storages if storage is not None]):
+            storages = self._storages
+        if self._fill(storages):
             compute_now = None  # memory that compute has used since
         return [self._refresh.run((compute_now or self._context.lanes.compute.record(),))]
 
@@ -360,12 +357,10 @@ class Weights:
 
     def release(self) -> None:
         """Free the full parameters once compute is done with them."""
-        storages = [
-            encoding.storage for encoding in self._encodings if encoding.storage is not None
-        ]
-        if any(storage.filled for storage in storages):
+        filled = [storage for storage in self._storages if storage.filled]
+        if filled:
             self.codec.before_release()
-        for storage in storages:
+        for storage in filled:
             self._drain(storage)
         self._drain_full_wire()
 
@@ -428,10 +423,6 @@ class Weights:
     @property
     def _at(self) -> Coordinate:
         return self._context.mesh_communicators.mesh.coordinate
-
-    @property
-    def _decoded_storage(self) -> TransientStorage | None:
-        return self._full_wire.storage if self._full_wire is not None else None
 
     def _make_encoding(self, full_dtype: torch.dtype) -> Encoding:
         """Make an encoding. Its storage is left filled: views need memory when they are made."""

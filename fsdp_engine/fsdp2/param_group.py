@@ -39,7 +39,7 @@ from fsdp_engine.strategies import Strategy
 from fsdp_engine.units.build import EngineCommunicators, Resources, agree_on_plan, build_unit
 from fsdp_engine.units.dtensors import choose_written, ranks_of_model
 from fsdp_engine.units.initial_values import OWN, Holdings, Start
-from fsdp_engine.units.plan import AxisPlans, Plan, PlannedUnit, PlanSettings, plan_one
+from fsdp_engine.units.plan import AxisPlans, Plan, PlanSettings, plan_one
 
 
 class AssignedBeforeEngine:
@@ -311,9 +311,11 @@ def make_group(
         replaced.append((record, weakref.ref(record.param)))
     planned = plan.units[0]
     planned = dataclasses.replace(planned, name=f"{planned.name} ({start.tag})")
-    device = torch.device("meta") if plan.on_meta else mesh.device
-    built = _build(planned, communicators, resources, settings.policy, device)
-    unit = Unit(built, resources.lanes)
+    where = resources.on(torch.device("meta")) if plan.on_meta else resources
+    buffers = build_unit(planned, communicators, where, Start())
+    resources.next_tag = where.next_tag
+    policy = settings.policy
+    unit = Unit(planned, buffers, policy, policy.output_dtype, resources.lanes)
     group = ParamGroup(tuple(modules), unit, communicators, resources, settings, replaced=replaced)
     for module in modules:
         vars(module)[_STATE] = group
@@ -321,19 +323,6 @@ def make_group(
         registry = vars(module).setdefault(REGISTRY_KEY, OrderedDict())
         registry["fully_shard"] = RegistryItem()
     return group
-
-
-def _build(
-    planned: PlannedUnit,
-    communicators: EngineCommunicators,
-    resources: Resources,
-    policy: MixedPrecisionPolicy,
-    device: torch.device,
-) -> Any:
-    where = resources.on(device)
-    built = build_unit(planned, communicators, where, policy, policy.output_dtype, Start())
-    resources.next_tag = where.next_tag
-    return built
 
 
 def _label(modules: Sequence[nn.Module]) -> str:

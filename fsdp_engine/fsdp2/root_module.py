@@ -5,7 +5,6 @@ Before, ``model.to(dtype)``, ``model.to_empty(device)`` and similar convert unit
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -229,9 +228,7 @@ def _rename(root: nn.Module, groups: Sequence[ParamGroup]) -> None:
     }
     names = {module: name for name, module in root.named_modules()}
     for group in groups:
-        built = group.unit.built
-        name = joined_names([names[module] for module in group.modules])
-        group.unit.built = dataclasses.replace(built, name=name)
+        group.unit.rename(joined_names([names[module] for module in group.modules]))
         for buffer in group.unit.buffers:
             for index, record in enumerate(buffer.records):
                 module, attribute = record.owners[0]

@@ -93,7 +93,7 @@ def compile_units(engine: Engine, options: dict[str, Any]) -> None:
     """Compile each module of the units, with ``options`` of ``torch.compile``."""
     options = {**options, "fullgraph": False}  # the engine's hooks break graphs
     for unit in engine.units[1:]:
-        for module in unit.built.modules:
+        for module in unit.modules:
             module.compile(**options)
 
 

@@ -439,7 +439,7 @@ class FullyShardedDataParallel(DistributedDataParallel):
         super().__init__(*args, **kwargs)
         self.device: torch.device = self.engine.mesh.device
         units = [unit for unit in self.engine.units[1:] if unit.reshards]
-        classes = [type(module) for unit in units for module in unit.built.modules]
+        classes = [type(module) for unit in units for module in unit.modules]
         self.fsdp_unit_modules = list(dict.fromkeys(classes))
         self.param_and_grad_buffer = MegatronFSDPBuffer(self.engine)
 

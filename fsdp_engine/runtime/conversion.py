@@ -206,7 +206,7 @@ def changes_of(
                 f"gathered with it to be converted; found {buffer.records[other].name} left out. "
                 "Convert the whole unit or model, or single modules before it is sharded"
             )
-        yield Change(buffer, *kind_after(buffer, probe.dtype, unit.built.policy, config))
+        yield Change(buffer, *kind_after(buffer, probe.dtype, unit.policy, config))
 
 
 def kind_after(

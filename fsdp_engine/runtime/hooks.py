@@ -427,7 +427,7 @@ def hook_recomputation(scheduler: Scheduler, unit: Unit) -> None:
     its hooks. A checkpoint around a part of the module does not: so the modules that hold such
     parameters have hooks of their own.
     """
-    if not unit.built.split_weights:
+    if not unit.split_buffers:
         return
 
     @not_compiled

@@ -121,23 +121,22 @@ class ModelHooks:
         root = units[0]
         loose: dict[Unit, list[ModuleHooks]] = {}
         for unit in units:
-            built = unit.built
-            beside = set(built.loose)
-            casts = (built.input_dtype, built.output_dtype)
+            beside = set(unit.loose)
+            casts = (unit.input_dtype, unit.output_dtype)
             # The root is always seen, since its forward frames all others.
             is_seen = unit is root or unit.reshards or unit.needs_refresh
             if not is_seen and casts == (None, None):
                 continue
             # All of its modules, or none: a unit's gradients have come when all calls are over.
-            for module in built.modules:
+            for module in unit.modules:
                 # Modules beside blocks get inputs that the model's forward has computed.
-                dtypes = (None, built.output_dtype) if module in beside else casts
+                dtypes = (None, unit.output_dtype) if module in beside else casts
                 if module not in self._hooks:
                     self._hooks[module] = ModuleHooks(scheduler, module, dtypes, engine)
                 self._hooks[module].units.append(unit)
                 if module in beside:
                     loose.setdefault(unit, []).append(self._hooks[module])
-        self._implicit_uses = ImplicitUses(self._hooks[root.built.modules[0]], units, loose, check)
+        self._implicit_uses = ImplicitUses(self._hooks[root.modules[0]], units, loose, check)
 
     @property
     def modules(self) -> Iterable[nn.Module]:
@@ -146,7 +145,7 @@ class ModelHooks:
 
     def pause(self, unit: Unit, *, paused: bool) -> None:
         """Whether calls of the unit's modules are let through as they are."""
-        for module in unit.built.modules:
+        for module in unit.modules:
             if module in self._hooks:
                 self._hooks[module].paused = paused
 

@@ -162,7 +162,8 @@ class PendingReductions:
     def make_room(self, unit: Unit) -> None:
         """Staging of ``unit`` is about to be allocated: free that of the oldest reductions, as far
         as the budget needs."""
-        self._free_oldest(self._num_left)
+        if self._num_left:
+            self._free_oldest(self._num_left)
         opening = self._num_staged[unit.index]
         while self._reading and self._budget.is_exceeded(
             len(self._reading), self._num_elements, opening
@@ -341,11 +342,6 @@ class Reductions:
         """Forward has recorded an order of all units."""
         self._seen_order = order
 
-    def has_open_gradients(self, unit: Unit) -> bool:
-        """Whether this backward has brought some of the unit's, not yet reduced."""
-        queue = self._queue
-        return queue is not None and queue.arrival(unit) is GradientArrival.SOME
-
     def begin_backward(self, *, inputs_only: bool = False) -> None:
         """A backward begins.
 
@@ -388,7 +384,7 @@ class Reductions:
         assert queue is not None
         arrival = queue.arrival(unit)
         if arrival is GradientArrival.SOME:
-            return
+            return  # a gradient that is put off has opened it
         if arrival is GradientArrival.REDUCED:
             raise RuntimeError(
                 f"a gradient for unit {unit.label} came after its reduction had started: expected "

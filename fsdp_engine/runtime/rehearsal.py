@@ -31,7 +31,7 @@ def predict_concurrent_units(
     """
     elements = [unit.num_elements if unit.reshards else 0 for unit in units]
     # In the first forward, loose units are full throughout.
-    loose = [unit.index for unit in units if unit.built.loose]
+    loose = [unit.index for unit in units if unit.loose]
     moments = full_moments(expected, elements, budget)
     full = [list(dict.fromkeys((*loose, *moment))) for moment in moments]
     return {

@@ -336,7 +336,7 @@ def describe_units(
         f"up to {budget:,} elements gathered ahead. Bytes are this rank's; gathers and reductions "
         "are collectives per step of one microbatch."
     )
-    expected = expect(units[0].built.modules[0], [unit.built.modules for unit in units])
+    expected = expect(units[0].modules[0], [unit.modules for unit in units])
     rows = (_row(unit, strategy, mesh, expected.num_gathers(unit.index)) for unit in units)
     return Description(title, tuple(rows), measured)
 

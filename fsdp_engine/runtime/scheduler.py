@@ -244,7 +244,7 @@ class Scheduler:
 
     def note_uncounted(self, unit: Unit) -> None:
         """A module of the unit runs, and whether its backward will come is not known."""
-        if len(unit.built.modules) > 1:
+        if len(unit.modules) > 1:
             self._uncounted[unit.index] += 1
 
     def note_run_again(self, unit: Unit) -> None:
@@ -352,7 +352,7 @@ class Scheduler:
             self._use_once(unit, BOTH)
         else:
             # Where the same bytes serve both phases, its backward gathers no more.
-            self._use(unit, FORWARD if unit.built.split_weights else BOTH)
+            self._use(unit, FORWARD if unit.split_buffers else BOTH)
 
     def enter_backward(self, call: Call, inputs: Sequence[Any] = ()) -> None:
         """The gradient of an output of ``call`` has come: its backward begins.
@@ -419,8 +419,6 @@ class Scheduler:
 
     def begin_gradient(self, unit: Unit) -> None:
         """A buffer of ``unit`` is about to get its first gradient of this backward."""
-        if self.reductions.has_open_gradients(unit):
-            return
         self.begin_backward().creates_graph = torch.is_grad_enabled()
         self.reductions.open_unit(unit)
 

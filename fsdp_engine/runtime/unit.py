@@ -21,12 +21,15 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.codecs.base import BACKWARD, BOTH
 from fsdp_engine.comm.lanes import Lanes, Ticket
 from fsdp_engine.flat_dtensor import any_requires_grad
-from fsdp_engine.units.build import BuiltUnit
+from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.units.installing import Installation
+from fsdp_engine.units.plan import PlannedUnit, label_of
 
 
 class Numbered(Protocol):
@@ -172,8 +175,25 @@ class Call:
 class Unit:
     """See the module docstring.
 
+    Args:
+        planned: what it is.
+        buffers: its parameters, by kind; the modules hold the sharded ones.
+        policy: what their dtypes follow from.
+        output_dtype: what its modules return is cast to it; None: left alone.
+        lanes: of the engine.
+
     Attributes:
-        built: its modules and buffers, its number and name.
+        name: fully qualified names of its modules; "" for the root.
+        modules: whose forwards need its full parameters.
+        loose: see :class:`~fsdp_engine.units.plan.PlannedUnit`.
+        label: its name in messages.
+        buffers, policy, output_dtype: see the arguments.
+        trainable: its buffers that have gradients.
+        num_elements: elements of its buffers, padding included.
+        reshards: whether its parameters are sharded between uses.
+        needs_refresh: whether a change of main weights has to be sent or cast before use.
+        split_buffers: those of which forward and backward gather different bytes ([Note: Encodings]
+            in ``codecs/base.py``).
         index: its number among the units of its engine, which sets it.
         options: set by users.
         unsharded: its full parameters; None: they are sharded.
@@ -185,43 +205,46 @@ class Unit:
         kept: reasons not to free the full parameters.
     """
 
-    def __init__(self, built: BuiltUnit, lanes: Lanes) -> None:
-        self.built = built
+    def __init__(
+        self,
+        planned: PlannedUnit,
+        buffers: Sequence[ParamAndGradBuffer],
+        policy: MixedPrecisionPolicy,
+        output_dtype: torch.dtype | None,
+        lanes: Lanes,
+    ) -> None:
+        self.name = planned.name
+        self.modules = planned.modules
+        self.loose = planned.loose
+        self.label = planned.label
+        self.buffers = buffers
+        self.policy = policy
+        self.output_dtype = output_dtype
+        # Fixed: a conversion of dtypes changes none of them.
+        self.trainable = [buffer for buffer in buffers if buffer.grads is not None]
+        self.num_elements = sum(buffer.layout.numel for buffer in buffers)
+        self.reshards = any(buffer.weights.reshards for buffer in buffers)
+        self.needs_refresh = any(buffer.weights.needs_refresh for buffer in buffers)
+        self.split_buffers = [
+            buffer
+            for buffer in buffers
+            if buffer.weights.reshards and buffer.weights.num_encodings > 1
+        ]
         self.index = -1
         self.options = UnitOptions()
-        self.unsharded = None if built.reshards else UnshardedParams(BOTH)
+        self.unsharded = None if self.reshards else UnshardedParams(BOTH)
         self.uses = 0
         self.pending_calls: dict[Hashable | None, int] = {}
         self.num_unrecorded = 0
         self.num_late = 0
         self.kept: set[Kept] = set()
         self._lanes = lanes
-        self._installation = Installation(built.buffers, built.label)
+        self._installation = Installation(buffers, self.label)
 
-    @property
-    def name(self) -> str:
-        """Fully qualified names of its modules; "" for the root."""
-        return self.built.name
-
-    @property
-    def label(self) -> str:
-        """Its name in messages."""
-        return self.built.label
-
-    @property
-    def buffers(self) -> Sequence[ParamAndGradBuffer]:
-        """Its parameters, by kind."""
-        return self.built.buffers
-
-    @property
-    def trainable(self) -> Sequence[ParamAndGradBuffer]:
-        """Its buffers that have gradients."""
-        return self.built.trainable
-
-    @property
-    def num_elements(self) -> int:
-        """Elements of its buffers, padding included."""
-        return self.built.num_elements
+    def rename(self, name: str) -> None:
+        """Its modules are known by other names from now on."""
+        self.name = name
+        self.label = label_of(name)
 
     @property
     def num_staged(self) -> int:
@@ -229,19 +252,16 @@ class Unit:
         return sum(b.grads.num_staged_elements for b in self.trainable if b.grads is not None)
 
     @property
-    def reshards(self) -> bool:
-        """Whether its parameters are sharded between uses."""
-        return self.built.reshards
-
-    @property
-    def needs_refresh(self) -> bool:
-        """Whether a change of main weights has to be sent or cast before use."""
-        return self.built.needs_refresh
+    def input_dtype(self) -> torch.dtype | None:
+        """Floating-point inputs of its modules are cast to it; None: left alone."""
+        # Modules beside blocks get inputs that the model's forward has computed.
+        casts = self.policy.cast_forward_inputs and len(set(self.loose)) < len(self.modules)
+        return self.policy.param_dtype if casts else None
 
     @property
     def is_current(self) -> bool:
         """Whether full parameters, where they exist, equal the main weights."""
-        return all(buffer.weights.is_current for buffer in self.built.buffers)
+        return all(buffer.weights.is_current for buffer in self.buffers)
 
     @property
     def is_gathering(self) -> bool:
@@ -254,12 +274,12 @@ class Unit:
         Args:
             phase: of the use: see ``codecs/base.py``.
         """
-        unsharded, built = self.unsharded, self.built
+        unsharded = self.unsharded
         if unsharded is None or phase & ~unsharded.phases:
             return True
         if unsharded.tickets is not None:
             return False
-        return (built.reshards or built.needs_refresh) and not self.is_current
+        return (self.reshards or self.needs_refresh) and not self.is_current
 
     def record_compute(self) -> Ticket:
         """Record the work that compute has so far."""
@@ -272,28 +292,28 @@ class Unit:
             phase: of the next use: see ``codecs/base.py``.
             compute_now: ticket of the work that compute has so far; None: it is recorded here.
         """
-        built, before = self.built, self.unsharded
+        before = self.unsharded
         kept = held = 0
         if before is not None:
             held = before.phases
-            if built.split_weights:
+            if self.split_buffers:
                 compute_now = None
                 self.wait()  # the bytes of another phase can be in flight
                 if self.uses:
                     kept = held if self.is_current else 0
                 else:
-                    for weights in built.split_weights:
-                        weights.free_all_but(phase)
+                    for buffer in self.split_buffers:
+                        buffer.weights.free_all_but(phase)
             assert before.tickets is None, f"{self.label} is gathered while its gather is in flight"
         tickets: list[Ticket] = []
-        for buffer in built.buffers:
+        for buffer in self.buffers:
             tickets += buffer.weights.gather(phase, held, compute_now)
-        phases = phase | kept if built.split_weights else BOTH
+        phases = phase | kept if self.split_buffers else BOTH
         self.unsharded = UnshardedParams(phases, phase >= BACKWARD, tickets)
 
     def keep_for(self, phase: int) -> None:
         """The unit is kept unsharded until its next use: provide the bytes that this use reads."""
-        if self.built.split_weights:
+        if self.split_buffers:
             if self.needs_gather(phase):
                 self.gather(phase)
         elif phase & BACKWARD:
@@ -306,7 +326,7 @@ class Unit:
         if unsharded is not None and unsharded.tickets is not None:
             self._lanes.compute.wait(*unsharded.tickets)
             unsharded.tickets = None
-            for buffer in self.built.buffers:
+            for buffer in self.buffers:
                 buffer.weights.gathered(unsharded.phases, for_backward=unsharded.for_backward)
 
     def enter(self) -> None:
@@ -326,7 +346,7 @@ class Unit:
         Raises:
             RuntimeError: forward and backward read different bytes.
         """
-        if self.built.split_weights:
+        if self.split_buffers:
             raise RuntimeError(
                 f"backward with create_graph=True through unit {self.label}: expected weights that "
                 "are one for forward and backward, to be kept until the second backward; found "
@@ -352,7 +372,7 @@ class Unit:
             f"tuples, lists, dicts or dataclasses; found a {type(found).__name__}, in which the "
             "engine does not look for tensors"
         )
-        if self.built.split_weights:
+        if self.split_buffers:
             raise RuntimeError(f"{message}, and weights of two encodings. Return a dataclass")
         warnings.warn(
             f"{message}. The start of its backward cannot be observed, so its full parameters are "
@@ -364,12 +384,12 @@ class Unit:
     def release(self) -> None:
         """Free the full parameters, unless they are not sharded or have to be kept."""
         self.uninstall()
-        if self.kept or self.unsharded is None or not self.built.reshards:
+        if self.kept or self.unsharded is None or not self.reshards:
             return
         assert not self.uses, f"{self.label} is freed while it is in use"
         self.wait()
         self.unsharded = None
-        for buffer in self.built.buffers:
+        for buffer in self.buffers:
             buffer.weights.release()
 
     def follow_requires_grad(self) -> None:
@@ -416,7 +436,7 @@ class Unit:
     def note_access(self) -> None:
         """Report to the compute lane that the model reads the full parameters from here on."""
         assert self.unsharded is not None
-        for buffer in self.built.buffers:
+        for buffer in self.buffers:
             buffer.weights.note_access(self.unsharded.phases)
 
     def awaits_backward(self, microbatch: Hashable | None) -> bool:

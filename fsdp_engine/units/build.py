@@ -1,4 +1,4 @@
-"""Builds units with buffers from a plan, after all ranks have agreed on the plan.
+"""Builds the buffers of units from a plan, after all ranks have agreed on the plan.
 
 Units are built independently. They share :class:`Resources` (lanes, memory, numbers of
 collectives), so they can be built one call at a time, and an engine can be created over them later.
@@ -18,7 +18,6 @@ import weakref
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ from torch.distributed import ProcessGroup
 from fsdp_engine.buffers.param_and_grad_buffer import FIRST_TAG, ParamAndGradBuffer
 from fsdp_engine.buffers.redistribute import BufferContext, MeshCommunicators
 from fsdp_engine.buffers.spec import BufferKind, BufferSpec
-from fsdp_engine.buffers.weights import Weights
 from fsdp_engine.comm import lanes as lanes_module
 from fsdp_engine.comm.agreement import agree
 from fsdp_engine.comm.collectives import broadcast_, gather_objects
@@ -37,7 +35,6 @@ from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.comm.nccl_pool import NcclPool
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.memory.allocator import Memory
-from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.strategies import Axis, Role
 from fsdp_engine.units.initial_values import (
     EMPTY,
@@ -127,61 +124,6 @@ class Resources:
         return self.next_tag - 2
 
 
-@dataclass(frozen=True)
-class BuiltUnit:
-    """A unit with its buffers, of which the model holds the sharded parameters. It knows no other.
-
-    Attributes:
-        name: fully qualified names of its modules; "" for the root.
-        modules: whose forwards need its full parameters.
-        buffers: its parameters, by kind.
-        policy: what their dtypes follow from.
-        loose: see :class:`~fsdp_engine.units.plan.PlannedUnit`.
-        input_dtype: floating-point inputs of its modules are cast to it; None: left alone.
-        output_dtype: floating-point outputs are cast to it; None: left alone.
-    """
-
-    name: str
-    modules: Sequence[nn.Module]
-    buffers: Sequence[ParamAndGradBuffer]
-    policy: MixedPrecisionPolicy
-    loose: Sequence[nn.Module] = ()
-    input_dtype: torch.dtype | None = None
-    output_dtype: torch.dtype | None = None
-
-    @property
-    def label(self) -> str:
-        """Its name for people."""
-        return self.name or "the root module"
-
-    @cached_property
-    def num_elements(self) -> int:
-        """Elements of its buffers, padding included."""
-        return sum(buffer.layout.numel for buffer in self.buffers)
-
-    @cached_property
-    def trainable(self) -> Sequence[ParamAndGradBuffer]:
-        """Its buffers that have gradients."""
-        return tuple(buffer for buffer in self.buffers if buffer.grads is not None)
-
-    @cached_property
-    def reshards(self) -> bool:
-        """Whether its full parameters come and go."""
-        return any(buffer.weights.reshards for buffer in self.buffers)
-
-    @cached_property
-    def needs_refresh(self) -> bool:
-        """Whether a change of main weights has to travel or be cast before use."""
-        return any(buffer.weights.needs_refresh for buffer in self.buffers)
-
-    @cached_property
-    def split_weights(self) -> Sequence[Weights]:
-        """Weights of which forward and backward gather different bytes ([Note: Encodings] in
-        ``codecs/base.py``)."""
-        weights = [buffer.weights for buffer in self.buffers]
-        return [each for each in weights if each.reshards and each.num_encodings > 1]
-
-
 def agree_on_plan(
     plan: Plan | None,
     holdings: Holdings | None,
@@ -240,18 +182,19 @@ def build_units(
     plan: Plan,
     communicators: EngineCommunicators,
     resources: Resources,
-    policy: MixedPrecisionPolicy,
     start: Start,
-) -> list[BuiltUnit]:
+) -> list[list[ParamAndGradBuffer]]:
     """Make the buffers and put sharded parameters into the model, unit by unit.
 
     Args:
-        plan: of the model; what its root returns is cast to the policy's ``output_dtype``.
+        plan: of the model.
         communicators: where buffers are built.
         resources: with which.
-        policy: says what inputs and outputs are cast to.
         start: whose values they begin with; where they are not the first rank's, each rank's
             slices are its own, and only those that several ranks hold are made the same.
+
+    Returns:
+        The buffers of each unit.
 
     Raises:
         Exception: a module on the meta device could not give itself values, on some rank; the
@@ -259,7 +202,7 @@ def build_units(
     """
     error: Exception | None = None
     device = communicators.data.mesh.device
-    units: list[BuiltUnit] = []
+    units: list[list[ParamAndGradBuffer]] = []
     tree = ModuleTree(plan.root) if plan.on_meta else None
     for index, planned in enumerate(plan.units):
         if tree is not None:
@@ -275,8 +218,7 @@ def build_units(
                 materialize(tree, records, device, *seeds, is_empty=start.is_empty)
             except Exception as caught:
                 error = error or caught
-        output_dtype = policy.output_dtype if not units else None
-        units.append(build_unit(planned, communicators, resources, policy, output_dtype, start))
+        units.append(build_unit(planned, communicators, resources, start))
     root = plan.root
     has_values = not start.whole or communicators.data.mesh.is_first
     try:
@@ -291,9 +233,9 @@ def build_units(
         except Exception as raised:
             raised.add_note("The model is half built: make a new one before the next shard()")
             raise
-    for unit in units:
-        if unit.loose:
-            watch_reads(unit.buffers)
+    for planned, buffers in zip(plan.units, units, strict=True):
+        if planned.loose:
+            watch_reads(buffers)
     if start.whole:
         experts = communicators.expert.mesh if communicators.expert is not None else None
         broadcast_buffers(root, communicators.data.mesh, experts)
@@ -304,21 +246,18 @@ def build_unit(
     planned: PlannedUnit,
     communicators: EngineCommunicators,
     resources: Resources,
-    policy: MixedPrecisionPolicy,
-    output_dtype: torch.dtype | None,
     start: Start,
-) -> BuiltUnit:
+) -> list[ParamAndGradBuffer]:
     """Make one unit's buffers and put its sharded parameters into its modules.
 
     Args:
         planned: what it is to be; its parameters have values, or get the first rank's.
-        output_dtype: what its modules return is cast to it.
-        communicators, resources, policy, start: see :func:`build_units`.
+        communicators, resources, start: see :func:`build_units`.
     """
     resources.memory.begin_unit()
     buffers: list[ParamAndGradBuffer] = []
     for number, part in enumerate(planned.buffers):
-        label = planned.name or "the root module"
+        label = planned.label
         if len(planned.buffers) > 1:
             label += f" (buffer {number})"
         axes, mesh_communicators = communicators.of(part.kind)
@@ -333,18 +272,12 @@ def build_unit(
         buffers.append(buffer)
         if not (start.from_first or buffer.weights.main.tensor.is_meta):
             same_on_replicas(buffer)
-    # Modules beside blocks get inputs that the model's forward has computed.
-    casts = policy.cast_forward_inputs and len(set(planned.loose)) < len(planned.modules)
-    input_dtype = policy.param_dtype if casts else None
-    unit = BuiltUnit(
-        planned.name, planned.modules, buffers, policy, planned.loose, input_dtype, output_dtype
-    )
     for buffer in buffers:
         for record in buffer.records:
             _OWNED.update(module for module, _ in record.owners)
             # The user's own tensor goes now, so that one unit at a time is held twice.
             del record.param
-    return unit
+    return buffers
 
 
 def same_on_replicas(buffer: ParamAndGradBuffer) -> None:

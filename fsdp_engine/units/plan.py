@@ -130,6 +130,11 @@ class PlannedBuffer:
     make_codec: Callable[[], ParamCodec]
 
 
+def label_of(unit: str) -> str:
+    """The name of a unit in messages."""
+    return unit or "the root module"
+
+
 @dataclass(frozen=True)
 class PlannedUnit:
     """One unit to be.
@@ -146,6 +151,11 @@ class PlannedUnit:
     modules: Sequence[nn.Module]
     buffers: list[PlannedBuffer]
     loose: Sequence[nn.Module] = ()
+
+    @property
+    def label(self) -> str:
+        """Its name in messages."""
+        return label_of(self.name)
 
 
 @dataclass(frozen=True)

@@ -286,7 +286,7 @@ class Watch:
         self.units = [unit for unit in engine.units if unit.name]
         self.most = 0
         for unit in self.units:
-            for module in unit.built.modules:
+            for module in unit.modules:
                 module.register_forward_pre_hook(self.before)
                 module.register_forward_hook(self.after)
 

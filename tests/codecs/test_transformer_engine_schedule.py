@@ -121,7 +121,7 @@ def test_a_unit_holds_the_plane_that_it_computes_with_and_no_other() -> None:
 
     for name, unit in units.items():
         if name:
-            up: Any = unit.built.modules[0].up
+            up: Any = unit.modules[0].up
             up.register_forward_hook(partial(look, name, rows))
 
             def listen(module: Any, args: Any, y: Tensor, name: str = name) -> None:
@@ -236,7 +236,7 @@ def gathers_of(how: tuple[bool, bool]) -> list[list[tuple[str, tuple[int, ...]]]
 
     def gather(unit: Unit, phase: int, *args: Any) -> None:
         if unit.name:
-            assert len(unit.built.split_weights) == 1
+            assert len(unit.split_buffers) == 1
             held = unit.unsharded.phases if unit.unsharded is not None else 0
             encodings = enumerate((FORWARD, BACKWARD))
             missing = tuple(encoding for encoding, read in encodings if phase & ~held & read)
