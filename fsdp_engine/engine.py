@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_engine.batches import even_batches
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.config import Timing
 from fsdp_engine.memory.allocator import Memory
@@ -23,6 +24,7 @@ from fsdp_engine.runtime.assigned_values import MissingValues
 from fsdp_engine.runtime.conversion import Conversions
 from fsdp_engine.runtime.gradient_checks import GradientChecks
 from fsdp_engine.runtime.hooks import hook_gradients, hook_recomputation
+from fsdp_engine.runtime.mean_loss import MeanLosses
 from fsdp_engine.runtime.microbatches import Microbatches, hook_delayed_gradients
 from fsdp_engine.runtime.model_hooks import ModelHooks
 from fsdp_engine.runtime.parameter_guard import ParameterGuard, refuse_copies, refuse_replicas
@@ -35,6 +37,8 @@ from fsdp_engine.strategies import Role
 from fsdp_engine.units.assignment import expect, has_parameters
 from fsdp_engine.units.build import EngineCommunicators, Resources, same_on_replicas
 from fsdp_engine.units.installing import holders, install_into
+
+T = TypeVar("T")
 
 # Weak both ways: an engine knows its model, and a value that holds its key would never go. The
 # model's hooks keep the engine.
@@ -89,12 +93,19 @@ class Engine:
             budgets = (self.budget, self.staging_budget)
             self._memory.expect(predict_concurrent_units(self.units, expected, *budgets))
             pool.register()
+        trainable = [buffer for unit in self.units for buffer in unit.trainable]
+        self._mean_losses = MeanLosses(mesh, trainable)
         checks = None
         if config.check_for_nan_in_grad or config.check_for_large_grads:
-            trainable = [buffer for unit in self.units for buffer in unit.trainable]
             checks = GradientChecks(trainable, config, self.ranks.control_group, mesh.device)
         self._reductions = Reductions(
-            self.units, self._lanes, self.ranks, self.staging_budget, timing, checks
+            self.units,
+            self._lanes,
+            self.ranks,
+            self.staging_budget,
+            timing,
+            checks,
+            self._mean_losses,
         )
         self._scheduler = Scheduler(
             self.units, self._memory, self.budget, self._reductions, timing, expected
@@ -145,6 +156,70 @@ class Engine:
             yield
         finally:
             self._reductions.sync = before
+
+    def even_batches(
+        self, loader: Iterable[T], *, drop_last: bool = False
+    ) -> Iterator[tuple[T, float]]:
+        """Iterate over batches, on all ranks as often as on the rank that has most. Collective.
+
+        A rank that has run out repeats its last batch with weight 0. Each rank reads one batch
+        ahead, so that whether there is another one is known without waiting.
+
+        Example: a mean that is exact whatever the batches' sizes::
+
+            for batch, weight in engine.even_batches(loader):
+                loss, count = loss_sum_of(model, batch)
+                engine.mean_loss(weight * loss, weight * count).backward()
+
+        Args:
+            loader: of this rank, with at least one batch; it can have another number of batches on
+                each rank.
+            drop_last: end with the rank that has fewest instead; no batch is repeated.
+
+        Yields:
+            (batch, weight): weight is 1.0, or 0.0 for a batch that is repeated.
+
+        Raises:
+            Exception: on all ranks, after the batches before it: a rank's loader raised.
+            ValueError: on all ranks: a rank has no batch to repeat.
+        """
+        return even_batches(self.ranks, loader, drop_last=drop_last)
+
+    def mean_loss(self, loss_sum: Tensor, count: float | Tensor) -> Tensor:
+        """Returns a 0-d tensor to call ``backward()`` on: reduced gradients will be those of the
+        mean over the samples of all ranks and all microbatches of the step.
+
+        The mean of the ranks' means, which backward of a mean gives, is another one where numbers
+        of samples (or tokens) differ. Call it once a microbatch, on every rank, before the
+        microbatch's backward; the first call is collective. The value of the tensor is no mean:
+        :attr:`last_mean_loss` is. All of a microbatch's loss belongs into the sum: a term ``c``
+        that is no mean over samples as ``count * c``.
+
+        Args:
+            loss_sum: one element that requires grad: the sum of the losses of this rank's samples
+                in this microbatch.
+            count: their number, a number or a tensor of one element, which is not waited for. 0: a
+                batch that does not count.
+
+        Raises:
+            ValueError: other shapes, or a negative or infinite number.
+            RuntimeError: within a pipeline, of which other ranks compute the loss. Of backward:
+                gradients of an earlier step are not cleared, or it does not run once with each
+                result.
+        """
+        if self._scheduler.microbatch is not None:
+            raise RuntimeError(
+                "mean_loss(): expected a model whose ranks all compute a loss; found a pipeline "
+                "stage. Divide by the number of samples of all microbatches in the loss function"
+            )
+        return self._mean_losses.add(loss_sum, count)
+
+    @property
+    def last_mean_loss(self) -> Tensor | None:
+        """The mean loss of the last step whose microbatches called :meth:`mean_loss`, over the
+        samples of all ranks and microbatches: 0-d, fp32, the same on all ranks; NaN without
+        samples. None before the first."""
+        return self._mean_losses.last
 
     def start_grad_sync(self, *, wait: bool = False) -> None:
         """Issue the last reductions of the step, unless backward has. Collective.

@@ -42,6 +42,7 @@ FLOORS: dict[str, int] = {
     "layout": 1,
     "memory": 2,
     "comm": 3,
+    "batches": 4,
     "codecs": 4,
     "flat_dtensor": 4,
     "optim": 5,
@@ -65,7 +66,7 @@ FLOORS: dict[str, int] = {
 
 # The core, and the folders of formats and frontends that it does not import.
 CORE = {"layout", "comm", "memory", "buffers", "units", "runtime", "strategies", "codecs"}
-CORE |= {"accelerator", "flat_dtensor", "optim", "engine", "sharding"}
+CORE |= {"accelerator", "batches", "flat_dtensor", "optim", "engine", "sharding"}
 ABOVE_THE_CORE = {"adapters", "checkpoint", "fsdp2", "integrations", "megatron"}
 ABOVE_THE_CORE |= {"pipelining", "planner", "pretrained", "simulation"}
 # Packages of the formats and frontends that the core does not import either.

@@ -780,7 +780,12 @@ class Gradients:
             return
         part = self.optim_grads if is_reduced else self.step.tensors.accum.tensor
         assert part is not None
-        part.mul_(factor.to(part.dtype) if isinstance(factor, Tensor) else factor)
+        if isinstance(factor, Tensor):
+            # Not rounded to 16 bits: of one dimension it takes part in type promotion.
+            wide = torch.promote_types(part.dtype, torch.float32)
+            torch.mul(part, factor.reshape(1).to(wide), out=part)
+        else:
+            part.mul_(factor)
 
     def reduce(self, *, last: bool) -> SubmittedReduction | None:
         """Submit the reductions that are due; drops the backward's writer.

@@ -248,16 +248,16 @@ def all_reduce_(
     ``what`` it is for is part of the error of a rank that waits in vain.
     """
     if group is not None:
-        ops = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
         with naming(what, group):
-            work = _require(dist.all_reduce(tensor, op=ops[op], group=group, async_op=True))
+            work = start_all_reduce(tensor, group, op)
             (stall_monitor.HostWork(work) if tensor.device.type == "cpu" else work).wait()
     return tensor
 
 
-def start_all_reduce_max(tensor: Tensor, group: dist.ProcessGroup) -> Work:
-    """Start the elementwise maximum of a small tensor over the group, in place."""
-    return _require(dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group, async_op=True))
+def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup, op: str) -> Work:
+    """Start to reduce a small tensor over the group, in place. ``op``: "sum", "max" or "min"."""
+    ops = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+    return _require(dist.all_reduce(tensor, op=ops[op], group=group, async_op=True))
 
 
 def max_steps(tensor: Tensor, group: dist.ProcessGroup) -> Steps:

@@ -52,6 +52,7 @@ from fsdp_engine.comm.groups import Ranks
 from fsdp_engine.comm.lanes import GradientStream, Lanes, Ticket
 from fsdp_engine.config import StagingBudget, Timing
 from fsdp_engine.runtime.gradient_checks import GradientChecks
+from fsdp_engine.runtime.mean_loss import MeanLosses
 from fsdp_engine.runtime.step_message import StepMessage
 from fsdp_engine.runtime.unit import Unit
 
@@ -262,6 +263,7 @@ class Reductions:
         budget: staging that may be in flight.
         timing: how far a backward goes.
         checks: of gradients before they are sent; None: there are none.
+        mean_losses: by whose numbers of samples reduced gradients are divided.
 
     Attributes:
         stream: on which gradients are written and reductions waited for.
@@ -277,10 +279,12 @@ class Reductions:
         budget: StagingBudget,
         timing: Timing,
         checks: GradientChecks | None,
+        mean_losses: MeanLosses,
     ) -> None:
         self._units = tuple(units)
         self._timing = timing
         self._checks = checks
+        self._mean_losses = mean_losses
         self.sync = True
         self._seen_order = [unit.index for unit in units]
         self.canonical_order = self._seen_order
@@ -374,6 +378,12 @@ class Reductions:
         partial = frozenset(unit.index for unit in self._order if not unit.options.syncs)
         is_last = self.sync and self._timing.reduces_in_backward and not inputs_only
         is_last = is_last and len(partial) < max(len(self._order), 1)
+        if is_last and partial and self._mean_losses.is_pending:
+            raise RuntimeError(
+                "backward of mean_loss(): expected the last microbatch to reduce the gradients of "
+                f"all units; found {len(partial)} that do not, {self._units[min(partial)].label} "
+                "among them (set_requires_gradient_sync). Set all, or none"
+            )
         self._queue = ReductionQueue(
             self._order, is_last=is_last, inputs_only=inputs_only, partial=partial
         )
@@ -509,6 +519,7 @@ class Reductions:
             )
         self.wait()
         self._message.finish()
+        self._mean_losses.discard()
         self._step = None
         for buffer in self._buffers:
             buffer.discard_gradients(zero=zero)
@@ -526,6 +537,7 @@ class Reductions:
         self._pending.discard()
         self._queue = self._step = None
         self._message.forget()
+        self._mean_losses.discard()
         for buffer in self._buffers:
             buffer.discard_gradients()
 
@@ -594,6 +606,7 @@ class Reductions:
                 each.in_flight = self._wait_later
 
     def _issued(self) -> None:
+        self._mean_losses.start()
         self._move_to(Phase.ISSUED)
         self._message.start(self._seen_order)
 
@@ -616,6 +629,7 @@ class Reductions:
         if verdict.problem is not None:
             self.clear(zero=False)
             raise RuntimeError(verdict.problem)
+        self._mean_losses.finish()
         step.hooks_are_due = True
         for unit in self._order:
             if unit.index in step.partial:

@@ -118,7 +118,7 @@ class StepMessage:
                     assert self._checks is not None
                     message = torch.cat([message, self._checks.flags])
                 part.result = message
-                part.work = collectives.start_all_reduce_max(message, part.group)
+                part.work = collectives.start_all_reduce(message, part.group, "max")
 
     def read(self, has_new_order: bool) -> Verdict:
         """What all ranks know, as far as this one needs to know it."""

@@ -1,0 +1,79 @@
+"""``mean_loss`` and ``even_batches`` on the device: the host waits for nothing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsdp_engine as fe
+from tests.async_device import device as on
+from tests.pool import on_ranks
+
+WIDTH = 16
+
+
+def batch_of(rank: int, step: int) -> Tensor:
+    """Ranks have different numbers of samples."""
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(1 + 4 * rank + step % 3, WIDTH, generator=generator)
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+
+
+@pytest.mark.parametrize("level", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+@on_ranks(2)
+def test_the_mean_is_exact_in_any_order_that_delays_make_and_not_waited_for(level: str) -> None:
+    model, alone = make_model(), make_model()
+    on_cpu = torch.optim.AdamW(alone.parameters(), lr=1e-2)
+    engine = fe.shard(model.to(on.DEVICE), strategy=level, units=list(model))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    rank, means = dist.get_rank(), []
+    for step in range(4):
+        whole = torch.cat([batch_of(each, step) for each in range(2)])
+        loss = alone(whole).square().sum(1).mean()
+        loss.backward()
+        on_cpu.step()
+        on_cpu.zero_grad()
+        batch = batch_of(rank, step).to(on.DEVICE)
+        count = torch.full((), len(batch), device=on.DEVICE)
+        torch.accelerator.synchronize()
+        with (
+            on.delays(compute=2e-4, copy=2e-4, collective=1e-3, seed=2 * step + rank),
+            on.count_host_syncs() as syncs,
+        ):
+            engine.mean_loss(model(batch).square().sum(), count).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert step == 0 or not syncs
+        means.append((engine.last_mean_loss, loss))
+    for mean, loss in means:
+        assert mean is not None
+        assert abs(mean.item() / loss.item() - 1) < 1e-5
+    weights = engine.full_state_dict()
+    for name, param in alone.named_parameters():
+        assert (weights[name].cpu() - param.detach()).abs().max() < 1e-5, name
+
+
+@on_ranks(2)
+def test_the_message_of_even_batches_waits_for_no_work_of_the_device() -> None:
+    model = make_model().to(on.DEVICE)
+    engine = fe.shard(copy.deepcopy(model), units=list(model)[:0])
+
+    def loader() -> Iterator[int]:
+        yield from range(2 + dist.get_rank())
+
+    batches = engine.even_batches(loader())
+    assert next(batches) == (0, 1.0)
+    with on.held():  # compute's stream does nothing until the end
+        model(torch.ones(2, WIDTH, device=on.DEVICE))
+        assert next(batches) == (1, 1.0)
+        assert next(batches) == (1 + dist.get_rank(), float(dist.get_rank()))
+        assert list(batches) == []

@@ -1,0 +1,365 @@
+"""Ranks whose batches differ in number and size: ``even_batches`` and ``mean_loss``."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsdp_engine as fe
+from fsdp_engine.fsdp2 import fully_shard
+from tests import reference
+from tests.megatron.configs import LEVEL_NAMES
+from tests.pairs import PAIRS
+from tests.pool import Ranks, on_few_ranks, on_ranks
+from tests.training import mesh_of
+
+WIDTH = 8
+
+
+class Net(nn.Module):
+    """Two blocks and a head, in fp64 so that sums have one result in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 1)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x).square().flatten()  # the loss of each sample
+
+
+def rows(number: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(number, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def sizes_of(rank: int, seed: int) -> list[int]:
+    """The sizes of the batches of an epoch, of which each rank has another number."""
+    draw = random.Random(1000 * seed + rank)
+    return [draw.randint(1, 5) for _ in range(draw.randint(1, 6))]
+
+
+def loader(rank: int, seed: int) -> Iterator[Tensor]:
+    for number, size in enumerate(sizes_of(rank, seed)):
+        yield rows(size, 100 * (10 * seed + rank) + number)
+
+
+def alone(num_ranks: int, seed: int, accumulate: int) -> tuple[nn.Module, list[float]]:
+    """One process that has the samples of all ranks: its model and losses."""
+    model = Net()
+    optimizer = reference.adamw(model.parameters())
+    epochs = [list(loader(rank, seed)) for rank in range(num_ranks)]
+    losses = []
+    for begin in range(0, max(map(len, epochs)), accumulate):
+        batch = torch.cat([part for each in epochs for part in each[begin : begin + accumulate]])
+        loss = model(batch).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return model, losses
+
+
+def train_epoch(model: nn.Module, engine: fe.Engine, seed: int, accumulate: int) -> list[float]:
+    optimizer = reference.adamw(model.parameters())
+    losses = []
+    batches = list(engine.even_batches(loader(dist.get_rank(), seed)))
+    for begin in range(0, len(batches), accumulate):
+        group = batches[begin : begin + accumulate]
+        for number, (batch, weight) in enumerate(group):
+            each = model(batch)
+            if number == 0:
+                optimizer.zero_grad()
+            loss = engine.mean_loss(weight * each.sum(), weight * len(batch))
+            if number < len(group) - 1:
+                with engine.no_sync():
+                    loss.backward()
+            else:
+                loss.backward()
+        optimizer.step()
+        assert engine.last_mean_loss is not None
+        losses.append(engine.last_mean_loss.item())
+    return losses
+
+
+def check_epochs(pair: tuple[str, str], shape: tuple[int, ...], seeds: range) -> None:
+    num_ranks = math.prod(shape)
+    for seed in seeds:
+        accumulate = 1 + seed % 3
+        expected, losses = alone(num_ranks, seed, accumulate)
+        model = Net()
+        outer = pair[1] if len(shape) > 1 else None
+        engine = fe.shard(model, mesh_of(*shape), pair[0], outer, units="blocks.*")
+        found = train_epoch(model, engine, seed, accumulate)
+        assert found == pytest.approx(losses, rel=1e-6), seed
+        weights = engine.full_state_dict()
+        for name, param in expected.named_parameters():
+            error = reference.relative_error(weights[name], param.detach())
+            assert error < 1e-12, (seed, name, error)
+
+
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+def test_epochs_of_random_lengths_train_as_one_process(ranks: Ranks, level: str) -> None:
+    ranks.run(check_epochs, (level, "no_shard"), (2,), range(3), world_size=2)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_epochs_of_random_lengths_at_every_pair(ranks: Ranks, pair: tuple[str, str]) -> None:
+    ranks.run(check_epochs, pair, (2, 2), range(20), world_size=4)
+    ranks.run(check_epochs, (pair[0], "no_shard"), (3,), range(20, 30), world_size=3)
+
+
+# Batches.
+
+
+def batches_of(rank: int, lengths: tuple[int, ...]) -> Iterator[str]:
+    for number in range(lengths[rank]):
+        yield f"{rank}.{number}"
+
+
+def pass_through(lengths: tuple[int, ...], drop_last: bool) -> list[tuple[str, float]]:
+    engine = fe.shard(nn.Linear(2, 2))
+    batches = batches_of(dist.get_rank(), lengths)
+    return list(engine.even_batches(batches, drop_last=drop_last))
+
+
+def test_a_rank_that_has_run_out_repeats_its_last_batch_with_weight_0(ranks: Ranks) -> None:
+    found = ranks.run(pass_through, (1, 3), False, world_size=2)
+    assert found[0] == [("0.0", 1.0), ("0.0", 0.0), ("0.0", 0.0)]
+    assert found[1] == [("1.0", 1.0), ("1.1", 1.0), ("1.2", 1.0)]
+
+
+def test_drop_last_ends_with_the_rank_that_has_fewest(ranks: Ranks) -> None:
+    found = ranks.run(pass_through, (1, 3), True, world_size=2)
+    assert found == [[("0.0", 1.0)], [("1.0", 1.0)]]
+    assert ranks.run(pass_through, (0, 3), True, world_size=2) == [[], []]
+    assert ranks.run(pass_through, (0, 0), False, world_size=2) == [[], []]
+
+
+@on_ranks(2)
+def test_a_rank_without_a_batch_is_an_error_on_all() -> None:
+    engine = fe.shard(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="loader: expected at least one batch on each rank"):
+        next(engine.even_batches(range(dist.get_rank())))
+
+
+@on_ranks(2)
+def test_an_error_of_one_loader_is_raised_on_all_after_the_batches_before_it() -> None:
+    engine = fe.shard(nn.Linear(2, 2))
+    seen: list[int] = []
+
+    def failing() -> Iterator[int]:
+        yield 0
+        yield 1
+        if dist.get_rank() == 1:
+            raise OSError("disk on fire")
+        yield 2
+        yield 3
+
+    with pytest.raises(OSError, match="disk on fire"):
+        note_all(engine.even_batches(failing()), seen)
+    assert seen == [0, 1]
+
+
+def note_all(batches: Iterator[tuple[int, float]], seen: list[int]) -> None:
+    for batch, _ in batches:
+        seen.append(batch)
+
+
+@on_ranks(2)
+def test_whether_there_is_another_batch_is_known_without_waiting() -> None:
+    engine = fe.shard(nn.Linear(2, 2))
+    read: list[int] = []
+
+    def counted() -> Iterator[int]:
+        for number in range(3):
+            read.append(number)
+            yield number
+
+    batches = engine.even_batches(counted())
+    assert next(batches) == (0, 1.0)
+    assert read == [0, 1]  # and its message is sent
+    # Another loop in between, as an evaluation within training.
+    assert [batch for batch, _ in engine.even_batches("ab")] == ["a", "b"]
+    assert [batch for batch, _ in batches] == [1, 2]
+
+
+@on_few_ranks
+def test_one_rank_or_none_has_its_batches_as_they_are() -> None:
+    engine = fe.shard(nn.Linear(2, 2))
+    assert list(engine.even_batches([5, 6])) == [(5, 1.0), (6, 1.0)]
+
+
+# The mean.
+
+
+@on_few_ranks
+def test_mean_loss_is_that_of_all_samples() -> None:
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    model, expected = Net(), Net()
+    engine = fe.shard(model, units="blocks.*", strategy="optim_grads_params")
+    assert engine.last_mean_loss is None
+    samples = [rows(1 + 3 * each, each) for each in range(size)]
+    expected(torch.cat(samples)).mean().backward()
+    mine = model(samples[rank])
+    # The number of samples as a tensor, as masks give it.
+    engine.mean_loss(mine.sum(), torch.ones(len(mine)).sum()).backward()
+    for name, grad in reference.full_gradients(model).items():
+        assert grad is not None
+        right = expected.get_parameter(name).grad
+        assert right is not None
+        assert reference.relative_error(grad, right) < 1e-12, name
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+def test_the_factor_is_not_rounded_where_gradients_are_bf16(level: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64, bias=False)
+    policy = fe.MixedPrecisionPolicy(main_params_dtype=torch.bfloat16, param_dtype=torch.bfloat16)
+    engine = fe.shard(model, strategy=level, mp_policy=policy)
+    every = [torch.randn(7 + rank, 64) for rank in range(2)]
+    mine = every[dist.get_rank()]
+    engine.mean_loss(model(mine.bfloat16()).float().sum(), len(mine)).backward()
+    expected = torch.cat(every).bfloat16().float().mean(0).expand(64, 64)
+    (found,) = reference.full_gradients(model).values()
+    assert found is not None
+    assert found.dtype == torch.bfloat16
+    # Roundings of gradients cancel out; 16 / 15 in bf16 is off by 0.3 %.
+    assert abs(found.float().norm() / expected.norm() - 1) < 1.5e-3
+
+
+@on_ranks(2)
+def test_experts_have_the_mean_of_all_samples() -> None:
+    model = Net()
+    for param in model.blocks[1].parameters():
+        param.allreduce = False  # type: ignore[attr-defined]
+    experts = mesh_of(2, 1)["inner"]
+    engine = fe.shard(model, units="blocks.*", expert_mesh=experts)
+    x = rows(1 + 2 * dist.get_rank(), dist.get_rank())
+    each = model(x)
+    engine.mean_loss(each.sum(), len(x)).backward()
+    # Each rank has an expert of its own, whose gradient is that of its own samples, over all.
+    expected = Net()
+    (expected(x).sum() / 4).backward()
+    found = model.blocks[1].weight.grad
+    right = expected.blocks[1].weight.grad
+    assert found is not None
+    assert right is not None
+    local = found.full_tensor() if hasattr(found, "full_tensor") else found
+    assert reference.relative_error(local, right) < 1e-12
+
+
+@on_ranks(2)
+def test_a_step_without_samples_has_zero_gradients() -> None:
+    model = Net()
+    engine = fe.shard(model, units="blocks.*")
+    engine.mean_loss(0.0 * model(rows(2, 0)).sum(), 0).backward()
+    assert all(
+        not grad.any() for grad in reference.full_gradients(model).values() if grad is not None
+    )
+    assert engine.last_mean_loss is not None
+    assert engine.last_mean_loss.isnan()
+
+
+@on_ranks(2)
+def test_the_other_loop_of_megatron_has_it_too() -> None:
+    expected, losses = alone(2, seed=4, accumulate=1)
+    model = Net()
+    config = fe.DistributedDataParallelConfig(overlap_grad_reduce=True)
+    ddp = fe.DistributedDataParallel(model, config)
+    optimizer = reference.adamw(model.parameters())
+    found = []
+    for batch, weight in ddp.engine.even_batches(loader(dist.get_rank(), 4)):
+        ddp.zero_grad_buffer()
+        loss = ddp.engine.mean_loss(weight * ddp(batch).sum(), weight * len(batch))
+        loss.backward()
+        ddp.finish_grad_sync()
+        optimizer.step()
+        assert ddp.engine.last_mean_loss is not None
+        found.append(ddp.engine.last_mean_loss.item())
+    assert found == pytest.approx(losses, rel=1e-6)
+    weights = ddp.engine.full_state_dict()
+    for name, param in expected.named_parameters():
+        assert reference.relative_error(weights[name], param.detach()) < 1e-12, name
+
+
+# Errors.
+
+
+@on_ranks(2)
+def test_arguments_are_checked() -> None:
+    model = Net()
+    engine = fe.shard(model)
+    each = model(rows(3, 0))
+    with pytest.raises(ValueError, match=r"loss_sum: expected one element.*found shape \(3,\)"):
+        engine.mean_loss(each, 3)
+    with pytest.raises(ValueError, match=r"loss_sum:.*requires_grad=False"):
+        engine.mean_loss(each.sum().detach(), 3)
+    for count in (-1, math.inf, math.nan):
+        with pytest.raises(ValueError, match=f"count: expected a number.*found {count}"):
+            engine.mean_loss(each.sum(), count)
+    with pytest.raises(ValueError, match=r"count:.*shape \(2,\)"):
+        engine.mean_loss(each.sum(), torch.ones(2))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+def test_gradients_that_are_not_cleared_are_refused(level: str) -> None:
+    model = Net()
+    engine = fe.shard(model, strategy=level, units="blocks.*")
+    for _ in range(2):
+        engine.mean_loss(model(rows(3, 0)).sum(), 3).backward()
+        model.zero_grad()
+    engine.mean_loss(model(rows(3, 0)).sum(), 3).backward()
+    kept = reference.full_gradients(model)
+    with pytest.raises(RuntimeError, match="expected cleared gradients before a step's first"):
+        engine.mean_loss(model(rows(3, 0)).sum(), 3).backward()
+    engine.reset()
+    model.zero_grad()
+    engine.mean_loss(model(rows(3, 0)).sum(), 3).backward()
+    for name, grad in reference.full_gradients(model).items():
+        right = kept[name]
+        assert grad is not None
+        assert right is not None
+        assert torch.equal(grad, right), name
+
+
+@on_ranks(2)
+def test_each_result_is_for_one_backward() -> None:
+    model = Net()
+    engine = fe.shard(model, units="blocks.*")
+    once = engine.mean_loss(model(rows(3, 0)).sum(), 3)
+    twice = engine.mean_loss(model(rows(3, 0)).sum(), 3)
+    with pytest.raises(RuntimeError, match="found 2 results, 1 backwards"):
+        once.backward()
+    engine.reset()
+    del twice
+    engine.mean_loss(model(rows(3, 0)).sum(), 3).backward()
+    assert engine.last_mean_loss is not None
+
+
+@on_ranks(2)
+def test_units_that_are_not_reduced_are_refused() -> None:
+    model = Net()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    model.blocks[0].set_requires_gradient_sync(False)  # type: ignore[operator]
+    model(rows(1, 0))  # makes the engine
+    engine = fe.engine.engine_of(model)
+    assert engine is not None
+    loss = engine.mean_loss(model(rows(3, 0)).sum(), 3)
+    with pytest.raises(RuntimeError, match=r"expected the last microbatch to reduce.*blocks\.0"):
+        loss.backward()
