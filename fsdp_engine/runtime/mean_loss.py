@@ -35,6 +35,7 @@ class _StepLosses:
         buffers: the trainable ones.
         num_losses: microbatches.
         num_reached: of these, how often backward has begun with one.
+        is_over: gradients are reduced, or were cleared.
         work: the message that adds them over the ranks.
     """
 
@@ -42,14 +43,21 @@ class _StepLosses:
     buffers: Sequence[ParamAndGradBuffer]
     num_losses: int = 0
     num_reached: int = 0
+    is_over: bool = False
     work: Any = field(default=None, repr=False)
 
     def reached(self, grad: Tensor) -> None:
         """Backward has begun with a loss.
 
         Raises:
-            RuntimeError: gradients of an earlier step are not cleared.
+            RuntimeError: gradients of an earlier step are not cleared, or this step is over.
         """
+        if self.is_over:
+            raise RuntimeError(
+                "backward of mean_loss(): expected a result of the present step; found one of a "
+                "step that is over, since its gradients are reduced, or were cleared by "
+                "zero_grad_buffer() or reset(). Call mean_loss() again"
+            )
         if not self.num_reached and not all(each.published.are_cleared for each in self.buffers):
             raise RuntimeError(
                 "backward of mean_loss(): expected cleared gradients before a step's first "
@@ -123,9 +131,10 @@ class MeanLosses:
 
     def finish(self) -> None:
         """Gradients are reduced: make them those of the mean. Zero, if there were no samples."""
-        step, self._step = self._step, None
+        step = self._step
         if step is None:
             return
+        self.discard()
         if step.work is not None:
             assert self._mesh.control_group is not None
             with naming(_WHAT, self._mesh.control_group):
@@ -141,7 +150,9 @@ class MeanLosses:
             buffer.grads.scale(inverse * ranks, True)
 
     def discard(self) -> None:
-        """Gradients are cleared; communication is over."""
+        """The step is over."""
+        if self._step is not None:
+            self._step.is_over = True
         self._step = None
 
 

@@ -351,6 +351,41 @@ def test_each_result_is_for_one_backward() -> None:
 
 
 @on_ranks(2)
+def test_a_result_of_a_step_that_is_over_is_refused() -> None:
+    model = Net()
+    engine = fe.shard(model, units="blocks.*")
+    for end in (engine.zero_grad_buffer, engine.reset):
+        loss = engine.mean_loss(model(rows(3, 0)).sum(), 3)
+        end()
+        with pytest.raises(RuntimeError, match="found one of a step that is over"):
+            loss.backward()
+        engine.reset()
+    loss = engine.mean_loss(model(rows(3, 0)).sum(), 3)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="found one of a step that is over"):
+        loss.backward()
+
+
+@on_ranks(2)
+def test_a_loss_scale_and_clipping_act_on_the_mean() -> None:
+    model, expected = Net(), Net()
+    engine = fe.shard(model, units="blocks.*", strategy="optim_grads")
+    rank = dist.get_rank()
+    samples = [rows(1 + 3 * each, each) for each in range(2)]
+    (1024 * expected(torch.cat(samples)).mean()).backward()
+    loss = engine.mean_loss(model(samples[rank]).sum(), len(samples[rank]))
+    (1024 * loss).backward()
+    norm = engine.clip_grad_norm_(1.0)
+    right = nn.utils.clip_grad_norm_(expected.parameters(), 1.0)
+    assert abs(norm / right - 1) < 1e-12
+    for name, grad in reference.full_gradients(model).items():
+        assert grad is not None
+        one = expected.get_parameter(name).grad
+        assert one is not None
+        assert reference.relative_error(grad, one) < 1e-12, name
+
+
+@on_ranks(2)
 def test_units_that_are_not_reduced_are_refused() -> None:
     model = Net()
     for block in model.blocks:
