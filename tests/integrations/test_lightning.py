@@ -78,6 +78,37 @@ def test_arguments_of_shard_and_a_metric() -> None:
     )
 
 
+class Uneven(Net):
+    """Ranks and microbatches have 1 or 2 samples of a batch of 2 each."""
+
+    by_engine = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        def count(batch_idx: int, rank: int) -> int:
+            return 1 + (batch_idx // 2 + batch_idx + rank * batch_idx) % 2
+
+        number = count(batch_idx, dist.get_rank())
+        loss = number * self.loss([part[:number] for part in batch])
+        every = self.trainer.accumulate_grad_batches
+        if self.by_engine:
+            return every * self.trainer.strategy.engine.mean_loss(loss, number)
+        step = range(batch_idx // every * every, batch_idx // every * every + every)
+        total = sum(count(each, rank) for each in step for rank in range(2))
+        return (
+            loss * 2 * every / total
+        )  # DDP takes the mean over ranks, Lightning over microbatches
+
+
+@on_ranks(2)
+def test_mean_loss_is_the_mean_over_ranks_and_microbatches() -> None:
+    expected, found = make(Uneven), make(Uneven)
+    fit(expected, "ddp", accumulate_grad_batches=2)
+    found.by_engine = True
+    ours = fit(found, by_engine("optim_grads_params"), accumulate_grad_batches=2)
+    check_equal(found, expected)
+    assert ours.strategy.engine.last_mean_loss is not None
+
+
 class Watching(Net):
     """Notes whether each backward is the last microbatch of its step."""
 
