@@ -8,8 +8,8 @@ tokens; the error is the norm of the difference over the norm of that gradient. 
 ``backward`` of each microbatch's mean, divided by the number of microbatches, which is what their
 tutorials show; so does "mean of means" with this engine. "mean_loss" is ``engine.mean_loss``.
 
-The time is that of a step of the 10M GPT at level 3 with equal batches, with ``mean_loss`` over
-that with a mean.
+The times are those of the 10M GPT at level 3 with equal batches: a step with ``mean_loss`` over
+that with a mean; a forward without gradients within ``engine.together()`` over that without it.
 """
 
 from __future__ import annotations
@@ -164,6 +164,26 @@ def measure_steps(rounds: int) -> dict[str, list[float]]:
     return harness.interleave(steps, rounds)
 
 
+def measure_forwards(rounds: int) -> dict[str, list[float]]:
+    """Seconds of forwards, four at a time."""
+    config, num_sequences = SIZES["10M"]
+    torch.manual_seed(0)
+    model = GPT(config)
+    engine = fe.shard(model, strategy=LEVEL)
+    tokens = torch.randint(0, config.vocab_size, (num_sequences, config.sequence_length))
+
+    @torch.no_grad()
+    def forwards() -> None:
+        for _ in range(4):
+            model(tokens)
+
+    def together() -> None:
+        with engine.together():
+            forwards()
+
+    return harness.interleave({"alone": forwards, "together": together}, rounds)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=40)
@@ -187,7 +207,10 @@ def main() -> None:
     times = harness.run_ranks(measure_steps, args.ranks, args.rounds)
     ratio = harness.ratios(times, "mean_loss", "mean")
     print(f"step with mean_loss over step with a mean: {harness.show_ratio(ratio)}")
-    record = {"ranks": args.ranks, "errors": errors, "step": ratio}
+    times = harness.run_ranks(measure_forwards, args.ranks, args.rounds)
+    together = harness.ratios(times, "together", "alone")
+    print(f"forward within together() over one without: {harness.show_ratio(together)}")
+    record = {"ranks": args.ranks, "errors": errors, "step": ratio, "together": together}
     harness.write_results("uneven_batches", record)
 
 

@@ -12,15 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from torch import Tensor
-from torch.distributed import Work
-
 from fsdp_engine.comm.agreement import agree
-from fsdp_engine.comm.collectives import start_all_reduce
 from fsdp_engine.comm.groups import Ranks
-from fsdp_engine.comm.lanes import SideStream
-from fsdp_engine.comm.stall_monitor import naming
-from fsdp_engine.memory.host_memory import bytes_to
+from fsdp_engine.comm.host_message import HostMessage
 
 T = TypeVar("T")
 
@@ -39,36 +33,6 @@ class _Loaded(NamedTuple):
     has: bool
     lacks: bool
     failed: bool
-
-
-class _Exchange:
-    """Exchanges what ranks have read; one message is in flight at a time."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._group = ranks.message_group
-        self._device = ranks.device
-        self._stream = SideStream(ranks.device)
-        self._sent: Tensor | None = None
-        self._work: Work | None = None
-
-    def start(self, mine: _Loaded) -> None:
-        """Send what this rank has read."""
-        if self._group is not None:
-            with self._stream.entered():
-                self._sent = bytes_to(bytearray(mine), self._device)
-                self._work = start_all_reduce(self._sent, self._group, "max")
-
-    def finish(self, mine: _Loaded) -> _Loaded:
-        """Returns which of the three any rank has read; ``mine`` was sent."""
-        if self._group is None:
-            return mine
-        assert self._sent is not None
-        assert self._work is not None
-        with naming(_WHAT, self._group), self._stream.entered():
-            self._work.wait()
-            found = self._sent.tolist()
-        self._sent = self._work = None
-        return _Loaded(*map(bool, found))
 
 
 class _Reader(Generic[T]):
@@ -106,12 +70,12 @@ def even_batches(
     ranks: Ranks, loader: Iterable[T], *, drop_last: bool = False
 ) -> Iterator[tuple[T, float]]:
     """See :meth:`fsdp_engine.engine.Engine.even_batches`."""
-    reader, exchange = _Reader(loader), _Exchange(ranks)
+    reader, message = _Reader(loader), HostMessage(_WHAT, ranks)
     reader.read()
-    exchange.start(reader.state)
+    message.start(bytearray(reader.state))
     is_first = True
     while True:
-        found = exchange.finish(reader.state)
+        found = _Loaded(*map(bool, message.finish()))
         if found.failed:
             agree(_WHAT, reader.error, ranks.control_group)
         if not found.has or (drop_last and found.lacks):
@@ -120,7 +84,7 @@ def even_batches(
             agree(_WHAT, _no_batch(reader.state), ranks.control_group)
         batch, weight = reader.batch, float(reader.state.has)
         reader.read()
-        exchange.start(reader.state)
+        message.start(bytearray(reader.state))
         yield batch, weight
         is_first = False
 

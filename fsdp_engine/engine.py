@@ -22,6 +22,7 @@ from fsdp_engine.optim.step_listeners import add_step_listener
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.assigned_values import MissingValues
 from fsdp_engine.runtime.conversion import Conversions
+from fsdp_engine.runtime.gather_rounds import GatherRounds
 from fsdp_engine.runtime.gradient_checks import GradientChecks
 from fsdp_engine.runtime.hooks import hook_gradients, hook_recomputation
 from fsdp_engine.runtime.mean_loss import MeanLosses
@@ -220,6 +221,29 @@ class Engine:
         samples of all ranks and microbatches: 0-d, fp32, the same on all ranks; NaN without
         samples. None before the first."""
         return self._mean_losses.last
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Context within which ranks can run different forwards, and different numbers of them, for
+        evaluation and generation. Collective: all ranks enter it, and leave it together.
+
+        A rank that has finished takes part in the gathers of the others until all have. Each gather
+        takes one small message more, and nothing is prefetched. At levels below
+        ``optim_grads_params``, where forwards send nothing, it costs one message in all.
+
+        Raises:
+            RuntimeError: a forward or backward is running, or contexts are nested; or, in a
+                forward, gradients are enabled.
+        """
+        if not any(unit.reshards or unit.needs_refresh for unit in self.units):
+            yield
+            return
+        self._scheduler.begin_rounds(GatherRounds(self.ranks, len(self.units)))
+        try:
+            yield
+            self._scheduler.finish_rounds()
+        finally:
+            self._scheduler.end_rounds()
 
     def start_grad_sync(self, *, wait: bool = False) -> None:
         """Issue the last reductions of the step, unless backward has. Collective.

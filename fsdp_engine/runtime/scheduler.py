@@ -27,6 +27,7 @@ from fsdp_engine.config import Timing
 from fsdp_engine.flat_dtensor import accumulator_of
 from fsdp_engine.memory.allocator import Memory
 from fsdp_engine.runtime.call_context import call_context
+from fsdp_engine.runtime.gather_rounds import GatherRounds
 from fsdp_engine.runtime.record import Record, Use, first_use_order
 from fsdp_engine.runtime.reductions import Reductions
 from fsdp_engine.runtime.unit import Call, Kept, Unit
@@ -220,6 +221,7 @@ class Scheduler:
         self._uncounted: Counter[int] = Counter()
         # The last forward ran within a pipeline stage of torch's own.
         self._in_stage_of_torch = False
+        self._rounds: GatherRounds | None = None
 
     # Forward.
 
@@ -268,7 +270,9 @@ class Scheduler:
                 self._record.leave(unit.index)
         unit.leave()
         if unit.uses == 0:
-            phase = self._record.next_phase(unit.index, forward.open, reads_again)
+            phase = 0
+            if self._rounds is None:
+                phase = self._record.next_phase(unit.index, forward.open, reads_again)
             if phase:
                 self._reserved[unit.index] = phase
             if phase or unit.kept or unit.options.keeps_after_forward:
@@ -314,7 +318,7 @@ class Scheduler:
                 # Units that this rank did not enter must not read main weights that the next
                 # optimizer step writes.
                 unit.wait()
-        if outermost is self.units[0]:
+        if outermost is self.units[0] and self._rounds is None:
             self._record.end_forward()
             order = self._record.units_in_forward
             self.reductions.order_seen(first_use_order(order, len(self.units)))
@@ -332,6 +336,41 @@ class Scheduler:
         if wait:
             for unit in self.units:
                 unit.wait()
+
+    def begin_rounds(self, rounds: GatherRounds) -> None:
+        """Gather in rounds from now on, without gradients. Collective.
+
+        Raises:
+            RuntimeError: a forward or backward is running, or it does so already.
+        """
+        if not self.is_at_rest or self._rounds is not None:
+            found = f"a {self.phase}" if self._rounds is None else "such a context"
+            raise RuntimeError(
+                "together(): expected no forward or backward in progress and no such context; "
+                f"found {found} (after an exception, call engine.reset())"
+            )
+        self.gather_before_forward(wait=True, sharded=False)
+        self._free_all()
+        self._rounds = rounds
+
+    def finish_rounds(self) -> None:
+        """This rank has finished: take part in the rounds of others until all ranks have."""
+        assert self._rounds is not None
+        while wanted := self._rounds.exchange(None):
+            for index in wanted:
+                self.units[index].gather_for_others(FORWARD)
+
+    def end_rounds(self) -> None:
+        """Gather by the recorded order again."""
+        self._rounds = None
+        self._free_all()
+
+    def _free_all(self) -> None:
+        """Free what ranks may hold differently, so that all hold the same again."""
+        self._reserved.clear()
+        for unit in self.units:
+            if unit.reshards and not unit.uses:
+                unit.release()
 
     def wait_for_gathers(self) -> None:
         """Wait for the gathers in flight, and free prefetched units."""
@@ -526,6 +565,9 @@ class Scheduler:
         """A use of ``unit`` begins: provide its full parameters, and prefetch the next units."""
         if not unit.buffers:
             return
+        if self._rounds is not None:  # orders differ between ranks: none is recorded
+            self._use_once(unit, phase)
+            return
         step = self._record.use(unit.index, phase)
         window = step.window
         if (asked := unit.options.prefetch(phase)) is not None:
@@ -565,11 +607,27 @@ class Scheduler:
         :meth:`Unit.gather`."""
         if not unit.needs_gather(phase):
             return
+        if self._rounds is not None and unit.reshards:
+            self._provide_in_rounds(unit, phase, self._rounds)
+            return
         forward = self._forward
         if unit.reshards or forward is None or unit.index in forward.refreshed:
             unit.gather(phase, compute_now)
         else:
             self._refresh_through(unit, forward)
+
+    def _provide_in_rounds(self, unit: Unit, phase: int, rounds: GatherRounds) -> None:
+        """See [Note: Gather rounds] in ``gather_rounds.py``."""
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"forward of {unit.label} within engine.together(): expected torch.no_grad(), "
+                "since other ranks take no part in its backward; found gradients enabled"
+            )
+        for index in rounds.exchange(unit.index):
+            if index == unit.index:
+                unit.gather(phase)
+            else:
+                self.units[index].gather_for_others(phase)
 
     def _refresh_through(self, last: Unit | None, forward: Forward) -> None:
         """Refresh units that changed, in canonical order, up to ``last`` (None: all)."""
@@ -617,7 +675,7 @@ class Scheduler:
 
     def reset(self) -> None:
         """Drop the running forward and backward; communication must be over."""
-        self._forward = self._backward = None
+        self._forward = self._backward = self._rounds = None
         self._reserved.clear()
         self._uncounted.clear()
         self.reductions.reset()

@@ -311,6 +311,22 @@ class Unit:
         phases = phase | kept if self.split_buffers else BOTH
         self.unsharded = UnshardedParams(phases, phase >= BACKWARD, tickets)
 
+    def gather_for_others(self, phase: int) -> None:
+        """Take part in a gather that other ranks want. Full parameters that this rank has stay, and
+        get the same values once more; else they are freed at once."""
+        self.wait()
+        held = self.unsharded
+        tickets: list[Ticket] = []
+        for buffer in self.buffers:
+            tickets += buffer.weights.gather(phase, 0)
+        self._lanes.compute.wait(*tickets)
+        for buffer in self.buffers:
+            if held is not None:
+                buffer.weights.gathered(held.phases, for_backward=held.for_backward)
+            else:
+                buffer.weights.gathered(phase, for_backward=False)
+                buffer.weights.release()
+
     def keep_for(self, phase: int) -> None:
         """The unit is kept unsharded until its next use: provide the bytes that this use reads."""
         if self.split_buffers:

@@ -96,6 +96,13 @@ def test_texts_of_other_lengths_on_other_ranks(level: str) -> None:
                     prompt, max_new_tokens=3 + 8 * rank, do_sample=False, synced_gpus=False
                 )
             assert torch.equal(text, whole)
+            # Rank 1 has one text more.
+            with made.engine.together():
+                for _ in range(1 + rank):
+                    alone = model.generate(
+                        prompt, max_new_tokens=3 + 8 * rank, do_sample=False, synced_gpus=False
+                    )
+            assert torch.equal(text, alone)
             texts.append(text)
 
     made.add_callback(Writes())

@@ -1,0 +1,184 @@
+"""``engine.together()``: ranks run different numbers of forwards."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsdp_engine as fe
+from tests import reference
+from tests.megatron.configs import LEVEL_NAMES
+from tests.pairs import PAIRS
+from tests.pool import Ranks, on_few_ranks, on_ranks
+from tests.training import mesh_of
+
+WIDTH = 8
+
+
+class Translator(nn.Module):
+    """An encoder that is also called by itself, and a decoder; embeddings that both read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.encoder = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+        self.decoder = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 2)
+
+    def encode(self, x: Tensor) -> Tensor:
+        result: Tensor = self.encoder(x)
+        return result
+
+    def forward(self, x: Tensor, encoded: Tensor | None = None) -> Tensor:
+        x = self.embed(x)
+        x = x + (self.encode(x) if encoded is None else encoded)
+        for block in self.decoder:
+            x = torch.tanh(block(x))
+        result: Tensor = self.head(x)
+        return result
+
+
+UNITS = ["encoder", "decoder.*"]
+
+
+def inputs(seed: int) -> Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, seeds: list[int]) -> None:
+    loss = torch.stack([model(inputs(seed)).square().mean() for seed in seeds]).mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@torch.no_grad()
+def forwards(model: Any, kinds: list[str], seed: int) -> list[Tensor]:
+    """A text for each kind: "whole" is one forward, "text" of many begins with the encoder."""
+    found = []
+    for number, kind in enumerate(kinds):
+        x = inputs(1000 * seed + number)
+        if kind == "whole":
+            found.append(model(x))
+        else:
+            encoded = model.encode(x)
+            for _ in range(int(kind)):
+                x = torch.cat([x[1:], model(x, encoded).float().mean() + x[:1]])
+            found.append(x)
+    return found
+
+
+def check(
+    shape: tuple[int, ...],
+    pair: tuple[str, str],
+    rounds: list[list[list[str]]],
+    policy: fe.MixedPrecisionPolicy | None = None,
+) -> None:
+    """Trains, and evaluates in each round: by rank, the kinds of its forwards."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model, alone = Translator(), Translator()
+    outer = pair[1] if len(shape) > 1 else None
+    engine = fe.shard(model, mesh_of(*shape), pair[0], outer, units=UNITS, mp_policy=policy)
+    optimizer, one = reference.sgd(model.parameters()), reference.sgd(alone.parameters())
+    tolerance = 1e-5 if policy is None else 5e-2
+    for number, kinds in enumerate(rounds):
+        train_step(model, optimizer, [10 * number + rank])
+        train_step(alone, one, [10 * number + each for each in range(size)])
+        with engine.together():
+            found = forwards(model, kinds[rank], number)
+        for ours, theirs in zip(found, forwards(alone, kinds[rank], number), strict=True):
+            torch.testing.assert_close(ours.float(), theirs, rtol=tolerance, atol=tolerance)
+    weights = engine.full_state_dict()
+    for name, param in alone.named_parameters():
+        torch.testing.assert_close(
+            weights[name], param.detach(), rtol=tolerance, atol=tolerance, msg=name
+        )
+
+
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+def test_ranks_evaluate_different_numbers_of_batches(ranks: Ranks, level: str) -> None:
+    rounds = [
+        [["whole"] * 2, ["whole"] * 5],
+        [[], ["2", "whole"]],
+        [["whole", "3"], ["1", "4", "whole"]],
+        [["2"], []],
+        [[], []],
+    ]
+    ranks.run(check, (2,), (level, "no_shard"), rounds, world_size=2)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_random_numbers_and_kinds_of_forwards(ranks: Ranks, pair: tuple[str, str]) -> None:
+    draw = random.Random("-".join(pair))
+    rounds = [
+        [draw.choices(["whole", "1", "2", "5"], k=draw.randrange(5)) for _ in range(4)]
+        for _ in range(25)
+    ]
+    ranks.run(check, (2, 2), pair, rounds, world_size=4)
+    policy = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    ranks.run(check, (2, 2), pair, rounds[:8], policy, world_size=4)
+
+
+@on_few_ranks
+def test_ranks_that_agree_and_one_rank_alone() -> None:
+    model = Translator()
+    engine = fe.shard(model, units=UNITS, strategy="optim_grads_params")
+    with engine.together(), torch.no_grad():
+        found = model(inputs(0))
+    torch.testing.assert_close(found, Translator()(inputs(0)))
+    model(inputs(0)).sum().backward()  # outside of it as ever
+
+
+@on_ranks(2)
+def test_weights_that_travel_in_fp8_are_those_of_forwards_without_it() -> None:
+    model = Translator()
+    engine = fe.shard(model, units=UNITS, codec_rules=(fe.Float8(),))
+    with torch.no_grad():
+        expected = [model(inputs(number)) for number in range(3)]
+    with engine.together(), torch.no_grad():
+        for number in range(1 + 2 * dist.get_rank()):
+            assert torch.equal(model(inputs(number)), expected[number])
+    with torch.no_grad():
+        assert torch.equal(model(inputs(0)), expected[0])
+
+
+@on_ranks(2)
+def test_it_can_stand_between_any_two_steps_with_units_that_are_kept() -> None:
+    model, alone = Translator(), Translator()
+    engine = fe.shard(model, units=UNITS)
+    for unit in engine.units[1::2]:
+        unit.options.keeps_after_backward = unit.options.keeps_after_forward = True
+    optimizer, one = reference.sgd(model.parameters()), reference.sgd(alone.parameters())
+    for step in range(3):
+        train_step(model, optimizer, [10 * step + dist.get_rank()])
+        train_step(alone, one, [10 * step, 10 * step + 1])
+        engine.start_param_sync()  # prefetches for a forward of all ranks
+        with engine.together():
+            found = forwards(model, ["whole"] * dist.get_rank(), step)
+        for ours, theirs in zip(found, forwards(alone, ["whole"], step), strict=False):
+            torch.testing.assert_close(ours, theirs)
+
+
+@on_ranks(2)
+def test_gradients_and_nesting_are_refused() -> None:
+    model = Translator()
+    engine = fe.shard(model, units=UNITS)
+    with engine.together():
+        with pytest.raises(RuntimeError, match=r"expected torch.no_grad\(\)"):
+            model(inputs(0))
+        with pytest.raises(RuntimeError, match="and no such context; found such a context"):
+            nest(engine)
+    with torch.no_grad():
+        torch.testing.assert_close(model(inputs(0)), Translator()(inputs(0)))
+
+
+def nest(engine: fe.Engine) -> None:
+    with engine.together():
+        pass
