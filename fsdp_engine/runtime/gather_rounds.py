@@ -4,9 +4,9 @@
 Sharded weights are gathered from all ranks, so ranks that compute different things have to take
 part in each other's gathers. Within ``engine.together()`` a rank that is about to use a unit first
 exchanges which one, and then takes part in the gathers of all units that ranks want in this round,
-in module order. A rank that has finished wants none, and continues until no rank wants any. So ranks
-can run any number of forwards, over any units, at the cost of a small message for each gather and
-of prefetching: which unit is next is known only when a rank comes to it.
+in module order. A rank that has finished wants none, and continues until no rank wants any. Ranks
+can so run any number of forwards, over any units. This costs a small message for each gather, and
+prefetching: which unit is next is known only when a rank comes to it.
 """
 
 from __future__ import annotations
