@@ -32,7 +32,7 @@ from tests.async_device.scene import (
 )
 from tests.composition import tensor_parallel
 from tests.models import Transformer, vector_batch
-from tests.pairs import EVERY_PAIR
+from tests.pairs import EVERY_PAIR, PAIRS
 from tests.pipelining import scene as pipelines
 from tests.pool import on_ranks
 from tests.reference import adamw
@@ -40,12 +40,15 @@ from tests.units import experts
 
 ROUNDING = 2e-7
 LEVEL_3 = ("optim_grads_params", "no_shard")
+ALL_THOROUGH = [
+    pytest.param(*pair, marks=pytest.mark.thorough, id="-".join(pair)) for pair in PAIRS
+]
 
 
 # ---- Ranks and levels --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("inner", "outer"), EVERY_PAIR)
+@pytest.mark.parametrize(("inner", "outer"), [pytest.param(*LEVEL_3, id="level 3"), *ALL_THOROUGH])
 @on_ranks(1)
 def test_one_rank_trains_as_on_the_cpu_bit_for_bit(inner: str, outer: str) -> None:
     assert not compare(Job(pair=(inner, outer), sizes=(1, 1)))

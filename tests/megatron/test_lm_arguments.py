@@ -94,7 +94,7 @@ def assert_same(
     assert not any(results), "\n".join(itertools.chain(*results))
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.thorough), 2])
 def test_each_row_of_the_table_has_its_level_and_trains_like_its_own_wrapper(
     ranks: Ranks, world_size: int
 ) -> None:
@@ -102,7 +102,10 @@ def test_each_row_of_the_table_has_its_level_and_trains_like_its_own_wrapper(
     assert_same(ranks, rows, world_size)
 
 
-@pytest.mark.parametrize("more", [f"{OVERLAP} --ddp-num-buckets 3", "--bf16"])
+@pytest.mark.parametrize(
+    "more",
+    [f"{OVERLAP} --ddp-num-buckets 3", pytest.param("--bf16", marks=pytest.mark.thorough)],
+)
 def test_rows_with_other_arguments(ranks: Ranks, more: str) -> None:
     rows = [(f"{each} {more} {SHORT}", level) for each, level in ROWS]
     # Adam divides by rounding where a gradient is next to nothing. FSDP2 reduces in bf16.

@@ -26,7 +26,8 @@ MOST = 0.005
 
 SOME = [
     Run("LSTM", "no_shard"),
-    Run("buffers", "optim", in_bf16=True, microbatches=2, checkpointed=True),
+    Run("buffers", "optim", microbatches=2, checkpointed=True),
+    Run("decoder", "optim_grads", in_bf16=True, checkpointed=True),
     Run("custom function", "optim_grads_params", checkpointed=True),
 ]
 ALL = [
