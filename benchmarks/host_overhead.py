@@ -30,6 +30,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_engine as fe
+from fsdp_engine.comm.stall_monitor import THREAD_NAME
 
 LIMIT = 0.25
 LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -64,7 +65,7 @@ def watch(seconds: float) -> dict[str, float]:
     model = make_model(num_units=10)
     fe.shard(model, min_unit_size=0)
     step = make_step(model)
-    (thread,) = (each for each in threading.enumerate() if each.name == "fsdp_engine watch")
+    (thread,) = (each for each in threading.enumerate() if each.name == THREAD_NAME)
 
     def processor_seconds() -> float:
         text = Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text()

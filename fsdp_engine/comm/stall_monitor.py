@@ -40,6 +40,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+THREAD_NAME = "fsdp_engine stall monitor"
 PERIOD_SECONDS = 0.5
 # At most so many checks of the store by all ranks together.
 MOST_CHECKS_PER_SECOND = 500
@@ -147,8 +148,7 @@ class StallMonitor:
         self._seen_at = 0.0
         self._publish({"n": 0})
         self._over = threading.Event()
-        name = "fsdp_engine stall monitor"
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
         self._thread.start()
 
     def _check_store(self) -> None:

@@ -221,6 +221,7 @@ class Scheduler:
         self._uncounted: Counter[int] = Counter()
         # The last forward ran within a pipeline stage of torch's own.
         self._in_stage_of_torch = False
+        # Ranks run different forwards.
         self._rounds: GatherRounds | None = None
 
     # Forward.
@@ -269,10 +270,10 @@ class Scheduler:
             if unit.buffers and reads_again:
                 self._record.leave(unit.index)
         unit.leave()
-        if unit.uses == 0:
-            phase = 0
-            if self._rounds is None:
-                phase = self._record.next_phase(unit.index, forward.open, reads_again)
+        if unit.uses == 0 and self._rounds is not None:
+            unit.release()
+        elif unit.uses == 0:
+            phase = self._record.next_phase(unit.index, forward.open, reads_again)
             if phase:
                 self._reserved[unit.index] = phase
             if phase or unit.kept or unit.options.keeps_after_forward:
@@ -457,7 +458,7 @@ class Scheduler:
             self.reductions.unit_is_ready(unit)
 
     def begin_gradient(self, unit: Unit) -> None:
-        """A buffer of ``unit`` is about to get its first gradient of this backward."""
+        """``unit`` is about to get its first gradient of this backward, or will get it later."""
         self.begin_backward().creates_graph = torch.is_grad_enabled()
         self.reductions.open_unit(unit)
 
