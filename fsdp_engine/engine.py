@@ -194,7 +194,9 @@ class Engine:
         of samples (or tokens) differ. Call it once a microbatch, on every rank, before the
         microbatch's backward; the first call is collective. The value of the tensor is no mean:
         :attr:`last_mean_loss` is. All of a microbatch's loss belongs into the sum: a term ``c``
-        that is no mean over samples as ``count * c``.
+        that is no mean over samples as ``count * c``. Microbatches whose backward does not run, or
+        whose gradients are cleared, do not count. Parameters of the loss outside of this engine get
+        gradients of sums, not of means.
 
         Args:
             loss_sum: one element that requires grad: the sum of the losses of this rank's samples
@@ -205,8 +207,8 @@ class Engine:
         Raises:
             ValueError: other shapes, or a negative or infinite number.
             RuntimeError: within a pipeline, of which other ranks compute the loss. Of backward:
-                gradients of an earlier step are not cleared, or it does not run once with each
-                result.
+                gradients of an earlier step are not cleared, the step of the result is over, or
+                there is a penalty that was computed with sharded parameters.
         """
         if self._scheduler.microbatch is not None:
             raise RuntimeError(

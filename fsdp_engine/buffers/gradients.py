@@ -780,12 +780,7 @@ class Gradients:
             return
         part = self.optim_grads if is_reduced else self.step.tensors.accum.tensor
         assert part is not None
-        if isinstance(factor, Tensor):
-            # Not rounded to 16 bits: of one dimension it takes part in type promotion.
-            wide = torch.promote_types(part.dtype, torch.float32)
-            torch.mul(part, factor.reshape(1).to(wide), out=part)
-        else:
-            part.mul_(factor)
+        scale_(part, factor)
 
     def reduce(self, *, last: bool) -> SubmittedReduction | None:
         """Submit the reductions that are due; drops the backward's writer.
@@ -879,6 +874,16 @@ class Gradients:
 
 def _set_all(flags: bytearray) -> None:
     flags[:] = b"\1" * len(flags)
+
+
+def scale_(grad: Tensor, factor: float | Tensor) -> None:
+    """Multiply ``grad`` in place. A tensor ``factor`` of one element is not rounded to 16 bits."""
+    if isinstance(factor, Tensor):
+        # Of one dimension it takes part in type promotion.
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        torch.mul(grad, factor.reshape(1).to(grad.device, wide), out=grad)
+    else:
+        grad.mul_(factor)
 
 
 def zeros_in(flags: bytearray | bytes) -> Iterator[int]:

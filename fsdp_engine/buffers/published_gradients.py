@@ -35,7 +35,7 @@ from operator import is_, is_not, ne
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp_engine.buffers.gradients import Gradients, StepGradients, like, zeros_in
+from fsdp_engine.buffers.gradients import Gradients, StepGradients, like, scale_, zeros_in
 from fsdp_engine.flat_dtensor import (
     FlatDTensor,
     accumulator_of,
@@ -316,8 +316,7 @@ class PublishedGradients:
         step = self._gradients.step
         for kept in (step.earlier, step.penalties) if step is not None else ():
             for each in kept.values():
-                local = local_part(each)
-                local.mul_(factor.to(local.dtype) if isinstance(factor, Tensor) else factor)
+                scale_(local_part(each), factor)
 
     def discard(self, *, zero: bool = False) -> None:
         """Drop the step and this backward; ``.grad`` becomes None.
@@ -343,6 +342,26 @@ class PublishedGradients:
             return False
         grads = [grad for grad in gradients_of(self._params) if grad is not None]
         return all(isinstance(grad, FlatDTensor) and grad.zeroed for grad in grads)
+
+    @property
+    def are_cleared_or_zeroed(self) -> bool:
+        """As :attr:`are_cleared`; also of plain tensors that were zeroed. The host waits for the
+        device if they were edited."""
+        if not self.is_plain or self.are_cleared:
+            return self.are_cleared
+        step = self._gradients.step
+        if step is None or not step.is_published or step.holds_any:
+            return False
+        if step.versions and step.versions == self._gradients.accumulation().versions():
+            return False  # untouched since the last microbatch
+        return not any(bool(grad.any()) for grad in gradients_of(self._params) if grad is not None)
+
+    @property
+    def name_of_penalty(self) -> str | None:
+        """A parameter with gradients of this rank's slice alone, by name; None: there is none."""
+        step = self._gradients.step
+        index = next(iter(step.penalties), None) if step is not None else None
+        return None if index is None else self._names[index]
 
     def _drop_step(self) -> None:
         """All gradients are cleared. See [Note: When gradients are held] in

@@ -173,7 +173,7 @@ class ModuleHooks:
         model: of the model's own hooks: called before and after its forwards.
         units: those that the module belongs to.
         paused: modules hold full main weights (``engine.unsharded()``).
-        was_called: the module has been called.
+        was_called: the module has been called, on all ranks.
     """
 
     def __init__(
@@ -247,7 +247,8 @@ class ModuleHooks:
         if self.paused:
             _refuse_autograd(self.units[0])
             return None
-        self.was_called = True
+        if not self._scheduler.in_rounds:
+            self.was_called = True
         recomputes = in_backward()
         if not recomputes:
             if self.model is not None and self._scheduler.is_at_rest:

@@ -2,8 +2,8 @@
 
 Backward runs on the sum of a microbatch's losses. Reduced gradients are then those of the sum over
 all ranks and microbatches, divided by the number of ranks; the engine multiplies them with
-``ranks / samples``. The number of samples is added over the ranks once a step, in a message of two
-elements that is sent with the step's last reductions.
+``ranks / samples``. The number of samples is added over the ranks once a step, in a message of
+three elements that is sent with the step's last reductions.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
-from fsdp_engine.comm.collectives import gather_objects, start_all_reduce
+from fsdp_engine.comm.agreement import agree
+from fsdp_engine.comm.collectives import start_all_reduce
 from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.comm.stall_monitor import naming
 from fsdp_engine.memory import allocator
@@ -30,24 +32,25 @@ class _StepLosses:
     """The losses of one step, from its first microbatch until its gradients are reduced.
 
     Attributes:
-        totals: the sum of the losses and the number of samples, fp64: of this rank, and from
-            ``work`` on of all ranks.
+        totals: of the microbatches whose backward has begun: the sum of their losses, the number of
+            their samples, and their own number, fp64; of this rank, and from ``work`` on of all.
         buffers: the trainable ones.
-        num_losses: microbatches.
-        num_reached: of these, how often backward has begun with one.
+        divisor: backward runs on sums that are divided by this power of two: in fp16, sums would
+            overflow.
+        num_reached: microbatches whose backward has begun.
         is_over: gradients are reduced, or were cleared.
-        work: the message that adds them over the ranks.
+        work: the message that adds over the ranks.
     """
 
     totals: Tensor
     buffers: Sequence[ParamAndGradBuffer]
-    num_losses: int = 0
+    divisor: float
     num_reached: int = 0
     is_over: bool = False
     work: Any = field(default=None, repr=False)
 
-    def reached(self, grad: Tensor) -> None:
-        """Backward has begun with a loss.
+    def reached(self, added: Tensor, grad: Tensor) -> None:
+        """Backward has begun with the loss of a microbatch, ``added`` to the totals.
 
         Raises:
             RuntimeError: gradients of an earlier step are not cleared, or this step is over.
@@ -58,13 +61,16 @@ class _StepLosses:
                 "step that is over, since its gradients are reduced, or were cleared by "
                 "zero_grad_buffer() or reset(). Call mean_loss() again"
             )
-        if not self.num_reached and not all(each.published.are_cleared for each in self.buffers):
+        if all(buffer.published.are_cleared_or_zeroed for buffer in self.buffers):
+            self.totals.zero_()  # of microbatches whose gradients the user has dropped
+        elif not self.num_reached:
             raise RuntimeError(
                 "backward of mean_loss(): expected cleared gradients before a step's first "
                 "microbatch (optimizer.zero_grad()); found some, which would be divided by the "
                 "number of samples of this step"
             )
         self.num_reached += 1
+        self.totals += added
 
 
 class MeanLosses:
@@ -83,7 +89,6 @@ class MeanLosses:
         self._mesh = mesh
         self._buffers = buffers
         self._step: _StepLosses | None = None
-        # Backward runs on sums that are divided by this: in fp16, sums would overflow.
         self._divisor: float | None = None
 
     @property
@@ -93,44 +98,40 @@ class MeanLosses:
 
     def add(self, loss_sum: Tensor, count: float | Tensor) -> Tensor:
         """See :meth:`fsdp_engine.engine.Engine.mean_loss`."""
-        _check(loss_sum, count)
+        error = _mistake(loss_sum, count)
         if self._divisor is None:
+            number = 0.0 if error is not None else float(count)
             group = self._mesh.control_group
-            counts: list[Any] = gather_objects(float(count), group, _WHAT)
+            largest = max(agree(_WHAT, error or _not_a_number(number), group, number))
             # The same on all ranks, and exact, since it is a power of two.
-            self._divisor = 2.0 ** round(math.log2(max(1.0, *counts)))
-        if self._step is None:
-            totals = allocator.zeros(2, torch.float64, self._mesh.device)
-            self._step = _StepLosses(totals, self._buffers)
-        step = self._step
+            self._divisor = 2.0 ** round(math.log2(max(1.0, largest)))
+        if error is not None:
+            raise error
+        step = self._step = self._step or self._begin_step()
         with torch.no_grad():
-            step.totals[0] += loss_sum.detach().reshape(())
-            step.totals[1] += count.reshape(()) if isinstance(count, Tensor) else count
-        step.num_losses += 1
-        loss = loss_sum.reshape(()) / self._divisor
-        loss.register_hook(step.reached)
+            added = allocator.zeros(3, torch.float64, self._mesh.device)
+            added[0] += loss_sum.detach().reshape(())
+            added[1] += count.reshape(()) if isinstance(count, Tensor) else count
+            added[2] += 1
+        loss = loss_sum.reshape(()) / step.divisor
+        loss.register_hook(partial(step.reached, added))
         return loss
 
     def start(self) -> None:
-        """The step's last reductions are issued: begin to add over the ranks.
-
-        Raises:
-            RuntimeError: backward has not run once with each loss.
-        """
-        step = self._step
-        if step is None:
-            return
-        if step.num_reached != step.num_losses:
-            raise RuntimeError(
-                "backward: expected to run once with the result of each mean_loss() of the step; "
-                f"found {step.num_losses} results, {step.num_reached} backwards with one. Add all "
-                "losses of a microbatch to one sum; call engine.reset() after an exception"
-            )
+        """The step's last reductions are issued: begin to add over the ranks."""
+        if self._divisor is None:
+            return  # as on all ranks
+        # A rank without a microbatch takes part, and learns that others had some.
+        step = self._step = self._step or self._begin_step()
         if self._mesh.control_group is not None:
             step.work = start_all_reduce(step.totals, self._mesh.control_group, "sum")
 
     def finish(self) -> None:
-        """Gradients are reduced: make them those of the mean. Zero, if there were no samples."""
+        """Gradients are reduced: make them those of the mean. Zero, if there were no samples.
+
+        Raises:
+            RuntimeError: there are gradients of a rank's slice alone; names a parameter.
+        """
         step = self._step
         if step is None:
             return
@@ -139,15 +140,18 @@ class MeanLosses:
             assert self._mesh.control_group is not None
             with naming(_WHAT, self._mesh.control_group):
                 step.work.wait()
-        assert self._divisor is not None
-        total, count = step.totals.unbind()
-        self.last = (total / count).float()
-        inverse = torch.where(count > 0, self._divisor / count, 0.0)
+        if step.num_reached:
+            _check_penalties(self._buffers)
+        total, count, num_losses = step.totals.unbind()
+        is_mean = num_losses > 0  # else no rank has called mean_loss() in this step
+        before = torch.nan if self.last is None else self.last
+        self.last = torch.where(is_mean, (total / count).float(), before)
+        inverse = torch.where(count > 0, step.divisor / count, 0.0)
         for buffer in self._buffers:
             assert buffer.grads is not None
             # Experts are divided by the number of all ranks, of which theirs are some.
             ranks = buffer.grads.divisor * self._mesh.size / buffer.mesh.size
-            buffer.grads.scale(inverse * ranks, True)
+            buffer.grads.scale(torch.where(is_mean, inverse * ranks, 1.0), True)
 
     def discard(self) -> None:
         """The step is over."""
@@ -155,16 +159,39 @@ class MeanLosses:
             self._step.is_over = True
         self._step = None
 
+    def _begin_step(self) -> _StepLosses:
+        assert self._divisor is not None
+        totals = allocator.zeros(3, torch.float64, self._mesh.device)
+        return _StepLosses(totals, self._buffers, self._divisor)
 
-def _check(loss_sum: Tensor, count: float | Tensor) -> None:
+
+def _mistake(loss_sum: Tensor, count: float | Tensor) -> Exception | None:
     if loss_sum.numel() != 1 or not loss_sum.requires_grad:
-        raise ValueError(
+        return ValueError(
             "loss_sum: expected one element that requires grad, the sum of the losses of samples; "
             f"found shape {tuple(loss_sum.shape)}, requires_grad={loss_sum.requires_grad}"
         )
-    if isinstance(count, Tensor) and count.numel() != 1:
-        raise ValueError(
+    if isinstance(count, Tensor):
+        if count.numel() == 1:
+            return None
+        return ValueError(
             f"count: expected a number of samples; found a tensor of shape {tuple(count.shape)}"
         )
-    if not isinstance(count, Tensor) and not 0 <= count < math.inf:
-        raise ValueError(f"count: expected a number of samples; found {count}")
+    return _not_a_number(count)
+
+
+def _not_a_number(count: float) -> Exception | None:
+    if 0 <= count < math.inf:
+        return None
+    return ValueError(f"count: expected a number of samples; found {count}")
+
+
+def _check_penalties(buffers: Sequence[ParamAndGradBuffer]) -> None:
+    for buffer in buffers:
+        if (name := buffer.published.name_of_penalty) is not None:
+            raise RuntimeError(
+                f"mean_loss(): expected gradients of samples' losses; found one of {name} as users "
+                "hold it, from a penalty that was computed with model.parameters() outside of the "
+                "modules' forwards. It is no mean over samples. Use the optimizer's weight_decay, "
+                "or add the penalty's gradient to .grad after backward"
+            )

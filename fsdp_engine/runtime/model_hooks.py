@@ -38,6 +38,8 @@ class ImplicitUses:
         units: all of them.
         hooks_of: of each unit with loose modules, their hooks.
         check: called before each forward of the model.
+        scheduler: of the engine. While it gathers in rounds, ranks run different forwards: units
+            are entered by calls and reads, and nothing is learnt from them.
     """
 
     def __init__(
@@ -46,8 +48,10 @@ class ImplicitUses:
         units: Sequence[Unit],
         hooks_of: Mapping[Unit, Sequence[ModuleHooks]],
         check: Callable[[], None],
+        scheduler: Scheduler,
     ) -> None:
         root.model = self
+        self._scheduler = scheduler
         self.begins = check
         self._root = root
         self._hooks_of = hooks_of
@@ -61,14 +65,14 @@ class ImplicitUses:
 
     def implicit_uses(self) -> list[Unit]:
         """Units to enter with this forward of the model, as one-off uses."""
-        return self._uncalled if self._is_first else []
+        return self._uncalled if self._is_first and not self._scheduler.in_rounds else []
 
     def ends(self) -> None:
         """The model's forward is over: units whose loose modules were all called are entered by
         calls alone from now on. (They may also have been read, so their next backward gathers
         them.)
         """
-        if not self._uncalled:
+        if not self._uncalled or self._scheduler.in_rounds:
             return
         called = [
             unit for unit in self._uncalled if all(each.was_called for each in self._hooks_of[unit])
@@ -85,7 +89,7 @@ class ImplicitUses:
             return True
         if not self._root.enter_now(unit):
             return False
-        if unit.reshards:
+        if unit.reshards and not self._scheduler.in_rounds:
             if unit in self._hooks_of:
                 self._root.units.append(unit)
             elif unit not in self._warned:
@@ -136,7 +140,9 @@ class ModelHooks:
                 self._hooks[module].units.append(unit)
                 if module in beside:
                     loose.setdefault(unit, []).append(self._hooks[module])
-        self._implicit_uses = ImplicitUses(self._hooks[root.modules[0]], units, loose, check)
+        self._implicit_uses = ImplicitUses(
+            self._hooks[root.modules[0]], units, loose, check, scheduler
+        )
 
     @property
     def modules(self) -> Iterable[nn.Module]:

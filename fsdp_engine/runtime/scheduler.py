@@ -233,6 +233,11 @@ class Scheduler:
             unit: which.
             is_recorded: the use is part of the recorded order. False: a one-off use.
         """
+        if self._rounds is not None and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"forward of {unit.label} within engine.together(): expected torch.no_grad(), "
+                "since other ranks take no part in its backward; found gradients enabled"
+            )
         forward = self._forward
         if forward is None:
             forward = self._begin_forward()
@@ -337,6 +342,11 @@ class Scheduler:
         if wait:
             for unit in self.units:
                 unit.wait()
+
+    @property
+    def in_rounds(self) -> bool:
+        """Whether ranks run different forwards."""
+        return self._rounds is not None
 
     def begin_rounds(self, rounds: GatherRounds) -> None:
         """Gather in rounds from now on, without gradients. Collective.
@@ -619,15 +629,10 @@ class Scheduler:
 
     def _provide_in_rounds(self, unit: Unit, phase: int, rounds: GatherRounds) -> None:
         """See [Note: Gather rounds] in ``gather_rounds.py``."""
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                f"forward of {unit.label} within engine.together(): expected torch.no_grad(), "
-                "since other ranks take no part in its backward; found gradients enabled"
-            )
         for index in rounds.exchange(unit.index):
-            if index == unit.index:
+            if index == unit.index and unit.unsharded is None:
                 unit.gather(phase)
-            else:
+            else:  # or it is kept, and no longer current: all ranks gather all of it
                 self.units[index].gather_for_others(phase)
 
     def _refresh_through(self, last: Unit | None, forward: Forward) -> None:
@@ -676,7 +681,7 @@ class Scheduler:
 
     def reset(self) -> None:
         """Drop the running forward and backward; communication must be over."""
-        self._forward = self._backward = self._rounds = None
+        self._forward = self._backward = None
         self._reserved.clear()
         self._uncounted.clear()
         self.reductions.reset()

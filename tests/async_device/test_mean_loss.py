@@ -94,3 +94,15 @@ def test_gathers_for_other_ranks_do_not_disturb_what_a_rank_computes() -> None:
             found = [model(batch.to(on.DEVICE)) for batch in batches]
         for ours, batch in zip(found, batches, strict=True):
             assert (ours.cpu() - alone(batch)).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("where", ["cpu", on.DEVICE])
+@on_ranks(1)
+def test_gradients_are_scaled_by_a_factor_on_either_device(where: str) -> None:
+    model = make_model().to(on.DEVICE)
+    engine = fe.shard(model, units=list(model), strategy="optim")
+    model(torch.ones(2, WIDTH, device=on.DEVICE)).sum().backward()
+    before = [param.grad.to_local().cpu() for param in model.parameters()]  # type: ignore[union-attr]
+    engine.scale_gradients(torch.tensor(0.5, device=where))
+    for param, grad in zip(model.parameters(), before, strict=True):
+        assert torch.equal(param.grad.to_local().cpu(), 0.5 * grad)  # type: ignore[union-attr]

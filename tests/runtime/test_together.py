@@ -166,16 +166,110 @@ def test_it_can_stand_between_any_two_steps_with_units_that_are_kept() -> None:
             torch.testing.assert_close(ours, theirs)
 
 
+class Habits(nn.Module):
+    """A head that some forwards call, read or leave out, and which is a unit of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 2, bias=False)
+
+    def forward(self, x: Tensor, head: str) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        if head == "reads":
+            return nn.functional.linear(x, self.head.weight)
+        result: Tensor = self.head(x) if head == "calls" else x
+        return result
+
+
+@pytest.mark.parametrize("trains_first", [False, True])
+@pytest.mark.parametrize("there", ["calls", "reads", "omits"])
+@pytest.mark.parametrize("here", ["calls", "reads", "omits"])
 @on_ranks(2)
-def test_gradients_and_nesting_are_refused() -> None:
+def test_training_learns_nothing_from_forwards_that_ranks_did_not_share(
+    trains_first: bool, there: str, here: str
+) -> None:
+    model, alone = Habits(), Habits()
+    engine = fe.shard(model, min_unit_size=0)
+    for step in range(3):
+        if step or trains_first:
+            for each in (model, alone):
+                each.zero_grad()
+                each(inputs(0), there).square().mean().backward()
+            for name, grad in reference.full_gradients(model).items():
+                right = alone.get_parameter(name).grad
+                assert (grad is None) == (right is None), name
+                if grad is not None and right is not None:
+                    torch.testing.assert_close(grad, right)
+        with engine.together(), torch.no_grad():
+            for number in range(2 * dist.get_rank()):
+                torch.testing.assert_close(model(inputs(number), here), alone(inputs(number), here))
+
+
+class Hidden:
+    """An output in which the engine does not look for tensors."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class PartlyFrozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.trained = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Hidden:
+        return Hidden(self.frozen(self.trained(x)))
+
+
+class OfHidden(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(PartlyFrozen() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x).value
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:.*The start of its backward cannot be observed")
+@on_ranks(2)
+def test_units_that_are_kept_and_stale_in_part() -> None:
+    model, alone = OfHidden(), OfHidden()
+    engine = fe.shard(model, units="blocks.*")
+    for each in (model, alone):
+        optimizer = reference.sgd([param for param in each.parameters() if param.requires_grad])
+        each(inputs(0)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with engine.together(), torch.no_grad():
+        for number in range(2 * dist.get_rank()):
+            torch.testing.assert_close(model(inputs(number)), alone(inputs(number)))
+    with torch.no_grad():
+        torch.testing.assert_close(model(inputs(5)), alone(inputs(5)))
+
+
+@pytest.mark.parametrize("level", LEVEL_NAMES[1:])
+@on_ranks(2)
+def test_gradients_and_nesting_are_refused(level: str) -> None:
     model = Translator()
-    engine = fe.shard(model, units=UNITS)
+    engine = fe.shard(model, units=UNITS, strategy=level)
     with engine.together():
         with pytest.raises(RuntimeError, match=r"expected torch.no_grad\(\)"):
             model(inputs(0))
+        engine.reset()  # changes nothing about the context
         with pytest.raises(RuntimeError, match="and no such context; found such a context"):
             nest(engine)
-    with torch.no_grad():
+    with engine.together(), torch.no_grad():
         torch.testing.assert_close(model(inputs(0)), Translator()(inputs(0)))
 
 

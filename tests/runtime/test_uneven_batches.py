@@ -336,18 +336,77 @@ def test_gradients_that_are_not_cleared_are_refused(level: str) -> None:
         assert torch.equal(grad, right), name
 
 
-@on_ranks(2)
-def test_each_result_is_for_one_backward() -> None:
-    model = Net()
-    engine = fe.shard(model, units="blocks.*")
-    once = engine.mean_loss(model(rows(3, 0)).sum(), 3)
-    twice = engine.mean_loss(model(rows(3, 0)).sum(), 3)
-    with pytest.raises(RuntimeError, match="found 2 results, 1 backwards"):
-        once.backward()
-    engine.reset()
-    del twice
-    engine.mean_loss(model(rows(3, 0)).sum(), 3).backward()
+def check_mean(model: nn.Module, engine: fe.Engine, expected: nn.Module, seeds: list[int]) -> None:
+    """Gradients are those of ``expected`` with a batch of 3 samples for each seed."""
+    expected.zero_grad()
+    loss = expected(torch.cat([rows(3, seed) for seed in seeds])).mean()
+    loss.backward()
+    for name, grad in reference.full_gradients(model).items():
+        right = expected.get_parameter(name).grad
+        assert grad is not None
+        assert right is not None
+        assert reference.relative_error(grad, right) < 1e-12, name
     assert engine.last_mean_loss is not None
+    assert engine.last_mean_loss.item() == pytest.approx(loss.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+@pytest.mark.parametrize("to_none", [True, False])
+@on_ranks(2)
+def test_microbatches_that_the_user_drops_do_not_count(level: str, to_none: bool) -> None:
+    model = Net()
+    engine = fe.shard(model, strategy=level, units="blocks.*")
+    rank = dist.get_rank()
+    for begin in (0, 10):
+        engine.mean_loss(model(rows(3, 77)).sum(), 3)  # no backward runs with it
+        with engine.no_sync():
+            engine.mean_loss(model(rows(3, 99)).sum(), 3).backward()
+        model.zero_grad(set_to_none=to_none)  # an incomplete accumulation
+        with engine.no_sync():
+            engine.mean_loss(model(rows(3, begin + rank)).sum(), 3).backward()
+        engine.mean_loss(model(rows(3, begin + 2 + rank)).sum(), 3).backward()
+        check_mean(model, engine, Net(), [begin + each for each in range(4)])
+        model.zero_grad(set_to_none=to_none)
+
+
+@pytest.mark.parametrize("level", LEVEL_NAMES[1:])
+@on_ranks(2)
+def test_penalties_on_sharded_parameters_are_refused(level: str) -> None:
+    model = Net()
+    engine = fe.shard(model, strategy=level, units="blocks.*")
+    penalty = sum(param.square().sum() for param in model.parameters())
+    with pytest.raises(RuntimeError, match=r"found one of .*weight_decay"):
+        engine.mean_loss(model(rows(3, 0)).sum() + penalty, 3).backward()
+    engine.reset()
+    model.zero_grad()
+    engine.mean_loss(model(rows(3, dist.get_rank())).sum(), 3).backward()
+    check_mean(model, engine, Net(), [0, 1])
+
+
+@on_ranks(2)
+def test_a_rank_without_a_microbatch_has_the_mean_of_the_others() -> None:
+    model, expected = Net(), Net()
+    config = fe.DistributedDataParallelConfig(overlap_grad_reduce=False)
+    ddp = fe.DistributedDataParallel(model, config)
+    for step in range(3):
+        ddp.zero_grad_buffer()
+        if dist.get_rank() == 0 or step == 0:
+            ddp.engine.mean_loss(ddp(rows(3, dist.get_rank())).sum(), 3).backward()
+        ddp.finish_grad_sync()
+        check_mean(model, ddp.engine, expected, [0, 1] if step == 0 else [0])
+    # And a step without a mean, as ever.
+    ddp.zero_grad_buffer()
+    ddp(rows(3, 0)).mean().backward()
+    ddp.finish_grad_sync()
+    check_mean(model, ddp.engine, expected, [0])
+
+
+@on_ranks(2)
+def test_a_wrong_first_count_of_one_rank_is_raised_on_all() -> None:
+    engine = fe.shard(Net())
+    count = torch.tensor(math.nan if dist.get_rank() else 3.0)
+    with pytest.raises(ValueError, match="count: expected a number of samples; found nan"):
+        engine.mean_loss(engine.model(rows(3, 0)).sum(), count)
 
 
 @on_ranks(2)
