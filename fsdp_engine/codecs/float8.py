@@ -38,7 +38,8 @@ class Float8(ScaledEncoding):
     Args:
         granularity: "tensor", "row" or "block" (128 x 128): the elements that share a scale.
         power_of_two_scales: scales are powers of two, so that only the rounding to e4m3 rounds.
-        exclude: patterns of names of parameters that travel in the compute dtype.
+        exclude: patterns of names of parameters that are left to the next rule; behind the last one
+            they travel in the compute dtype.
 
     Raises:
         ValueError: ``granularity`` is none of these.

@@ -7,7 +7,8 @@ the *canonical order*: a unit that is ready early waits for those before it, and
 never reached is closed, with zeros, when backward ends. The canonical order is the module order
 until all ranks agree on a better one: the order of the last forward. They compare it, by a digest,
 in the message of [Note: Who got a gradient] (``step_message.py``), and only if all digests are
-equal all of them adopt it.
+equal all of them adopt it. Forward sees no order of units without hooks: those that send nothing in
+it, as all do at ``no_shard`` in one dtype, keep module order.
 
 [Note: A step's gradients]
 From cleared gradients to the next clearing, a step goes through:
@@ -268,7 +269,8 @@ class Reductions:
     Attributes:
         stream: on which gradients are written and reductions waited for.
         sync: this backward is the last microbatch of a step, or may be (``no_sync`` denies it).
-        canonical_order: units in forward order, the same on all ranks.
+        canonical_order: all units, the same on all ranks: in module order, later in that of
+            forward. Reductions follow its reverse.
     """
 
     def __init__(

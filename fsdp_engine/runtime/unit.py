@@ -48,8 +48,8 @@ class Numbered(Protocol):
 
 @dataclass
 class UnitOptions:
-    """Options of one unit, set by users. They are read at each use, so they can change between
-    forwards and backwards; they must be equal on all ranks.
+    """Options of one unit, as FSDP2's calls and ``engine.units[i].options`` set them. They are read
+    at each use, so they can change between forwards and backwards; they must be equal on all ranks.
 
     Attributes:
         keeps_after_forward: full parameters are kept until the unit's backward is over.
