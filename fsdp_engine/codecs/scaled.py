@@ -1,7 +1,7 @@
-"""Base class of codecs that send parameters as one byte an element, with scales.
+"""Base class of codecs that send parameters in few bytes an element, with scales.
 
-    main --amax, reduced over the ranks--> scales     main / scale --round--> bytes --all-gather-->
-    bytes * scale --> full parameters in the compute dtype
+    main --amax, reduced over the ranks--> scales     main / scale --round--> wire --all-gather-->
+    wire * scale --> full parameters in the compute dtype
 
 A *scale* serves a tensor, a row, or a block of 128 x 128 elements, of the parameter seen as a
 matrix (``shape[0]`` rows). ``scale = amax / largest``, ``largest`` being the largest number of the
@@ -9,9 +9,9 @@ encoding, or the next power of two. Scales are kept beside the flat buffer, in f
 the amaxes of a buffer are reduced in one message, so shards may begin at any element, and every
 rank computes the scales, and so the bytes, of the unsharded parameter.
 
-A subclass of :class:`ScaledCodec` gives ``largest``, ``encoded_dtype`` and
-:meth:`~ScaledCodec.to_encoded`; a subclass of :class:`ScaledEncoding` is its rule for
-``fe.shard(codec_rules=...)``. ``float8.py`` is one, the int8 codec of
+A subclass of :class:`ScaledCodec` gives ``largest``, ``encoded_dtype`` (of another size than one
+byte with ``wire_dtype``) and :meth:`~ScaledCodec.to_encoded`; a subclass of :class:`ScaledEncoding`
+is its rule for ``fe.shard(codec_rules=...)``. ``float8.py`` is one, the int8 codec of
 ``tests/codecs/int8_codec.py`` another. NaN and Inf pass through the scale: a scale that is NaN or
 Inf makes all elements that share it NaN.
 """
@@ -116,7 +116,7 @@ class ScaledCodec(ParamCodec):
 
     Attributes:
         largest: the largest number of the encoding; scales are ``amax / largest``.
-        encoded_dtype: dtype of encoded elements, of one byte.
+        encoded_dtype: dtype of encoded elements, of the size of ``wire_dtype``.
     """
 
     wire_dtype = torch.uint8
@@ -199,7 +199,7 @@ class ScaledCodec(ParamCodec):
             scaled = matrix / self._spread(grid, first_row, first_row + matrix.shape[0])
             encoded = self.to_encoded(scaled.clamp_(-self.largest, self.largest))
             count = piece.stop - piece.start
-            part = encoded.view(torch.uint8).view(-1)[skipped : skipped + count]
+            part = encoded.view(self.wire_dtype).view(-1)[skipped : skipped + count]
             wire[piece.offset : piece.offset + count].copy_(part)
 
     def decode(self, wire: Tensor, offsets: Sequence[int], params: Sequence[Tensor]) -> None:
