@@ -101,11 +101,16 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median and quartiles, for results files."""
+    low, middle, high = quartiles(values)
+    return {"median": middle, "q1": low, "q3": high}
+
+
 def ratios(times: dict[str, list[float]], name: str, base: str) -> dict[str, float]:
     """Median and quartiles of the ratio of ``name`` to ``base`` per round."""
     pairs = [a / b for a, b in zip(times[name], times[base], strict=True)]
-    low, middle, high = quartiles(pairs)
-    return {"median": middle, "q1": low, "q3": high}
+    return spread(pairs)
 
 
 def show_ratio(ratio: dict[str, float]) -> str:

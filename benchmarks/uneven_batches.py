@@ -192,10 +192,7 @@ def main() -> None:
     args = parser.parse_args()
     found = harness.run_ranks(measure_errors, args.ranks, args.steps)
     errors = {
-        num_micro: {
-            name: dict(zip(("q1", "median", "q3"), harness.quartiles(values), strict=True))
-            for name, values in ways.items()
-        }
+        num_micro: {name: harness.spread(values) for name, values in ways.items()}
         for num_micro, ways in found.items()
     }
     rows = [

@@ -10,7 +10,7 @@ with weight 0, until all have run out: collectives of the step find every rank.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from fsdp_engine.comm.agreement import agree
 from fsdp_engine.comm.groups import Ranks
@@ -35,7 +35,7 @@ class _Loaded(NamedTuple):
     failed: bool
 
 
-class _Reader(Generic[T]):
+class _Reader:
     """Reads a loader.
 
     Attributes:
@@ -44,12 +44,12 @@ class _Reader(Generic[T]):
         error: of the loader, where it failed.
     """
 
-    def __init__(self, loader: Iterable[T]) -> None:
+    def __init__(self, loader: Iterable[Any]) -> None:
         self.state = _Loaded(has=True, lacks=False, failed=False)
         self.batch: Any = None
         self.error: Exception | None = None
         self._loader = loader
-        self._batches: Iterator[T] | None = None
+        self._batches: Iterator[Any] | None = None
 
     def read(self) -> None:
         """Read a batch, unless the loader has ended."""

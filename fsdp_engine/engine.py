@@ -38,6 +38,7 @@ from fsdp_engine.strategies import Role
 from fsdp_engine.units.assignment import expect, has_parameters
 from fsdp_engine.units.build import EngineCommunicators, Resources, same_on_replicas
 from fsdp_engine.units.installing import holders, install_into
+from fsdp_engine.units.plan import label_of
 
 T = TypeVar("T")
 
@@ -560,5 +561,5 @@ def engine_within(model: nn.Module) -> str | None:
     """
     for name, module in model.named_modules():
         if engine_of(module) is not None and has_parameters(module):
-            return name or "the root module"
+            return label_of(name)
     return None

@@ -264,13 +264,10 @@ def nan_check() -> str:
 def uneven_batches() -> str:
     found = results("uneven_batches")
     ways = next(iter(found["errors"].values()))
+    names = {"mean_loss": "`engine.mean_loss`", "mean of means": "this engine, mean of means"}
     rows = [
         [
-            f"`engine.{way}`"
-            if way == "mean_loss"
-            else way
-            if way in ("DDP", "FSDP2")
-            else f"this engine, {way}",
+            names.get(way, way),
             *(
                 f"{each[way]['median']:.1e} ({each[way]['q1']:.1e}-{each[way]['q3']:.1e})"
                 for each in found["errors"].values()

@@ -157,7 +157,7 @@ class ParamAndGradBuffer:
             sharded.__dict__.update(marks)
         self.hooks = ParamHooks(names, [record.param for record in self.records])
         self.reads = ParameterAccess(self.full_params, names, self.hooks)
-        self._publish_gradients()
+        self._make_published()
         for index, sharded in enumerate(self.sharded_params):
             if isinstance(sharded, FlatDTensor):
                 sharded.backref = self.reads.backref(index)
@@ -285,7 +285,7 @@ class ParamAndGradBuffer:
                 become(full, self._as_users_have_it(index, bound))
             if not self.is_plain:
                 become(self.sharded_params[index], self._flat(index))
-        self._publish_gradients(changed=True)
+        self._make_published(changed=True)
         if self._gradient_hooks is not None:
             self._gradient_hooks.follow(self.published, self.sharded_params)
         if self.reads.main_grad is not None:
@@ -553,7 +553,7 @@ class ParamAndGradBuffer:
             start, stop = self.layout.tensor_range(index, self.spec.optim_depth, at)
             self.weights.main.local(index, self.spec.optim_depth).copy_(source[start:stop])
 
-    def _publish_gradients(self, *, changed: bool = False) -> None:
+    def _make_published(self, *, changed: bool = False) -> None:
         if self.grads is None:
             return
         dtypes = self.kind.dtypes

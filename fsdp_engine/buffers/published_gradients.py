@@ -347,8 +347,9 @@ class PublishedGradients:
     def are_cleared_or_zeroed(self) -> bool:
         """As :attr:`are_cleared`; also of plain tensors that were zeroed. The host waits for the
         device if they were edited."""
-        if not self.is_plain or self.are_cleared:
-            return self.are_cleared
+        cleared = self.are_cleared
+        if cleared or not self.is_plain:
+            return cleared
         step = self._gradients.step
         if step is None or not step.is_published or step.holds_any:
             return False

@@ -50,6 +50,7 @@ from fsdp_engine.megatron.process_groups import (
     spanned_group,
 )
 from fsdp_engine.memory import allocator
+from fsdp_engine.units.plan import label_of
 
 # Counts in these dtypes are summed in fp32; others (integers) in fp64, which holds them exactly.
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
@@ -479,7 +480,7 @@ def _cache_of(engine: Engine) -> _EngineCache:
     if engine not in _ENGINE_CACHES:
         names = (name for name, _ in engine.model.named_parameters())
         routers = {
-            name or "the root module": weakref.ref(module)
+            label_of(name): weakref.ref(module)
             for name, module in engine.model.named_modules()
             if hasattr(module, "expert_bias")
         }

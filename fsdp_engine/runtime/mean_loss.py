@@ -147,11 +147,14 @@ class MeanLosses:
         before = torch.nan if self.last is None else self.last
         self.last = torch.where(is_mean, (total / count).float(), before)
         inverse = torch.where(count > 0, step.divisor / count, 0.0)
+        factors: dict[float, Tensor] = {}  # by number of ranks: one, as a rule
         for buffer in self._buffers:
             assert buffer.grads is not None
             # Experts are divided by the number of all ranks, of which theirs are some.
             ranks = buffer.grads.divisor * self._mesh.size / buffer.mesh.size
-            buffer.grads.scale(torch.where(is_mean, inverse * ranks, 1.0), True)
+            if ranks not in factors:
+                factors[ranks] = torch.where(is_mean, inverse * ranks, 1.0)
+            buffer.grads.scale(factors[ranks], True)
 
     def discard(self) -> None:
         """The step is over."""

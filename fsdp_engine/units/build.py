@@ -45,7 +45,7 @@ from fsdp_engine.units.initial_values import (
 )
 from fsdp_engine.units.installing import watch_reads
 from fsdp_engine.units.materialize import ModuleTree, materialize, materialize_buffers
-from fsdp_engine.units.plan import AxisPlan, AxisPlans, Plan, PlannedUnit
+from fsdp_engine.units.plan import AxisPlan, AxisPlans, Plan, PlannedUnit, label_of
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def owned_within(model: nn.Module) -> str | None:
     """Name of a module of ``model`` with a parameter that a unit has; None if there is none."""
     owned = (name for name, module in model.named_modules() if module in _OWNED)
     name = next(owned, None)
-    return None if name is None else name or "the root module"
+    return None if name is None else label_of(name)
 
 
 class Resources:

@@ -130,9 +130,9 @@ class PlannedBuffer:
     make_codec: Callable[[], ParamCodec]
 
 
-def label_of(unit: str) -> str:
-    """The name of a unit in messages."""
-    return unit or "the root module"
+def label_of(name: str) -> str:
+    """The name of a unit, or of a module of the model, in messages."""
+    return name or "the root module"
 
 
 @dataclass(frozen=True)

@@ -94,11 +94,7 @@ def check(
             found = forwards(model, kinds[rank], number)
         for ours, theirs in zip(found, forwards(alone, kinds[rank], number), strict=True):
             torch.testing.assert_close(ours.float(), theirs, rtol=tolerance, atol=tolerance)
-    weights = engine.full_state_dict()
-    for name, param in alone.named_parameters():
-        torch.testing.assert_close(
-            weights[name], param.detach(), rtol=tolerance, atol=tolerance, msg=name
-        )
+    reference.assert_same_weights(model, alone, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("level", LEVEL_NAMES)

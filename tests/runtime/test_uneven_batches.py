@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import pytest
 import torch
@@ -41,6 +41,18 @@ class Net(nn.Module):
 def rows(number: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(number, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def assert_equal(
+    found: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None], note: object = ""
+) -> None:
+    """Weights or gradients by name are equal up to the rounding of fp64."""
+    for name, right in expected.items():
+        value = found[name]
+        assert value is not None
+        assert right is not None
+        error = reference.relative_error(value, right)
+        assert error < 1e-12, (note, name, error)
 
 
 def sizes_of(rank: int, seed: int) -> list[int]:
@@ -102,10 +114,7 @@ def check_epochs(pair: tuple[str, str], shape: tuple[int, ...], seeds: range) ->
         engine = fe.shard(model, mesh_of(*shape), pair[0], outer, units="blocks.*")
         found = train_epoch(model, engine, seed, accumulate)
         assert found == pytest.approx(losses, rel=1e-6), seed
-        weights = engine.full_state_dict()
-        for name, param in expected.named_parameters():
-            error = reference.relative_error(weights[name], param.detach())
-            assert error < 1e-12, (seed, name, error)
+        assert_equal(engine.full_state_dict(), reference.full_weights(expected), seed)
 
 
 @pytest.mark.parametrize("level", LEVEL_NAMES)
@@ -215,11 +224,7 @@ def test_mean_loss_is_that_of_all_samples() -> None:
     mine = model(samples[rank])
     # The number of samples as a tensor, as masks give it.
     engine.mean_loss(mine.sum(), torch.ones(len(mine)).sum()).backward()
-    for name, grad in reference.full_gradients(model).items():
-        assert grad is not None
-        right = expected.get_parameter(name).grad
-        assert right is not None
-        assert reference.relative_error(grad, right) < 1e-12, name
+    assert_equal(reference.full_gradients(model), reference.full_gradients(expected))
 
 
 @on_ranks(2)
@@ -290,9 +295,7 @@ def test_the_other_loop_of_megatron_has_it_too() -> None:
         assert ddp.engine.last_mean_loss is not None
         found.append(ddp.engine.last_mean_loss.item())
     assert found == pytest.approx(losses, rel=1e-6)
-    weights = ddp.engine.full_state_dict()
-    for name, param in expected.named_parameters():
-        assert reference.relative_error(weights[name], param.detach()) < 1e-12, name
+    assert_equal(ddp.engine.full_state_dict(), reference.full_weights(expected))
 
 
 # Errors.
@@ -341,11 +344,7 @@ def check_mean(model: nn.Module, engine: fe.Engine, expected: nn.Module, seeds: 
     expected.zero_grad()
     loss = expected(torch.cat([rows(3, seed) for seed in seeds])).mean()
     loss.backward()
-    for name, grad in reference.full_gradients(model).items():
-        right = expected.get_parameter(name).grad
-        assert grad is not None
-        assert right is not None
-        assert reference.relative_error(grad, right) < 1e-12, name
+    assert_equal(reference.full_gradients(model), reference.full_gradients(expected))
     assert engine.last_mean_loss is not None
     assert engine.last_mean_loss.item() == pytest.approx(loss.item(), rel=1e-6)
 
@@ -437,11 +436,7 @@ def test_a_loss_scale_and_clipping_act_on_the_mean() -> None:
     norm = engine.clip_grad_norm_(1.0)
     right = nn.utils.clip_grad_norm_(expected.parameters(), 1.0)
     assert abs(norm / right - 1) < 1e-12
-    for name, grad in reference.full_gradients(model).items():
-        assert grad is not None
-        one = expected.get_parameter(name).grad
-        assert one is not None
-        assert reference.relative_error(grad, one) < 1e-12, name
+    assert_equal(reference.full_gradients(model), reference.full_gradients(expected))
 
 
 @on_ranks(2)
