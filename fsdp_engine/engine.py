@@ -22,7 +22,6 @@ from fsdp_engine.optim.step_listeners import add_step_listener
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.assigned_values import MissingValues
 from fsdp_engine.runtime.conversion import Conversions
-from fsdp_engine.runtime.gather_rounds import GatherRounds
 from fsdp_engine.runtime.gradient_checks import GradientChecks
 from fsdp_engine.runtime.hooks import hook_gradients, hook_recomputation
 from fsdp_engine.runtime.mean_loss import MeanLosses
@@ -227,24 +226,39 @@ class Engine:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Context within which ranks can run different forwards, and different numbers of them, for
-        evaluation and generation. Collective: all ranks enter it, and leave it together.
+        """Context within which ranks can use different modules: for training, evaluation and
+        generation. Collective: all ranks enter it, and leave it together.
 
-        A rank that has finished takes part in the gathers of the others until all have. Each gather
-        takes one small message more, and nothing is prefetched. At levels below
-        ``optim_grads_params``, where forwards send nothing, it costs one message in all.
+        Ranks may leave out modules, use them in any order and as often as they like, and without
+        gradients run different numbers of forwards. With gradients each rank runs as many
+        backwards; gradients are those of the mean over ranks, as at other levels. A rank that has
+        finished its backward, or leaves the context, takes part in the gathers of the others until
+        all have. No other collective may run between a forward's begin and that. Each gather takes
+        one small message more. At levels below ``optim_grads_params``, where ranks may differ
+        anyway, it costs one message for each backward.
+
+        Example: towers for images and sound, of which a rank's batch has one, or none::
+
+            for batch in loader:
+                with engine.together():
+                    model(batch).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
 
         Raises:
-            RuntimeError: a forward or backward is running, or contexts are nested; or, in a
-                forward, gradients are enabled.
+            RuntimeError: a forward or backward is running, or contexts are nested; or another rank
+                raised an exception within the context.
         """
         if not any(unit.reshards or unit.needs_refresh for unit in self.units):
             yield
             return
-        self._scheduler.begin_rounds(GatherRounds(self.ranks, len(self.units)))
+        self._scheduler.begin_rounds(self.ranks)
         try:
             yield
             self._scheduler.finish_rounds()
+        except BaseException:
+            self._scheduler.abandon_rounds()
+            raise
         finally:
             self._scheduler.end_rounds()
 

@@ -387,10 +387,13 @@ def failure(what: str, ranks: Sequence[int], error: BaseException) -> Exception:
         ACTIVITY.failed = what
         return ValueError(f"{what} did not complete: {reason}")
     missing = missing_ranks(what, ranks)
+    hint = ""
+    if what.startswith("all-gather"):
+        hint = "If ranks use different modules, run the step within engine.together(). "
     return RuntimeError(
         f"{what} did not complete: another rank failed, or never came to it"
         f"{missing and ': '}{missing}. The last that did complete here was {ACTIVITY.done}. "
-        f"({error})"
+        f"{hint}({error})"
     )
 
 

@@ -1,40 +1,224 @@
-"""Gathers on demand, where ranks use different units: evaluation and generation.
+"""Gathers on demand, where ranks use different units: training, evaluation and generation.
 
 [Note: Gather rounds]
 Sharded weights are gathered from all ranks, so ranks that compute different things have to take
-part in each other's gathers. Within ``engine.together()`` a rank that is about to use a unit first
-exchanges which one, and then takes part in the gathers of all units that ranks want in this round,
-in module order. A rank that has finished wants none, and continues until no rank wants any. Ranks
-can so run any number of forwards, over any units. This costs a small message for each gather, and
-prefetching: which unit is next is known only when a rank comes to it.
+part in each other's gathers. Within ``engine.together()`` gathers are issued in *rounds*. In a
+round each rank votes for the unit that it needs next, in a small message beside training. Then
+all ranks gather the units with votes, in module order; a rank that did not vote for a unit frees
+it. A rank without a vote takes part until no rank is *busy*. So ranks can use any units, in any
+order and as often as they like.
+
+A rank votes for a unit before it uses it: while it computes with one unit, the gather of the next
+one (of its own recorded order) is in flight, and the vote for the one after that is sent. Where
+ranks agree no rank waits for a message.
+
+A reduction needs all ranks, too, and its staging is freed when it is over. A rank that waited for
+a reduction which another rank has not submitted would not vote, and the other rank could not
+gather what it needs to get there. So votes also say which units' reductions a rank has submitted
+in this backward. A rank waits for a reduction once all have submitted it, and takes part in rounds
+until then. On an accelerator the same order matters on the device: a stream that waits for a
+reduction would hold up gathers that are queued behind it. At the end of backward all ranks take
+part until none is busy: then all reductions are submitted.
+
+A rank that leaves the context by an exception votes for failure, so that all ranks raise.
+
+Lanes on CPU are driven by the host. An operation of two axes continues only when its rank waits
+for it, which a rank that blocks in a vote does not do. So there each rank waits, before the next
+round, for the gathers of the last one, and for reductions that all ranks have submitted. And with
+two axes to submit a reduction is to wait for the one before: all ranks submit each in one round.
 """
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Callable, Iterable, Sequence
+
+from fsdp_engine.codecs.base import BACKWARD, BOTH, FORWARD
 from fsdp_engine.comm.groups import Ranks
 from fsdp_engine.comm.host_message import HostMessage
+from fsdp_engine.runtime.record import Use
+from fsdp_engine.runtime.unit import Unit
+
+
+class _Status(enum.IntEnum):
+    """What a rank does; of all ranks the maximum is known after a round."""
+
+    IDLE = 0
+    BUSY = 1
+    FAILED = 2
 
 
 class GatherRounds:
-    """See the module docstring. Collective: all ranks make one, and exchange until none wants any.
+    """See the module docstring. Collective: all ranks make one, and take part until none is busy.
+    All methods but ``fail`` raise RuntimeError if another rank has raised an exception.
 
     Args:
         ranks: all ranks of the model.
-        num_units: of the engine.
+        units: all of them, in module order.
+        num_reductions: of a backward.
+        drive: called with a number of reductions that all ranks have submitted in this backward.
     """
 
-    def __init__(self, ranks: Ranks, num_units: int) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        units: Sequence[Unit],
+        num_reductions: int,
+        drive: Callable[[int], None],
+    ) -> None:
         self._message = HostMessage("together()", ranks)
-        self._num_units = num_units
+        self._units = units
+        self._num_reductions = num_reductions
+        self._drive = drive
+        self._num_submitted = 0
+        self._num_submitted_by_all = 0
+        # The vote that is sent and not answered; -1: for no unit; None: there is none.
+        self._vote: int | None = None
+        self._has_failed = False
+        # Gathered for votes of this rank, and not used so far.
+        self._ahead: list[Unit] = []
+        # Gathered in the last round, and those of them that are for other ranks alone.
+        self._last_round: list[Unit] = []
+        self._for_others: list[Unit] = []
 
-    def exchange(self, unit: int | None) -> list[int]:
-        """Returns the units to gather in this round, on all ranks in this order.
+    def use(self, unit: Unit, phase: int) -> None:
+        """On return the gather of ``unit`` is issued, and serves a use of ``phase``."""
+        self._free_others(unit)
+        if self._vote is not None:
+            self._take_part()
+        while unit.needs_gather(phase):
+            self._send(unit.index)
+            self._take_part()
+        for gathered in (self._ahead, self._for_others):
+            if unit in gathered:
+                gathered.remove(unit)
+        if phase & BACKWARD:
+            unit.keep_for(phase)
+
+    def expect(self, uses: Iterable[Use]) -> None:
+        """Vote for units that this rank will use next: one is in flight while another is voted for.
 
         Args:
-            unit: that this rank wants; None: it has finished.
+            uses: the next ones of its recorded order; none: nothing is gathered ahead.
         """
-        wanted = bytearray(self._num_units)
-        if unit is not None:
-            wanted[unit] = 1
-        self._message.start(wanted)
-        return [number for number, flag in enumerate(self._message.finish()) if flag]
+        wanted = list(dict.fromkeys(use.unit for use in uses))
+        for unit in [each for each in self._ahead if each.index not in wanted]:
+            self._ahead.remove(unit)
+            self._free(unit)
+        while self._vote is None:
+            following = next(filter(self._needs_vote, wanted), None)
+            if following is None:
+                return
+            self._send(following)
+            if not self._ahead:
+                self._take_part()
+
+    def submits(self, num: int) -> None:
+        """This rank has submitted ``num`` reductions in this backward, or submits the last of them
+        when all ranks can."""
+        self._num_submitted = num
+
+    def await_reductions(self) -> None:
+        """Take part until all ranks have got as far as this one."""
+        while self._num_submitted_by_all < self._num_submitted:
+            self._free_others()
+            if self._vote is None:
+                self._send()
+            self._take_part()
+
+    def finish(self) -> None:
+        """This rank needs nothing until all others have come here: take part until then."""
+        status = _Status.BUSY
+        while status is not _Status.IDLE:
+            self._free_others()
+            self.free_unused()
+            if self._vote is None:
+                self._send(status=_Status.IDLE)
+            status = self._take_part()
+        self._num_submitted = self._num_submitted_by_all = 0
+
+    def fail(self) -> None:
+        """This rank has raised an exception: all ranks raise one."""
+        if self._has_failed:
+            return  # all ranks know
+        self._free_others()
+        if self._vote is not None:
+            self._take_part()
+        if not self._has_failed:
+            self._send(status=_Status.FAILED)
+            self._message.finish()
+
+    def reset(self) -> None:
+        """Drop gathers; communication is over, but for a vote, which others take part in."""
+        self._last_round.clear()
+        self._ahead.clear()
+        self._for_others.clear()
+
+    def free_unused(self) -> None:
+        """Free units that were gathered for uses that did not come."""
+        while self._ahead:
+            self._free(self._ahead.pop())
+
+    def _needs_vote(self, index: int) -> bool:
+        unit = self._units[index]
+        return unit.reshards and not unit.uses and unit.needs_gather(FORWARD)
+
+    def _send(self, unit: int = -1, *, status: _Status = _Status.BUSY) -> None:
+        """Vote for the unit of that number; -1: for none."""
+        content = bytearray(len(self._units))
+        if unit >= 0:
+            content[unit] = 1
+        content += bytes(self._num_submitted)
+        content += b"\1" * (self._num_reductions - self._num_submitted)
+        content.append(status)
+        self._message.start(content)
+        self._vote = unit
+
+    def _take_part(self) -> _Status:
+        """Gather what ranks have voted for; returns the status of all.
+
+        Raises:
+            RuntimeError: a rank has failed.
+        """
+        for unit in self._last_round:
+            unit.wait()
+        self._last_round.clear()
+        self._drive(self._num_submitted_by_all)
+        found = bytes(self._message.finish())
+        vote, self._vote = self._vote, None
+        status = _Status(found[-1])
+        if status is _Status.FAILED:
+            self._has_failed = True
+            raise RuntimeError(
+                "together(): expected no exception on any rank; found one on another rank: see its "
+                "output"
+            )
+        num_units = len(self._units)
+        index = found.find(1, 0, num_units)
+        while index >= 0:
+            self._gather(self._units[index], is_own=index == vote)
+            index = found.find(1, index + 1, num_units)
+        missing = found.find(1, num_units, num_units + self._num_reductions)
+        self._num_submitted_by_all = self._num_reductions if missing < 0 else missing - num_units
+        return status
+
+    def _gather(self, unit: Unit, *, is_own: bool) -> None:
+        if unit.unsharded is not None:
+            unit.gather_again()
+            return
+        # Of two encodings of weights ranks can need either.
+        unit.gather(BOTH if unit.split_buffers else FORWARD)
+        self._last_round.append(unit)
+        (self._ahead if is_own else self._for_others).append(unit)
+
+    def _free_others(self, entered: Unit | None = None) -> None:
+        """Free units that were gathered for other ranks in the last round, but not ``entered``."""
+        for unit in self._for_others:
+            if unit is not entered:
+                self._free(unit)
+        self._for_others = [unit for unit in self._for_others if unit is entered]
+
+    @staticmethod
+    def _free(unit: Unit) -> None:
+        if not unit.uses:
+            unit.release()

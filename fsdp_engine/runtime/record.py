@@ -148,6 +148,11 @@ class Record:
         uses = self._forward.uses
         return (uses[0], *self._forward.window(0)) if uses else ()
 
+    def next_uses(self, num: int) -> Sequence[Use]:
+        """The next ``num`` uses of the forward or backward that runs."""
+        half = self._half_now
+        return half.uses[half.next : half.next + num]
+
     def begin_forward(self) -> None:
         """A forward begins."""
         self._begin(self._forward)

@@ -52,6 +52,7 @@ from fsdp_engine.buffers.gradients import SubmittedReduction
 from fsdp_engine.comm.groups import Ranks
 from fsdp_engine.comm.lanes import GradientStream, Lanes, Ticket
 from fsdp_engine.config import StagingBudget, Timing
+from fsdp_engine.runtime.gather_rounds import GatherRounds
 from fsdp_engine.runtime.gradient_checks import GradientChecks
 from fsdp_engine.runtime.mean_loss import MeanLosses
 from fsdp_engine.runtime.step_message import StepMessage
@@ -161,15 +162,24 @@ class PendingReductions:
         """Pending reductions stay pending until the next backward stages gradients."""
         self._num_left = len(self._reading)
 
+    def have_room(self, unit: Unit) -> bool:
+        """Whether staging of ``unit`` can be allocated within the budget."""
+        opening, num_pending = self._num_staged[unit.index], len(self._reading)
+        return not num_pending or not self._budget.is_exceeded(
+            num_pending, self._num_elements, opening
+        )
+
     def make_room(self, unit: Unit) -> None:
         """Staging of ``unit`` is about to be allocated: free that of the oldest reductions, as far
         as the budget needs."""
         if self._num_left:
             self._free_oldest(self._num_left)
-        opening = self._num_staged[unit.index]
-        while self._reading and self._budget.is_exceeded(
-            len(self._reading), self._num_elements, opening
-        ):
+        while not self.have_room(unit):
+            self._free_oldest(1)
+
+    def finish_first(self, units: Sequence[Unit]) -> None:
+        """Wait for the reductions of ``units``, the oldest."""
+        while self._reading and self._reading[0][0] in units:
             self._free_oldest(1)
 
     def add(self, unit: Unit, submitted: Sequence[SubmittedReduction], *, staged: bool) -> None:
@@ -271,6 +281,8 @@ class Reductions:
         sync: this backward is the last microbatch of a step, or may be (``no_sync`` denies it).
         canonical_order: all units, the same on all ranks: in module order, later in that of
             forward. Reductions follow its reverse.
+        order: trainable units in the order of their reductions.
+        rounds: in which ranks gather, while they use different units.
     """
 
     def __init__(
@@ -292,10 +304,16 @@ class Reductions:
         self.canonical_order = self._seen_order
         self._buffers = [buffer for unit in units for buffer in unit.trainable]
         self._message = StepMessage(self._buffers, ranks.message_group, ranks.device, checks)
-        self._order = self._make_order()
+        self.order = self._make_order()
         self.stream = GradientStream(ranks.device)
         self._pending = PendingReductions(lanes, budget, [unit.num_staged for unit in units])
-        self._wait_later = weakref.WeakMethod(self.wait) if lanes.compute.runs_ahead else None
+        self.rounds: GatherRounds | None = None
+        self._runs_ahead = lanes.compute.runs_ahead
+        # For the first axis of the reduction before it: see HostLane.submit.
+        self._submitting_waits = not self._runs_ahead and any(
+            min(buffer.mesh.inner.size, buffer.mesh.outer.size) > 1 for buffer in self._buffers
+        )
+        self._wait_later = weakref.WeakMethod(self.wait) if self._runs_ahead else None
         # Of the backward and of the step; None between two of them.
         self._queue: ReductionQueue | None = None
         self._step: StepReductions | None = None
@@ -371,15 +389,15 @@ class Reductions:
                 "another backward. Run all microbatches but the last under no_sync()"
             )
         if self._timing.finishes_backward or self.phase is not Phase.ACCUMULATING:
-            for unit in self._order:
+            for unit in self.order:
                 reduced = self._is_final(unit)
                 for buffer in unit.trainable:
                     buffer.begin_backward(reduced=reduced)
         self._move_to(Phase.ACCUMULATING)
         # Decided now: gradients may arrive late, after a no_sync() has ended.
-        partial = frozenset(unit.index for unit in self._order if not unit.options.syncs)
+        partial = frozenset(unit.index for unit in self.order if not unit.options.syncs)
         is_last = self.sync and self._timing.reduces_in_backward and not inputs_only
-        is_last = is_last and len(partial) < max(len(self._order), 1)
+        is_last = is_last and len(partial) < max(len(self.order), 1)
         if is_last and partial and self._mean_losses.is_pending:
             raise RuntimeError(
                 "backward of mean_loss(): expected the last microbatch to reduce the gradients of "
@@ -387,7 +405,7 @@ class Reductions:
                 "among them (set_requires_gradient_sync). Set all, or none"
             )
         self._queue = ReductionQueue(
-            self._order, is_last=is_last, inputs_only=inputs_only, partial=partial
+            self.order, is_last=is_last, inputs_only=inputs_only, partial=partial
         )
 
     def open_unit(self, unit: Unit) -> None:
@@ -404,6 +422,8 @@ class Reductions:
                 "used in several re-entrant checkpoints?). Put the modules that share it into one "
                 "unit, or use checkpoint(..., use_reentrant=False)"
             )
+        if self.rounds is not None and not self._pending.have_room(unit):
+            self.rounds.await_reductions()
         self._pending.make_room(unit)
         queue.set_arrival(unit, GradientArrival.SOME)
         for buffer in unit.trainable:
@@ -417,6 +437,12 @@ class Reductions:
             self._queue.set_ready(unit)
             with self.stream.entered():
                 self._advance(self._queue)
+
+    def finish_first(self, num: int) -> None:
+        """All ranks have submitted the first ``num`` reductions of this backward: see
+        [Note: Gather rounds] in ``gather_rounds.py``."""
+        if not self._runs_ahead:
+            self._pending.finish_first(self.order[:num])
 
     def late_gradient_came(self, unit: Unit) -> None:
         """The last weight gradient that ``unit``'s modules had put off has arrived."""
@@ -449,7 +475,7 @@ class Reductions:
         self.wait()
         for buffer in self._buffers if self._step is None else ():
             buffer.begin_backward(reduced=False)  # no microbatch at all on this rank: zeros
-        for unit in self._order:
+        for unit in self.order:
             submitted = []
             for buffer in unit.trainable:
                 grads = buffer.grads
@@ -500,7 +526,7 @@ class Reductions:
         step = self._step
         if step is not None and step.hooks_are_due:
             step.hooks_are_due = False
-            for unit in self._order:
+            for unit in self.order:
                 if unit.index not in step.partial:
                     for buffer in unit.trainable:
                         buffer.run_hooks()
@@ -556,7 +582,13 @@ class Reductions:
     def _advance(self, queue: ReductionQueue) -> None:
         """Reduce, in order, the units that are ready."""
         while (unit := queue.next()) is not None:
+            rounds = self.rounds
+            if rounds is not None and self._submitting_waits:
+                rounds.submits(queue.num_submitted)
+                rounds.await_reductions()
             self._reduce(queue, unit)
+            if rounds is not None:
+                rounds.submits(queue.num_submitted)
 
     def _reduce(self, queue: ReductionQueue, unit: Unit) -> None:
         """Submit the reductions of ``unit`` that are due in this backward."""
@@ -580,6 +612,8 @@ class Reductions:
 
     def _close(self, queue: ReductionQueue) -> None:
         """All gradients of this backward have arrived, and their reductions are submitted."""
+        if self.rounds is not None:
+            self.rounds.finish()
         step, self._queue = self._step, None
         assert step is not None
         step.partial = queue.partial
@@ -592,7 +626,7 @@ class Reductions:
                 self.finish()
             return
         if self._timing.finishes_backward:
-            for unit in self._order:
+            for unit in self.order:
                 self._publish_partial(unit, step)
             step.reduced_units.clear()
         self._leave_pending()
@@ -627,13 +661,13 @@ class Reductions:
         verdict = self._message.read(new_order)
         if new_order and verdict.same_order:
             self.canonical_order = self._seen_order
-            self._order = self._make_order()
+            self.order = self._make_order()
         if verdict.problem is not None:
             self.clear(zero=False)
             raise RuntimeError(verdict.problem)
         self._mean_losses.finish()
         step.hooks_are_due = True
-        for unit in self._order:
+        for unit in self.order:
             if unit.index in step.partial:
                 self._publish_partial(unit, step)
                 continue

@@ -17,11 +17,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Hashable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from fsdp_engine.codecs.base import BACKWARD, BOTH, FORWARD
+from fsdp_engine.comm.groups import Ranks
 from fsdp_engine.comm.lanes import Ticket
 from fsdp_engine.config import Timing
 from fsdp_engine.flat_dtensor import accumulator_of
@@ -38,6 +40,9 @@ _will_run: Any = torch._C._will_engine_execute_node
 
 # Of a call whose input was changed in place: its end is not observed.
 _UNKNOWN = -1
+
+# In rounds, places of the recorded order in which the next two units to gather are looked for.
+_NUM_EXPECTED = 8
 
 
 class Backward:
@@ -200,12 +205,14 @@ class Scheduler:
         self.microbatch: Hashable | None = None
         self.inputs_only = False
         self._memory = memory
-        self._record = Record(
+        self._make_record = partial(
+            Record,
             [index for index in expected.forward if units[index].buffers],
             [index for index in expected.backward if units[index].buffers],
             [unit.num_elements if unit.reshards else 0 for unit in units],
             budget,
         )
+        self._record = self._make_record()
         self._containing = expected.containing
         self._prefetches = budget > 0
         self._has_refreshes = any(unit.needs_refresh and not unit.reshards for unit in units)
@@ -221,8 +228,13 @@ class Scheduler:
         self._uncounted: Counter[int] = Counter()
         # The last forward ran within a pipeline stage of torch's own.
         self._in_stage_of_torch = False
-        # Ranks run different forwards.
+        # While ranks use different units; this rank's own order is recorded apart, since others
+        # may have another.
         self._rounds: GatherRounds | None = None
+        self._own_record: Record | None = None
+        # Units entered since the first forward after a backward.
+        self._entered: set[int] = set()
+        self._follows_backward = True
 
     # Forward.
 
@@ -233,14 +245,10 @@ class Scheduler:
             unit: which.
             is_recorded: the use is part of the recorded order. False: a one-off use.
         """
-        if self._rounds is not None and torch.is_grad_enabled():
-            raise RuntimeError(
-                f"forward of {unit.label} within engine.together(): expected torch.no_grad(), "
-                "since other ranks take no part in its backward; found gradients enabled"
-            )
         forward = self._forward
         if forward is None:
             forward = self._begin_forward()
+        self._entered.add(unit.index)
         if not torch.is_grad_enabled():
             self.note_uncounted(unit)
         if is_recorded:
@@ -275,9 +283,7 @@ class Scheduler:
             if unit.buffers and reads_again:
                 self._record.leave(unit.index)
         unit.leave()
-        if unit.uses == 0 and self._rounds is not None:
-            unit.release()
-        elif unit.uses == 0:
+        if unit.uses == 0:
             phase = self._record.next_phase(unit.index, forward.open, reads_again)
             if phase:
                 self._reserved[unit.index] = phase
@@ -310,24 +316,30 @@ class Scheduler:
             if unit.is_gathering and not unit.is_current:
                 unit.wait()  # gathered before the forward, and changed since: to be gathered again
         self._record.begin_forward()
+        if self._follows_backward:
+            self._follows_backward = False
+            self._entered.clear()
         forward = self._forward = Forward()
-        if self._refreshes_ahead:
+        if self._refreshes_ahead or self._rounds is not None:
             self._refresh_through(None, forward)  # into memory that is held anyway
         return forward
 
     def _end_forward(self, forward: Forward, outermost: Unit) -> None:
         self._forward = None
         self._free_reserved(phase=FORWARD)
+        if self._rounds is not None:
+            self._rounds.free_unused()
         if self._has_refreshes:
             self._refresh_through(None, forward)
             for unit in self.units:
                 # Units that this rank did not enter must not read main weights that the next
                 # optimizer step writes.
                 unit.wait()
-        if outermost is self.units[0] and self._rounds is None:
+        if outermost is self.units[0]:
             self._record.end_forward()
-            order = self._record.units_in_forward
-            self.reductions.order_seen(first_use_order(order, len(self.units)))
+            if self._rounds is None:
+                order = self._record.units_in_forward
+                self.reductions.order_seen(first_use_order(order, len(self.units)))
 
     def gather_before_forward(self, *, wait: bool, sharded: bool = True) -> None:
         """Issue the gathers that the next forward would begin with: those of units that are never
@@ -348,8 +360,8 @@ class Scheduler:
         """Whether ranks run different forwards."""
         return self._rounds is not None
 
-    def begin_rounds(self, rounds: GatherRounds) -> None:
-        """Gather in rounds from now on, without gradients. Collective.
+    def begin_rounds(self, ranks: Ranks) -> None:
+        """Gather in rounds from now on. Collective.
 
         Raises:
             RuntimeError: a forward or backward is running, or it does so already.
@@ -362,18 +374,28 @@ class Scheduler:
             )
         self.gather_before_forward(wait=True, sharded=False)
         self._free_all()
-        self._rounds = rounds
+        reductions = self.reductions
+        self._rounds = reductions.rounds = GatherRounds(
+            ranks, self.units, len(reductions.order), reductions.finish_first
+        )
+        own = self._own_record or self._make_record()
+        self._record, self._own_record = own, self._record
 
     def finish_rounds(self) -> None:
         """This rank has finished: take part in the rounds of others until all ranks have."""
         assert self._rounds is not None
-        while wanted := self._rounds.exchange(None):
-            for index in wanted:
-                self.units[index].gather_for_others(FORWARD)
+        self._rounds.finish()
+
+    def abandon_rounds(self) -> None:
+        """This rank has raised an exception: let others raise one, too."""
+        assert self._rounds is not None
+        self._rounds.fail()
 
     def end_rounds(self) -> None:
         """Gather by the recorded order again."""
-        self._rounds = None
+        assert self._own_record is not None
+        self._rounds = self.reductions.rounds = None
+        self._record, self._own_record = self._own_record, self._record
         self._free_all()
 
     def _free_all(self) -> None:
@@ -497,6 +519,11 @@ class Scheduler:
             # forward of a reference model.
             unit.follow_requires_grad_in_backward()
         backward = self._backward = Backward(weights_only=weights_only)
+        if self._rounds is not None:
+            # Others can wait for their reductions.
+            for unit in self.reductions.order:
+                if unit.index not in self._entered and not unit.awaits_backward(None):
+                    self.reductions.unit_is_ready(unit)
         if not weights_only:
             self._record.begin_backward()
             # Ends calls that autograd leaves open: parameters or inputs without a gradient.
@@ -513,7 +540,8 @@ class Scheduler:
         backward.touched[unit.index] = unit
         self._provide(unit, BACKWARD)
         self._reserved.pop(unit.index, None)
-        if following is not None and following.needs_gather(BACKWARD) and self._prefetches:
+        may_prefetch = self._prefetches and self._rounds is None
+        if following is not None and following.needs_gather(BACKWARD) and may_prefetch:
             self._prefetch(following, BACKWARD)
         self._install(unit)
         unit.enter()
@@ -550,6 +578,7 @@ class Scheduler:
             if unit.uses == 0:
                 self._end_use(unit)
         self._backward = None
+        self._follows_backward = True
         self._memory.end_backward(step_is_over=self.reductions.are_final)
         self.reductions.run_hooks()
 
@@ -576,9 +605,6 @@ class Scheduler:
         """A use of ``unit`` begins: provide its full parameters, and prefetch the next units."""
         if not unit.buffers:
             return
-        if self._rounds is not None:  # orders differ between ranks: none is recorded
-            self._use_once(unit, phase)
-            return
         step = self._record.use(unit.index, phase)
         window = step.window
         if (asked := unit.options.prefetch(phase)) is not None:
@@ -594,6 +620,9 @@ class Scheduler:
             compute_now = unit.record_compute()
         self._provide(unit, step.phase, compute_now)
         self._reserved.pop(unit.index, None)
+        if self._rounds is not None:
+            self._rounds.expect(self._record.next_uses(_NUM_EXPECTED if self._prefetches else 0))
+            window = ()
         for use in window:
             ahead = self.units[use.unit]
             if ahead.needs_gather(use.phase) and not ahead.uses:
@@ -616,24 +645,16 @@ class Scheduler:
     def _provide(self, unit: Unit, phase: int, compute_now: Ticket | None = None) -> None:
         """Issue the gather of ``unit``, unless it is unsharded and current. ``compute_now``: see
         :meth:`Unit.gather`."""
-        if not unit.needs_gather(phase):
-            return
         if self._rounds is not None and unit.reshards:
-            self._provide_in_rounds(unit, phase, self._rounds)
+            self._rounds.use(unit, phase)
+            return
+        if not unit.needs_gather(phase):
             return
         forward = self._forward
         if unit.reshards or forward is None or unit.index in forward.refreshed:
             unit.gather(phase, compute_now)
         else:
             self._refresh_through(unit, forward)
-
-    def _provide_in_rounds(self, unit: Unit, phase: int, rounds: GatherRounds) -> None:
-        """See [Note: Gather rounds] in ``gather_rounds.py``."""
-        for index in rounds.exchange(unit.index):
-            if index == unit.index and unit.unsharded is None:
-                unit.gather(phase)
-            else:  # or it is kept, and no longer current: all ranks gather all of it
-                self.units[index].gather_for_others(phase)
 
     def _refresh_through(self, last: Unit | None, forward: Forward) -> None:
         """Refresh units that changed, in canonical order, up to ``last`` (None: all)."""
@@ -684,6 +705,9 @@ class Scheduler:
         self._forward = self._backward = None
         self._reserved.clear()
         self._uncounted.clear()
+        self._entered.clear()
+        if self._rounds is not None:
+            self._rounds.reset()
         self.reductions.reset()
         for unit in self.units:
             unit.reset()

@@ -311,28 +311,29 @@ class Unit:
         phases = phase | kept if self.split_buffers else BOTH
         self.unsharded = UnshardedParams(phases, phase >= BACKWARD, tickets)
 
-    def gather_for_others(self, phase: int) -> None:
-        """Take part in a gather that other ranks want. Full parameters that this rank has stay, and
-        get the same values once more; else they are freed at once."""
+    def gather_again(self) -> None:
+        """Gather full parameters that this rank has once more, because another rank needs them;
+        they get the values of the main weights."""
         self.wait()
         held = self.unsharded
+        assert held is not None
         tickets: list[Ticket] = []
         for buffer in self.buffers:
-            tickets += buffer.weights.gather(phase, 0)
+            tickets += buffer.weights.gather(BOTH, 0)
         self._lanes.compute.wait(*tickets)
         for buffer in self.buffers:
-            if held is not None:
-                buffer.weights.gathered(held.phases, for_backward=held.for_backward)
-            else:
-                buffer.weights.gathered(phase, for_backward=False)
-                buffer.weights.release()
+            buffer.weights.gathered(held.phases, for_backward=held.for_backward)
 
     def keep_for(self, phase: int) -> None:
-        """The unit is kept unsharded until its next use: provide the bytes that this use reads."""
+        """The unit is unsharded, and its next use is one of ``phase``: provide the bytes that this
+        use reads."""
+        assert self.unsharded is not None
         if self.split_buffers:
             if self.needs_gather(phase):
                 self.gather(phase)
-        elif phase & BACKWARD:
+        elif phase & BACKWARD and not self.unsharded.for_backward:
+            self.wait()
+            self.unsharded.for_backward = True
             for buffer in self.buffers:
                 buffer.weights.gathered(BOTH, for_backward=True)
 

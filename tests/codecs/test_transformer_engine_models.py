@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,14 +23,16 @@ from tests.pool import on_ranks
 pytestmark = pytest.mark.thorough
 
 CUT = "optim_grads_params"
-# Level, whether addresses are planned, elements gathered ahead; the first is what others are
-# compared with.
+# Level, whether addresses are planned, elements gathered ahead, whether gathers are issued in
+# rounds; the first is what others are compared with.
 WAYS = [
-    ("no_shard", False, None),
-    ("optim_grads", False, None),
-    (CUT, False, 0),
-    (CUT, False, 10**9),
-    (CUT, True, None),
+    ("no_shard", False, None, False),
+    ("optim_grads", False, None, False),
+    (CUT, False, 0, False),
+    (CUT, False, 10**9, False),
+    (CUT, True, None, False),
+    (CUT, False, None, True),
+    (CUT, True, None, True),
 ]
 
 
@@ -106,7 +109,7 @@ MODELS: dict[str, Callable[[], QuantisedStack]] = {
 @on_ranks(2)
 def test_a_model_trains_bit_by_bit_alike_in_all_ways(name: str) -> None:
     states, losses = [], []
-    for level, planned, budget in WAYS:
+    for level, planned, budget, in_rounds in WAYS:
         model = MODELS[name]()
         config = fe.DistributedDataParallelConfig(
             fsdp_double_buffer=planned, suggested_communication_unit_size=budget
@@ -114,7 +117,8 @@ def test_a_model_trains_bit_by_bit_alike_in_all_ways(name: str) -> None:
         units = ["blocks.*", "blocks.*.inside.*"] if name == "units in units" else None
         engine = fe.shard(model, strategy=level, config=config, units=units)
         watch = Watch(model, engine)
-        losses.append(train_watched(model, engine, watch, num_steps=3))
+        with engine.together() if in_rounds else nullcontext():
+            losses.append(train_watched(model, engine, watch, num_steps=3))
         states.append(engine.full_state_dict())
         # A layer that is called twice is looked at twice.
         assert watch.looks["rows"] >= watch.looks["columns"] >= 3 * 2 * len(watch.layers)

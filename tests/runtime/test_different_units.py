@@ -1,0 +1,332 @@
+"""Training within ``engine.together()``: ranks use different units, in any order and number."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fsdp_engine as fe
+from different_modules import PATTERNS
+from different_modules import loss_of as example_loss
+from tests import reference
+from tests.megatron.configs import LEVEL_NAMES
+from tests.pairs import PAIRS
+from tests.pool import Ranks, on_ranks
+from tests.training import mesh_of
+
+WIDTH, NUM_BLOCKS = 6, 5
+# FSDP_ENGINE_PATTERNS=1000 takes half an hour.
+NUM_PATTERNS = int(os.environ.get("FSDP_ENGINE_PATTERNS", "100"))
+
+# What a forward does with a block: calls it, in one of these ways.
+WAYS = ("plain", "checkpointed", "re-entrant", "in vain", "without gradients", "reads its weight")
+# (block, way) in order.
+Route = Sequence[tuple[int, str]]
+
+
+class Block(nn.Module):
+    """Two layers, of which the inner one is a unit of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(torch.tanh(self.inner(x)))
+
+
+class Maze(nn.Module):
+    """Goes through its blocks as each batch says; one block is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
+        self.head = nn.Linear(WIDTH, 2)
+        self.blocks[1].requires_grad_(False)
+
+    def forward(self, x: Tensor, route: Route) -> Tensor:
+        x = self.embed(x)
+        for number, way in route:
+            block = self.blocks[number]
+            if way == "checkpointed":
+                x = checkpoint(block, x, use_reentrant=False)
+            elif way == "re-entrant":
+                x = checkpoint(block, x, use_reentrant=True)
+            elif way == "in vain":
+                block(x)
+            elif way == "without gradients":
+                with torch.no_grad():
+                    extra = block(x)
+                x = x + extra
+            elif way == "reads its weight":
+                x = x + nn.functional.linear(x, block.out.weight)
+            else:
+                x = block(x)
+        result: Tensor = self.head(x)
+        return result
+
+
+UNITS = ["blocks.*", "blocks.*.inner"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Routes by step, microbatch and rank; between steps, routes of evaluations by rank."""
+
+    routes: list[list[list[Route]]]
+    evaluations: list[list[list[Route]]]
+    options: dict[str, Any]
+
+    def __str__(self) -> str:
+        return f"routes={self.routes}, evaluations={self.evaluations}, options={self.options}"
+
+
+def draw_route(draw: random.Random, ways: Sequence[str], orders: bool) -> Route:
+    blocks = draw.choices(range(NUM_BLOCKS), k=draw.randrange(7))
+    if not orders:
+        blocks = sorted(set(blocks))
+    route = [(each, draw.choice(ways)) for each in blocks]
+    # A unit's gradients come once in a backward with re-entrant checkpoints (docs/design.md).
+    is_repeated = {each for each in blocks if blocks.count(each) > 1}
+    return [
+        (each, "checkpointed" if way == "re-entrant" and each in is_repeated else way)
+        for each, way in route
+    ]
+
+
+def draw_case(draw: random.Random, num_ranks: int) -> Case:
+    ways = draw.choice([WAYS[:1], WAYS[:2], WAYS[:2], WAYS])
+    orders = draw.random() < 0.6
+    num_micro = draw.randrange(1, 4)
+    routes = [
+        [[draw_route(draw, ways, orders) for _ in range(num_ranks)] for _ in range(num_micro)]
+        for _ in range(3)
+    ]
+    if draw.random() < 0.3:  # all ranks the same
+        routes = [[[micro[0]] * num_ranks for micro in step] for step in routes]
+    evaluations = [
+        [
+            [draw_route(draw, WAYS[:1], orders) for _ in range(draw.choice([0, 0, 1, 3]))]
+            for _ in range(num_ranks)
+        ]
+        for _ in range(3)
+    ]
+    options = {
+        "keeps": draw.random() < 0.2,
+        "budget": draw.choice([None, None, 0, 1, 10**6]),
+        "context": draw.choice(["each microbatch", "forward and backward", "all of training"]),
+        "reads_early": draw.random() < 0.3,
+    }
+    return Case(routes, evaluations, options)
+
+
+def inputs(seed: int) -> Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(model: nn.Module, seed: int, route: Route) -> Tensor:
+    loss: Tensor = model(inputs(seed), route).square().mean()
+    return loss
+
+
+def train_alone(case: Case, num_ranks: int) -> Iterator[tuple[dict[str, Tensor | None], nn.Module]]:
+    model = Maze()
+    optimizer = reference.sgd([param for param in model.parameters() if param.requires_grad])
+    for step, micros in enumerate(case.routes):
+        for number, routes in enumerate(micros):
+            for rank, route in enumerate(routes):
+                loss = loss_of(model, 100 * step + 10 * number + rank, route)
+                (loss / (num_ranks * len(micros))).backward()
+        yield {name: param.grad for name, param in model.named_parameters()}, model
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def check(case: Case, shape: tuple[int, ...], pair: tuple[str, str]) -> str | None:
+    """Trains on this rank; returns what is wrong."""
+    try:
+        differs(case, shape, pair)
+    except (AssertionError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def differs(case: Case, shape: tuple[int, ...], pair: tuple[str, str]) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model, options = Maze(), case.options
+    config = fe.DistributedDataParallelConfig(suggested_communication_unit_size=options["budget"])
+    outer = pair[1] if len(shape) > 1 else None
+    engine = fe.shard(model, mesh_of(*shape), pair[0], outer, units=UNITS, config=config)
+    if options["keeps"]:
+        for unit in engine.units[2::3]:
+            unit.options.keeps_after_forward = unit.options.keeps_after_backward = True
+    optimizer = reference.sgd([param for param in model.parameters() if param.requires_grad])
+    each = options["context"]
+    around_all = engine.together() if each == "all of training" else nullcontext()
+    around = nullcontext if each == "all of training" else engine.together
+    with around_all:
+        for step, (right, alone) in enumerate(train_alone(case, size)):
+            micros = case.routes[step]
+            for number, routes in enumerate(micros):
+                last = number == len(micros) - 1
+                seed = 100 * step + 10 * number + rank
+                with engine.no_sync() if not last else nullcontext():
+                    if each == "forward and backward":
+                        with around():
+                            loss = loss_of(model, seed, routes[rank])
+                        with around():
+                            (loss / len(micros)).backward()
+                    else:
+                        with around():
+                            (loss_of(model, seed, routes[rank]) / len(micros)).backward()
+                if options["reads_early"]:
+                    [param.grad for param in model.parameters()]
+            found = reference.full_gradients(model)
+            for name, grad in right.items():
+                assert (grad is None) == (found[name] is None), f"step {step}: {name}: {grad}"
+                if grad is not None:
+                    where = f"step {step}, {name}: "
+                    torch.testing.assert_close(
+                        found[name], grad, msg=lambda text, w=where: w + text
+                    )
+            if each != "all of training":
+                with engine.together(), torch.no_grad():
+                    for number, route in enumerate(case.evaluations[step][rank]):
+                        torch.testing.assert_close(
+                            model(inputs(number), route), alone(inputs(number), route)
+                        )
+            optimizer.step()
+            optimizer.zero_grad()
+    state = engine.full_state_dict()
+    assert sorted(state) == sorted(alone.state_dict())
+
+
+class Stops(nn.Module):
+    """Raises on one rank, in forward or in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor, where: str) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if number == 1 and where == "forward":
+                raise ArithmeticError("this rank's batch is bad")
+            if number == 1 and where == "backward":
+                x.register_hook(fail)
+        return x.sum()
+
+
+def fail(grad: Tensor) -> None:
+    raise ArithmeticError("this rank's gradient is bad")
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+@on_ranks(2)
+def test_an_exception_on_one_rank_is_one_on_all(gradients: bool) -> None:
+    rank, model = dist.get_rank(), Stops()
+    engine = fe.shard(model, units="blocks.*")
+    for step, failing in enumerate((0, 1, None, 1)):
+        expected = ArithmeticError if rank == failing else RuntimeError
+        text = "batch is bad" if rank == failing else "found one on another rank"
+        around = nullcontext() if failing is None else pytest.raises(expected, match=text)
+        with around, engine.together(), torch.set_grad_enabled(gradients):
+            # The other rank is in a forward, or has left it.
+            for _ in range(1 if gradients else 1 + 2 * step):
+                loss = model(inputs(step), "forward" if rank == failing else "")
+            if gradients:
+                loss.backward()
+        engine.reset()
+        engine.zero_grad_buffer()
+    loss = model(inputs(9), "")
+    loss.backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+@on_ranks(2)
+def test_an_exception_in_the_backward_of_one_rank_is_one_on_all() -> None:
+    rank, model = dist.get_rank(), Stops()
+    engine = fe.shard(model, units="blocks.*")
+    text = "gradient is bad" if rank == 1 else "found one on another rank"
+    with pytest.raises((ArithmeticError, RuntimeError), match=text), engine.together():
+        model(inputs(0), "backward" if rank == 1 else "").backward()
+
+
+@on_ranks(2)
+def test_one_unit_is_gathered_ahead_and_no_more() -> None:
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(8)))
+    engine = fe.shard(model, units=list(model))
+    size = engine.units[1].num_elements * 4
+    full = []
+    for layer in model:
+        layer.register_forward_pre_hook(
+            lambda *_: full.append(engine.memory_bytes().get("full", 0) // size)
+        )
+    for _ in range(2):
+        full.clear()
+        with engine.together(), torch.no_grad():
+            model(inputs(0))
+    assert full == [2] * 7 + [1]
+
+
+def run_cases(ranks: Ranks, seeds: range, shape: tuple[int, ...], pair: tuple[str, str]) -> None:
+    size = shape[0] * shape[-1] if len(shape) > 1 else shape[0]
+    for seed in seeds:
+        case = draw_case(random.Random(f"{seed} {pair} {shape}"), size)
+        found = ranks.run(check, case, shape, pair, world_size=size)
+        wrong = "\n".join(filter(None, found))
+        assert not wrong, f"seed {seed}: {wrong}\n{case}"
+
+
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+def test_any_routes_give_the_gradients_of_one_process(ranks: Ranks, level: str) -> None:
+    run_cases(ranks, range(4), (2,), (level, "no_shard"))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_random_patterns(ranks: Ranks, pair: tuple[str, str]) -> None:
+    share = NUM_PATTERNS // len(PAIRS) // 5
+    run_cases(ranks, range(100, 100 + 3 * share), (2, 2), pair)
+    run_cases(ranks, range(400, 400 + share), (4,), (pair[0], "no_shard"))
+    run_cases(ranks, range(500, 500 + share), (2,), (pair[0], "no_shard"))
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@on_ranks(2)
+def test_models_that_leave_out_modules_train_as_in_one_process(pattern: str) -> None:
+    rank, models = dist.get_rank(), []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(PATTERNS[pattern]())
+    model, alone = models
+    engine = fe.shard(model, units=model.units, min_unit_size=0)
+    optimizer, one = (
+        reference.sgd([param for param in each.parameters() if param.requires_grad])
+        for each in models
+    )
+    for step in range(6):
+        with engine.together():
+            example_loss(model, step, rank).backward()
+        (sum(example_loss(alone, step, each) for each in range(2)) / 2).backward()  # type: ignore[union-attr]
+        found = reference.full_gradients(model)
+        for name, param in alone.named_parameters():
+            assert (param.grad is None) == (found[name] is None), name
+        for each in (optimizer, one):
+            each.step()
+            each.zero_grad()
+    reference.assert_same_weights(model, alone, rtol=1e-5, atol=1e-6)
