@@ -285,6 +285,13 @@ def uneven_batches() -> str:
     return f"{with_machine(table(columns, rows), 'uneven_batches')}\n{step}"
 
 
+def modules_left_out() -> str:
+    found = results("modules_left_out")
+    rows = [[way, spread(ratio)] for way, ratio in found["ratios"].items()]
+    columns = [f"step of a GPT of {found['model']}, {found['ranks']} ranks", "time over all blocks"]
+    return with_machine(table(columns, rows), "modules_left_out")
+
+
 def simulated_gloo() -> str:
     found = results("simulated_gloo")
     rows = []
@@ -793,6 +800,7 @@ TABLES: tuple[Callable[[], str], ...] = (
     optimizer_step,
     nan_check,
     uneven_batches,
+    modules_left_out,
     simulated_gloo,
     simulated_llama,
     simulated_budgets,

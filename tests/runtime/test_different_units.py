@@ -156,7 +156,7 @@ def train_alone(case: Case, num_ranks: int) -> Iterator[tuple[dict[str, Tensor |
 
 
 def check(case: Case, shape: tuple[int, ...], pair: tuple[str, str]) -> str | None:
-    """Trains on this rank; returns what is wrong."""
+    """Trains on this rank; returns the first error."""
     try:
         differs(case, shape, pair)
     except (AssertionError, RuntimeError) as error:
