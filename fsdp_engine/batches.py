@@ -9,7 +9,7 @@ with weight 0, until all have run out: collectives of the step find every rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 from fsdp_engine.comm.agreement import agree
@@ -67,14 +67,20 @@ class _Reader:
 
 
 def even_batches(
-    ranks: Ranks, loader: Iterable[T], *, drop_last: bool = False
+    ranks: Ranks,
+    loader: Iterable[T],
+    *,
+    drop_last: bool = False,
+    before_message: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[T, float]]:
     """See :meth:`fsdp_engine.engine.Engine.even_batches`."""
     reader, message = _Reader(loader), HostMessage(_WHAT, ranks)
     reader.read()
+    before_message()
     message.start(bytearray(reader.state))
     is_first = True
     while True:
+        before_message()
         found = _Loaded(*map(bool, message.finish()))
         if found.failed:
             agree(_WHAT, reader.error, ranks.control_group)

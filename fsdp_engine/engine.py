@@ -28,7 +28,7 @@ from fsdp_engine.runtime.mean_loss import MeanLosses
 from fsdp_engine.runtime.microbatches import Microbatches, hook_delayed_gradients
 from fsdp_engine.runtime.model_hooks import ModelHooks
 from fsdp_engine.runtime.parameter_guard import ParameterGuard, refuse_copies, refuse_replicas
-from fsdp_engine.runtime.reductions import Reductions
+from fsdp_engine.runtime.reductions import Reductions, ReplicaReduction
 from fsdp_engine.runtime.rehearsal import predict_concurrent_units
 from fsdp_engine.runtime.reports import Description, Measurement, describe_units
 from fsdp_engine.runtime.scheduler import Scheduler
@@ -184,7 +184,8 @@ class Engine:
             Exception: on all ranks, after the batches before it: a rank's loader raised.
             ValueError: on all ranks: a rank has no batch to repeat.
         """
-        return even_batches(self.ranks, loader, drop_last=drop_last)
+        await_ranks = self._scheduler.await_ranks
+        return even_batches(self.ranks, loader, drop_last=drop_last, before_message=await_ranks)
 
     def mean_loss(self, loss_sum: Tensor, count: float | Tensor) -> Tensor:
         """Returns a 0-d tensor to call ``backward()`` on: reduced gradients will be those of the
@@ -215,6 +216,13 @@ class Engine:
                 "mean_loss(): expected a model whose ranks all compute a loss; found a pipeline "
                 "stage. Divide by the number of samples of all microbatches in the loss function"
             )
+        if self._reductions.across_replicas is not None:
+            raise RuntimeError(
+                "mean_loss(): expected an engine with all ranks of the job; found replicas, whose "
+                "numbers of samples it does not know. Return the mean of a microbatch"
+            )
+        if not self._mean_losses.has_divisor:
+            self._scheduler.await_ranks()
         return self._mean_losses.add(loss_sum, count)
 
     @property
@@ -255,8 +263,8 @@ class Engine:
         self._scheduler.begin_rounds(self.ranks)
         try:
             yield
-            self._scheduler.finish_rounds()
-        except BaseException:
+            self._scheduler.await_ranks()
+        except Exception:
             self._scheduler.abandon_rounds()
             raise
         finally:
@@ -268,6 +276,7 @@ class Engine:
         Args:
             wait: return when they are done.
         """
+        self._scheduler.await_ranks()
         self._reductions.start(wait=wait)
 
     def finish_grad_sync(self) -> None:
@@ -278,6 +287,7 @@ class Engine:
                 parameters. Or, on all ranks, checks of gradients found a NaN, an infinite or a
                 large value.
         """
+        self._scheduler.await_ranks()
         self._reductions.finish()
         self._reductions.run_hooks()
 
@@ -297,6 +307,15 @@ class Engine:
         """Wait for the gathers in flight, and free prefetched parameters."""
         self._scheduler.wait_for_gathers()
 
+    def set_replica_reduction(self, reduction: ReplicaReduction | None) -> None:
+        """Reduce the step's gradients over replicas of this engine, which other jobs train.
+
+        Args:
+            reduction: called with this rank's parts of the reduced gradients before they are
+                published; None: there are no other replicas.
+        """
+        self._reductions.across_replicas = reduction
+
     def zero_grad_buffer(self, *, zero: bool = True) -> None:
         """Begin a step: gradients are cleared, ``.grad`` is None.
 
@@ -311,6 +330,7 @@ class Engine:
 
     def broadcast_params(self) -> None:
         """Copy weights from the first rank of each set of replicas to the others. Collective."""
+        self._scheduler.await_ranks()
         for buffer in self.buffers:
             same_on_replicas(buffer)
         self.weights_changed()
@@ -332,6 +352,7 @@ class Engine:
             RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
             ValueError: ``norm_type`` is not positive.
         """
+        self._scheduler.await_ranks()
         self._reductions.wait()
         num_others = self.ranks.size // self.mesh.size
         present = [
@@ -370,6 +391,7 @@ class Engine:
                 "unsharded(): expected no forward or backward in progress; found one (after an "
                 "exception, call engine.reset())"
             )
+        self._scheduler.await_ranks()
         units = self._units_of(modules)
         full = {}
         for unit in units:
@@ -400,6 +422,7 @@ class Engine:
         Raises:
             KeyError: the model has no parameter of that name.
         """
+        self._scheduler.await_ranks()
         for buffer in self.buffers:
             for record, param in zip(buffer.records, buffer.sharded_params, strict=True):
                 if name in record.aliases:
@@ -421,6 +444,7 @@ class Engine:
         """
         self.missing_values.check()
         self.check_modules()
+        self._scheduler.await_ranks()
         keeps = not rank0_only or self.mesh.rank == 0
         # By the parameter, too: a module around the model may have state without its own prefix.
         gathered: dict[str | int, Tensor] = {}
@@ -520,6 +544,8 @@ class Engine:
         """
         groups = optimizer.param_groups
         self._reductions.check_step(param for group in groups for param in group["params"])
+        if self._scheduler.in_rounds and self._is_stepped_by(optimizer):
+            self._scheduler.await_ranks()  # others may gather these weights
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Called after each step of any optimizer: main weights count as changed."""
@@ -527,7 +553,8 @@ class Engine:
         for buffer in self.buffers:
             if buffer.grads is not None:  # no optimizer changes frozen weights
                 buffer.weights.mark_stale()
-        if not self._timing.gathers_in_forward and self._is_stepped_by(optimizer):
+        gathers_now = not self._timing.gathers_in_forward and self._is_stepped_by(optimizer)
+        if gathers_now or self._scheduler.in_rounds:  # where not all ranks may have a forward
             self._scheduler.gather_before_forward(wait=True, sharded=False)
 
     def _is_stepped_by(self, optimizer: torch.optim.Optimizer) -> bool:

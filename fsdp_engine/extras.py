@@ -17,6 +17,7 @@ EXTRAS = {
     "peft": "peft",
     "ray": "ray",
     "rich": "cli",
+    "torchft": "torchft",
     "transformers": "transformers",
     "typer": "cli",
 }

@@ -70,7 +70,7 @@ CORE |= {"accelerator", "batches", "flat_dtensor", "optim", "engine", "sharding"
 ABOVE_THE_CORE = {"adapters", "checkpoint", "fsdp2", "integrations", "megatron"}
 ABOVE_THE_CORE |= {"pipelining", "planner", "pretrained", "simulation"}
 # Packages of the formats and frontends that the core does not import either.
-FORMAT_PACKAGES = {"accelerate", "lightning", "megatron", "peft", "ray", "safetensors"}
+FORMAT_PACKAGES = {"accelerate", "lightning", "megatron", "peft", "ray", "safetensors", "torchft"}
 FORMAT_PACKAGES |= {"transformers"}
 
 LEVEL_NAMES = {"no_shard", "optim", "optim_grads", "optim_grads_params"}
@@ -353,8 +353,9 @@ def test_a_planted_circle_is_caught() -> None:
 
 
 def only_collectives_communicates(source: Source) -> Iterator[Finding]:
-    """Collectives and sends of torch.distributed are called in comm/collectives.py only."""
-    if source.path == "comm.collectives":
+    """Collectives and sends of torch.distributed are called in comm/collectives.py only. (Sums over
+    replicas are those of torchft's manager.)"""
+    if source.path in ("comm.collectives", "integrations.torchft"):
         return
     for line, name in source.mentions():
         module, _, last = name.rpartition(".")

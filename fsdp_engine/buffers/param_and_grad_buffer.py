@@ -425,6 +425,14 @@ class ParamAndGradBuffer:
         spread = self._spreads[index]
         return grad if spread is None else spread.shard_of_gradient(grad, self.records[index].name)
 
+    @property
+    def main_gradients(self) -> Tensor:
+        """This rank's reduced gradients, 1-D; with zeros between parameters."""
+        assert self.grads is not None
+        grads = self.grads.optim_grads
+        assert grads is not None
+        return grads
+
     def counted_gradients(self, num_ranks: int, num_others: int) -> list[tuple[Tensor, int]]:
         """This rank's reduced gradients in parts, 1-D, each with the number of ranks that hold its
         elements; none where there are no gradients.

@@ -10,17 +10,21 @@ order and as often as they like.
 
 A rank votes for a unit before it uses it: while it computes with one unit, the gather of the next
 one (of its own recorded order) is in flight, and the vote for the one after that is sent. Where
-ranks agree no rank waits for a message.
+ranks agree, the message is over when a rank needs its result.
 
 A reduction needs all ranks, too, and its staging is freed when it is over. A rank that waited for
 a reduction which another rank has not submitted would not vote, and the other rank could not
 gather what it needs to get there. So votes also say which units' reductions a rank has submitted
 in this backward. A rank waits for a reduction once all have submitted it, and takes part in rounds
 until then. On an accelerator the same order matters on the device: a stream that waits for a
-reduction would hold up gathers that are queued behind it. At the end of backward all ranks take
-part until none is busy: then all reductions are submitted.
+reduction would hold up gathers that are queued behind it.
 
-A rank that leaves the context by an exception votes for failure, so that all ranks raise.
+At the end of backward, before an optimizer steps, and before any other collective of the engine,
+all ranks take part until none is busy. Then all reductions are submitted, and no rank needs weights
+that another one is about to change.
+
+A rank that raises an exception while others may need its votes sends a failure instead, so that all
+ranks raise.
 
 Lanes on CPU are driven by the host. An operation of two axes continues only when its rank waits
 for it, which a rank that blocks in a vote does not do. So there each rank waits, before the next
@@ -31,7 +35,10 @@ two axes to submit a reduction is to wait for the one before: all ranks submit e
 from __future__ import annotations
 
 import enum
+import weakref
 from collections.abc import Callable, Iterable, Sequence
+
+from torch.distributed import ProcessGroup
 
 from fsdp_engine.codecs.base import BACKWARD, BOTH, FORWARD
 from fsdp_engine.comm.groups import Ranks
@@ -48,15 +55,20 @@ class _Status(enum.IntEnum):
     FAILED = 2
 
 
+# Rounds that were made over the ranks of a group: all of these have made as many.
+_NUM_MADE: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
+_LARGEST = 255  # byte
+
+
 class GatherRounds:
     """See the module docstring. Collective: all ranks make one, and take part until none is busy.
-    All methods but ``fail`` raise RuntimeError if another rank has raised an exception.
 
     Args:
         ranks: all ranks of the model.
         units: all of them, in module order.
         num_reductions: of a backward.
-        drive: called with a number of reductions that all ranks have submitted in this backward.
+        drive: called with a number of reductions that all ranks have submitted in this backward:
+            the host waits for them, where it drives them.
     """
 
     def __init__(
@@ -70,11 +82,20 @@ class GatherRounds:
         self._units = units
         self._num_reductions = num_reductions
         self._drive = drive
+        group = ranks.message_group
+        number = 0
+        if group is not None:
+            number = _NUM_MADE[group] = (_NUM_MADE.get(group, 0) + 1) % _LARGEST
+        # If maximum and complement still add up, all ranks vote about one engine.
+        self._identity = bytes((number, _LARGEST - number))
+        # Of this backward.
         self._num_submitted = 0
         self._num_submitted_by_all = 0
         # The vote that is sent and not answered; -1: for no unit; None: there is none.
         self._vote: int | None = None
-        self._has_failed = False
+        self._vote_is_stale = False  # sent before a reset
+        # Other ranks may need this one's votes.
+        self._is_awaited = True
         # Gathered for votes of this rank, and not used so far.
         self._ahead: list[Unit] = []
         # Gathered in the last round, and those of them that are for other ranks alone.
@@ -82,11 +103,17 @@ class GatherRounds:
         self._for_others: list[Unit] = []
 
     def use(self, unit: Unit, phase: int) -> None:
-        """On return the gather of ``unit`` is issued, and serves a use of ``phase``."""
+        """On return the gather of ``unit`` is issued, and serves a use of ``phase``.
+
+        Raises:
+            RuntimeError: another rank has raised an exception, or is in rounds of another engine.
+        """
+        self._is_awaited = True
         self._free_others(unit)
         if self._vote is not None:
             self._take_part()
         while unit.needs_gather(phase):
+            self._free_others(unit)
             self._send(unit.index)
             self._take_part()
         for gathered in (self._ahead, self._for_others):
@@ -100,34 +127,46 @@ class GatherRounds:
 
         Args:
             uses: the next ones of its recorded order; none: nothing is gathered ahead.
+
+        Raises:
+            RuntimeError: as :meth:`use`.
         """
         wanted = list(dict.fromkeys(use.unit for use in uses))
-        for unit in [each for each in self._ahead if each.index not in wanted]:
+        nearest = next((each for each in wanted if self._is_ahead(each)), None)
+        for unit in [each for each in self._ahead if each.index != nearest]:
             self._ahead.remove(unit)
             self._free(unit)
         while self._vote is None:
-            following = next(filter(self._needs_vote, wanted), None)
+            following = next(filter(self._needs_gather, wanted), None)
             if following is None:
                 return
             self._send(following)
             if not self._ahead:
                 self._take_part()
 
-    def submits(self, num: int) -> None:
-        """This rank has submitted ``num`` reductions in this backward, or submits the last of them
-        when all ranks can."""
+    def announce(self, num: int) -> None:
+        """This rank has submitted ``num`` reductions in this backward, or is ready to."""
         self._num_submitted = num
 
     def await_reductions(self) -> None:
-        """Take part until all ranks have got as far as this one."""
+        """Take part until all ranks have announced as many reductions as this one.
+
+        Raises:
+            RuntimeError: as :meth:`use`.
+        """
         while self._num_submitted_by_all < self._num_submitted:
             self._free_others()
             if self._vote is None:
                 self._send()
             self._take_part()
 
-    def finish(self) -> None:
-        """This rank needs nothing until all others have come here: take part until then."""
+    def await_ranks(self) -> None:
+        """This rank needs nothing until all others have come here: take part until then.
+
+        Raises:
+            RuntimeError: as :meth:`use`.
+        """
+        self._is_awaited = True
         status = _Status.BUSY
         while status is not _Status.IDLE:
             self._free_others()
@@ -136,30 +175,40 @@ class GatherRounds:
                 self._send(status=_Status.IDLE)
             status = self._take_part()
         self._num_submitted = self._num_submitted_by_all = 0
+        self._is_awaited = False
 
     def fail(self) -> None:
-        """This rank has raised an exception: all ranks raise one."""
-        if self._has_failed:
-            return  # all ranks know
+        """This rank has raised an exception: others, which may wait for its votes, raise one."""
+        if not self._is_awaited:
+            return
         self._free_others()
         if self._vote is not None:
-            self._take_part()
-        if not self._has_failed:
-            self._send(status=_Status.FAILED)
-            self._message.finish()
+            status = self._exchange()
+            self._vote = None
+            if status is _Status.FAILED:
+                return
+        self._send(status=_Status.FAILED)
+        self._finish_last_round()
+        self._message.finish()
 
     def reset(self) -> None:
-        """Drop gathers; communication is over, but for a vote, which others take part in."""
+        """Drop gathers and the backward; communication is over, but for a vote, which others
+        answer."""
         self._last_round.clear()
         self._ahead.clear()
         self._for_others.clear()
+        self._num_submitted = self._num_submitted_by_all = 0
+        self._vote_is_stale = self._vote is not None
 
     def free_unused(self) -> None:
         """Free units that were gathered for uses that did not come."""
         while self._ahead:
             self._free(self._ahead.pop())
 
-    def _needs_vote(self, index: int) -> bool:
+    def _is_ahead(self, index: int) -> bool:
+        return self._units[index] in self._ahead or self._needs_gather(index)
+
+    def _needs_gather(self, index: int) -> bool:
         unit = self._units[index]
         return unit.reshards and not unit.uses and unit.needs_gather(FORWARD)
 
@@ -171,35 +220,46 @@ class GatherRounds:
         content += bytes(self._num_submitted)
         content += b"\1" * (self._num_reductions - self._num_submitted)
         content.append(status)
+        content += self._identity
         self._message.start(content)
         self._vote = unit
 
     def _take_part(self) -> _Status:
-        """Gather what ranks have voted for; returns the status of all.
-
-        Raises:
-            RuntimeError: a rank has failed.
-        """
-        for unit in self._last_round:
-            unit.wait()
-        self._last_round.clear()
-        self._drive(self._num_submitted_by_all)
-        found = bytes(self._message.finish())
-        vote, self._vote = self._vote, None
-        status = _Status(found[-1])
+        """Gather what ranks have voted for; returns the status of all."""
+        status = self._exchange()
+        self._vote = None
         if status is _Status.FAILED:
-            self._has_failed = True
+            self._is_awaited = False
             raise RuntimeError(
                 "together(): expected no exception on any rank; found one on another rank: see its "
                 "output"
             )
+        return status
+
+    def _exchange(self) -> _Status:
+        """The vote that is sent is answered: gather what ranks have voted for."""
+        self._finish_last_round()
+        *found, number, complement = bytes(self._message.finish())
+        votes, status = bytes(found[:-1]), _Status(found[-1])
+        if number + complement != _LARGEST:
+            self._is_awaited = False
+            raise RuntimeError(
+                "together(): expected all ranks in forwards and backwards of one engine; found "
+                "ranks in those of two. Enter the context of one engine at a time"
+            )
+        if status is _Status.FAILED:
+            return status
         num_units = len(self._units)
-        index = found.find(1, 0, num_units)
+        index = votes.find(1, 0, num_units)
         while index >= 0:
-            self._gather(self._units[index], is_own=index == vote)
-            index = found.find(1, index + 1, num_units)
-        missing = found.find(1, num_units, num_units + self._num_reductions)
-        self._num_submitted_by_all = self._num_reductions if missing < 0 else missing - num_units
+            self._gather(self._units[index], is_own=index == self._vote)
+            index = votes.find(1, index + 1, num_units)
+        missing = votes.find(1, num_units)
+        if self._vote_is_stale:
+            self._vote_is_stale = False
+        else:
+            by_all = self._num_reductions if missing < 0 else missing - num_units
+            self._num_submitted_by_all = by_all
         return status
 
     def _gather(self, unit: Unit, *, is_own: bool) -> None:
@@ -210,6 +270,13 @@ class GatherRounds:
         unit.gather(BOTH if unit.split_buffers else FORWARD)
         self._last_round.append(unit)
         (self._ahead if is_own else self._for_others).append(unit)
+
+    def _finish_last_round(self) -> None:
+        """Wait for what all ranks have submitted."""
+        for unit in self._last_round:
+            unit.wait()
+        self._last_round.clear()
+        self._drive(self._num_submitted_by_all)
 
     def _free_others(self, entered: Unit | None = None) -> None:
         """Free units that were gathered for other ranks in the last round, but not ``entered``."""

@@ -96,6 +96,11 @@ class MeanLosses:
         """Whether there is a loss whose gradients are not reduced."""
         return self._step is not None
 
+    @property
+    def has_divisor(self) -> bool:
+        """Whether ranks have agreed on a divisor; the first :meth:`add` is collective."""
+        return self._divisor is not None
+
     def add(self, loss_sum: Tensor, count: float | Tensor) -> Tensor:
         """See :meth:`fsdp_engine.engine.Engine.mean_loss`."""
         error = _mistake(loss_sum, count)

@@ -38,7 +38,7 @@ class ImplicitUses:
         units: all of them.
         hooks_of: of each unit with loose modules, their hooks.
         check: called before each forward of the model.
-        scheduler: of the engine. While it gathers in rounds, ranks run different forwards: units
+        scheduler: of the engine. While it gathers in rounds, ranks use different units: they
             are entered by calls and reads, and nothing is learnt from them.
     """
 

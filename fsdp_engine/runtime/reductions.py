@@ -42,9 +42,10 @@ from __future__ import annotations
 import enum
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Any, Protocol
 
 import torch
 
@@ -177,9 +178,9 @@ class PendingReductions:
         while not self.have_room(unit):
             self._free_oldest(1)
 
-    def finish_first(self, units: Sequence[Unit]) -> None:
-        """Wait for the reductions of ``units``, the oldest."""
-        while self._reading and self._reading[0][0] in units:
+    def finish_before(self, place: int, places: Mapping[int, int]) -> None:
+        """Wait for the reductions of units before ``place``; ``places``: by number of the unit."""
+        while self._reading and places[self._reading[0][0].index] < place:
             self._free_oldest(1)
 
     def add(self, unit: Unit, submitted: Sequence[SubmittedReduction], *, staged: bool) -> None:
@@ -264,6 +265,24 @@ class StepReductions:
     hooks_are_due: bool = False
 
 
+class ReplicaReduction(Protocol):
+    """Reduces final gradients over engines that train the same model."""
+
+    def __call__(
+        self, gradients: Sequence[torch.Tensor], used: Sequence[Sequence[Any]]
+    ) -> Sequence[Sequence[Any]]:
+        """Reduce ``gradients`` in place.
+
+        Args:
+            gradients: this rank's parts of the buffers, 1-D.
+            used: for each buffer, which of its parameters got a gradient.
+
+        Returns:
+            The same as ``used``, of all engines.
+        """
+        ...
+
+
 class Reductions:
     """Issues reductions in canonical order within a memory budget.
 
@@ -283,6 +302,7 @@ class Reductions:
             forward. Reductions follow its reverse.
         order: trainable units in the order of their reductions.
         rounds: in which ranks gather, while they use different units.
+        across_replicas: of a job of several engines; None: this engine has all ranks.
     """
 
     def __init__(
@@ -308,6 +328,7 @@ class Reductions:
         self.stream = GradientStream(ranks.device)
         self._pending = PendingReductions(lanes, budget, [unit.num_staged for unit in units])
         self.rounds: GatherRounds | None = None
+        self.across_replicas: ReplicaReduction | None = None
         self._runs_ahead = lanes.compute.runs_ahead
         # For the first axis of the reduction before it: see HostLane.submit.
         self._submitting_waits = not self._runs_ahead and any(
@@ -442,7 +463,7 @@ class Reductions:
         """All ranks have submitted the first ``num`` reductions of this backward: see
         [Note: Gather rounds] in ``gather_rounds.py``."""
         if not self._runs_ahead:
-            self._pending.finish_first(self.order[:num])
+            self._pending.finish_before(num, self._places)
 
     def late_gradient_came(self, unit: Unit) -> None:
         """The last weight gradient that ``unit``'s modules had put off has arrived."""
@@ -577,18 +598,20 @@ class Reductions:
     def _make_order(self) -> list[Unit]:
         """Trainable units in the order of their reductions."""
         order = [self._units[index] for index in reversed(self.canonical_order)]
-        return [unit for unit in order if unit.trainable]
+        order = [unit for unit in order if unit.trainable]
+        self._places = {unit.index: place for place, unit in enumerate(order)}
+        return order
 
     def _advance(self, queue: ReductionQueue) -> None:
         """Reduce, in order, the units that are ready."""
         while (unit := queue.next()) is not None:
             rounds = self.rounds
             if rounds is not None and self._submitting_waits:
-                rounds.submits(queue.num_submitted)
+                rounds.announce(queue.num_submitted)
                 rounds.await_reductions()
             self._reduce(queue, unit)
             if rounds is not None:
-                rounds.submits(queue.num_submitted)
+                rounds.announce(queue.num_submitted)
 
     def _reduce(self, queue: ReductionQueue, unit: Unit) -> None:
         """Submit the reductions of ``unit`` that are due in this backward."""
@@ -613,7 +636,7 @@ class Reductions:
     def _close(self, queue: ReductionQueue) -> None:
         """All gradients of this backward have arrived, and their reductions are submitted."""
         if self.rounds is not None:
-            self.rounds.finish()
+            self.rounds.await_ranks()
         step, self._queue = self._step, None
         assert step is not None
         step.partial = queue.partial
@@ -666,14 +689,21 @@ class Reductions:
             self.clear(zero=False)
             raise RuntimeError(verdict.problem)
         self._mean_losses.finish()
+        used = {
+            id(buffer): verdict.used.get(id(buffer), buffer.published.used)
+            for buffer in self._buffers
+        }
+        if self.across_replicas is not None:
+            gradients = [buffer.main_gradients for buffer in self._buffers]
+            by_any = self.across_replicas(gradients, list(used.values()))
+            used = dict(zip(used, by_any, strict=True))
         step.hooks_are_due = True
         for unit in self.order:
             if unit.index in step.partial:
                 self._publish_partial(unit, step)
                 continue
             for buffer in unit.trainable:
-                used = verdict.used.get(id(buffer), buffer.published.used)
-                buffer.publish_gradients(used, reduced=True)
+                buffer.publish_gradients(used[id(buffer)], reduced=True)
         step.reduced_units.clear()
 
     def _move_to(self, phase: Phase) -> None:

@@ -7,7 +7,8 @@ is gathered on demand, and a new order is recorded. Reductions are in ``reductio
 
 [Note: One order on all ranks]
 Collectives of one group must be issued in one order on all ranks. Sharded units are gathered when
-they are entered: all ranks must enter the same units. Units that are never sharded are only
+they are entered: all ranks must enter the same units, but in rounds (``gather_rounds.py``). Units
+that are never sharded are only
 *refreshed* after their weights changed, and ranks may enter different ones. So refreshes are issued
 in the canonical order of units, up to the unit that is entered; the rest is issued when forward
 ends.
@@ -41,7 +42,7 @@ _will_run: Any = torch._C._will_engine_execute_node
 # Of a call whose input was changed in place: its end is not observed.
 _UNKNOWN = -1
 
-# In rounds, places of the recorded order in which the next two units to gather are looked for.
+# In rounds, places of the recorded order among which the next two units to gather are.
 _NUM_EXPECTED = 8
 
 
@@ -212,7 +213,7 @@ class Scheduler:
             [unit.num_elements if unit.reshards else 0 for unit in units],
             budget,
         )
-        self._record = self._make_record()
+        self._agreed_record = self._record = self._make_record()
         self._containing = expected.containing
         self._prefetches = budget > 0
         self._has_refreshes = any(unit.needs_refresh and not unit.reshards for unit in units)
@@ -228,8 +229,7 @@ class Scheduler:
         self._uncounted: Counter[int] = Counter()
         # The last forward ran within a pipeline stage of torch's own.
         self._in_stage_of_torch = False
-        # While ranks use different units; this rank's own order is recorded apart, since others
-        # may have another.
+        # While ranks use different units. Each rank then has a recorded order of its own.
         self._rounds: GatherRounds | None = None
         self._own_record: Record | None = None
         # Units entered since the first forward after a backward.
@@ -357,7 +357,7 @@ class Scheduler:
 
     @property
     def in_rounds(self) -> bool:
-        """Whether ranks run different forwards."""
+        """Whether ranks use different units."""
         return self._rounds is not None
 
     def begin_rounds(self, ranks: Ranks) -> None:
@@ -378,13 +378,14 @@ class Scheduler:
         self._rounds = reductions.rounds = GatherRounds(
             ranks, self.units, len(reductions.order), reductions.finish_first
         )
-        own = self._own_record or self._make_record()
-        self._record, self._own_record = own, self._record
+        self._own_record = self._own_record or self._make_record()
+        self._record = self._own_record
 
-    def finish_rounds(self) -> None:
-        """This rank has finished: take part in the rounds of others until all ranks have."""
-        assert self._rounds is not None
-        self._rounds.finish()
+    def await_ranks(self) -> None:
+        """In rounds, this rank needs no gather for now: take part until none does. To be called
+        before any other collective of the engine, and before weights change."""
+        if self._rounds is not None:
+            self._rounds.await_ranks()
 
     def abandon_rounds(self) -> None:
         """This rank has raised an exception: let others raise one, too."""
@@ -393,9 +394,8 @@ class Scheduler:
 
     def end_rounds(self) -> None:
         """Gather by the recorded order again."""
-        assert self._own_record is not None
         self._rounds = self.reductions.rounds = None
-        self._record, self._own_record = self._own_record, self._record
+        self._record = self._agreed_record
         self._free_all()
 
     def _free_all(self) -> None:
@@ -520,9 +520,10 @@ class Scheduler:
             unit.follow_requires_grad_in_backward()
         backward = self._backward = Backward(weights_only=weights_only)
         if self._rounds is not None:
-            # Others can wait for their reductions.
+            # Others can wait for the reductions of units that this rank does not use.
             for unit in self.reductions.order:
-                if unit.index not in self._entered and not unit.awaits_backward(None):
+                is_used = unit.index in self._entered or unit.num_calls > 0
+                if not is_used and not unit.awaits_backward(None):
                     self.reductions.unit_is_ready(unit)
         if not weights_only:
             self._record.begin_backward()

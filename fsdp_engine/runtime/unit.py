@@ -144,6 +144,7 @@ class Call:
         self.input_changed = False
         self.is_pending = False
         self.follows_another = False
+        unit.num_calls += 1
 
     def await_backward(self) -> None:
         """Count the call as pending."""
@@ -170,6 +171,7 @@ class Call:
 
     def __del__(self) -> None:
         self.finish()
+        self.unit.num_calls -= 1
 
 
 class Unit:
@@ -201,6 +203,7 @@ class Unit:
         pending_calls: number of calls whose backward is to come and whose graph is alive, by
             microbatch; one-off uses are in ``num_unrecorded``.
         num_unrecorded: number of such calls that are one-off uses.
+        num_calls: number of calls whose graph is alive, also of those whose backward has run.
         num_late: weight gradients that modules postponed in this backward.
         kept: reasons not to free the full parameters.
     """
@@ -236,6 +239,7 @@ class Unit:
         self.uses = 0
         self.pending_calls: dict[Hashable | None, int] = {}
         self.num_unrecorded = 0
+        self.num_calls = 0
         self.num_late = 0
         self.kept: set[Kept] = set()
         self._lanes = lanes

@@ -56,6 +56,7 @@ class Maze(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
         self.head = nn.Linear(WIDTH, 2)
         self.blocks[1].requires_grad_(False)
+        self.double()
 
     def forward(self, x: Tensor, route: Route) -> Tensor:
         x = self.embed(x)
@@ -134,7 +135,8 @@ def draw_case(draw: random.Random, num_ranks: int) -> Case:
 
 
 def inputs(seed: int) -> Tensor:
-    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(3, WIDTH, generator=generator, dtype=torch.float64)
 
 
 def loss_of(model: nn.Module, seed: int, route: Route) -> Tensor:
@@ -219,7 +221,7 @@ class Stops(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH).double() for _ in range(3))
 
     def forward(self, x: Tensor, where: str) -> Tensor:
         for number, block in enumerate(self.blocks):
@@ -267,10 +269,32 @@ def test_an_exception_in_the_backward_of_one_rank_is_one_on_all() -> None:
 
 
 @on_ranks(2)
+def test_the_mean_loss_of_ranks_that_use_different_units_is_exact() -> None:
+    rank, model, alone = dist.get_rank(), Maze(), Maze()
+    engine = fe.shard(model, units=UNITS)
+    routes: list[Route] = [[(0, "plain"), (3, "plain")], [(2, "plain"), (4, "plain")] * 3]
+    batches = [inputs(0), torch.cat([inputs(1), inputs(2)])]
+    for step in range(2):
+        if step:
+            model.zero_grad()
+            alone.zero_grad()
+        with engine.together():
+            loss = model(batches[rank], routes[rank]).square().sum()
+            engine.mean_loss(loss, len(batches[rank])).backward()
+        losses = [
+            alone(batch, route).square().sum() for batch, route in zip(batches, routes, strict=True)
+        ]
+        (torch.stack(losses).sum() / sum(map(len, batches))).backward()
+        found = reference.full_gradients(model)
+        for name, param in alone.named_parameters():
+            torch.testing.assert_close(found[name], param.grad)
+
+
+@on_ranks(2)
 def test_one_unit_is_gathered_ahead_and_no_more() -> None:
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(8)))
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False).double() for _ in range(8)))
     engine = fe.shard(model, units=list(model))
-    size = engine.units[1].num_elements * 4
+    size = engine.units[1].num_elements * 8
     full = []
     for layer in model:
         layer.register_forward_pre_hook(
@@ -281,6 +305,147 @@ def test_one_unit_is_gathered_ahead_and_no_more() -> None:
         with engine.together(), torch.no_grad():
             model(inputs(0))
     assert full == [2] * 7 + [1]
+
+
+def routed_step(model: nn.Module, seed: int, route: Route) -> None:
+    loss_of(model, seed, route).backward()
+
+
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+@on_ranks(2)
+def test_steps_and_uneven_evaluations_within_one_context(level: str) -> None:
+    rank, model, alone = dist.get_rank(), Maze(), Maze()
+    engine = fe.shard(model, strategy=level, units=UNITS)
+    optimizer, one = (
+        reference.sgd([param for param in each.parameters() if param.requires_grad])
+        for each in (model, alone)
+    )
+    routes = [[(0, "plain")], [(3, "plain"), (0, "plain"), (4, "plain")]]
+    with engine.together():
+        for step in range(4):
+            routed_step(model, 10 * step + rank, routes[(rank + step) % 2])
+            losses = [
+                loss_of(alone, 10 * step + each, routes[(each + step) % 2]) for each in (0, 1)
+            ]
+            torch.stack(losses).mean().backward()
+            if step % 2:
+                engine.clip_grad_norm_(0.5)
+                nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
+            with torch.no_grad():  # the other rank may step at once, and none may see its weights
+                for number in range(3 * ((rank + step) % 2)):
+                    torch.testing.assert_close(
+                        model(inputs(number), routes[1]), alone(inputs(number), routes[1])
+                    )
+            for each in (optimizer, one):
+                each.step()
+                each.zero_grad()
+            with torch.no_grad():
+                for number in range(2 * ((rank + step + 1) % 2)):
+                    torch.testing.assert_close(
+                        model(inputs(number), routes[0]), alone(inputs(number), routes[0])
+                    )
+    reference.assert_same_weights(model, alone, rtol=1e-9, atol=1e-9)
+
+
+@on_ranks(2)
+def test_a_graph_that_is_kept_for_a_second_backward_is_used() -> None:
+    model, alone = Maze(), Maze()
+    engine = fe.shard(model, units=UNITS)
+    for each, context in ((model, engine.together()), (alone, nullcontext())):
+        with context:
+            first = loss_of(each, 0, [(0, "plain"), (2, "plain")])
+            first.backward(retain_graph=True)
+            (first + loss_of(each, 1, [(3, "plain")])).backward()
+    found = reference.full_gradients(model)
+    for name, param in alone.named_parameters():
+        assert (param.grad is None) == (found[name] is None), name
+        if param.grad is not None:
+            torch.testing.assert_close(found[name], param.grad)
+
+
+@on_ranks(2)
+def test_a_job_goes_further_after_a_backward_that_failed_on_all_ranks() -> None:
+    rank, model = dist.get_rank(), Stops()
+    engine = fe.shard(model, units="blocks.*")
+    with engine.together():
+        for step in range(3):
+            model.blocks[1].requires_grad_(step != 1 or rank == 0)
+            with pytest.raises(ArithmeticError, match="gradient is bad"):
+                model(inputs(step), "backward").backward()
+            engine.reset()
+            model.blocks[1].requires_grad_(True)
+            model(inputs(step), "").backward()
+            assert all(param.grad is not None for param in model.parameters())
+            model.zero_grad()
+
+
+@on_ranks(4)
+def test_an_exception_on_two_axes_is_one_on_all_ranks() -> None:
+    rank, model = dist.get_rank(), Maze()
+    engine = fe.shard(model, mesh_of(2, 2), outer_strategy="optim", units=UNITS)
+    routes: list[Route] = [[(0, "plain")] * (1 + each) for each in range(4)]
+    for _ in range(2):
+        with engine.together():
+            routed_step(model, rank, routes[rank])
+        model.zero_grad()
+    found = ""
+    try:
+        with engine.together():
+            model(inputs(rank), [*routes[rank], *([(9, "plain")] if rank == 1 else [])])
+    except (IndexError, RuntimeError) as error:
+        found = type(error).__name__
+    assert found == ("IndexError" if rank == 1 else "RuntimeError")
+
+
+@on_ranks(2)
+def test_each_rank_raises_its_own_exception() -> None:
+    rank, model = dist.get_rank(), Maze()
+    engine = fe.shard(model, units=UNITS)
+    routes: list[Route] = [[(0, "plain")], [(0, "plain"), (1, "plain"), (2, "plain")]]
+    for _ in range(2):
+        with engine.together(), torch.no_grad():
+            model(inputs(0), routes[rank])
+    for route in ([(9 + rank, "plain")], [(0, "plain"), (9 + rank, "plain")]):
+        with pytest.raises(IndexError, match=str(9 + rank)), engine.together(), torch.no_grad():
+            model(inputs(0), route)
+    engine.reset()
+    with engine.together():
+        routed_step(model, rank, routes[rank])
+
+
+@on_ranks(2)
+def test_ranks_in_the_forwards_of_two_engines_raise() -> None:
+    models = [Maze(), Maze()]
+    engines = [fe.shard(model, units=UNITS) for model in models]
+    first = dist.get_rank()
+    expected = "all ranks in forwards and backwards of one engine; found ranks in those of two"
+    with engines[0].together(), engines[1].together(), torch.no_grad():  # one after the other
+        for model, engine in zip(models, engines, strict=True):
+            model(inputs(0), [(first, "plain")])
+            engine.clip_grad_norm_(1.0)
+    with (
+        pytest.raises(RuntimeError, match=expected),
+        engines[0].together(),
+        engines[1].together(),
+        torch.no_grad(),
+    ):
+        models[first](inputs(0), [(0, "plain")])
+
+
+@on_ranks(2)
+def test_batches_that_are_even_within_one_context() -> None:
+    rank, model = dist.get_rank(), Maze()
+    engine = fe.shard(model, units=UNITS)
+    weights = []
+    with engine.together():
+        for batch, weight in engine.even_batches(range(2 + 2 * rank)):
+            weights.append(weight)
+            (weight * loss_of(model, batch, [(rank, "plain")] * (1 + batch))).backward()
+            with torch.no_grad():
+                for _ in range(2 * rank):
+                    model(inputs(0), [(2, "plain")])
+            model.zero_grad()
+    assert weights == [1.0, 1.0, float(rank), float(rank)]
 
 
 def run_cases(ranks: Ranks, seeds: range, shape: tuple[int, ...], pair: tuple[str, str]) -> None:

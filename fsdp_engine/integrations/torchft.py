@@ -1,0 +1,267 @@
+"""Replicas of a sharded model that may be lost and come back: torchft around an engine.
+
+A replica is a job of its own (a torchrun with its process groups) that trains one engine, at any
+level. torchft's lighthouse knows which replicas are alive. Gradients that a replica has reduced are
+summed over the replicas of the step, and a step is committed only if all sums arrived. Where a
+replica was lost, the others repeat the step with its microbatches. A replica that starts anew gets
+weights, optimizer state and further state from a living one, over the network, while the others
+compute.
+
+[Note: One trajectory]
+A step has ``num_microbatches`` over all replicas, numbered from 0. Each replica takes those of its
+share, by the number of replicas in the step, and gradients are divided by ``num_microbatches``. So
+the weights after a step do not depend on how many replicas there were, but for the order in which
+microbatches are summed.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp_engine.accelerator import is_accelerator
+from fsdp_engine.buffers.gradients import like
+from fsdp_engine.checkpoint.run_state import Stateful
+from fsdp_engine.comm.agreement import agree
+from fsdp_engine.engine import Engine
+from fsdp_engine.extras import naming_extra
+from fsdp_engine.flat_dtensor import FlatDTensor
+
+with naming_extra():
+    from torchft import Manager, ProcessGroupGloo, ProcessGroupNCCL
+
+
+class ElasticReplicas:
+    """Trains one replica of several, of which each may be lost. Collective within the replica: all
+    of its ranks make one, and call its methods in the same order.
+
+    Example::
+
+        replicas = ElasticReplicas(engine, optimizer, num_microbatches=12)
+        while replicas.step < 1000:
+            for number in replicas.microbatches():
+                loss_of(model, batch_of(replicas.step, number)).backward()
+            replicas.commit()
+
+    Args:
+        engine: result of :func:`~fsdp_engine.sharding.shard`, over the ranks of this replica.
+        optimizer: over the engine's parameters.
+        num_microbatches: of a step, over all replicas.
+        min_replicas: a step with fewer is not committed.
+        extra: objects with ``state_dict()`` and ``load_state_dict()`` by name, equal on all
+            replicas: schedulers, positions. A replica that starts gets theirs from a living one.
+        lighthouse: its address, ``http://host:port``; None: ``TORCHFT_LIGHTHOUSE``.
+        name: of this replica in torchft's logs.
+        timeout: seconds after which a collective with a replica that is lost fails, if that is not
+            seen at once. A quorum is waited for four times as long.
+
+    Raises:
+        ValueError: ``num_microbatches`` or ``min_replicas`` is below 1, or there is no lighthouse.
+        RuntimeError, TimeoutError: the lighthouse does not answer. On all ranks of the replica.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        optimizer: torch.optim.Optimizer,
+        *,
+        num_microbatches: int,
+        min_replicas: int = 1,
+        extra: Mapping[str, Stateful] | None = None,
+        lighthouse: str | None = None,
+        name: str = "",
+        timeout: float = 60.0,
+    ) -> None:
+        for what, number in (
+            ("num_microbatches", num_microbatches),
+            ("min_replicas", min_replicas),
+        ):
+            if number < 1:
+                raise ValueError(f"{what}: expected at least 1; found {number}")
+        lighthouse = lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE")
+        if not lighthouse:
+            raise ValueError(
+                "lighthouse: expected an address, or TORCHFT_LIGHTHOUSE; found neither. Start one "
+                "with: torchft_lighthouse --min_replicas 1"
+            )
+        self._engine = engine
+        self._optimizer = optimizer
+        self._num_microbatches = num_microbatches
+        self._extra = dict(extra or {})
+        ranks, seconds = engine.ranks, timedelta(seconds=timeout)
+        kind = ProcessGroupNCCL if is_accelerator(ranks.device) else ProcessGroupGloo
+        # A store for each start of the replica: one that outlives its processes (torchrun's) would
+        # have the address of the manager before.
+        self._store = None
+        address = ("", 0)
+        if ranks.rank == 0:
+            host = socket.gethostname()
+            self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+            address = (host, self._store.port)
+        address = max(agree("ElasticReplicas()", None, ranks.control_group, address))
+        self._between_replicas = kind(timeout=seconds)
+        self._manager = Manager(
+            pg=self._between_replicas,
+            load_state_dict=self._load,
+            state_dict=self._state,
+            min_replica_size=min_replicas,
+            # A forward needs the weights of all ranks, of which some may be getting theirs.
+            use_async_quorum=False,
+            timeout=seconds,
+            # A quorum can need replicas that are in a collective with one that is lost.
+            quorum_timeout=4 * seconds,
+            connect_timeout=seconds,
+            rank=ranks.rank,
+            world_size=ranks.size,
+            store_addr=address[0],
+            store_port=address[1],
+            lighthouse_addr=lighthouse,
+            replica_id=name,
+        )
+        engine.set_replica_reduction(self._reduce)
+
+    @property
+    def step(self) -> int:
+        """Number of committed steps."""
+        return int(self._manager.current_step())
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas that compute this step's gradients."""
+        return int(self._manager.num_participants())
+
+    def microbatches(self) -> Iterator[int]:
+        """Begin a step, or repeat one that was not committed: iterate over the numbers of the
+        microbatches that this replica trains, each followed by its backward. A replica that has
+        just started gets its state first.
+
+        Raises:
+            ValueError: the state of a living replica is that of another model, sharding or
+                optimizer.
+            RuntimeError, TimeoutError: the lighthouse does not answer, or there are not enough
+                replicas.
+        """
+        manager = self._manager
+        manager.start_quorum()
+        share = range(
+            manager.participating_rank(), self._num_microbatches, manager.num_participants()
+        )
+        for number in share:
+            with nullcontext() if number == share[-1] else self._engine.no_sync():
+                yield number
+        self._engine.finish_grad_sync()  # without a microbatch: of zeros
+
+    def commit(self) -> bool:
+        """End the step: the optimizer steps if the gradients of all replicas arrived, and gradients
+        are cleared. Returns whether it did; if not, the next :meth:`microbatches` repeats the step.
+        """
+        is_committed = bool(self._manager.should_commit())
+        if is_committed:
+            self._optimizer.step()
+        self._optimizer.zero_grad()
+        return is_committed
+
+    def close(self) -> None:
+        """Leave the other replicas, which continue without this one."""
+        self._engine.set_replica_reduction(None)
+        self._manager.shutdown(wait=False)
+        self._between_replicas.shutdown()
+
+    def _reduce(
+        self, gradients: Sequence[Tensor], used: Sequence[Sequence[Any]]
+    ) -> Sequence[Sequence[bool]]:
+        """Sum ``gradients`` over replicas, in place; returns which parameters any of them used."""
+        device = self._engine.ranks.device
+        flags = torch.tensor([float(flag) for each in used for flag in each], device=device)
+        # A failed sum is reported to the manager, and the step is then not committed.
+        works = [
+            self._manager.allreduce(each, reduce_op=dist.ReduceOp.SUM)
+            for each in (flags, *gradients)
+        ]
+        for work in works:
+            work.wait()
+        for each in gradients:
+            each /= self._num_microbatches
+        is_used = iter((flags > 0).tolist())
+        return [[next(is_used) for _ in each] for each in used]
+
+    def _state(self) -> dict[str, Any]:
+        """This rank's state, for the same rank of a replica that starts."""
+        optimizer = self._optimizer.state_dict()
+        return {
+            "shards": self._shards(),
+            "weights": [buffer.weights.main.tensor for buffer in self._engine.buffers],
+            "optimizer": {
+                **optimizer,
+                "state": {
+                    number: {key: _local(value) for key, value in state.items()}
+                    for number, state in optimizer["state"].items()
+                },
+            },
+            "extra": {name: each.state_dict() for name, each in self._extra.items()},
+        }
+
+    def _load(self, state: dict[str, Any]) -> None:
+        expected = self._shards()
+        if state["shards"] != expected or set(state["extra"]) != set(self._extra):
+            theirs, ours = ({**each} for each in (state["shards"], expected))
+            differing = [name for name in {**theirs, **ours} if theirs.get(name) != ours.get(name)]
+            found = f"{differing[0]}: {theirs.get(differing[0])}" if differing else "other extras"
+            wanted = ours.get(differing[0]) if differing else sorted(self._extra)
+            raise ValueError(
+                f"state of a living replica: expected {wanted}, as this replica has; found "
+                f"{found}. All replicas need one model, sharding, number of ranks and extras"
+            )
+        with torch.no_grad():
+            for buffer, weights in zip(self._engine.buffers, state["weights"], strict=True):
+                buffer.weights.main.tensor.copy_(weights)
+        self._engine.weights_changed()
+        params = [param for group in self._optimizer.param_groups for param in group["params"]]
+        optimizer = state["optimizer"]
+        self._optimizer.load_state_dict(
+            {
+                **optimizer,
+                "state": {
+                    number: {
+                        key: like(params[number], value.local) if type(value) is _Slice else value
+                        for key, value in each.items()
+                    }
+                    for number, each in optimizer["state"].items()
+                },
+            }
+        )
+        for name, each in self._extra.items():
+            each.load_state_dict(state["extra"][name])
+
+    def _shards(self) -> dict[str, tuple[Any, ...]]:
+        """Of each parameter the dtype, and the ranges of its buffer that this rank holds."""
+        return {
+            record.name: (
+                tuple(slot.shape),
+                str(buffer.weights.main.tensor.dtype),
+                buffer.layout.numel,
+                slot.offset,
+                buffer.layout.range(buffer.spec.optim_depth, buffer.mesh.coordinate),
+            )
+            for buffer in self._engine.buffers
+            for record, slot in zip(buffer.records, buffer.layout.slots, strict=True)
+        }
+
+
+class _Slice:
+    """A rank's part of a tensor that is sharded as a parameter."""
+
+    def __init__(self, local: Tensor) -> None:
+        self.local = local
+
+
+def _local(value: Any) -> Any:
+    return _Slice(value.to_local()) if isinstance(value, FlatDTensor) else value

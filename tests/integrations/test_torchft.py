@@ -1,0 +1,206 @@
+"""Replicas under torchft: they train as one process, come and go, and refuse each other's state."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torchft.coordination import LighthouseServer
+
+import fsdp_engine as fe
+from fsdp_engine.integrations.torchft import ElasticReplicas
+from tests.integrations.launching import ROOT
+from tests.pool import on_ranks
+
+WIDTH, NUM_MICROBATCHES = 6, 3
+
+
+def make_model(seed: int = 0, width: int = WIDTH) -> nn.Sequential:
+    torch.manual_seed(seed)
+    layers = nn.Sequential(nn.Linear(WIDTH, width), nn.Tanh(), nn.Linear(width, 2))
+    layers.register_module("sometimes", nn.Linear(2, 2))
+    return layers
+
+
+def loss_of(model: Any, step: int, number: int) -> Tensor:
+    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * step + number))
+    y = model[2](model[1](model[0](x)))
+    if number == 1 and step != 1:  # one replica's alone, and in a step none's
+        y = model.sometimes(y)
+    loss: Tensor = y.square().mean()
+    return loss
+
+
+class Replica:
+    """A replica of one rank, and what it trains."""
+
+    def __init__(self, lighthouse: str, seed: int = 0, width: int = WIDTH, **options: Any) -> None:
+        self.model = make_model(seed, width)
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "inner"))["inner"]
+        self.engine = fe.shard(self.model, mesh, "optim_grads_params", min_unit_size=0)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, weight_decay=0.1)
+        fe.shard_optimizer(self.optimizer)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
+        self.replicas = ElasticReplicas(
+            self.engine,
+            self.optimizer,
+            num_microbatches=NUM_MICROBATCHES,
+            extra={"scheduler": self.scheduler},
+            lighthouse=lighthouse,
+            **{"timeout": 20.0, **options},
+        )
+
+    def train(self, until: int) -> list[int]:
+        """Trains up to step ``until``; returns how many replicas each step had."""
+        num_replicas = []
+        while self.replicas.step < until:
+            step = self.replicas.step
+            for number in self.replicas.microbatches():
+                loss_of(self.model, self.replicas.step, number).backward()
+            step = self.replicas.step
+            num_replicas.append(self.replicas.num_replicas)
+            unused = self.model.sometimes.weight.grad is None
+            assert unused == (step == 1)
+            assert self.replicas.commit()
+            self.scheduler.step()
+        return num_replicas
+
+    def weights(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = self.engine.full_state_dict()
+        return found
+
+
+def train_alone(until: int) -> dict[str, Tensor]:
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    for step in range(until):
+        losses = [loss_of(model, step, number) for number in range(NUM_MICROBATCHES)]
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    return dict(model.state_dict())
+
+
+@contextmanager
+def lighthouse(min_replicas: int) -> Iterator[str]:
+    """Its address, on all ranks."""
+    server, address = None, [""]
+    if dist.get_rank() == 0:
+        server = LighthouseServer(
+            bind="[::]:0", min_replicas=min_replicas, join_timeout_ms=500, quorum_tick_ms=50
+        )
+        address = [server.address()]
+    dist.broadcast_object_list(address)
+    try:
+        yield address[0]
+        dist.barrier()
+    finally:
+        if server is not None:
+            server.shutdown()
+
+
+@on_ranks(2)
+def test_replicas_train_as_one_process_with_the_microbatches_of_all() -> None:
+    with lighthouse(2) as address:
+        replica = Replica(address, seed=0, min_replicas=2)
+        assert replica.train(5) == [2] * 5
+        for name, value in train_alone(5).items():
+            torch.testing.assert_close(replica.weights()[name], value, rtol=1e-5, atol=1e-6)
+        dist.barrier()
+        replica.replicas.close()
+
+
+@on_ranks(2)
+def test_a_replica_that_comes_later_gets_weights_optimizer_and_scheduler() -> None:
+    rank = dist.get_rank()
+    with lighthouse(1) as address:
+        replica = Replica(address) if rank == 0 else None
+        if replica is not None:
+            assert replica.train(3) == [1] * 3
+        else:  # the mesh is made by both
+            init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "inner"))
+        dist.barrier()
+        if rank == 1:
+            replica = Replica(address, seed=7)
+        else:
+            init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "inner"))
+        assert replica is not None
+        dist.barrier()
+        assert replica.train(7)[-1] == 2
+        for name, value in train_alone(7).items():
+            torch.testing.assert_close(replica.weights()[name], value, rtol=1e-5, atol=1e-6)
+        assert replica.scheduler.last_epoch == 7
+        dist.barrier()
+        replica.replicas.close()
+
+
+@on_ranks(2)
+def test_a_replica_of_another_model_is_refused() -> None:
+    rank = dist.get_rank()
+    with lighthouse(2) as address:
+        replica = Replica(address, width=WIDTH + rank, min_replicas=2, timeout=5.0)
+        found, committed = "", False
+        try:
+            list(replica.replicas.microbatches())
+            committed = replica.replicas.commit()
+        except ValueError as error:
+            found = str(error)
+        all_found: list[Any] = [None] * 2
+        dist.all_gather_object(all_found, (found, committed))
+        assert not any(committed for _, committed in all_found)
+        refused = [text for text, _ in all_found if text]
+        assert len(refused) == 1
+        assert "state of a living replica: expected (" in refused[0]
+        assert "found 0.weight: (" in refused[0]
+        dist.barrier()
+        replica.replicas.close()
+
+
+@on_ranks(2)
+def test_without_a_lighthouse_there_is_an_error_and_no_wait() -> None:
+    with pytest.raises((TimeoutError, RuntimeError)):
+        Replica("http://localhost:1", timeout=2.0)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "inner"))["inner"]
+    engine = fe.shard(make_model(), mesh)
+    optimizer = torch.optim.SGD(engine.model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="num_microbatches: expected at least 1; found 0"):
+        ElasticReplicas(engine, optimizer, num_microbatches=0)
+    with pytest.raises(ValueError, match="lighthouse: expected an address"):
+        ElasticReplicas(engine, optimizer, num_microbatches=1)
+
+
+@pytest.mark.thorough
+def test_replicas_that_are_killed_end_with_the_weights_of_a_run_without_kills(
+    tmp_path: Path,
+) -> None:
+    states = []
+    for kills in (0, 2):
+        out = tmp_path / str(kills)
+        options = ["--replicas=2", "--min_replicas=1", f"--kills={kills}", f"--out={out}"]
+        run = subprocess.run(
+            [sys.executable, "examples/train_elastic_replicas.py", *options],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=500,
+            check=False,
+        )
+        assert run.returncode == 0, run.stdout + run.stderr
+        assert run.stdout.count("killed replica_") == kills
+        states += [torch.load(out / f"replica_{number}.pt") for number in range(2)]
+    for state in states[1:]:
+        for name, value in states[0].items():
+            torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
