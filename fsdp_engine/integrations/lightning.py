@@ -80,6 +80,8 @@ class FSDPEngineStrategy(DDPStrategy):
         outer_strategy: level of the outer axis.
         policy: dtypes; None: those of the Trainer's ``precision``.
         trust: allow objects of any class in checkpoints, which may run arbitrary code.
+        different_modules: ranks may use different modules in ``training_step``: it and its backward
+            run within ``engine.together()``, except under manual optimization.
         process_group_backend: None: nccl on GPUs, gloo on CPUs.
         timeout: of collectives, if the strategy creates the process group.
         accelerator, parallel_devices, cluster_environment, precision_plugin: as in Lightning's
@@ -101,6 +103,7 @@ class FSDPEngineStrategy(DDPStrategy):
         *,
         policy: MixedPrecisionPolicy | None = None,
         trust: bool = False,
+        different_modules: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         accelerator: Accelerator | None = None,
@@ -112,6 +115,7 @@ class FSDPEngineStrategy(DDPStrategy):
         levels = {"strategy": strategy, "outer_strategy": outer_strategy}
         self._arguments = EngineArguments(policy, {**levels, **sharding})
         self._trust = trust
+        self._different_modules = different_modules
         self._engine: Engine | None = None
         self._state_weights: dict[str, Any] = {}
         super().__init__(
@@ -223,7 +227,18 @@ class FSDPEngineStrategy(DDPStrategy):
         with self.precision_plugin.train_step_context():
             if not self.lightning_module.automatic_optimization:
                 return self.lightning_module.training_step(*args, **kwargs)
-            return self._as_forward("training_step", args, kwargs)
+            with self._around_training():
+                return self._as_forward("training_step", args, kwargs)
+
+    def backward(self, closure_loss: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the backward of a training step."""
+        with self._around_training():
+            return super().backward(closure_loss, *args, **kwargs)
+
+    def _around_training(self) -> AbstractContextManager[None]:
+        assert self.lightning_module is not None
+        differs = self._different_modules and self.lightning_module.automatic_optimization
+        return self.engine.together() if differs else nullcontext()
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step within the forward hooks of the model."""

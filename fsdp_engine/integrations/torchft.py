@@ -21,6 +21,7 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +38,8 @@ from fsdp_engine.flat_dtensor import FlatDTensor
 
 with naming_extra():
     from torchft import Manager, ProcessGroupGloo, ProcessGroupNCCL
+
+_WHAT = "ElasticReplicas()"
 
 
 class ElasticReplicas:
@@ -98,17 +101,9 @@ class ElasticReplicas:
         self._extra = dict(extra or {})
         ranks, seconds = engine.ranks, timedelta(seconds=timeout)
         kind = ProcessGroupNCCL if is_accelerator(ranks.device) else ProcessGroupGloo
-        # A store for each start of the replica: one that outlives its processes (torchrun's) would
-        # have the address of the manager before.
-        self._store = None
-        address = ("", 0)
-        if ranks.rank == 0:
-            host = socket.gethostname()
-            self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-            address = (host, self._store.port)
-        address = max(agree("ElasticReplicas()", None, ranks.control_group, address))
         self._between_replicas = kind(timeout=seconds)
-        self._manager = Manager(
+        make_manager = partial(
+            Manager,
             pg=self._between_replicas,
             load_state_dict=self._load,
             state_dict=self._state,
@@ -121,11 +116,25 @@ class ElasticReplicas:
             connect_timeout=seconds,
             rank=ranks.rank,
             world_size=ranks.size,
-            store_addr=address[0],
-            store_port=address[1],
             lighthouse_addr=lighthouse,
             replica_id=name,
         )
+        # The first rank's manager serves those of the others. Its address is in a store that is
+        # made with each start of the replica: one that outlives its processes (torchrun's) would
+        # have the address of the manager before.
+        error: Exception | None = None
+        host = socket.gethostname()
+        port = 0
+        if ranks.rank == 0:
+            self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+            port = self._store.port
+            try:
+                self._manager = make_manager(store_addr=host, store_port=port)
+            except Exception as failed:  # torchft's are of several kinds
+                error = failed
+        host, port = agree(_WHAT, error, ranks.control_group, (host, port))[0]
+        if ranks.rank > 0:
+            self._manager = make_manager(store_addr=host, store_port=port)
         engine.set_replica_reduction(self._reduce)
 
     @property
@@ -167,6 +176,7 @@ class ElasticReplicas:
         if is_committed:
             self._optimizer.step()
         self._optimizer.zero_grad()
+        self._engine.zero_grad_buffer(zero=False)  # also where the next step has no backward
         return is_committed
 
     def close(self) -> None:

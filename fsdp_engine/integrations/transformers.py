@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +66,8 @@ class FSDPEngineMixin(_Trainer):
             weights of a model that is on the meta device.
         model_in_checkpoints: checkpoints also contain the model in the format of
             ``from_pretrained``. False: only the state to resume from.
+        different_modules: ranks may use different modules in training steps: these run within
+            ``engine.together()``.
         optimizers: as for the trainer; one that was built before the model was sharded holds the
             sharded parameters afterwards.
         **kwargs: as for the trainer.
@@ -89,11 +92,13 @@ class FSDPEngineMixin(_Trainer):
         shard: Mapping[str, Any] | None = None,
         pretrained: str | os.PathLike[str] | None = None,
         model_in_checkpoints: bool = True,
+        different_modules: bool = False,
         optimizers: tuple[Any, Any] = (None, None),
         **kwargs: Any,
     ) -> None:
         self._shard, self._pretrained = shard, pretrained
         self._model_in_checkpoints = model_in_checkpoints
+        self._different_modules = different_modules
         # Temporary folder of the checkpoint that is being written.
         self._staging: Path | None = None
         # Built before the model was sharded, or after.
@@ -154,6 +159,12 @@ class FSDPEngineMixin(_Trainer):
         if self.engine.ranks.size > 1:
             _check_parameters(optimizer, self.model)
         return optimizer
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As the trainer's method: forward and backward of a microbatch."""
+        with self.engine.together() if self._different_modules else nullcontext():
+            loss: torch.Tensor = super().training_step(*args, **kwargs)
+        return loss
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
         # The engine's norm is over all meshes; and references to gradients would keep their memory.

@@ -132,9 +132,10 @@ class GatherRounds:
             RuntimeError: as :meth:`use`.
         """
         wanted = list(dict.fromkeys(use.unit for use in uses))
-        nearest = next((each for each in wanted if self._is_ahead(each)), None)
+        ahead = [unit.index for unit in self._ahead]
+        nearest = next((each for each in wanted if each in ahead or self._needs_gather(each)), None)
         for unit in [each for each in self._ahead if each.index != nearest]:
-            self._ahead.remove(unit)
+            self._ahead.remove(unit)  # the order has changed
             self._free(unit)
         while self._vote is None:
             following = next(filter(self._needs_gather, wanted), None)
@@ -204,9 +205,6 @@ class GatherRounds:
         """Free units that were gathered for uses that did not come."""
         while self._ahead:
             self._free(self._ahead.pop())
-
-    def _is_ahead(self, index: int) -> bool:
-        return self._units[index] in self._ahead or self._needs_gather(index)
 
     def _needs_gather(self, index: int) -> bool:
         unit = self._units[index]

@@ -8,10 +8,9 @@ is gathered on demand, and a new order is recorded. Reductions are in ``reductio
 [Note: One order on all ranks]
 Collectives of one group must be issued in one order on all ranks. Sharded units are gathered when
 they are entered: all ranks must enter the same units, but in rounds (``gather_rounds.py``). Units
-that are never sharded are only
-*refreshed* after their weights changed, and ranks may enter different ones. So refreshes are issued
-in the canonical order of units, up to the unit that is entered; the rest is issued when forward
-ends.
+that are never sharded are only *refreshed* after their weights changed, and ranks may enter
+different ones. So refreshes are issued in the canonical order of units, up to the unit that is
+entered; the rest is issued when forward ends.
 """
 
 from __future__ import annotations

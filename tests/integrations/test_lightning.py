@@ -48,6 +48,27 @@ def test_each_level_trains_as_ddp(level: str) -> None:
         )
 
 
+class Towers(Net):
+    """A batch goes through one of its blocks."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        block = self.blocks[int(1000 * x.abs().sum()) % 3]
+        loss = nn.functional.mse_loss(self.head(block(self.inlet(x)) * self.scale), y)
+        self.losses.append(float(loss.detach()))
+        return loss
+
+
+@on_ranks(2)
+def test_ranks_train_different_modules_with_sharded_parameters() -> None:
+    expected, found = make(Towers), make(Towers)
+    options: dict[str, Any] = {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2}
+    fit(expected, by_engine("optim"), **options)
+    fit(found, by_engine(LEVELS[3], different_modules=True), **options)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+    check_equal(found, expected)
+
+
 class Counting(Net):
     """Has a metric, whose state is neither parameter nor buffer."""
 

@@ -22,7 +22,7 @@ from fsdp_engine.integrations.torchft import ElasticReplicas
 from tests.integrations.launching import ROOT
 from tests.pool import on_ranks
 
-WIDTH, NUM_MICROBATCHES = 6, 3
+WIDTH = 6
 
 
 def make_model(seed: int = 0, width: int = WIDTH) -> nn.Sequential:
@@ -51,13 +51,14 @@ class Replica:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, weight_decay=0.1)
         fe.shard_optimizer(self.optimizer)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
+        options = {"timeout": 20.0, "num_microbatches": 3, **options}
+        self.num_microbatches = options["num_microbatches"]
         self.replicas = ElasticReplicas(
             self.engine,
             self.optimizer,
-            num_microbatches=NUM_MICROBATCHES,
             extra={"scheduler": self.scheduler},
             lighthouse=lighthouse,
-            **{"timeout": 20.0, **options},
+            **options,
         )
 
     def train(self, until: int) -> list[int]:
@@ -70,7 +71,7 @@ class Replica:
             step = self.replicas.step
             num_replicas.append(self.replicas.num_replicas)
             unused = self.model.sometimes.weight.grad is None
-            assert unused == (step == 1)
+            assert unused == (step == 1 or self.num_microbatches == 1)
             assert self.replicas.commit()
             self.scheduler.step()
         return num_replicas
@@ -80,12 +81,12 @@ class Replica:
         return found
 
 
-def train_alone(until: int) -> dict[str, Tensor]:
+def train_alone(until: int, num_microbatches: int = 3) -> dict[str, Tensor]:
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     for step in range(until):
-        losses = [loss_of(model, step, number) for number in range(NUM_MICROBATCHES)]
+        losses = [loss_of(model, step, number) for number in range(num_microbatches)]
         torch.stack(losses).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -111,12 +112,13 @@ def lighthouse(min_replicas: int) -> Iterator[str]:
             server.shutdown()
 
 
+@pytest.mark.parametrize("num", [1, 3])  # of one, one replica has none
 @on_ranks(2)
-def test_replicas_train_as_one_process_with_the_microbatches_of_all() -> None:
+def test_replicas_train_as_one_process_with_the_microbatches_of_all(num: int) -> None:
     with lighthouse(2) as address:
-        replica = Replica(address, seed=0, min_replicas=2)
+        replica = Replica(address, seed=0, min_replicas=2, num_microbatches=num)
         assert replica.train(5) == [2] * 5
-        for name, value in train_alone(5).items():
+        for name, value in train_alone(5, num).items():
             torch.testing.assert_close(replica.weights()[name], value, rtol=1e-5, atol=1e-6)
         dist.barrier()
         replica.replicas.close()
@@ -172,6 +174,12 @@ def test_a_replica_of_another_model_is_refused() -> None:
 def test_without_a_lighthouse_there_is_an_error_and_no_wait() -> None:
     with pytest.raises((TimeoutError, RuntimeError)):
         Replica("http://localhost:1", timeout=2.0)
+    both = fe.shard(make_model())
+    optimizer = torch.optim.SGD(both.model.parameters(), lr=0.1)
+    with pytest.raises((TimeoutError, RuntimeError)):  # on all ranks of a replica
+        ElasticReplicas(
+            both, optimizer, num_microbatches=1, lighthouse="http://localhost:1", timeout=2.0
+        )
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "inner"))["inner"]
     engine = fe.shard(make_model(), mesh)
     optimizer = torch.optim.SGD(engine.model.parameters(), lr=0.1)

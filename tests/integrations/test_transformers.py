@@ -8,10 +8,12 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from tests.integrations.trainer_scene import (
     FULL,
     LEVELS,
+    VOCAB,
     Make,
     arguments,
     as_launched,
@@ -214,6 +216,30 @@ def test_model_init_is_called_for_each_training() -> None:
     assert_same(figures(made), expected)
     made.train()
     assert_same(figures(made), expected)
+
+
+class Towers(nn.Module):
+    """A batch goes through one of its towers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(VOCAB, 8)
+        self.towers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+        self.head = nn.Linear(8, VOCAB)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        tower = self.towers[int(input_ids.sum()) % 3]
+        logits = self.head(tower(self.embed(input_ids)))
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+@on_ranks(2)
+def test_ranks_train_different_modules_with_sharded_parameters() -> None:
+    changes: dict[str, Any] = {"eval_strategy": "no", "average_tokens_across_devices": False}
+    expected = run("optim", trainer={"model": Towers()}, **changes)
+    ours = {"model": Towers(), "different_modules": True}
+    assert_same(run(FULL, trainer=ours, **changes), expected)
 
 
 @on_ranks(2)
