@@ -110,15 +110,15 @@ class GatherRounds:
         """
         self._is_awaited = True
         self._free_others(unit)
-        if self._vote is not None:
+        self._hand_over(unit)
+        if self._vote is not None and not self._ahead:
             self._take_part()
         while unit.needs_gather(phase):
             self._free_others(unit)
-            self._send(unit.index)
+            if self._vote is None:
+                self._send(unit.index)
             self._take_part()
-        for gathered in (self._ahead, self._for_others):
-            if unit in gathered:
-                gathered.remove(unit)
+        self._hand_over(unit)
         if phase & BACKWARD:
             unit.keep_for(phase)
 
@@ -132,11 +132,14 @@ class GatherRounds:
             RuntimeError: as :meth:`use`.
         """
         wanted = list(dict.fromkeys(use.unit for use in uses))
-        ahead = [unit.index for unit in self._ahead]
-        nearest = next((each for each in wanted if each in ahead or self._needs_gather(each)), None)
-        for unit in [each for each in self._ahead if each.index != nearest]:
-            self._ahead.remove(unit)  # the order has changed
-            self._free(unit)
+        gathered = {unit.index: unit for unit in (*self._ahead, *self._for_others)}
+        # Also one that another rank has voted for earlier; no more, since orders can change.
+        coming = [each for each in wanted if each in gathered or self._needs_gather(each)][:2]
+        for unit in self._ahead:
+            if unit.index not in coming:
+                self._free(unit)
+        self._ahead = [gathered[each] for each in coming if each in gathered]
+        self._for_others = [unit for unit in self._for_others if unit not in self._ahead]
         while self._vote is None:
             following = next(filter(self._needs_gather, wanted), None)
             if following is None:
@@ -205,6 +208,12 @@ class GatherRounds:
         """Free units that were gathered for uses that did not come."""
         while self._ahead:
             self._free(self._ahead.pop())
+
+    def _hand_over(self, unit: Unit) -> None:
+        """The unit is used: it is freed when it is left."""
+        for gathered in (self._ahead, self._for_others):
+            if unit in gathered:
+                gathered.remove(unit)
 
     def _needs_gather(self, index: int) -> bool:
         unit = self._units[index]

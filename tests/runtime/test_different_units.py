@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp_engine as fe
 from different_modules import PATTERNS
 from different_modules import loss_of as example_loss
+from fsdp_engine.runtime.unit import Unit
 from tests import reference
 from tests.megatron.configs import LEVEL_NAMES
 from tests.pairs import PAIRS
@@ -446,6 +448,48 @@ def test_batches_that_are_even_within_one_context() -> None:
                     model(inputs(0), [(2, "plain")])
             model.zero_grad()
     assert weights == [1.0, 1.0, float(rank), float(rank)]
+
+
+class Blocks(nn.Module):
+    """Blocks, of which it leaves out some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH).double() for _ in range(12))
+
+    def forward(self, x: Tensor, left_out: Sequence[int] = ()) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = x if number in left_out else torch.tanh(block(x))
+        return x.square().mean()
+
+
+@on_ranks(2)
+def test_ranks_that_agree_gather_no_more_than_outside() -> None:
+    model, rank = Blocks(), dist.get_rank()
+    engine = fe.shard(model, min_unit_size=2 * (WIDTH + 1) * WIDTH)  # units of two blocks
+    assert len(engine.units[1].modules) == 2
+    gather, gathered = Unit.gather, 0
+
+    def counted(unit: Unit, *args: Any) -> None:
+        nonlocal gathered
+        gathered += 1
+        gather(unit, *args)
+
+    def count(around: Any, left_out: Sequence[int] = ()) -> int:
+        nonlocal gathered
+        gathered = 0
+        with around:
+            model(inputs(rank), left_out).backward()
+        return gathered
+
+    with mock.patch.object(Unit, "gather", counted):
+        outside = [count(nullcontext()) for _ in range(3)]
+        together = [count(engine.together()) for _ in range(3)]
+        one_left_out = [count(engine.together(), (4 * rank, 4 * rank + 1)) for _ in range(3)]
+    assert together[1:] == outside[1:]
+    # What a rank gathered ahead and left out is gathered for the other one, and may be once more.
+    assert max(one_left_out) <= outside[1] + 4
 
 
 def run_cases(ranks: Ranks, seeds: range, shape: tuple[int, ...], pair: tuple[str, str]) -> None:
