@@ -361,7 +361,7 @@ def test_torchrun_goes_on_without_a_worker_without_a_node_and_with_a_new_node(
     survivor.resume()
     assert launched.finish("node0", node0) == 0, launched.log("node0")
     assert resumed(3)
-    assert "told to end by SIGTERM; saved step" in launched.log("node0")
+    assert "ended by SIGTERM; saved step" in launched.log("node0")
     shapes = [
         line.split("on ")[1][:5]
         for line in launched.log("node0").splitlines()
