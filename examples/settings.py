@@ -73,6 +73,10 @@ class Settings:
     )
     save_every: int = option(600, "steps between checkpoints; there is one at the end, too")
     async_save: bool = option(False, "continue training while a checkpoint is written")
+    local_save: Path | None = option(
+        None, "directory of this node, such as /dev/shm/run, for frequent checkpoints in memory"
+    )
+    local_save_every: int = option(20, "steps between them")
     resume: Path | None = option(
         None, "directory of checkpoints of another run to start from, on any ranks and strategy"
     )
@@ -87,6 +91,7 @@ class Settings:
             self._check(field, at_least=1)
         for field in ("layers", "width", "heads", "eval_sequences", "sample_bytes", "save_every"):
             self._check(field, at_least=1)
+        self._check("local_save_every", at_least=1)
         self._check("warmup", at_least=0)
         if self.stop_at is not None:
             self._check("stop_at", at_least=1)

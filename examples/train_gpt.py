@@ -5,8 +5,8 @@
 Runs on CPU or CUDA. It leaves ``metrics.json``, ``curves.png`` and checkpoints in ``--out``.
 Restarted, after a kill or with more ``--steps``, it resumes from its latest checkpoint, on any
 number of ranks and with any strategy, along the same loss curve; ``--resume`` starts from another
-run's. SIGUSR1 and SIGTERM make it save after the step that runs, and end. How clusters start it:
-``docs/cluster.md``.
+run's. With ``--local-save`` there are frequent checkpoints in memory of the nodes, too. SIGUSR1 and
+SIGTERM make it save after the step that runs, and end. How clusters start it: ``docs/cluster.md``.
 """
 
 from __future__ import annotations
@@ -104,6 +104,7 @@ class Job:
     rank: int
     curve: Curve
     checkpointer: fe.Checkpointer
+    local: fe.LocalCheckpointer | None
 
     def train_step(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """One optimizer step; returns this rank's mean loss and the norm of the whole gradient."""
@@ -146,7 +147,11 @@ class Job:
         Returns a line that says so, or nothing.
         """
         source, folder = self.checkpointer, self.settings.save_folder
-        if not source.steps():
+        latest = max(source.steps(), default=-1)
+        if self.local is not None and max(self.local.steps(), default=-1) > latest:
+            assert self.settings.local_save is not None
+            source, folder = self.local, self.settings.local_save
+        elif latest < 0:
             if self.settings.resume is None:
                 return ""
             folder = self.settings.resume
@@ -154,6 +159,8 @@ class Job:
                 folder, self.engine, self.optimizer, extra={"curve": self.curve}
             )
         step = source.load().step
+        if source is self.local and step is not None:
+            self.local.save_async(step)  # nodes that were lost had copies of others
         line = f"resumed after step {step} from {folder}"
         if step is not None and step >= self.settings.last_step:
             line += "; nothing is left to train: raise --steps, or start anew in another --out"
@@ -174,6 +181,8 @@ class Job:
         with Interruption() as interruption:
             stop = self._train(interruption)
         self.checkpointer.close()
+        if self.local is not None:
+            self.local.remove()
         return stop
 
     def _train(self, interruption: Interruption) -> int:
@@ -190,14 +199,17 @@ class Job:
             stop = interruption.heard() if done < settings.last_step else 0
             evaluate = done % settings.eval_every == 0 or done == settings.last_step
             save = done % settings.save_every == 0 or done == settings.last_step or stop > 0
-            if evaluate or save or done % STEPS_PER_READ == 0:
+            save_locally = self.local is not None and done % settings.local_save_every == 0
+            if evaluate or save or save_locally or done % STEPS_PER_READ == 0:
                 progress.advance(done, reader.read())
             if evaluate:
                 curve.held_out.append(HeldOutRecord(done, self.held_out_loss()))
                 progress.say(f"step {done:5d}   held-out loss {curve.held_out[-1].loss:.4f}")
             if save:
                 self.save(done)
-            if evaluate or save:
+            elif self.local is not None and save_locally:
+                self.local.save_async(done)
+            if evaluate or save or save_locally:
                 reader.restart_clock()
             if stop:
                 break
@@ -286,7 +298,11 @@ def prepare(settings: Settings, kind: type[AnyJob]) -> AnyJob:
     )
     optimizer = build_optimizer(settings, model)
     curve = Curve()
-    checkpointer = fe.Checkpointer(settings.save_folder, engine, optimizer, extra={"curve": curve})
+    extra = {"curve": curve}
+    checkpointer = fe.Checkpointer(settings.save_folder, engine, optimizer, extra=extra)
+    local = None
+    if settings.local_save is not None:
+        local = fe.LocalCheckpointer(settings.local_save, engine, optimizer, extra=extra)
     return kind(
         settings,
         corpus,
@@ -298,6 +314,7 @@ def prepare(settings: Settings, kind: type[AnyJob]) -> AnyJob:
         dist.get_rank(),
         curve,
         checkpointer,
+        local,
     )
 
 

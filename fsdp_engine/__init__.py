@@ -6,6 +6,7 @@ from typing import Any
 from fsdp_engine.adapters import AdapterLayers
 from fsdp_engine.checkpoint import (
     Checkpointer,
+    LocalCheckpointer,
     export_safetensors,
     load_checkpoint,
     load_safetensors,
@@ -49,6 +50,7 @@ __all__ = [
     "Estimate",
     "FlatDTensor",
     "Float8",
+    "LocalCheckpointer",
     "Machine",
     "MixedPrecisionPolicy",
     "ModelParallelGroups",

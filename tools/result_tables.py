@@ -285,6 +285,46 @@ def uneven_batches() -> str:
     return f"{with_machine(table(columns, rows), 'uneven_batches')}\n{step}"
 
 
+def local_checkpoints() -> str:
+    found = results("local_checkpoints")
+    seconds = {name: f"{each['median']:.2f}" for name, each in found["seconds"].items()}
+    rows = [
+        [
+            "training waits for `save_async`",
+            seconds["local: training waits"],
+            seconds["disk: training waits"],
+        ],
+        ["until a save is complete", seconds["local: complete"], seconds["disk: complete"]],
+        ["load", seconds["local: load"], seconds["disk: load"]],
+        ["load, a node replaced", seconds["local: load, a node lost"], "-"],
+    ]
+    copies = found["bytes_in_memory"] / found["bytes_of_state"]
+    note = (
+        f"\n\nA GPT of {found['model']} parameters with AdamW, level 3, two ranks, each a node, on "
+        f"one machine. Between saves {copies:.2f} times the state is in memory. A step beside a "
+        f"save takes {spread(found['step_beside_a_save'])} of one without."
+    )
+    return with_machine(table(["seconds", "`/dev/shm`", "disk"], rows) + note, "local_checkpoints")
+
+
+def node_losses() -> str:
+    found = results("node_losses")
+    seconds = found["seconds"]
+    rows = [
+        [f"a {kind}", str(found["losses"][kind]), f"{each['median']:.1f}", f"{each['worst']:.1f}"]
+        for kind, each in seconds.items()
+    ]
+    columns = ["lost", "times", "median seconds to the next checkpoint", "worst"]
+    equal = "equal" if found["is_equal"] else "**are not**"
+    note = (
+        f"\n\n{found['steps']:,} steps on {found['nodes']} nodes under torchrun, a checkpoint in "
+        f"memory each {found['save_every']} steps. Losses of all steps, weights and optimizer "
+        f"state {equal} those of a run without losses, bit for bit. Most of the seconds are "
+        "torchrun's and the import of torch."
+    )
+    return with_machine(table(columns, rows) + note, "node_losses")
+
+
 def modules_left_out() -> str:
     found = results("modules_left_out")
     rows = [[way, spread(ratio)] for way, ratio in found["ratios"].items()]
@@ -800,7 +840,9 @@ TABLES: tuple[Callable[[], str], ...] = (
     optimizer_step,
     nan_check,
     uneven_batches,
+    local_checkpoints,
     modules_left_out,
+    node_losses,
     simulated_gloo,
     simulated_llama,
     simulated_budgets,

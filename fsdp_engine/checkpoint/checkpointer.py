@@ -31,9 +31,9 @@ import copy
 import os
 import sys
 import threading
-import warnings
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,9 +43,8 @@ from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fsdp_engine.accelerator import is_accelerator
-from fsdp_engine.checkpoint.directory import CheckpointDirectory
 from fsdp_engine.checkpoint.folder import LoadReport, collector_paused
-from fsdp_engine.checkpoint.manifest import MANIFEST
+from fsdp_engine.checkpoint.job_directory import JobDirectory, SharedDirectory
 from fsdp_engine.checkpoint.run_folder import Run
 from fsdp_engine.checkpoint.run_state import Stateful
 from fsdp_engine.checkpoint.sharded_model import Engines
@@ -139,6 +138,8 @@ class Checkpointer:
         TypeError, ValueError: ``engine``, ``extra`` or ``keep`` has a wrong type or value.
     """
 
+    _directory_type: type[JobDirectory] = SharedDirectory
+
     def __init__(
         self,
         directory: str | os.PathLike[str],
@@ -156,7 +157,7 @@ class Checkpointer:
         self._ranks = self._run.ranks
         self._control = self._ranks.control_group
         self._keep = keep
-        self._directory = CheckpointDirectory(Path(directory))
+        self._directory = self._directory_type(Path(directory), self._ranks)
         self._host_memory = HostMemory(self._ranks.device)
         self._timeout = timeout if timeout is not None else timedelta(minutes=30)
         self._group: ProcessGroup | None = None
@@ -261,11 +262,12 @@ class Checkpointer:
         Each error is raised on all ranks; all but the last before anything is changed.
         """
         self.wait()
+        self._directory.prepare()
         same = {"step": step, "strict": strict, "verify": verify, "trust": trust}
         agree_on_same("load()", None, self._control, same)
-        with collector_paused():
+        with collector_paused(), self._directory.open(step, self._host_group) as files:
             return self._run.load(
-                self._find(step),
+                files,
                 strict=strict,
                 verify=verify,
                 trust=trust,
@@ -274,15 +276,8 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """Steps of complete checkpoints, ascending, as rank 0 finds them."""
-        found: list[int] = []
-        error: Exception | None = None
-        if self._ranks.rank == 0:
-            try:
-                found = list(self._directory.complete())
-            except OSError as caught:
-                error = caught
-        agreed = agree("steps()", error, self._control, found)
-        return list(agreed[0])
+        self._directory.prepare()
+        return self._directory.steps()
 
     def close(self) -> None:
         """Wait for a pending save, and release all resources: threads, connections, host memory,
@@ -302,8 +297,8 @@ class Checkpointer:
     def _begin(self, step: int) -> _Save:
         """Validate all ranks' state, and create the folder of a save."""
         self.wait()
-        if self._group is None:
-            self._group = self._ranks.make_host_group(self._timeout)
+        self._directory.prepare()
+        self._host_group()
         entries: dict[str, Any] = {}
         staging: Path | None = None
         error: Exception | None = None
@@ -311,8 +306,7 @@ class Checkpointer:
             if not isinstance(step, int) or step < 0:
                 raise ValueError(f"step: expected a number of at least 0; found {step!r}")
             entries = self._run.entries()
-            if self._ranks.rank == 0:
-                staging = self._directory.begin()
+            staging = self._directory.begin()
         except Exception as caught:
             error = caught
         try:
@@ -322,48 +316,22 @@ class Checkpointer:
             if staging is not None:
                 self._directory.discard(staging)
             raise
-        return _Save(self, entries, agreed[0], step)
-
-    def _find(self, step: int | Literal["latest"]) -> Path:
-        """The folder of a step, as rank 0 finds it."""
-        folder: Path | None = None
-        error: Exception | None = None
-        if self._ranks.rank == 0:
-            try:
-                complete = self._directory.complete()
-                if not complete or (step != "latest" and step not in complete):
-                    found = f"those of steps {list(complete)}" if complete else "none"
-                    raise FileNotFoundError(
-                        f"step: expected the {step} complete checkpoint in {self._directory.path}; "
-                        f"found {found}"
-                    )
-                folder = complete[max(complete) if step == "latest" else step]
-                if step == "latest" and (newer := self._directory.incomplete(after=max(complete))):
-                    warnings.warn(
-                        f"load of the latest step: expected {MANIFEST} in "
-                        f"{[each.name for each in newer]}; found none, so {folder.name} is loaded",
-                        stacklevel=3,
-                    )
-            except Exception as caught:
-                error = caught
-        agreed = agree(f"load({step!r})", error, self._control, folder)
-        assert isinstance(agreed[0], Path)
-        return agreed[0]
+        return _Save(self, entries, self._directory.staging(agreed), step)
 
     def _write(self, save: _Save) -> None:
         """Write and publish a save. Collective over the group of saves."""
-        self._run.write(
-            save.entries,
-            save.staging,
-            save.step,
-            self._group,
-            lambda: self._directory.publish(save.staging, save.step),
-        )
+        write = partial(self._run.write, save.entries, save.staging, save.step, self._group)
+        self._directory.write(write, save.staging, save.step, self._group)
 
-    def _retire(self) -> None:
+    def _retire(self, step: int) -> None:
         """Remove old checkpoints, which may be slow on some file systems."""
-        if self._ranks.rank == 0:
-            self._directory.retire(self._keep)
+        self._directory.retire(self._keep, step)
+
+    def _host_group(self) -> ProcessGroup | None:
+        """The group of collectives beside training; made by the first call, which is collective."""
+        if self._group is None:
+            self._group = self._ranks.make_host_group(self._timeout)
+        return self._group
 
 
 class _Save(threading.Thread):
@@ -403,12 +371,11 @@ class _Save(threading.Thread):
             self.entries = {}
             self.finished.set()
         if self._error is None:
-            self._checkpointer._retire()
+            self._checkpointer._retire(self.step)
 
     def discard(self) -> None:
         """Remove the folder of the save."""
-        if self._checkpointer._ranks.rank == 0:
-            self._checkpointer._directory.discard(self.staging)
+        self._checkpointer._directory.discard(self.staging)
 
     def raise_error(self) -> None:
         """Raise the error of the save, on all ranks.

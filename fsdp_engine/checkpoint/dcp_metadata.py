@@ -19,7 +19,7 @@ from __future__ import annotations
 import collections
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -378,8 +378,15 @@ def file_sums(metadata: Metadata) -> dict[str, FileSums]:
     }
 
 
-def check_files(folder: Path, metadata: Metadata, rank: int, num_ranks: int) -> None:
-    """Check that files exist, and contain all their entries. The ranks share the work.
+def check_files(
+    folder: Path, metadata: Metadata, to_check: Callable[[Iterable[str]], Iterable[str]]
+) -> None:
+    """Check that files exist, and contain all their entries.
+
+    Args:
+        folder: of the checkpoint.
+        metadata: of the checkpoint.
+        to_check: selects the files that this rank checks from all of them.
 
     Raises:
         FileNotFoundError: one is missing.
@@ -391,7 +398,7 @@ def check_files(folder: Path, metadata: Metadata, rank: int, num_ranks: int) -> 
             ends.get(place.relative_path, 0), place.offset + place.length
         )
     sums = file_sums(metadata)
-    for name in sorted(ends)[rank::num_ranks]:
+    for name in to_check(ends):
         path = folder / name
         if not path.is_file():
             raise FileNotFoundError(f"{path}: expected a file of the checkpoint; found none")

@@ -4,6 +4,7 @@
     step-00000200.1/      second checkpoint of step 200; replaces step-00000200
     .saving-7c9e6679/     being written, or left by a killed job
     .removing-step-.../   being removed, or left by a killed job
+    .loading-5d1f02c9/    links to files that are being loaded, or left by a killed job
     .lock                 locked by the job that saves here
 
 No folder is overwritten: a second checkpoint of a step is a folder with the next number, and the
@@ -27,7 +28,7 @@ from pathlib import Path
 from fsdp_engine.checkpoint.manifest import MANIFEST
 
 _COMPLETE = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
-_SAVING, _REMOVING, _LOCK = ".saving-", ".removing-", ".lock"
+_SAVING, _REMOVING, _LOADING, _LOCK = ".saving-", ".removing-", ".loading-", ".lock"
 
 
 class CheckpointDirectory:
@@ -48,7 +49,7 @@ class CheckpointDirectory:
             NotADirectoryError: the path is a file.
         """
         newest: dict[int, tuple[int, Path]] = {}
-        for generation, step, folder in self._folders():
+        for generation, step, folder in self.folders():
             if step not in newest or newest[step][0] < generation:
                 newest[step] = (generation, folder)
         return {step: newest[step][1] for step in sorted(newest)}
@@ -67,13 +68,13 @@ class CheckpointDirectory:
         )
 
     def unfinished(self) -> list[Path]:
-        """Folders that a job is writing or removing, or that a killed job has left."""
+        """Folders that a job is writing, removing or loading, or that a killed job has left."""
         if not self.path.is_dir():
             return []
         return sorted(
             folder
             for folder in self.path.glob(".*")
-            if folder.name.startswith((_SAVING, _REMOVING))
+            if folder.name.startswith((_SAVING, _REMOVING, _LOADING))
         )
 
     def begin(self) -> Path:
@@ -95,7 +96,7 @@ class CheckpointDirectory:
 
         The rename is synced when this returns.
         """
-        taken = [generation for generation, other, _ in self._folders() if other == step]
+        taken = [generation for generation, other, _ in self.folders() if other == step]
         name = f"step-{step:08d}" + (f".{max(taken) + 1}" if taken else "")
         sync_folder(staging)
         folder = staging.rename(self.path / name)
@@ -106,11 +107,18 @@ class CheckpointDirectory:
         """Remove the folder of a failed save."""
         shutil.rmtree(staging, ignore_errors=True)
 
-    def retire(self, keep: int | None) -> None:
-        """Remove all but the ``keep`` latest steps (None: keep all), and superseded folders."""
+    def retire(self, keep: int | None, newest: int | None = None) -> None:
+        """Remove all but the ``keep`` latest steps (None: keep all), and superseded folders.
+
+        Args:
+            keep: number of steps.
+            newest: remove later steps, too.
+        """
         current = self.complete()
+        if newest is not None:
+            current = {step: folder for step, folder in current.items() if step <= newest}
         kept = list(current)[-keep:] if keep is not None else list(current)
-        for _, step, folder in list(self._folders()):
+        for _, step, folder in list(self.folders()):
             if step not in kept or folder != current[step]:
                 # Renamed first, so that readers never find a partially removed checkpoint.
                 self._remove(folder.rename(self.path / f"{_REMOVING}{folder.name}"))
@@ -126,8 +134,15 @@ class CheckpointDirectory:
             os.close(self._lock)
             self._lock = None
 
-    def _folders(self) -> list[tuple[int, int, Path]]:
-        """(generation, step, folder) of everything complete."""
+    def begin_load(self) -> Path:
+        """Create an empty folder for files that are being loaded. :meth:`discard` removes it."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        folder = self.path / f"{_LOADING}{uuid.uuid4().hex[:8]}"
+        folder.mkdir()
+        return folder
+
+    def folders(self) -> list[tuple[int, int, Path]]:
+        """(generation, step, folder) of each folder with a manifest."""
         if not self.path.exists():
             return []
         if not self.path.is_dir():

@@ -51,6 +51,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from fsdp_engine.checkpoint.dcp_metadata import METADATA, check_files, read_metadata
+from fsdp_engine.checkpoint.files import CheckpointFiles
 from fsdp_engine.checkpoint.inert_pickle import read_object
 from fsdp_engine.checkpoint.joint_optimizer import torch_optimizer
 from fsdp_engine.checkpoint.manifest import FileRow
@@ -230,7 +231,8 @@ def load_checkpoint(
     model = join_engines(engine)
 
     def make() -> FolderMatch:
-        return FolderMatch(Path(path), model, optimizer, trust=trust, trainable_only=trainable_only)
+        files = CheckpointFiles(Path(path), model.ranks)
+        return FolderMatch(files, model, optimizer, trust=trust, trainable_only=trainable_only)
 
     with collector_paused():
         match = load_matching("load_checkpoint()", model.ranks.control_group, make)
@@ -264,6 +266,7 @@ def load_matching(
         error = caught
     agree_on_same(what, error, group, same)
     assert match is not None
+    match.fetch()
     match.load(what, group)
     return match
 
@@ -302,10 +305,10 @@ def write_entries(entries: dict[str, Any], writer: Writer, group: ProcessGroup |
 
 
 class FolderMatch:
-    """Match of a checkpoint with an engine and an optimizer. Not collective before :meth:`load`.
+    """Match of a checkpoint with an engine and an optimizer. Not collective before :meth:`fetch`.
 
     Args:
-        folder: the checkpoint.
+        files: of the checkpoint.
         engine: the engine whose weights are replaced.
         optimizer: the optimizer whose state is replaced; None: load weights only.
         others: keys of packed objects to read in addition.
@@ -323,7 +326,7 @@ class FolderMatch:
 
     def __init__(
         self,
-        folder: Path,
+        files: CheckpointFiles,
         engine: ShardedModel,
         optimizer: torch.optim.Optimizer | None,
         others: tuple[str, ...] = (EXTRA,),
@@ -331,13 +334,14 @@ class FolderMatch:
         *,
         trainable_only: bool = False,
     ) -> None:
-        self._folder = folder
+        self._files = files
+        self._folder = folder = files.folder
         self._engine = engine
         self._trust = trust
         self._trainable_only = trainable_only
         self._given_optimizer = optimizer
         self._metadata = read_metadata(folder, trust)
-        check_files(folder, self._metadata, engine.ranks.rank, engine.ranks.size)
+        check_files(folder, self._metadata, files.to_check)
         self._saved = Saved(self._metadata)
         check_at_rest(engine)
         if self._saved.is_trainable_only and not trainable_only:
@@ -387,6 +391,10 @@ class FolderMatch:
                 f"checkpoint {self._folder}: expected the entries of this {self._what}; found "
                 f"{len(self.problems)} that differ\n  {lines}"
             )
+
+    def fetch(self) -> None:
+        """Bring the files of the targets into the folder, if they can be elsewhere. Collective."""
+        self._files.fetch(lambda: files_of(self.targets, self._metadata))
 
     def load(self, what: str, group: ProcessGroup | None) -> None:
         """Read the targets, and load them into engine and optimizer. Collective.
@@ -481,6 +489,16 @@ def read_entries(
             process_group=group,
             no_dist=alone,
         )
+
+
+def files_of(targets: Targets, metadata: Metadata) -> set[str]:
+    """Names of the files that :func:`read_entries` reads for ``targets``."""
+    planner = _LoadPlanner(Path(), trust=False)
+    planner.set_up_planner(targets, metadata, is_coordinator=False)
+    return {
+        metadata.storage_data[item.storage_index].relative_path
+        for item in planner.create_local_plan().items
+    }
 
 
 @contextmanager

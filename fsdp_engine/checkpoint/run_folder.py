@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.metadata import Metadata
 
 from fsdp_engine.checkpoint.dcp_metadata import METADATA
+from fsdp_engine.checkpoint.files import CheckpointFiles
 from fsdp_engine.checkpoint.folder import (
     FolderMatch,
     LoadReport,
@@ -131,14 +132,14 @@ class Run:
         write_entries(entries, Writer(folder, finish), group)
 
     def load(
-        self, folder: Path, *, strict: bool, verify: bool, trust: bool, what: str
+        self, files: CheckpointFiles, *, strict: bool, verify: bool, trust: bool, what: str
     ) -> LoadReport:
-        """Load a folder with the files of all ranks. Collective.
+        """Load a checkpoint with the files of all ranks. Collective.
 
         Warnings have the location of the call of the caller.
 
         Args:
-            folder: on storage that all ranks share; or a copy on each rank.
+            files: of the checkpoint.
             strict, verify, trust: see :meth:`Checkpointer.load`.
             what: name of the operation, for messages.
 
@@ -146,11 +147,11 @@ class Run:
             FileNotFoundError, ValueError, RuntimeError: see :meth:`Checkpointer.load`.
         """
         ranks_key = f"{RANKS}.{self.ranks.rank}"
-        manifest = self._check_files(folder, verify)
+        manifest = self._check_files(files, verify)
 
         def make() -> FolderMatch:
             return FolderMatch(
-                folder,
+                files,
                 self._engine,
                 self._optimizer,
                 (EXTRA, ranks_key),
@@ -171,16 +172,19 @@ class Run:
                 continue
             # The entry is read after weights were replaced, so this can only be a warning.
             problems.append(f"missing {EXTRA}.{name}: expected its state; found nothing")
-            warnings.warn(f"load of {folder}: {problems[-1]}; it stays as it is", stacklevel=3)
+            warnings.warn(
+                f"load of {files.folder}: {problems[-1]}; it stays as it is", stacklevel=3
+            )
         return LoadReport(manifest.step, problems, extra)
 
-    def _check_files(self, folder: Path, verify: bool) -> Manifest:
+    def _check_files(self, files: CheckpointFiles, verify: bool) -> Manifest:
         """Check the files of a checkpoint, and return its manifest. The ranks share the work."""
+        folder = files.folder
         manifest: Manifest | None = None
         error: Exception | None = None
         try:
             manifest = Manifest.read(folder)
-            names = sorted(manifest.files)[self.ranks.rank :: self.ranks.size]
+            names = files.to_check(manifest.files)
             check_sizes(folder, manifest, names)
             # The metadata is small; its checksum is verified in any case.
             verify_files(folder, manifest, names if verify else {METADATA} & {*names})

@@ -302,6 +302,19 @@ def broadcast_together_(tensors: Sequence[Tensor], group: dist.ProcessGroup | No
             dist._broadcast_coalesced(group, list(tensors), _MESSAGE_BYTES, 0)
 
 
+def send(tensor: Tensor, group: dist.ProcessGroup, receiver: int) -> None:
+    """Send a tensor to rank ``receiver`` of the group, which receives it. Waits until it can be
+    changed."""
+    with naming("a file of another rank", group):
+        dist.send(tensor, group=group, group_dst=receiver)
+
+
+def receive_(tensor: Tensor, group: dist.ProcessGroup, sender: int) -> None:
+    """Receive a tensor from rank ``sender`` of the group, which sends it."""
+    with naming("a file of another rank", group):
+        dist.recv(tensor, group=group, group_src=sender)
+
+
 def gather_objects(
     value: object, group: dist.ProcessGroup | None, what: str = "a comparison of ranks"
 ) -> list[object]:

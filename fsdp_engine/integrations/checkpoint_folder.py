@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from fsdp_engine.checkpoint.dcp_metadata import read_metadata
 from fsdp_engine.checkpoint.directory import sync_folder
+from fsdp_engine.checkpoint.files import CheckpointFiles
 from fsdp_engine.checkpoint.folder import (
     FolderMatch,
     collector_paused,
@@ -196,7 +197,8 @@ def load_folder(
 
     def make() -> FolderMatch:
         optimizer = join_optimizers(optimizers)
-        return FolderMatch(path, model, optimizer, (EXTRA, own_key), trust)
+        files = CheckpointFiles(path, model.ranks)
+        return FolderMatch(files, model, optimizer, (EXTRA, own_key), trust)
 
     with collector_paused():
         match = load_matching("load_checkpoint()", group, make, strict=strict)

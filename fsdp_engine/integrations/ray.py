@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from fsdp_engine.checkpoint.files import CheckpointFiles
 from fsdp_engine.checkpoint.folder import LoadReport, collector_paused
 from fsdp_engine.checkpoint.run_folder import Run
 from fsdp_engine.checkpoint.run_state import Stateful
@@ -124,4 +125,5 @@ class RayCheckpoints:
                     raise ValueError(f"{what}: expected one on all ranks or none; found {there}")
                 return None
             assert folder is not None
-            return self._run.load(folder, strict=strict, verify=verify, trust=trust, what=what)
+            files = CheckpointFiles(folder, self._run.ranks)
+            return self._run.load(files, strict=strict, verify=verify, trust=trust, what=what)

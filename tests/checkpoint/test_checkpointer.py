@@ -220,7 +220,7 @@ def test_what_lands_is_the_moment_of_the_call_though_training_goes_on() -> None:
         for number in range(2):  # the second takes the first one's memory again
             before = contents(model, engine, optimizer)
             checkpointer.save_async(number)
-            assert checkpointer._directory.complete().keys() == set(range(number))
+            assert CheckpointDirectory(Path(folder)).complete().keys() == set(range(number))
             train(model, optimizer, 2)
             assert different(contents(model, engine, optimizer), before)
             go.set()

@@ -310,6 +310,11 @@ def listens(port: int) -> bool:
         return each.connect_ex(("localhost", port)) == 0
 
 
+def workers(node: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    below = psutil.Process(node.pid).children(recursive=True)
+    return [each for each in below if "-u examples/train_gpt.py" in " ".join(each.cmdline())]
+
+
 @pytest.mark.thorough
 def test_torchrun_goes_on_without_a_worker_without_a_node_and_with_a_new_node(
     ranks: Ranks, texts: Path, launched: Launched
@@ -326,10 +331,6 @@ def test_torchrun_goes_on_without_a_worker_without_a_node_and_with_a_new_node(
         "PET_MONITOR_INTERVAL": "0.1",
     }
     command = [str(LAUNCH / "torchrun.sh"), "examples/train_gpt.py", *arguments_of(texts, 200)]
-
-    def workers(node: subprocess.Popen[bytes]) -> list[psutil.Process]:
-        below = psutil.Process(node.pid).children(recursive=True)
-        return [each for each in below if "-u examples/train_gpt.py" in " ".join(each.cmdline())]
 
     def resumed(times: int) -> bool:
         return launched.log("node0").count("resumed after step") == times
@@ -376,3 +377,63 @@ def test_torchrun_goes_on_without_a_worker_without_a_node_and_with_a_new_node(
     losses = losses_in(metrics)
     assert losses[:alone_from] == pytest.approx(expected[:alone_from], abs=1e-6)
     assert losses == pytest.approx(expected, abs=1e-2)
+
+
+@pytest.mark.thorough
+def test_torchrun_goes_on_from_the_memory_of_the_nodes(texts: Path, launched: Launched) -> None:
+    """The only checkpoints are in folders of the nodes; a node that is lost has lost its own."""
+    port = free_port()
+    environment = {
+        "HEAD": "localhost",
+        "PORT": str(port),
+        "NODES": "2",
+        "RANKS": "1",
+        "PET_LOCAL_ADDR": "localhost",
+        "PET_RDZV_CONF": "last_call_timeout=1,keep_alive_interval=1",
+        "PET_MONITOR_INTERVAL": "0.1",
+    }
+    arguments = arguments_of(texts, 400, "--save-every", "400")
+
+    def start(node: int) -> subprocess.Popen[bytes]:
+        local = ["--local-save", str(texts / f"memory{node}"), "--local-save-every", "5"]
+        command = [str(LAUNCH / "torchrun.sh"), "examples/train_gpt.py", *arguments, *local]
+        return launched.start(f"node{node}", command, environment)
+
+    def newest(*nodes: int) -> int:
+        """The newest step that all of these nodes have."""
+        return min(
+            max(
+                (int(path.name[5:13]) for path in (texts / f"memory{node}").glob("step-*")),
+                default=0,
+            )
+            for node in nodes
+        )
+
+    def resumed() -> list[int]:
+        return [
+            int(step) for step in re.findall(r"resumed after step (\d+)", launched.log("node0"))
+        ]
+
+    node0 = start(0)
+    wait_until(lambda: listens(port), "the rendezvous")
+    node1 = start(1)
+    wait_until(lambda: newest(0, 1) >= 10, "a checkpoint on two nodes")
+    workers(node1)[0].kill()
+    wait_until(lambda: len(resumed()) == 1, "a restart of all workers")
+    wait_until(lambda: newest(0, 1) > resumed()[0], "a checkpoint after it")
+    for each in [*psutil.Process(node1.pid).children(recursive=True), psutil.Process(node1.pid)]:
+        each.kill()
+    shutil.rmtree(texts / "memory1")
+    start(2)
+    assert launched.finish("node0", node0) == 0, launched.log("node0")
+    first, second = resumed()
+    assert 10 <= first < second
+    # Checkpoints in memory were removed at the end.
+    assert not list(texts.glob("memory*/step-*"))
+
+    losses = losses_in(measured(texts))
+    shutil.rmtree(texts / "out")
+    undisturbed = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    run = launched.start("undisturbed", [*undisturbed, "examples/train_gpt.py", *arguments], {})
+    assert launched.finish("undisturbed", run) == 0, launched.log("undisturbed")
+    assert losses == losses_in(measured(texts))

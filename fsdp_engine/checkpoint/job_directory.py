@@ -1,0 +1,176 @@
+"""The directory of a job's checkpoints. On storage that all ranks share, rank 0 uses it for all."""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Literal
+
+from torch.distributed import ProcessGroup
+
+from fsdp_engine.checkpoint.directory import CheckpointDirectory
+from fsdp_engine.checkpoint.files import CheckpointFiles
+from fsdp_engine.checkpoint.manifest import MANIFEST
+from fsdp_engine.comm.agreement import agree
+from fsdp_engine.comm.groups import Ranks
+
+Step = int | Literal["latest"]
+# Writes this rank's files into a folder; calls its argument on rank 0 when all are complete.
+WriteFiles = Callable[[Callable[[], object]], object]
+
+
+class JobDirectory(ABC):
+    """The directory into which all ranks of a job save, and from which they load.
+
+    Args:
+        path: of the directory; created by the first save.
+        ranks: that save and load.
+    """
+
+    def __init__(self, path: Path, ranks: Ranks) -> None:
+        self._directory = CheckpointDirectory(path)
+        self._ranks = ranks
+
+    @property
+    def path(self) -> Path:
+        """Of the directory."""
+        return self._directory.path
+
+    def release(self) -> None:
+        """Release the lock."""
+        self._directory.release()
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """To be called before other methods. Collective."""
+
+    @abstractmethod
+    def begin(self) -> Path | None:
+        """Create the folder of a save, where this rank creates one.
+
+        Raises:
+            OSError, RuntimeError: see :meth:`.CheckpointDirectory.begin`.
+        """
+
+    @abstractmethod
+    def staging(self, created: Sequence[Path | None]) -> Path:
+        """The folder into which this rank writes, given the results of :meth:`begin` by rank."""
+
+    @abstractmethod
+    def write(
+        self, write: WriteFiles, staging: Path, step: int, group: ProcessGroup | None
+    ) -> None:
+        """Write and publish a save. Collective over ``group``."""
+
+    @abstractmethod
+    def discard(self, staging: Path) -> None:
+        """Remove the folder of a failed save."""
+
+    @abstractmethod
+    def retire(self, keep: int | None, step: int) -> None:
+        """Remove all but the ``keep`` latest steps, after a save of ``step``."""
+
+    @abstractmethod
+    def steps(self) -> list[int]:
+        """Steps of complete checkpoints, ascending. Collective."""
+
+    @abstractmethod
+    def open(
+        self, step: Step, group: Callable[[], ProcessGroup | None]
+    ) -> AbstractContextManager[CheckpointFiles]:
+        """Context in which the files of a checkpoint can be read. Collective.
+
+        Args:
+            step: of the checkpoint; "latest": the newest complete one.
+            group: makes a process group of the ranks, for files that they send.
+
+        Raises:
+            FileNotFoundError: there is no such checkpoint. On all ranks.
+        """
+
+
+class SharedDirectory(JobDirectory):
+    """See the module docstring."""
+
+    def prepare(self) -> None:
+        """Nothing to prepare."""
+
+    def begin(self) -> Path | None:
+        """Create the folder of a save, on rank 0."""
+        return self._directory.begin() if self._ranks.is_first else None
+
+    def staging(self, created: Sequence[Path | None]) -> Path:
+        """The folder of rank 0."""
+        assert created[0] is not None
+        return created[0]
+
+    def write(
+        self, write: WriteFiles, staging: Path, step: int, group: ProcessGroup | None
+    ) -> None:
+        """Write, and publish on rank 0."""
+        write(lambda: self._directory.publish(staging, step))
+
+    def discard(self, staging: Path) -> None:
+        """Remove the folder of a failed save, on rank 0."""
+        if self._ranks.is_first:
+            self._directory.discard(staging)
+
+    def retire(self, keep: int | None, step: int) -> None:
+        """Remove all but the ``keep`` latest steps, on rank 0."""
+        if self._ranks.is_first:
+            self._directory.retire(keep)
+
+    def steps(self) -> list[int]:
+        """Steps of complete checkpoints, as rank 0 finds them."""
+        found: list[int] = []
+        error: Exception | None = None
+        if self._ranks.is_first:
+            try:
+                found = list(self._directory.complete())
+            except OSError as caught:
+                error = caught
+        return list(agree("steps()", error, self._ranks.control_group, found)[0])
+
+    @contextmanager
+    def open(
+        self, step: Step, group: Callable[[], ProcessGroup | None]
+    ) -> Iterator[CheckpointFiles]:
+        """See :meth:`.JobDirectory.open`."""
+        folder: Path | None = None
+        error: Exception | None = None
+        if self._ranks.is_first:
+            try:
+                folder = self._find(step)
+            except Exception as caught:
+                error = caught
+        folder = agree(f"load({step!r})", error, self._ranks.control_group, folder)[0]
+        assert folder is not None
+        yield CheckpointFiles(folder, self._ranks)
+
+    def _find(self, step: Step) -> Path:
+        complete = self._directory.complete()
+        folder = complete[choose(step, complete, str(self.path))]
+        if step == "latest" and (newer := self._directory.incomplete(after=max(complete))):
+            warnings.warn(
+                f"load of the latest step: expected {MANIFEST} in "
+                f"{[each.name for each in newer]}; found none, so {folder.name} is loaded",
+                stacklevel=5,
+            )
+        return folder
+
+
+def choose(step: Step, complete: Sequence[int] | dict[int, Path], where: str) -> int:
+    """Returns the step that is meant.
+
+    Raises:
+        FileNotFoundError: it is not among those that are ``complete``.
+    """
+    if not complete or (step != "latest" and step not in complete):
+        found = f"those of steps {sorted(complete)}" if complete else "none"
+        raise FileNotFoundError(
+            f"step: expected the {step} complete checkpoint in {where}; found {found}"
+        )
+    return max(complete) if step == "latest" else step
