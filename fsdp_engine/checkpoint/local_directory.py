@@ -42,7 +42,7 @@ from fsdp_engine.checkpoint.job_directory import JobDirectory, Step, WriteFiles,
 from fsdp_engine.checkpoint.manifest import MANIFEST, Manifest
 from fsdp_engine.checkpoint.model_state import RANKS
 from fsdp_engine.comm.agreement import agree
-from fsdp_engine.comm.collectives import receive_, send
+from fsdp_engine.comm.collectives import gather_objects, receive_, send
 from fsdp_engine.comm.groups import Ranks
 from fsdp_engine.memory import allocator
 
@@ -414,12 +414,11 @@ class LocalDirectory(JobDirectory):
                 published = self._directory.publish(staging, step)
         except OSError as caught:
             error = caught
-        try:
-            agree(what, error, group)
-        except Exception:
-            if published is not None:
-                self._directory.discard(published)
-            raise
+        # Only if all ranks know that one has failed. If a rank is lost here, others may have seen
+        # all succeed, and removed the checkpoint before.
+        if any(gather_objects(error is not None, group, what)) and published is not None:
+            self._directory.discard(published)
+        agree(what, error, group)
 
     def discard(self, staging: Path) -> None:
         """Remove the folder of a failed save."""

@@ -263,6 +263,49 @@ def fe_checkpointer(
     checkpointer.close()
 
 
+@on_ranks(4)
+def test_ranks_that_are_lost_while_all_publish_leave_one_complete_checkpoint() -> None:
+    """Two neighbours do not learn that all have published; the others remove the one before."""
+    root = shared_folder()
+    _, engine, optimizer = small()
+    with fe_checkpointer(root, engine, optimizer) as checkpointer:
+        checkpointer.save(1)
+        with without_an_answer(on_ranks=(0, 1)):
+            if rank() < 2:
+                with pytest.raises(RuntimeError, match="rank 3 has ended"):
+                    checkpointer.save(2)
+            else:
+                with pytest.raises(RuntimeError, match="rank 0 has ended"):
+                    checkpointer.save(2)
+        if rank() >= 2:
+            checkpointer._retire(2)  # as they do when all have published
+        dist.barrier()
+        assert checkpointer.steps() == [2]
+        assert checkpointer.load().step == 2
+
+
+@contextmanager
+def without_an_answer(on_ranks: tuple[int, ...]) -> Iterator[None]:
+    """After all have published, some ranks do not learn it, and the others lose them after it."""
+    original, original_agree = local_directory.gather_objects, local_directory.agree
+
+    def gather(*args: Any) -> Any:
+        answers = original(*args)
+        if rank() in on_ranks:
+            raise RuntimeError("rank 3 has ended")
+        local_directory.agree = lose_ranks
+        return answers
+
+    def lose_ranks(*args: Any) -> Any:
+        raise RuntimeError("rank 0 has ended")
+
+    local_directory.gather_objects = gather
+    try:
+        yield
+    finally:
+        local_directory.gather_objects, local_directory.agree = original, original_agree
+
+
 @on_ranks(2)
 def test_a_step_that_is_saved_again_replaces_the_first() -> None:
     root = shared_folder()
