@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_engine.batches import even_batches
+from fsdp_engine.batches import EvenBatch, even_batches
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.config import Timing
 from fsdp_engine.memory.allocator import Memory
@@ -163,8 +163,9 @@ class Engine:
     ) -> Iterator[tuple[T, float]]:
         """Iterate over batches, on all ranks as often as on the rank that has most. Collective.
 
-        A rank that has run out repeats its last batch with weight 0. Each rank reads one batch
-        ahead, so that whether there is another one is known without waiting.
+        A rank that has run out repeats its last batch with weight 0; one that has none at all gets
+        a copy of another rank's first. Each rank reads one batch ahead, so that whether there is
+        another one is known without waiting.
 
         Example: a mean that is exact whatever the batches' sizes::
 
@@ -173,8 +174,7 @@ class Engine:
                 engine.mean_loss(weight * loss, weight * count).backward()
 
         Args:
-            loader: of this rank, with at least one batch; it can have another number of batches on
-                each rank.
+            loader: of this rank; it can have another number of batches on each rank, or none.
             drop_last: end with the rank that has fewest instead; no batch is repeated.
 
         Yields:
@@ -182,7 +182,22 @@ class Engine:
 
         Raises:
             Exception: on all ranks, after the batches before it: a rank's loader raised.
-            ValueError: on all ranks: a rank has no batch to repeat.
+            ValueError: on all ranks: a rank has no batch, and ``torch.save`` refuses another's.
+        """
+        for each in self.even_steps(loader, drop_last=drop_last):
+            yield each.batch, float(not each.is_repeated)
+
+    def even_steps(self, loader: Iterable[T], *, drop_last: bool = False) -> Iterator[EvenBatch[T]]:
+        """As :meth:`even_batches`, for loops that need to know how many ranks have a batch.
+
+        Args:
+            loader, drop_last: see :meth:`even_batches`.
+
+        Yields:
+            The batch, whether it is repeated, and the number of ranks whose batch is not.
+
+        Raises:
+            Exception, ValueError: see :meth:`even_batches`.
         """
         await_ranks = self._scheduler.await_ranks
         return even_batches(self.ranks, loader, drop_last=drop_last, before_message=await_ranks)
@@ -269,6 +284,14 @@ class Engine:
             raise
         finally:
             self._scheduler.end_rounds()
+
+    @property
+    def ranks_can_differ(self) -> bool:
+        """Whether ranks may now run different numbers of forwards without gradients: within
+        :meth:`together`, or where forwards do not communicate."""
+        return self._scheduler.has_rounds or not any(
+            unit.reshards or unit.needs_refresh for unit in self.units
+        )
 
     def start_grad_sync(self, *, wait: bool = False) -> None:
         """Issue the last reductions of the step, unless backward has. Collective.

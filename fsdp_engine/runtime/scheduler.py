@@ -359,6 +359,11 @@ class Scheduler:
         """Whether ranks use different units."""
         return self._rounds is not None
 
+    @property
+    def has_rounds(self) -> bool:
+        """Whether it gathers in rounds."""
+        return self._rounds is not None
+
     def begin_rounds(self, ranks: Ranks) -> None:
         """Gather in rounds from now on. Collective.
 

@@ -99,9 +99,7 @@ def test_texts_of_other_lengths_on_other_ranks(level: str) -> None:
             # Rank 1 has one text more.
             with made.engine.together():
                 for _ in range(1 + rank):
-                    alone = model.generate(
-                        prompt, max_new_tokens=3 + 8 * rank, do_sample=False, synced_gpus=False
-                    )
+                    alone = model.generate(prompt, max_new_tokens=3 + 8 * rank, do_sample=False)
             assert torch.equal(text, alone)
             texts.append(text)
 

@@ -156,11 +156,24 @@ def test_drop_last_ends_with_the_rank_that_has_fewest(ranks: Ranks) -> None:
     assert ranks.run(pass_through, (0, 0), False, world_size=2) == [[], []]
 
 
+@on_ranks(3)
+def test_a_rank_without_a_batch_gets_a_copy_of_another_ranks_with_weight_0() -> None:
+    engine, rank = fe.shard(nn.Linear(2, 2)), dist.get_rank()
+    batches = [{"x": torch.full((2,), 10.0 * rank + number), "n": number} for number in range(2)]
+    found = list(engine.even_batches(batches if rank == 1 else ()))
+    numbers = [0, 1] if rank == 1 else [0, 0]
+    assert [(batch["n"], weight) for batch, weight in found] == [
+        (number, float(rank == 1)) for number in numbers
+    ]
+    assert [batch["x"].tolist() for batch, _ in found] == [[10.0 + each] * 2 for each in numbers]
+
+
 @on_ranks(2)
-def test_a_rank_without_a_batch_is_an_error_on_all() -> None:
+def test_a_batch_that_cannot_be_sent_to_a_rank_without_one_is_an_error_on_all() -> None:
     engine = fe.shard(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="loader: expected at least one batch on each rank"):
-        next(engine.even_batches(range(dist.get_rank())))
+    batches = [lambda: None] if dist.get_rank() else []
+    with pytest.raises(ValueError, match=r"ranks without one.*a batch of type function"):
+        next(engine.even_batches(batches))
 
 
 @on_ranks(2)
