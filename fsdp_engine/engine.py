@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, TypeVar
@@ -239,6 +239,25 @@ class Engine:
         if not self._mean_losses.has_divisor:
             self._scheduler.await_ranks()
         return self._mean_losses.add(loss_sum, count)
+
+    @contextmanager
+    def weighting_losses(self, weight: float) -> Iterator[Callable[[], int]]:
+        """Context in which :meth:`mean_loss` multiplies sums and numbers by ``weight``; for
+        trainers, whose users call it without knowing of batches that are repeated.
+
+        Args:
+            weight: of the microbatch.
+
+        Yields:
+            A function that returns how often :meth:`mean_loss` was called in the context.
+        """
+        losses = self._mean_losses
+        before, losses.weight = losses.weight, weight
+        num_calls = losses.num_calls
+        try:
+            yield lambda: losses.num_calls - num_calls
+        finally:
+            losses.weight = before
 
     @property
     def last_mean_loss(self) -> Tensor | None:

@@ -2,7 +2,7 @@
 
 Training: all ranks take as many microbatches as the longest loader has, and losses are scaled so
 that a step has the mean over the batches that exist. Evaluation: batches that are repeated, and
-samples that accelerate would add or drop, are left out of what is gathered.
+samples that accelerate would add or drop, are left out of the gathered results.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fsdp_engine.batches import EvenBatch
 from fsdp_engine.comm.agreement import agree
@@ -90,11 +90,7 @@ def without_labels(batch: Any) -> Any:
     names = ("labels", "shift_labels")
     if not isinstance(batch, Mapping) or not any(name in batch for name in names):
         return batch
-    ignored = {
-        name: torch.full_like(batch[name], -100)
-        for name in names
-        if isinstance(batch.get(name), Tensor)
-    }
+    ignored = {name: 0 * batch[name] - 100 for name in names if isinstance(batch.get(name), Tensor)}
     return {**batch, **ignored}
 
 
@@ -128,7 +124,7 @@ def length_of(loader: Any) -> int | None:
 
 
 class EvaluationBatches:
-    """Batches of an evaluation, of which all ranks get equally many; and what is gathered of them.
+    """Batches of an evaluation, of which all ranks get equally many, and their gathered results.
 
     Collective. It reads two batches ahead, since accelerate wants to know the last one.
 
@@ -206,10 +202,10 @@ class EvaluationBatches:
     def _gather_rows(self, tensor: Tensor) -> Tensor:
         tensor = tensor[: self._num].contiguous()
         lengths = gather(torch.tensor([len(tensor)], device=tensor.device)).tolist()
-        padded = tensor.new_zeros((max(lengths), *tensor.shape[1:]))
-        padded[: len(tensor)] = tensor
-        if not len(padded):
-            return padded
+        if not max(lengths):
+            return tensor
+        padding = [0, 0] * (tensor.dim() - 1) + [0, max(lengths) - len(tensor)]
+        padded = nn.functional.pad(tensor, padding)
         parts = gather(padded).split(len(padded))
         return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
 

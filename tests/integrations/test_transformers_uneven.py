@@ -136,7 +136,7 @@ class Case(NamedTuple):
         ]
 
     def batches_of_all(self) -> list[list[Batch]]:
-        """Those of one process: what all ranks have in the same microbatch."""
+        """Those of one process, which has the batches of all ranks in a microbatch."""
         by_rank = [self.batches(rank) for rank in range(len(self.sizes))]
         return [
             [row for each in by_rank for row in (each[number] if number < len(each) else [])]
