@@ -95,6 +95,7 @@ class Engine:
             self._memory.expect(predict_concurrent_units(self.units, expected, *budgets))
             pool.register()
         trainable = [buffer for unit in self.units for buffer in unit.trainable]
+        self._is_unsharded = False
         self._mean_losses = MeanLosses(mesh, trainable)
         checks = None
         if config.check_for_nan_in_grad or config.check_for_large_grads:
@@ -308,9 +309,9 @@ class Engine:
     def ranks_can_differ(self) -> bool:
         """Whether ranks may now run different numbers of forwards without gradients: within
         :meth:`together`, or where forwards do not communicate."""
-        return self._scheduler.has_rounds or not any(
-            unit.reshards or unit.needs_refresh for unit in self.units
-        )
+        if self._scheduler.has_rounds or self._is_unsharded:
+            return True
+        return not any(unit.reshards or unit.needs_refresh for unit in self.units)
 
     def start_grad_sync(self, *, wait: bool = False) -> None:
         """Issue the last reductions of the step, unless backward has. Collective.
@@ -446,6 +447,7 @@ class Engine:
             install_into(unit.buffers, tensors)
             self._hooks.pause(unit, paused=True)
         self._guard.paused = True
+        self._is_unsharded = len(units) == len(self.units)
         try:
             yield
             for unit in units:
@@ -453,7 +455,7 @@ class Engine:
                     buffer.write_main(flat)
                     buffer.weights.mark_stale()
         finally:
-            self._guard.paused = False
+            self._guard.paused = self._is_unsharded = False
             for unit in units:
                 install_into(unit.buffers, [buffer.sharded_params for buffer in unit.buffers])
                 self._hooks.pause(unit, paused=False)

@@ -7,6 +7,7 @@ attributes it uses the lists of prepared objects.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import shutil
@@ -67,6 +68,38 @@ class _SyncsRanks:
     def __bool__(self) -> bool:
         engine = self._engine()
         return engine is not None and not engine.ranks_can_differ
+
+
+def generate_together(engine: Engine) -> None:
+    """From now on ``generate`` of the engine's model runs within ``engine.together()``, unless
+    ranks can differ anyway.
+
+    Raises:
+        ValueError: the model has no ``generate``.
+    """
+    generate = getattr(engine.model, "generate", None)
+    if generate is None:
+        raise ValueError(
+            "generate_together: expected a model that has generate(); found a "
+            f"{type(engine.model).__name__}"
+        )
+    if isinstance(generate, _GeneratesTogether):
+        return
+    engine.model.generate = _GeneratesTogether(engine, generate)  # type: ignore[assignment]
+
+
+class _GeneratesTogether:
+    """Calls ``generate`` within ``engine.together()``."""
+
+    def __init__(self, engine: Engine, generate: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, generate)
+        self._engine = engine
+        self._generate = generate
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        engine = self._engine
+        with contextlib.nullcontext() if engine.ranks_can_differ else engine.together():
+            return self._generate(*args, **kwargs)
 
 
 class FSDPEngineAccelerator(Accelerator):

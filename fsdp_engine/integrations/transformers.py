@@ -27,6 +27,7 @@ from fsdp_engine.extras import naming_extra
 from fsdp_engine.integrations.accelerate import (
     SHARDED,
     FSDPEngineAccelerator,
+    generate_together,
     plain_optimizer,
 )
 from fsdp_engine.integrations.checkpoint_folder import atomic_folder, load_whole_state
@@ -81,6 +82,9 @@ class FSDPEngineMixin(_Trainer):
             ``from_pretrained``. False: only the state to resume from.
         different_modules: ranks may use different modules in steps of training, evaluation and
             prediction: these run within ``engine.together()``.
+        generate_together: ``model.generate`` runs within ``engine.together()``: a rank whose texts
+            are complete takes part in the gathers of the others, and computes nothing. False:
+            transformers runs its forward until the last rank's texts are complete.
         optimizers: as for the trainer; one that was built before the model was sharded holds the
             sharded parameters afterwards.
         **kwargs: as for the trainer.
@@ -109,12 +113,14 @@ class FSDPEngineMixin(_Trainer):
         pretrained: str | os.PathLike[str] | None = None,
         model_in_checkpoints: bool = True,
         different_modules: bool = False,
+        generate_together: bool = False,
         optimizers: tuple[Any, Any] = (None, None),
         **kwargs: Any,
     ) -> None:
         self._shard, self._pretrained = shard, pretrained
         self._model_in_checkpoints = model_in_checkpoints
         self._different_modules = different_modules
+        self._generate_together = generate_together
         self._batches: TrainingBatches | None = None
         self._evaluated: EvaluationBatches | None = None
         # Temporary folder of the checkpoint that is being written.
@@ -163,7 +169,9 @@ class FSDPEngineMixin(_Trainer):
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         # Moves only this rank's slices; the trainer would move the full model.
-        self._accelerator.shard_model(model, self._own_optimizers)
+        engine = self._accelerator.shard_model(model, self._own_optimizers)
+        if self._generate_together:
+            generate_together(engine)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """As the trainer's method.
@@ -263,6 +271,10 @@ class FSDPEngineMixin(_Trainer):
         self._evaluated = batches
         averages = self.args.average_tokens_across_devices
         self.args.average_tokens_across_devices = False  # a batch's loss is its own mean
+        # Seq2SeqTrainer gathers by another function, which counts all samples of equal batches.
+        self.gather_function = functools.partial(
+            self._accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
+        )
         try:
             with self._accelerator.gathering_by(batches.gather):
                 output = super().evaluation_loop(batches, *args, **kwargs)
