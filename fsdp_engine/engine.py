@@ -305,11 +305,20 @@ class Engine:
         finally:
             self._scheduler.end_rounds()
 
+    def gather_ahead(self, unit: Unit) -> None:
+        """Issue the gather of a unit before its use. Collective, but within :meth:`together`: there
+        ranks that do not need the unit take part.
+
+        Args:
+            unit: one of :attr:`units`.
+        """
+        self._scheduler.gather_ahead(unit)
+
     @property
     def ranks_can_differ(self) -> bool:
         """Whether ranks may now run different numbers of forwards without gradients: within
         :meth:`together`, or where forwards do not communicate."""
-        if self._scheduler.has_rounds or self._is_unsharded:
+        if self._scheduler.in_rounds or self._is_unsharded:
             return True
         return not any(unit.reshards or unit.needs_refresh for unit in self.units)
 
