@@ -1,4 +1,7 @@
-"""Ranks whose batches differ in number and size: ``even_batches`` and ``mean_loss``."""
+"""Ranks whose batches differ in number and size: ``even_batches`` and ``mean_loss``.
+
+Training on random epochs is in ``test_uneven_epochs.py``.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,6 @@ import fsdp_engine as fe
 from fsdp_engine.fsdp2 import fully_shard
 from tests import reference
 from tests.megatron.configs import LEVEL_NAMES
-from tests.pairs import PAIRS
 from tests.pool import Ranks, on_few_ranks, on_ranks
 from tests.training import mesh_of
 
@@ -66,67 +68,20 @@ def loader(rank: int, seed: int) -> Iterator[Tensor]:
         yield rows(size, 100 * (10 * seed + rank) + number)
 
 
-def alone(num_ranks: int, seed: int, accumulate: int) -> tuple[nn.Module, list[float]]:
+def alone(num_ranks: int, seed: int) -> tuple[nn.Module, list[float]]:
     """One process that has the samples of all ranks: its model and losses."""
     model = Net()
     optimizer = reference.adamw(model.parameters())
     epochs = [list(loader(rank, seed)) for rank in range(num_ranks)]
     losses = []
-    for begin in range(0, max(map(len, epochs)), accumulate):
-        batch = torch.cat([part for each in epochs for part in each[begin : begin + accumulate]])
+    for number in range(max(map(len, epochs))):
+        batch = torch.cat([part for each in epochs for part in each[number : number + 1]])
         loss = model(batch).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
     return model, losses
-
-
-def train_epoch(model: nn.Module, engine: fe.Engine, seed: int, accumulate: int) -> list[float]:
-    optimizer = reference.adamw(model.parameters())
-    losses = []
-    batches = list(engine.even_batches(loader(dist.get_rank(), seed)))
-    for begin in range(0, len(batches), accumulate):
-        group = batches[begin : begin + accumulate]
-        for number, (batch, weight) in enumerate(group):
-            each = model(batch)
-            if number == 0:
-                optimizer.zero_grad()
-            loss = engine.mean_loss(weight * each.sum(), weight * len(batch))
-            if number < len(group) - 1:
-                with engine.no_sync():
-                    loss.backward()
-            else:
-                loss.backward()
-        optimizer.step()
-        assert engine.last_mean_loss is not None
-        losses.append(engine.last_mean_loss.item())
-    return losses
-
-
-def check_epochs(pair: tuple[str, str], shape: tuple[int, ...], seeds: range) -> None:
-    num_ranks = math.prod(shape)
-    for seed in seeds:
-        accumulate = 1 + seed % 3
-        expected, losses = alone(num_ranks, seed, accumulate)
-        model = Net()
-        outer = pair[1] if len(shape) > 1 else None
-        engine = fe.shard(model, mesh_of(*shape), pair[0], outer, units="blocks.*")
-        found = train_epoch(model, engine, seed, accumulate)
-        assert found == pytest.approx(losses, rel=1e-6), seed
-        assert_equal(engine.full_state_dict(), reference.full_weights(expected), seed)
-
-
-@pytest.mark.parametrize("level", LEVEL_NAMES)
-def test_epochs_of_random_lengths_train_as_one_process(ranks: Ranks, level: str) -> None:
-    ranks.run(check_epochs, (level, "no_shard"), (2,), range(3), world_size=2)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
-def test_epochs_of_random_lengths_at_every_pair(ranks: Ranks, pair: tuple[str, str]) -> None:
-    ranks.run(check_epochs, pair, (2, 2), range(20), world_size=4)
-    ranks.run(check_epochs, (pair[0], "no_shard"), (3,), range(20, 30), world_size=3)
 
 
 # Batches.
@@ -293,7 +248,7 @@ def test_a_step_without_samples_has_zero_gradients() -> None:
 
 @on_ranks(2)
 def test_the_other_loop_of_megatron_has_it_too() -> None:
-    expected, losses = alone(2, seed=4, accumulate=1)
+    expected, losses = alone(2, seed=4)
     model = Net()
     config = fe.DistributedDataParallelConfig(overlap_grad_reduce=True)
     ddp = fe.DistributedDataParallel(model, config)
