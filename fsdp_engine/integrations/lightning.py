@@ -93,8 +93,9 @@ class FSDPEngineStrategy(DDPStrategy):
         outer_strategy: level of the outer axis.
         policy: dtypes; None: those of the Trainer's ``precision``.
         trust: allow objects of any class in checkpoints, which may run arbitrary code.
-        different_modules: ranks may use different modules in ``training_step``: it and its backward
-            run within ``engine.together()``, except under manual optimization.
+        different_modules: ranks may use different modules: ``training_step``, its backward, and
+            steps of evaluation and prediction run within ``engine.together()``, except under manual
+            optimization.
         process_group_backend: None: nccl on GPUs, gloo on CPUs.
         timeout: of collectives, if the strategy creates the process group.
         accelerator, parallel_devices, cluster_environment, precision_plugin: as in Lightning's
@@ -314,14 +315,14 @@ class FSDPEngineStrategy(DDPStrategy):
             self._num_mean_losses = num_mean_losses
             if not self.lightning_module.automatic_optimization:
                 return self.lightning_module.training_step(*args, **kwargs)
-            with self._around_training():
-                return self._as_forward("training_step", args, kwargs)
+            with self._around_step():
+                return self._apart("training_step", args, kwargs)
 
     def backward(self, closure_loss: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the backward of a training step."""
         if self._step is not None:
             closure_loss = self._weighted(closure_loss, self._step)
-        with self._around_training():
+        with self._around_step():
             return super().backward(closure_loss, *args, **kwargs)
 
     def _weighted(self, loss: Any, step: EvenBatch[Any]) -> Any:
@@ -335,10 +336,13 @@ class FSDPEngineStrategy(DDPStrategy):
         num = self.lightning_module.trainer.accumulate_grad_batches  # Lightning has divided by it
         return self.engine.mean_loss(num * weight * loss, weight)
 
-    def _around_training(self) -> AbstractContextManager[None]:
+    def _around_step(self) -> AbstractContextManager[None]:
+        return self.engine.together() if self._has_different_modules else nullcontext()
+
+    @property
+    def _has_different_modules(self) -> bool:
         assert self.lightning_module is not None
-        differs = self._different_modules and self.lightning_module.automatic_optimization
-        return self.engine.together() if differs else nullcontext()
+        return self._different_modules and self.lightning_module.automatic_optimization
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step within the forward hooks of the model."""
@@ -359,7 +363,8 @@ class FSDPEngineStrategy(DDPStrategy):
         """Run a step; see [Note: Uneven loaders]."""
         step = self._step
         if step is None:
-            return self._as_forward(name, args, kwargs)
+            with self._around_step():
+                return self._apart(name, args, kwargs)
         if name != "predict_step" and any(
             isinstance(each, EvenLoader) and each.lacks_batches for each in self._loaders()
         ):
@@ -368,13 +373,16 @@ class FSDPEngineStrategy(DDPStrategy):
                 "are reduced over all ranks; found a rank that has none"
             )
         with self.engine.together():
-            if step.is_repeated:
-                return None
-            self._is_apart = True
-            try:
-                return self._as_forward(name, args, kwargs)
-            finally:
-                self._is_apart = False
+            return None if step.is_repeated else self._apart(name, args, kwargs)
+
+    def _apart(self, name: str, args: Any, kwargs: Any) -> Any:
+        """Run a step, in which ranks do not communicate if other ranks may not."""
+        may_differ = self._step is not None and name != "training_step"
+        self._is_apart = may_differ or self._has_different_modules
+        try:
+            return self._as_forward(name, args, kwargs)
+        finally:
+            self._is_apart = False
 
     def reduce(
         self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean"
@@ -396,9 +404,9 @@ class FSDPEngineStrategy(DDPStrategy):
     def _check_not_apart(self, found: str) -> None:
         if self._is_apart:
             raise RuntimeError(
-                "evaluation step: expected no communication, since ranks' loaders have different "
-                f"or unknown lengths; found {found}. Log with on_step=False, on_epoch=True, and "
-                "gather at the end of the epoch"
+                "step: expected no communication within it, since ranks use different modules, or "
+                f"evaluate loaders of different or unknown lengths; found {found}. Log with "
+                "on_step=False, on_epoch=True, and gather at the end of the epoch"
             )
 
     def _as_forward(self, name: str, args: Any, kwargs: Any) -> Any:

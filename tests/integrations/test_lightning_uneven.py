@@ -222,6 +222,20 @@ def test_a_reduction_in_an_uneven_evaluation_is_an_error_on_all() -> None:
     assert "expected no communication" in str(error.value) or "on another rank" in str(error.value)
 
 
+class LogsTraining(Ours):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+
+@on_ranks(2)
+def test_a_reduction_in_steps_of_different_modules_is_an_error_on_all() -> None:
+    trainer = make_trainer(by_engine(FULL, different_modules=True), precision="64-true")
+    with pytest.raises(RuntimeError, match=r"expected no communication within it.*on_step=True"):
+        quiet_fit(trainer, LogsTraining().double(), loader(UNEVEN))
+
+
 @on_ranks(2)
 def test_several_uneven_loaders_at_once_are_refused_on_all_ranks() -> None:
     trainer = quiet_trainer()
