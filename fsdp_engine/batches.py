@@ -1,16 +1,21 @@
 """Batches of ranks whose loaders end at different times.
 
 [Note: One batch ahead]
-Every rank reads a batch ahead of the one that it trains, and tells the others whether there was
-one. The message is sent before a batch is trained and read after it, so no rank waits for it
-longer than for the slowest rank's step. A rank that has run out trains its last batch once more,
-with weight 0, until all have run out: collectives of the step find every rank.
+Every rank reads a batch ahead of the one that it trains, and sends whether there was one. The
+message is sent before a batch is trained and read after it, so no rank waits for it longer than for
+the slowest rank's step. A rank that has run out trains its last batch once more, with weight 0,
+until all have run out: collectives of the step find every rank. A rank whose loader has no batch at
+all is sent the first one of another rank.
 """
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch.serialization import default_restore_location
 
 from fsdp_engine.comm.agreement import agree
 from fsdp_engine.comm.groups import Ranks
@@ -21,16 +26,30 @@ T = TypeVar("T")
 _WHAT = "even_batches()"
 
 
-class _Loaded(NamedTuple):
-    """What ranks read from their loaders: of this rank, or of any of them.
+class EvenBatch(NamedTuple, Generic[T]):
+    """A batch of a rank, in a step that all ranks take.
 
     Attributes:
-        has: a batch was read.
-        lacks: none was, since the loader has ended.
-        failed: the loader has raised.
+        batch: of this rank's loader, or of another rank's if it has none.
+        is_repeated: this rank has run out, and others have not.
+        num_ranks: ranks that have not.
     """
 
-    has: bool
+    batch: T
+    is_repeated: bool
+    num_ranks: int
+
+
+class _Loaded(NamedTuple):
+    """What ranks read from their loaders.
+
+    Attributes:
+        has: a batch was read; by rank.
+        lacks: a loader has ended.
+        failed: a loader has raised.
+    """
+
+    has: list[bool]
     lacks: bool
     failed: bool
 
@@ -39,13 +58,13 @@ class _Reader:
     """Reads a loader.
 
     Attributes:
-        state: what the last read found.
-        batch: the last batch.
+        has_batch: the last read found one.
+        batch: the last one.
         error: of the loader, where it failed.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
-        self.state = _Loaded(has=True, lacks=False, failed=False)
+        self.has_batch = True
         self.batch: Any = None
         self.error: Exception | None = None
         self._loader = loader
@@ -53,17 +72,29 @@ class _Reader:
 
     def read(self) -> None:
         """Read a batch, unless the loader has ended."""
-        if not self.state.has:
+        if not self.has_batch:
             return
         try:
             if self._batches is None:
                 self._batches = iter(self._loader)
             self.batch = next(self._batches)
         except StopIteration:
-            self.state = _Loaded(has=False, lacks=True, failed=False)
+            self.has_batch = False
         except Exception as error:  # the user's loader can raise any
-            self.error = error
-            self.state = _Loaded(has=False, lacks=False, failed=True)
+            self.has_batch, self.error = False, error
+
+    def message(self, rank: int, num_ranks: int) -> bytearray:
+        """What :func:`_read_message` reads, after the maximum over ranks."""
+        content = bytearray(num_ranks + 2)
+        content[rank] = self.has_batch
+        content[-2] = not self.has_batch and self.error is None
+        content[-1] = self.error is not None
+        return content
+
+
+def _read_message(content: list[int]) -> _Loaded:
+    *has, lacks, failed = map(bool, content)
+    return _Loaded(has, lacks, failed)
 
 
 def even_batches(
@@ -72,33 +103,54 @@ def even_batches(
     *,
     drop_last: bool = False,
     before_message: Callable[[], None] = lambda: None,
-) -> Iterator[tuple[T, float]]:
+) -> Iterator[EvenBatch[T]]:
     """See :meth:`fsdp_engine.engine.Engine.even_batches`."""
     reader, message = _Reader(loader), HostMessage(_WHAT, ranks)
     reader.read()
     before_message()
-    message.start(bytearray(reader.state))
+    message.start(reader.message(ranks.rank, ranks.size))
     is_first = True
     while True:
         before_message()
-        found = _Loaded(*map(bool, message.finish()))
+        found = _read_message(message.finish())
         if found.failed:
             agree(_WHAT, reader.error, ranks.control_group)
-        if not found.has or (drop_last and found.lacks):
+        if not any(found.has) or (drop_last and found.lacks):
             return
         if is_first and found.lacks:
-            agree(_WHAT, _no_batch(reader.state), ranks.control_group)
-        batch, weight = reader.batch, float(reader.state.has)
+            _share_first(reader, ranks, source=found.has.index(True))
+        even = EvenBatch(reader.batch, not reader.has_batch, sum(found.has))
         reader.read()
-        message.start(bytearray(reader.state))
-        yield batch, weight
+        message.start(reader.message(ranks.rank, ranks.size))
+        yield even
         is_first = False
 
 
-def _no_batch(state: _Loaded) -> Exception | None:
-    if state.has:
-        return None
-    return ValueError(
-        "loader: expected at least one batch on each rank, which it can repeat while others have "
-        "more; found none on this one, and some on others. Give it one, or use drop_last=True"
-    )
+def _share_first(reader: _Reader, ranks: Ranks, source: int) -> None:
+    """Give the batch of rank ``source`` to ranks that have none. Collective.
+
+    Raises:
+        ValueError: it does not pickle; on all ranks.
+    """
+    content, error = b"", None
+    if ranks.rank == source:
+        file = io.BytesIO()
+        try:
+            torch.save(reader.batch, file)
+            content = file.getvalue()
+        except Exception as caught:  # objects of the user's raise any
+            error = ValueError(
+                "loader: expected at least one batch on each rank, or batches that torch.save "
+                "takes, of which ranks without one are sent a copy; found a rank without one, and "
+                f"a batch of type {type(reader.batch).__name__}: {caught}"
+            )
+    contents = agree(_WHAT, error, ranks.control_group, content)
+    if not reader.has_batch:
+        file = io.BytesIO(contents[source])
+        reader.batch = torch.load(
+            file,
+            map_location=lambda storage, location: default_restore_location(
+                storage, "cpu" if location == "cpu" else str(ranks.device)
+            ),
+            weights_only=False,
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, TypeVar
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_engine.batches import even_batches
+from fsdp_engine.batches import EvenBatch, even_batches
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.config import Timing
 from fsdp_engine.memory.allocator import Memory
@@ -95,6 +95,7 @@ class Engine:
             self._memory.expect(predict_concurrent_units(self.units, expected, *budgets))
             pool.register()
         trainable = [buffer for unit in self.units for buffer in unit.trainable]
+        self._is_unsharded = False
         self._mean_losses = MeanLosses(mesh, trainable)
         checks = None
         if config.check_for_nan_in_grad or config.check_for_large_grads:
@@ -163,8 +164,9 @@ class Engine:
     ) -> Iterator[tuple[T, float]]:
         """Iterate over batches, on all ranks as often as on the rank that has most. Collective.
 
-        A rank that has run out repeats its last batch with weight 0. Each rank reads one batch
-        ahead, so that whether there is another one is known without waiting.
+        A rank that has run out repeats its last batch with weight 0; one that has none at all gets
+        a copy of another rank's first. Each rank reads one batch ahead, so that whether there is
+        another one is known without waiting.
 
         Example: a mean that is exact whatever the batches' sizes::
 
@@ -173,8 +175,7 @@ class Engine:
                 engine.mean_loss(weight * loss, weight * count).backward()
 
         Args:
-            loader: of this rank, with at least one batch; it can have another number of batches on
-                each rank.
+            loader: of this rank; it can have another number of batches on each rank, or none.
             drop_last: end with the rank that has fewest instead; no batch is repeated.
 
         Yields:
@@ -182,7 +183,22 @@ class Engine:
 
         Raises:
             Exception: on all ranks, after the batches before it: a rank's loader raised.
-            ValueError: on all ranks: a rank has no batch to repeat.
+            ValueError: on all ranks: a rank has no batch, and ``torch.save`` refuses another's.
+        """
+        for each in self.even_steps(loader, drop_last=drop_last):
+            yield each.batch, float(not each.is_repeated)
+
+    def even_steps(self, loader: Iterable[T], *, drop_last: bool = False) -> Iterator[EvenBatch[T]]:
+        """As :meth:`even_batches`, for loops that need to know how many ranks have a batch.
+
+        Args:
+            loader, drop_last: see :meth:`even_batches`.
+
+        Yields:
+            The batch, whether it is repeated, and the number of ranks whose batch is not.
+
+        Raises:
+            Exception, ValueError: see :meth:`even_batches`.
         """
         await_ranks = self._scheduler.await_ranks
         return even_batches(self.ranks, loader, drop_last=drop_last, before_message=await_ranks)
@@ -224,6 +240,25 @@ class Engine:
         if not self._mean_losses.has_divisor:
             self._scheduler.await_ranks()
         return self._mean_losses.add(loss_sum, count)
+
+    @contextmanager
+    def weighting_losses(self, weight: float) -> Iterator[Callable[[], int]]:
+        """Context in which :meth:`mean_loss` multiplies sums and numbers by ``weight``; for
+        trainers, whose users call it without knowing of batches that are repeated.
+
+        Args:
+            weight: of the microbatch.
+
+        Yields:
+            A function that returns how often :meth:`mean_loss` was called in the context.
+        """
+        losses = self._mean_losses
+        before, losses.weight = losses.weight, weight
+        num_calls = losses.num_calls
+        try:
+            yield lambda: losses.num_calls - num_calls
+        finally:
+            losses.weight = before
 
     @property
     def last_mean_loss(self) -> Tensor | None:
@@ -269,6 +304,23 @@ class Engine:
             raise
         finally:
             self._scheduler.end_rounds()
+
+    def gather_ahead(self, unit: Unit) -> None:
+        """Issue the gather of a unit before its use. Collective, but within :meth:`together`: there
+        ranks that do not need the unit take part.
+
+        Args:
+            unit: one of :attr:`units`.
+        """
+        self._scheduler.gather_ahead(unit)
+
+    @property
+    def ranks_can_differ(self) -> bool:
+        """Whether ranks may now run different numbers of forwards without gradients: within
+        :meth:`together`, or where forwards do not communicate."""
+        if self._scheduler.in_rounds or self._is_unsharded:
+            return True
+        return not any(unit.reshards or unit.needs_refresh for unit in self.units)
 
     def start_grad_sync(self, *, wait: bool = False) -> None:
         """Issue the last reductions of the step, unless backward has. Collective.
@@ -404,6 +456,7 @@ class Engine:
             install_into(unit.buffers, tensors)
             self._hooks.pause(unit, paused=True)
         self._guard.paused = True
+        self._is_unsharded = len(units) == len(self.units)
         try:
             yield
             for unit in units:
@@ -411,7 +464,7 @@ class Engine:
                     buffer.write_main(flat)
                     buffer.weights.mark_stale()
         finally:
-            self._guard.paused = False
+            self._guard.paused = self._is_unsharded = False
             for unit in units:
                 install_into(unit.buffers, [buffer.sharded_params for buffer in unit.buffers])
                 self._hooks.pause(unit, paused=False)

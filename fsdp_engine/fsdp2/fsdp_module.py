@@ -62,13 +62,17 @@ class FSDPModule(fsdp.FSDPModule):
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's parameters until :meth:`reshard`, or until the end of its next
-        forward or backward. Collective.
+        forward or backward. Collective, but within ``engine.together()``: there ranks may unshard
+        different modules.
 
         Args:
             async_op: return a handle to wait on. Without a call of its ``wait``, forward waits.
         """
-        unit = _unit_of(self)
-        if unit.needs_gather(FORWARD):
+        group = _group_of(self)
+        unit = group.unit
+        if group.engine is not None:
+            group.engine.gather_ahead(unit)
+        elif unit.needs_gather(FORWARD):
             unit.gather(FORWARD)
         handle = UnshardHandle(unit)
         if async_op:

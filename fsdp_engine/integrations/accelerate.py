@@ -7,9 +7,11 @@ attributes it uses the lists of prepared objects.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import shutil
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -53,6 +55,53 @@ SHARDED = "fsdp_engine"
 _TYPES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
+class _SyncsRanks:
+    """True where ranks have to run equally many forwards in ``generate``.
+
+    Args:
+        engine: of the model.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = weakref.ref(engine)
+
+    def __bool__(self) -> bool:
+        engine = self._engine()
+        return engine is not None and not engine.ranks_can_differ
+
+
+def generate_together(engine: Engine) -> None:
+    """From now on ``generate`` of the engine's model runs within ``engine.together()``, unless
+    ranks can differ anyway.
+
+    Raises:
+        ValueError: the model has no ``generate``.
+    """
+    generate = getattr(engine.model, "generate", None)
+    if generate is None:
+        raise ValueError(
+            "generate_together: expected a model that has generate(); found a "
+            f"{type(engine.model).__name__}"
+        )
+    if isinstance(generate, _GeneratesTogether):
+        return
+    engine.model.generate = _GeneratesTogether(engine, generate)  # type: ignore[assignment]
+
+
+class _GeneratesTogether:
+    """Calls ``generate`` within ``engine.together()``."""
+
+    def __init__(self, engine: Engine, generate: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, generate)
+        self._engine = engine
+        self._generate = generate
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        engine = self._engine
+        with contextlib.nullcontext() if engine.ranks_can_differ else engine.together():
+            return self._generate(*args, **kwargs)
+
+
 class FSDPEngineAccelerator(Accelerator):
     """An ``Accelerator`` whose ``prepare`` shards models by ``fsdp_engine.shard``.
 
@@ -89,6 +138,8 @@ class FSDPEngineAccelerator(Accelerator):
         with reporting(WHAT, ranks_that_meet(None)):
             self.shard_arguments = checked_arguments(shard)
             self.pretrained = pretrained
+            self._loss_scale = 1.0
+            self._gather_samples: Callable[[Any, bool], Any] | None = None
             self._check_state()
 
     def shard_model(
@@ -122,7 +173,7 @@ class FSDPEngineAccelerator(Accelerator):
             # is called without `synced_gpus`.
             for module in model.modules():
                 if hasattr(module, "generate"):
-                    module._is_fsdp_managed_module = True  # type: ignore[assignment]
+                    module._is_fsdp_managed_module = _SyncsRanks(engine)  # type: ignore[assignment]
             if not hasattr(model, "no_sync"):
                 model.no_sync = refuse_no_sync  # type: ignore[assignment]
         return engine
@@ -163,6 +214,48 @@ class FSDPEngineAccelerator(Accelerator):
         if is_elementwise(plain):
             shard_optimizer(plain)
         return super().prepare_optimizer(optimizer, device_placement=False)
+
+    @contextlib.contextmanager
+    def scaling_losses(self, scale: float) -> Iterator[None]:
+        """Context in which :meth:`backward` scales losses; for loops of other libraries."""
+        self._loss_scale = scale
+        try:
+            yield
+        finally:
+            self._loss_scale = 1.0
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """As ``Accelerator.backward``."""
+        super().backward(loss if self._loss_scale == 1 else loss * self._loss_scale, **kwargs)
+
+    @contextlib.contextmanager
+    def gathering_by(self, gather: Callable[[Any, bool], Any]) -> Iterator[None]:
+        """Context in which ``gather`` is :meth:`gather_for_metrics`; for loops of other
+        libraries."""
+        self._gather_samples = gather
+        try:
+            yield
+        finally:
+            self._gather_samples = None
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As ``Accelerator.gather_for_metrics``."""
+        if self._gather_samples is not None:
+            return self._gather_samples(input_data, use_gather_object)
+        return super().gather_for_metrics(input_data, use_gather_object)
+
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> NoReturn:
+        """Not supported.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "join_uneven_inputs(): expected ranks with equally many batches, since torch's Join "
+            "does not gather sharded parameters; found a use of it. Iterate over "
+            "engine.even_batches(loader), which gives all ranks equally many batches, with weight "
+            "0 where a rank has run out"
+        )
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:

@@ -13,10 +13,17 @@ forward hooks of the model, as a method of :func:`fsdp_engine.register_forward_m
 inputs are not cast, because Lightning's precision plugin has cast them already, and targets keep
 their dtype. Under manual optimization ``training_step`` contains many forwards, backwards and
 optimizer steps, so the hooks of modules fire at their own calls, as in a custom loop.
+
+[Note: Uneven loaders]
+Where ranks' loaders have different or unknown lengths, all ranks take as many steps as the one with
+most batches. A rank that has run out trains its last batch once more, with weight 0: the loss of a
+step is the mean over the batches that exist. In evaluation it runs no step of the user's, whose
+metrics would count a batch twice, but takes part in the gathers of the others.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -25,9 +32,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed import ReduceOp
 from torch.optim import Optimizer
 
+from fsdp_engine.batches import EvenBatch
 from fsdp_engine.engine import Engine
 from fsdp_engine.extras import naming_extra
 from fsdp_engine.integrations.checkpoint_folder import (
@@ -39,6 +48,7 @@ from fsdp_engine.integrations.checkpoint_folder import (
     save_folder,
 )
 from fsdp_engine.integrations.lightning_fabric import FSDPEngineFabricStrategy
+from fsdp_engine.integrations.lightning_loaders import EvenLoader, even_loader
 from fsdp_engine.integrations.preparation import (
     EngineArguments,
     has_all_gradients,
@@ -66,6 +76,9 @@ __all__ = ["NAME", "FSDPEngineFabricStrategy", "FSDPEngineStrategy", "consolidat
 
 NAME = "fsdp_engine"
 
+# Lightning's names of a mean over ranks.
+_MEANS = ("mean", "avg", "AVG")
+
 _NO_CHECKPOINT_IO = (
     "checkpoint_io: expected none, since all ranks write checkpoints in the format of fsdp_engine; "
     "found {}"
@@ -80,8 +93,9 @@ class FSDPEngineStrategy(DDPStrategy):
         outer_strategy: level of the outer axis.
         policy: dtypes; None: those of the Trainer's ``precision``.
         trust: allow objects of any class in checkpoints, which may run arbitrary code.
-        different_modules: ranks may use different modules in ``training_step``: it and its backward
-            run within ``engine.together()``, except under manual optimization.
+        different_modules: ranks may use different modules: ``training_step``, its backward, and
+            steps of evaluation and prediction run within ``engine.together()``, except under manual
+            optimization.
         process_group_backend: None: nccl on GPUs, gloo on CPUs.
         timeout: of collectives, if the strategy creates the process group.
         accelerator, parallel_devices, cluster_environment, precision_plugin: as in Lightning's
@@ -117,6 +131,10 @@ class FSDPEngineStrategy(DDPStrategy):
         self._trust = trust
         self._different_modules = different_modules
         self._engine: Engine | None = None
+        # Of the batch that is trained or evaluated; None: ranks' loaders are equally long.
+        self._step: EvenBatch[Any] | None = None
+        self._num_mean_losses: Callable[[], int] = lambda: 0
+        self._is_apart = False
         self._state_weights: dict[str, Any] = {}
         super().__init__(
             accelerator=accelerator,
@@ -221,39 +239,175 @@ class FSDPEngineStrategy(DDPStrategy):
         with place, self.precision_plugin.tensor_init_context():
             yield
 
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Returns a loader that all ranks iterate equally often: see [Note: Uneven loaders].
+        Collective."""
+        loader = super().process_dataloader(dataloader)
+        return loader if self._engine is None else even_loader(self._engine, loader)
+
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        """Move the batch to the device. The Trainer calls it once for each batch, in order."""
+        loaders = self._loaders()
+        loader = loaders[dataloader_idx] if dataloader_idx < len(loaders) else None
+        self._step = loader.take_step() if isinstance(loader, EvenLoader) else None
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    def _loaders(self) -> list[Any]:
+        """Loaders of the stage that runs."""
+        assert self.lightning_module is not None
+        loop = self.lightning_module.trainer._active_loop
+        combined = None if loop is None else loop._combined_loader
+        return [] if combined is None else list(combined.flattened)
+
+    def on_train_start(self) -> None:
+        """Check that uneven loaders are supported."""
+        super().on_train_start()
+        self._check_loaders("training_step")
+
+    def on_validation_start(self) -> None:
+        """Check that uneven loaders are supported."""
+        super().on_validation_start()
+        self._check_loaders("validation_step")
+
+    def on_test_start(self) -> None:
+        """Check that uneven loaders are supported."""
+        super().on_test_start()
+        self._check_loaders("test_step")
+
+    def on_predict_start(self) -> None:
+        """Check that uneven loaders are supported."""
+        super().on_predict_start()
+        self._check_loaders("predict_step")
+
+    def _check_loaders(self, name: str) -> None:
+        """Raise on all ranks where uneven loaders are used in a way that is not supported."""
+        loaders = self._loaders()
+        if not any(isinstance(each, EvenLoader) for each in loaders):
+            return
+        assert self.lightning_module is not None
+        loop = self.lightning_module.trainer._active_loop
+        assert loop is not None
+        assert loop._combined_loader is not None
+        is_sequential = loop._combined_loader._mode == "sequential"
+        if len(loaders) > 1 and not is_sequential:
+            raise ValueError(
+                f"dataloaders of {name}: expected one, or loaders of equal known lengths on all "
+                f"ranks; found {len(loaders)} that are combined, and lengths that differ between "
+                "ranks or are unknown. Combine them in one loader"
+            )
+        parameters = inspect.signature(getattr(self.lightning_module, name)).parameters
+        if "dataloader_iter" in parameters:
+            raise ValueError(
+                f"{name}: expected one that is given batches; found one with dataloader_iter, and "
+                "loaders whose lengths differ between ranks or are unknown. Take a batch instead"
+            )
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step within the forward hooks of the model, except under manual optimization."""
         assert self.lightning_module is not None
-        with self.precision_plugin.train_step_context():
+        weight = 1.0 if self._step is None else float(not self._step.is_repeated)
+        with (
+            self.precision_plugin.train_step_context(),
+            self.engine.weighting_losses(weight) as num_mean_losses,
+        ):
+            self._num_mean_losses = num_mean_losses
             if not self.lightning_module.automatic_optimization:
                 return self.lightning_module.training_step(*args, **kwargs)
-            with self._around_training():
-                return self._as_forward("training_step", args, kwargs)
+            with self._around_step():
+                return self._apart("training_step", args, kwargs)
 
     def backward(self, closure_loss: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the backward of a training step."""
-        with self._around_training():
+        if self._step is not None:
+            closure_loss = self._weighted(closure_loss, self._step)
+        with self._around_step():
             return super().backward(closure_loss, *args, **kwargs)
 
-    def _around_training(self) -> AbstractContextManager[None]:
+    def _weighted(self, loss: Any, step: EvenBatch[Any]) -> Any:
+        """Returns the loss whose gradients are those of the mean over batches that exist."""
         assert self.lightning_module is not None
-        differs = self._different_modules and self.lightning_module.automatic_optimization
-        return self.engine.together() if differs else nullcontext()
+        if self._num_mean_losses() > 0:
+            return loss  # the user's own mean is
+        weight = float(not step.is_repeated)
+        if not self.lightning_module.automatic_optimization:
+            return loss * (weight * self.engine.ranks.size / step.num_ranks)
+        num = self.lightning_module.trainer.accumulate_grad_batches  # Lightning has divided by it
+        return self.engine.mean_loss(num * weight * loss, weight)
+
+    def _around_step(self) -> AbstractContextManager[None]:
+        return self.engine.together() if self._has_different_modules else nullcontext()
+
+    @property
+    def _has_different_modules(self) -> bool:
+        assert self.lightning_module is not None
+        return self._different_modules and self.lightning_module.automatic_optimization
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step within the forward hooks of the model."""
         with self.precision_plugin.val_step_context():
-            return self._as_forward("validation_step", args, kwargs)
+            return self._evaluate("validation_step", args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step within the forward hooks of the model."""
         with self.precision_plugin.test_step_context():
-            return self._as_forward("test_step", args, kwargs)
+            return self._evaluate("test_step", args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step within the forward hooks of the model."""
         with self.precision_plugin.predict_step_context():
-            return self._as_forward("predict_step", args, kwargs)
+            return self._evaluate("predict_step", args, kwargs)
+
+    def _evaluate(self, name: str, args: Any, kwargs: Any) -> Any:
+        """Run a step; see [Note: Uneven loaders]."""
+        step = self._step
+        if step is None:
+            with self._around_step():
+                return self._apart(name, args, kwargs)
+        if name != "predict_step" and any(
+            isinstance(each, EvenLoader) and each.lacks_batches for each in self._loaders()
+        ):
+            raise ValueError(
+                f"dataloader of {name}: expected at least one batch on each rank, since metrics "
+                "are reduced over all ranks; found a rank that has none"
+            )
+        with self.engine.together():
+            return None if step.is_repeated else self._apart(name, args, kwargs)
+
+    def _apart(self, name: str, args: Any, kwargs: Any) -> Any:
+        """Run a step, in which ranks do not communicate if other ranks may not."""
+        may_differ = self._step is not None and name != "training_step"
+        self._is_apart = may_differ or self._has_different_modules
+        try:
+            return self._as_forward(name, args, kwargs)
+        finally:
+            self._is_apart = False
+
+    def reduce(
+        self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean"
+    ) -> Any:
+        """Reduce a tensor over ranks. A mean of integers is fp64: Lightning divides the sums that
+        ``self.log`` has accumulated by the mean of the ranks' numbers of samples."""
+        self._check_not_apart(
+            "a reduction over ranks, as of self.log(on_step=True, sync_dist=True)"
+        )
+        if isinstance(tensor, Tensor) and not tensor.is_floating_point() and reduce_op in _MEANS:
+            tensor = tensor.double()
+        return super().reduce(tensor, group, reduce_op)
+
+    def all_gather(self, *args: Any, **kwargs: Any) -> Any:
+        """Gather a tensor from ranks."""
+        self._check_not_apart("all_gather()")
+        return super().all_gather(*args, **kwargs)
+
+    def _check_not_apart(self, found: str) -> None:
+        if self._is_apart:
+            raise RuntimeError(
+                "step: expected no communication within it, since ranks use different modules, or "
+                f"evaluate loaders of different or unknown lengths; found {found}. Log with "
+                "on_step=False, on_epoch=True, and gather at the end of the epoch"
+            )
 
     def _as_forward(self, name: str, args: Any, kwargs: Any) -> Any:
         """See [Note: Steps]."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,9 +27,18 @@ from fsdp_engine.extras import naming_extra
 from fsdp_engine.integrations.accelerate import (
     SHARDED,
     FSDPEngineAccelerator,
+    generate_together,
     plain_optimizer,
 )
 from fsdp_engine.integrations.checkpoint_folder import atomic_folder, load_whole_state
+from fsdp_engine.integrations.even_loaders import (
+    EvaluationBatches,
+    TrainingBatches,
+    are_even,
+    length_of,
+    without_labels,
+    without_samples,
+)
 from fsdp_engine.integrations.preparation import checked_arguments
 from fsdp_engine.pretrained.load import load_pretrained
 from fsdp_engine.pretrained.save import save_pretrained
@@ -44,6 +53,8 @@ with naming_extra():
 WHAT = "FSDPEngineTrainer()"
 # The optimizer's state in a checkpoint of the plain Trainer: whole tensors.
 WHOLE_OPTIMIZER = "optimizer.pt"
+# Of what the trainer's set_initial_training_values returns.
+_STEPS_IN_EPOCH = 5
 
 if TYPE_CHECKING:
     _Trainer = Trainer
@@ -54,6 +65,9 @@ else:
 class FSDPEngineMixin(_Trainer):
     """Mixin for a ``Trainer`` that trains with this engine: ``class MyTrainer(FSDPEngineMixin,
     SFTTrainer)``.
+
+    Ranks' loaders may have different numbers of batches, and batches different sizes, in training,
+    evaluation and prediction.
 
     Checkpoints are atomic: ``checkpoint-<step>`` is created by one rename when all ranks have
     finished writing. Any number of ranks can resume from them.
@@ -66,8 +80,11 @@ class FSDPEngineMixin(_Trainer):
             weights of a model that is on the meta device.
         model_in_checkpoints: checkpoints also contain the model in the format of
             ``from_pretrained``. False: only the state to resume from.
-        different_modules: ranks may use different modules in training steps: these run within
-            ``engine.together()``.
+        different_modules: ranks may use different modules in steps of training, evaluation and
+            prediction: these run within ``engine.together()``.
+        generate_together: ``model.generate`` runs within ``engine.together()``: a rank whose texts
+            are complete takes part in the gathers of the others, and computes nothing. False:
+            transformers runs its forward until the last rank's texts are complete.
         optimizers: as for the trainer; one that was built before the model was sharded holds the
             sharded parameters afterwards.
         **kwargs: as for the trainer.
@@ -85,6 +102,9 @@ class FSDPEngineMixin(_Trainer):
     gather_function: Any
     optimizer: Any
     lr_scheduler: Any
+    compute_loss_func: Any
+    loss_is_scaled_for_ga: Any
+    model_accepts_loss_kwargs: Any
 
     def __init__(
         self,
@@ -93,12 +113,16 @@ class FSDPEngineMixin(_Trainer):
         pretrained: str | os.PathLike[str] | None = None,
         model_in_checkpoints: bool = True,
         different_modules: bool = False,
+        generate_together: bool = False,
         optimizers: tuple[Any, Any] = (None, None),
         **kwargs: Any,
     ) -> None:
         self._shard, self._pretrained = shard, pretrained
         self._model_in_checkpoints = model_in_checkpoints
         self._different_modules = different_modules
+        self._generate_together = generate_together
+        self._batches: TrainingBatches | None = None
+        self._evaluated: EvaluationBatches | None = None
         # Temporary folder of the checkpoint that is being written.
         self._staging: Path | None = None
         # Built before the model was sharded, or after.
@@ -145,7 +169,9 @@ class FSDPEngineMixin(_Trainer):
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         # Moves only this rank's slices; the trainer would move the full model.
-        self._accelerator.shard_model(model, self._own_optimizers)
+        engine = self._accelerator.shard_model(model, self._own_optimizers)
+        if self._generate_together:
+            generate_together(engine)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """As the trainer's method.
@@ -160,11 +186,113 @@ class FSDPEngineMixin(_Trainer):
             _check_parameters(optimizer, self.model)
         return optimizer
 
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
+        """As the trainer's method; steps and epochs are those of the rank with most batches."""
+        error: Exception | None = None
+        values: Any = None
+        try:
+            if length_of(dataloader) != 0:
+                values = super().set_initial_training_values(args, dataloader)
+        except Exception as caught:  # the user's loader can raise any
+            error = caught
+        found = agree("train()", error, self.engine.ranks.control_group, values)
+        known = [each for each in found if each is not None]
+        if not known:
+            raise ValueError("train_dataset: expected a batch on at least one rank; found none")
+        return max(known, key=lambda each: int(each[_STEPS_IN_EPOCH]))
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
+        """As the trainer's method: the microbatches of an optimizer step, on all ranks equally
+        many."""
+        if self.engine.ranks.size == 1:
+            return super().get_batch_samples(epoch_iterator, *args, **kwargs)
+        if self._batches is None or self._batches.batches is not epoch_iterator:
+            self._batches = TrainingBatches(self.engine, epoch_iterator)
+        self._batches.begin_step()
+        return super().get_batch_samples(self._batches, *args, **kwargs)
+
+    def _is_repeated(self, batch: Any) -> bool:
+        return self._batches is not None and self._batches.is_repeated(batch)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], *args: Any, **kwargs: Any) -> Any:
+        counted = [
+            without_labels(each) if self._is_repeated(each) else each for each in batch_samples
+        ]
+        return super()._get_num_items_in_batch(counted, *args, **kwargs)
+
+    def training_step(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        num_items_in_batch: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
         """As the trainer's method: forward and backward of a microbatch."""
+        scale = 1.0
+        if self._batches is not None:
+            scale = self._batches.scale(inputs, counts=self._counts_of_losses(num_items_in_batch))
+        if scale == 0 and num_items_in_batch is not None:
+            num_items_in_batch = num_items_in_batch or 1  # no 0 / 0
+        with (
+            self.engine.together() if self._different_modules else nullcontext(),
+            self._accelerator.scaling_losses(scale),
+        ):
+            loss: torch.Tensor = super().training_step(
+                model, inputs, num_items_in_batch, *args, **kwargs
+            )
+        return loss if scale == 1 else loss * scale
+
+    def _counts_of_losses(self, num_items: Any) -> str:
+        """By what the losses of a step are divided: see :meth:`TrainingBatches.scale`."""
+        is_divided = self.loss_is_scaled_for_ga
+        if is_divided is None:
+            counts_labels = self.model_accepts_loss_kwargs and num_items is not None
+            is_divided = counts_labels or self.compute_loss_func is not None
+        if not is_divided:
+            return "batch"
+        return "all" if self.args.average_tokens_across_devices else "rank"
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """As the trainer's method; batches that are repeated do not count."""
+        return 0 if self._is_repeated(inputs) else super().floating_point_ops(inputs)
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        counted = without_samples(inputs) if self._is_repeated(inputs) else inputs
+        super()._track_num_input_tokens(counted)  # type: ignore[no-untyped-call]
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """As the trainer's method. Where ranks' loaders may end at different times, metrics are
+        of the samples that exist, and the loss is the mean over these of their batch's loss."""
+        engine = self.engine
+        if engine.ranks.size == 1 or are_even(engine, dataloader):
+            return super().evaluation_loop(dataloader, *args, **kwargs)
+        batches: Any = EvaluationBatches(engine, dataloader)
+        self._evaluated = batches
+        averages = self.args.average_tokens_across_devices
+        self.args.average_tokens_across_devices = False  # a batch's loss is its own mean
+        # Seq2SeqTrainer gathers by another function, which counts all samples of equal batches.
+        self.gather_function = functools.partial(
+            self._accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
+        )
+        try:
+            with self._accelerator.gathering_by(batches.gather):
+                output = super().evaluation_loop(batches, *args, **kwargs)
+        finally:
+            self._evaluated = None
+            self.args.average_tokens_across_devices = averages
+        num_samples, loss = batches.totals(only_finite=self.args.logging_nan_inf_filter)
+        if loss is not None and output.metrics is not None:
+            output.metrics[f"{kwargs.get('metric_key_prefix', 'eval')}_loss"] = loss
+        return output._replace(num_samples=num_samples)
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As the trainer's method: forward of a batch of evaluation or prediction."""
         with self.engine.together() if self._different_modules else nullcontext():
-            loss: torch.Tensor = super().training_step(*args, **kwargs)
-        return loss
+            found = super().prediction_step(*args, **kwargs)
+        if self._evaluated is not None and found[0] is not None:
+            self._evaluated.add_loss(found[0])
+        return found
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
         # The engine's norm is over all meshes; and references to gradients would keep their memory.

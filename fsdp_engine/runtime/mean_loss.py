@@ -82,10 +82,14 @@ class MeanLosses:
 
     Attributes:
         last: the mean of the last step that had one, 0-d, fp32; None before the first.
+        weight: of microbatches; their sums and numbers are multiplied by it.
+        num_calls: how often :meth:`add` was called.
     """
 
     def __init__(self, mesh: DataMesh, buffers: Sequence[ParamAndGradBuffer]) -> None:
         self.last: Tensor | None = None
+        self.weight = 1.0
+        self.num_calls = 0
         self._mesh = mesh
         self._buffers = buffers
         self._step: _StepLosses | None = None
@@ -104,6 +108,9 @@ class MeanLosses:
     def add(self, loss_sum: Tensor, count: float | Tensor) -> Tensor:
         """See :meth:`fsdp_engine.engine.Engine.mean_loss`."""
         error = _mistake(loss_sum, count)
+        self.num_calls += 1
+        if self.weight != 1 and error is None:
+            loss_sum, count = self.weight * loss_sum, self.weight * count
         if self._divisor is None:
             number = 0.0 if error is not None else float(count)
             group = self._mesh.control_group

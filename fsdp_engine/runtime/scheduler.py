@@ -354,6 +354,14 @@ class Scheduler:
             for unit in self.units:
                 unit.wait()
 
+    def gather_ahead(self, unit: Unit) -> None:
+        """Issue the gather of a unit that the user asks for. In rounds this rank votes for it, and
+        other ranks need not ask."""
+        if self._rounds is not None and not unit.reshards:
+            self.gather_before_forward(wait=False, sharded=False)  # as the others' next forward
+        else:
+            self._provide(unit, FORWARD)
+
     @property
     def in_rounds(self) -> bool:
         """Whether ranks use different units."""

@@ -30,6 +30,12 @@ def make_model() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
 
 
+def assert_same_weights(engine: fe.Engine, alone: nn.Module) -> None:
+    weights = engine.full_state_dict()
+    for name, param in alone.named_parameters():
+        assert (weights[name].cpu() - param.detach()).abs().max() < 1e-5, name
+
+
 @pytest.mark.parametrize("level", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
 @on_ranks(2)
 def test_the_mean_is_exact_in_any_order_that_delays_make_and_not_waited_for(level: str) -> None:
@@ -59,9 +65,7 @@ def test_the_mean_is_exact_in_any_order_that_delays_make_and_not_waited_for(leve
     for mean, loss in means:
         assert mean is not None
         assert abs(mean.item() / loss.item() - 1) < 1e-5
-    weights = engine.full_state_dict()
-    for name, param in alone.named_parameters():
-        assert (weights[name].cpu() - param.detach()).abs().max() < 1e-5, name
+    assert_same_weights(engine, alone)
 
 
 @on_ranks(2)
@@ -99,7 +103,7 @@ def test_gathers_for_other_ranks_do_not_disturb_what_a_rank_computes() -> None:
 
 
 class Route(nn.Module):
-    """Goes through its layers in the order that it is told; some are checkpointed."""
+    """Applies its layers in a given order, those of odd number with activation checkpointing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,9 +163,7 @@ def train_on_routes(shape: tuple[int, ...], outer: str | None) -> None:
         for each in (on_cpu, optimizer):
             each.step()
             each.zero_grad()
-    weights = engine.full_state_dict()
-    for name, param in alone.named_parameters():
-        assert (weights[name].cpu() - param.detach()).abs().max() < 1e-5, name
+    assert_same_weights(engine, alone)
 
 
 @pytest.mark.parametrize("where", ["cpu", on.DEVICE])

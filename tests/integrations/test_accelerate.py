@@ -259,6 +259,16 @@ def test_local_sgd_is_refused_before_a_step_and_says_what_to_do(level: str) -> N
     torch.testing.assert_close(Loop(level).train(), expected, rtol=1e-4, atol=1e-5)
 
 
+@on_ranks(2)
+def test_join_uneven_inputs_is_refused_and_says_what_to_do() -> None:
+    loop = Loop(FULL)
+    with (
+        pytest.raises(ValueError, match=r"Iterate over engine\.even_batches"),
+        loop.accelerator.join_uneven_inputs([loop.model]),
+    ):
+        raise AssertionError("it was entered")
+
+
 @pytest.mark.thorough
 @on_ranks(2)
 def test_units_are_compiled() -> None:

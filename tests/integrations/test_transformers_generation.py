@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from tests.integrations.trainer_scene import (
     FULL,
@@ -92,16 +93,12 @@ def test_texts_of_other_lengths_on_other_ranks(level: str) -> None:
             model = given["model"]
             text = model.generate(prompt, max_new_tokens=3 + 8 * rank, do_sample=False)
             with made.engine.unsharded():
-                whole = model.generate(
-                    prompt, max_new_tokens=3 + 8 * rank, do_sample=False, synced_gpus=False
-                )
+                whole = model.generate(prompt, max_new_tokens=3 + 8 * rank, do_sample=False)
             assert torch.equal(text, whole)
             # Rank 1 has one text more.
             with made.engine.together():
                 for _ in range(1 + rank):
-                    alone = model.generate(
-                        prompt, max_new_tokens=3 + 8 * rank, do_sample=False, synced_gpus=False
-                    )
+                    alone = model.generate(prompt, max_new_tokens=3 + 8 * rank, do_sample=False)
             assert torch.equal(text, alone)
             texts.append(text)
 
@@ -113,3 +110,75 @@ def test_texts_of_other_lengths_on_other_ranks(level: str) -> None:
     expected = plain.generate(prompt, max_new_tokens=3 + 8 * rank, do_sample=False)
     assert torch.equal(texts[-1], expected)
     assert rows(1)  # the data of training
+
+
+class Forwards:
+    """Counts the forwards of a model."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.number = 0
+        model.register_forward_pre_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        self.number += 1
+
+
+@pytest.mark.parametrize("level", ["optim", FULL])
+@on_ranks(2)
+def test_generate_together_computes_no_more_than_each_ranks_own_text(level: str) -> None:
+    rank, found = torch.distributed.get_rank(), []
+    prompt = torch.arange(3, 8 + rank)[None]
+    for together in (False, True):
+        made = trainer(level, arguments(shared_folder()), generate_together=together)
+        forwards = Forwards(made.model.lm_head)
+        text = made.model.generate(prompt, max_new_tokens=3 + 8 * rank, do_sample=False)
+        with made.engine.unsharded():
+            whole = made.model.generate(prompt, max_new_tokens=3 + 8 * rank, do_sample=False)
+        assert torch.equal(text, whole)
+        found.append((text, forwards.number))
+    (expected, waiting), (text, number) = found
+    assert torch.equal(text, expected)
+    own = 3 + 8 * rank
+    # The second text is that of the unsharded model, whose hooks are the user's alone.
+    assert number == 2 * own
+    assert waiting == 11 + own  # transformers runs forwards for the other rank
+
+
+@on_ranks(2)
+def test_generate_together_needs_a_model_that_generates() -> None:
+    with pytest.raises(ValueError, match=r"expected a model that has generate\(\)"):
+        trainer(FULL, arguments(shared_folder()), torch.nn.Linear(2, 2), generate_together=True)
+
+
+@pytest.mark.parametrize("together", ["neither", "generate_together", "different_modules"])
+@on_ranks(2)
+def test_texts_of_uneven_loaders_are_generated_at_every_level(together: str) -> None:
+    """Ranks evaluate different numbers of prompts of different lengths; some texts end early."""
+    as_launched()
+    from transformers import Seq2SeqTrainingArguments
+
+    rank = torch.distributed.get_rank()
+    mine = [
+        {"input_ids": torch.arange(2, 5 + (number + rank) % 4)[None], "labels": row["labels"][None]}
+        for number, row in enumerate(pairs(2 + 3 * rank, seed=5 + rank))
+    ]
+    found = []
+    for level in ("no_shard", FULL):
+        args = arguments(
+            shared_folder(),
+            Seq2SeqTrainingArguments,
+            predict_with_generate=True,
+            generation_max_length=9,
+            eval_strategy="no",
+        )
+        options = {} if together == "neither" else {together: True}
+        made = trainer(level, args, t5(seed=3), compute_metrics=lengths, **options)
+        made.get_eval_dataloader = lambda dataset=None: DataLoader(mine, batch_size=None)  # type: ignore[arg-type]
+        made.get_test_dataloader = made.get_eval_dataloader
+        evaluated, predicted = made.evaluate(), made.predict([0])
+        assert len(predicted.predictions) == 2 + 5
+        found.append((evaluated["eval_loss"], evaluated["eval_hits"], predicted.predictions))
+    (loss, hits, texts), (our_loss, our_hits, our_texts) = found
+    assert our_loss == pytest.approx(loss, rel=1e-5)
+    assert our_hits == hits
+    np.testing.assert_array_equal(our_texts, texts)

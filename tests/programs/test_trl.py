@@ -6,7 +6,7 @@ reference model: parameters are frozen and thawed there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -124,13 +124,24 @@ def _model() -> Any:
     )
 
 
-def train(kind: str, name: str, lora: bool = True, **changes: Any) -> list[dict[str, float]]:
+def train(
+    kind: str,
+    name: str,
+    lora: bool = True,
+    reward_funcs: Any = None,
+    sharded: dict[str, Any] | None = None,
+    ends: Sequence[str] = (),
+    **changes: Any,
+) -> list[dict[str, float]]:
     """Loss, norm and the figure that shows learning, of each step.
 
     Args:
         kind: "plain", or a level.
         name: of the algorithm.
         lora: train adapters; else the whole model.
+        reward_funcs: of GRPO; None: :func:`reward`.
+        sharded: options of the engine's trainer.
+        ends: words that end a completion, as the tokenizer's end does.
         changes: of the training arguments.
     """
     as_launched()
@@ -164,6 +175,9 @@ def train(kind: str, name: str, lora: bool = True, **changes: Any) -> list[dict[
         "train_dataset": datasets.Dataset.from_dict(algorithm.columns()),
         "processing_class": tokenizer(),
     }
+    if ends:
+        numbers = [2, *(VOCABULARY[word] for word in ends)]
+        given["model"].generation_config.eos_token_id = numbers
     if lora:
         given["peft_config"] = LoraConfig(
             r=4,
@@ -174,11 +188,11 @@ def train(kind: str, name: str, lora: bool = True, **changes: Any) -> list[dict[
     elif name in ("dpo", "kto"):
         given["ref_model"] = _model()
     if name == "grpo":
-        given["reward_funcs"] = reward
+        given["reward_funcs"] = reward_funcs or reward
     cls = getattr(trl, f"{algorithm.name}Trainer")
     if kind != "plain":
         cls = type(f"Sharded{cls.__name__}", (FSDPEngineMixin, cls), {})
-        given["shard"] = {"strategy": kind, "min_unit_size": 0}
+        given |= {"shard": {"strategy": kind, "min_unit_size": 0}, **(sharded or {})}
     trainer = cls(**given)
     trainer.remove_callback(PrinterCallback)
     trainer.train()
@@ -235,3 +249,45 @@ def test_whole_models_are_trained_beside_a_reference_model(ranks: Ranks, name: s
 
 def _train_whole(kind: str, name: str, given: dict[str, Any]) -> list[dict[str, float]]:
     return train(kind, name, lora=False, **given)
+
+
+def lengths_of_completions(kind: str, options: dict[str, Any]) -> tuple[Any, list[list[int]]]:
+    """Figures of GRPO, and the lengths of this rank's completions by generation.
+
+    Args:
+        kind: "plain", or a level.
+        options: of the sharded trainer.
+    """
+    lengths: list[list[int]] = []
+
+    def noting(completions: list[str], completion_ids: list[list[int]], **given: Any) -> Any:
+        lengths.append([len(ids) for ids in completion_ids])
+        return reward(completions)
+
+    figures = train(
+        kind,
+        "grpo",
+        lora=False,
+        reward_funcs=noting,
+        sharded=options,
+        learning_rate=5e-3,
+        beta=0.0,
+        max_completion_length=24,
+        ends=WORDS[:4],
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=1,
+    )
+    return figures, lengths
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_grpo_generates_texts_that_end_at_different_times(ranks: Ranks, together: bool) -> None:
+    options = {"generate_together": together}
+    expected = ranks.run(lengths_of_completions, "plain", {}, world_size=2)
+    found = ranks.run(lengths_of_completions, LEVELS[-1], options, world_size=2)
+    (figures, first), (_, second) = found
+    # Ranks stop generating at different lengths: the longest text of each.
+    differ = [max(one) != max(other) for one, other in zip(first, second, strict=True)]
+    assert sum(differ) >= STEPS // 2
+    torch.testing.assert_close(figures, expected[0][0], rtol=2e-3, atol=1e-4)
+    assert [lengths for _, lengths in found] == [lengths for _, lengths in expected]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -146,6 +146,23 @@ def loss_of(model: nn.Module, seed: int, route: Route) -> Tensor:
     return loss
 
 
+def gradients_of(alone: nn.Module) -> dict[str, Tensor | None]:
+    return {name: param.grad for name, param in alone.named_parameters()}
+
+
+def assert_gradients(
+    model: nn.Module, expected: Mapping[str, Tensor | None], where: object
+) -> None:
+    """Gradients of a sharded model are the expected ones, by name; None where those are."""
+    found = reference.full_gradients(model)
+    for name, right in expected.items():
+        assert (right is None) == (found[name] is None), f"{where}, {name}: {right}"
+        if right is not None:
+            torch.testing.assert_close(
+                found[name], right, msg=lambda text, n=name: f"{where}, {n}: {text}"
+            )
+
+
 def train_alone(case: Case, num_ranks: int) -> Iterator[tuple[dict[str, Tensor | None], nn.Module]]:
     model = Maze()
     optimizer = reference.sgd([param for param in model.parameters() if param.requires_grad])
@@ -154,7 +171,7 @@ def train_alone(case: Case, num_ranks: int) -> Iterator[tuple[dict[str, Tensor |
             for rank, route in enumerate(routes):
                 loss = loss_of(model, 100 * step + 10 * number + rank, route)
                 (loss / (num_ranks * len(micros))).backward()
-        yield {name: param.grad for name, param in model.named_parameters()}, model
+        yield gradients_of(model), model
         optimizer.step()
         optimizer.zero_grad()
 
@@ -198,14 +215,7 @@ def differs(case: Case, shape: tuple[int, ...], pair: tuple[str, str]) -> None:
                             (loss_of(model, seed, routes[rank]) / len(micros)).backward()
                 if options["reads_early"]:
                     [param.grad for param in model.parameters()]
-            found = reference.full_gradients(model)
-            for name, grad in right.items():
-                assert (grad is None) == (found[name] is None), f"step {step}: {name}: {grad}"
-                if grad is not None:
-                    where = f"step {step}, {name}: "
-                    torch.testing.assert_close(
-                        found[name], grad, msg=lambda text, w=where: w + text
-                    )
+            assert_gradients(model, right, f"step {step}")
             if each != "all of training":
                 with engine.together(), torch.no_grad():
                     for number, route in enumerate(case.evaluations[step][rank]):
@@ -287,9 +297,7 @@ def test_the_mean_loss_of_ranks_that_use_different_units_is_exact() -> None:
             alone(batch, route).square().sum() for batch, route in zip(batches, routes, strict=True)
         ]
         (torch.stack(losses).sum() / sum(map(len, batches))).backward()
-        found = reference.full_gradients(model)
-        for name, param in alone.named_parameters():
-            torch.testing.assert_close(found[name], param.grad)
+        assert_gradients(model, gradients_of(alone), f"step {step}")
 
 
 @on_ranks(2)
@@ -358,11 +366,7 @@ def test_a_graph_that_is_kept_for_a_second_backward_is_used() -> None:
             first = loss_of(each, 0, [(0, "plain"), (2, "plain")])
             first.backward(retain_graph=True)
             (first + loss_of(each, 1, [(3, "plain")])).backward()
-    found = reference.full_gradients(model)
-    for name, param in alone.named_parameters():
-        assert (param.grad is None) == (found[name] is None), name
-        if param.grad is not None:
-            torch.testing.assert_close(found[name], param.grad)
+    assert_gradients(model, gradients_of(alone), "after the second backward")
 
 
 @on_ranks(2)

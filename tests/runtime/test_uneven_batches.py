@@ -1,4 +1,7 @@
-"""Ranks whose batches differ in number and size: ``even_batches`` and ``mean_loss``."""
+"""Ranks whose batches differ in number and size: ``even_batches`` and ``mean_loss``.
+
+Training on random epochs is in ``test_uneven_epochs.py``.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,6 @@ import fsdp_engine as fe
 from fsdp_engine.fsdp2 import fully_shard
 from tests import reference
 from tests.megatron.configs import LEVEL_NAMES
-from tests.pairs import PAIRS
 from tests.pool import Ranks, on_few_ranks, on_ranks
 from tests.training import mesh_of
 
@@ -66,67 +68,20 @@ def loader(rank: int, seed: int) -> Iterator[Tensor]:
         yield rows(size, 100 * (10 * seed + rank) + number)
 
 
-def alone(num_ranks: int, seed: int, accumulate: int) -> tuple[nn.Module, list[float]]:
+def alone(num_ranks: int, seed: int) -> tuple[nn.Module, list[float]]:
     """One process that has the samples of all ranks: its model and losses."""
     model = Net()
     optimizer = reference.adamw(model.parameters())
     epochs = [list(loader(rank, seed)) for rank in range(num_ranks)]
     losses = []
-    for begin in range(0, max(map(len, epochs)), accumulate):
-        batch = torch.cat([part for each in epochs for part in each[begin : begin + accumulate]])
+    for number in range(max(map(len, epochs))):
+        batch = torch.cat([part for each in epochs for part in each[number : number + 1]])
         loss = model(batch).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
     return model, losses
-
-
-def train_epoch(model: nn.Module, engine: fe.Engine, seed: int, accumulate: int) -> list[float]:
-    optimizer = reference.adamw(model.parameters())
-    losses = []
-    batches = list(engine.even_batches(loader(dist.get_rank(), seed)))
-    for begin in range(0, len(batches), accumulate):
-        group = batches[begin : begin + accumulate]
-        for number, (batch, weight) in enumerate(group):
-            each = model(batch)
-            if number == 0:
-                optimizer.zero_grad()
-            loss = engine.mean_loss(weight * each.sum(), weight * len(batch))
-            if number < len(group) - 1:
-                with engine.no_sync():
-                    loss.backward()
-            else:
-                loss.backward()
-        optimizer.step()
-        assert engine.last_mean_loss is not None
-        losses.append(engine.last_mean_loss.item())
-    return losses
-
-
-def check_epochs(pair: tuple[str, str], shape: tuple[int, ...], seeds: range) -> None:
-    num_ranks = math.prod(shape)
-    for seed in seeds:
-        accumulate = 1 + seed % 3
-        expected, losses = alone(num_ranks, seed, accumulate)
-        model = Net()
-        outer = pair[1] if len(shape) > 1 else None
-        engine = fe.shard(model, mesh_of(*shape), pair[0], outer, units="blocks.*")
-        found = train_epoch(model, engine, seed, accumulate)
-        assert found == pytest.approx(losses, rel=1e-6), seed
-        assert_equal(engine.full_state_dict(), reference.full_weights(expected), seed)
-
-
-@pytest.mark.parametrize("level", LEVEL_NAMES)
-def test_epochs_of_random_lengths_train_as_one_process(ranks: Ranks, level: str) -> None:
-    ranks.run(check_epochs, (level, "no_shard"), (2,), range(3), world_size=2)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
-def test_epochs_of_random_lengths_at_every_pair(ranks: Ranks, pair: tuple[str, str]) -> None:
-    ranks.run(check_epochs, pair, (2, 2), range(20), world_size=4)
-    ranks.run(check_epochs, (pair[0], "no_shard"), (3,), range(20, 30), world_size=3)
 
 
 # Batches.
@@ -156,11 +111,24 @@ def test_drop_last_ends_with_the_rank_that_has_fewest(ranks: Ranks) -> None:
     assert ranks.run(pass_through, (0, 0), False, world_size=2) == [[], []]
 
 
+@on_ranks(3)
+def test_a_rank_without_a_batch_gets_a_copy_of_another_ranks_with_weight_0() -> None:
+    engine, rank = fe.shard(nn.Linear(2, 2)), dist.get_rank()
+    batches = [{"x": torch.full((2,), 10.0 * rank + number), "n": number} for number in range(2)]
+    found = list(engine.even_batches(batches if rank == 1 else ()))
+    numbers = [0, 1] if rank == 1 else [0, 0]
+    assert [(batch["n"], weight) for batch, weight in found] == [
+        (number, float(rank == 1)) for number in numbers
+    ]
+    assert [batch["x"].tolist() for batch, _ in found] == [[10.0 + each] * 2 for each in numbers]
+
+
 @on_ranks(2)
-def test_a_rank_without_a_batch_is_an_error_on_all() -> None:
+def test_a_batch_that_cannot_be_sent_to_a_rank_without_one_is_an_error_on_all() -> None:
     engine = fe.shard(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="loader: expected at least one batch on each rank"):
-        next(engine.even_batches(range(dist.get_rank())))
+    batches = [lambda: None] if dist.get_rank() else []
+    with pytest.raises(ValueError, match=r"ranks without one.*a batch of type function"):
+        next(engine.even_batches(batches))
 
 
 @on_ranks(2)
@@ -280,7 +248,7 @@ def test_a_step_without_samples_has_zero_gradients() -> None:
 
 @on_ranks(2)
 def test_the_other_loop_of_megatron_has_it_too() -> None:
-    expected, losses = alone(2, seed=4, accumulate=1)
+    expected, losses = alone(2, seed=4)
     model = Net()
     config = fe.DistributedDataParallelConfig(overlap_grad_reduce=True)
     ddp = fe.DistributedDataParallel(model, config)

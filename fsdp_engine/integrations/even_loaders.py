@@ -1,0 +1,218 @@
+"""Loaders of the transformers Trainer that end at different times on different ranks.
+
+Training: all ranks take as many microbatches as the longest loader has, and losses are scaled so
+that a step has the mean over the batches that exist. Evaluation: batches that are repeated, and
+samples that accelerate would add or drop, are left out of the gathered results.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_engine.batches import EvenBatch
+from fsdp_engine.comm.agreement import agree
+from fsdp_engine.engine import Engine
+from fsdp_engine.extras import naming_extra
+
+with naming_extra():
+    from accelerate.data_loader import (
+        BatchSamplerShard,
+        DataLoaderDispatcher,
+        DataLoaderShard,
+        IterableDatasetShard,
+    )
+    from accelerate.state import GradientState
+    from accelerate.utils import gather, gather_object, recursively_apply
+    from transformers.trainer_pt_utils import find_batch_size
+
+
+class TrainingBatches:
+    """Iterator over the batches of an epoch, of which all ranks get equally many. Collective.
+
+    Args:
+        engine: of the model.
+        batches: those of this rank.
+
+    Attributes:
+        batches: as given.
+    """
+
+    def __init__(self, engine: Engine, batches: Iterator[Any]) -> None:
+        self.batches = batches
+        self._engine = engine
+        self._steps = engine.even_steps(batches)
+        self._taken: list[EvenBatch[Any]] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        step = next(self._steps)
+        if step.is_repeated:  # an object of its own, that is known by its identity
+            step = step._replace(batch=copy.copy(step.batch))
+        self._taken.append(step)
+        return step.batch
+
+    def begin_step(self) -> None:
+        """Batches from now on are those of the next optimizer step."""
+        self._taken.clear()
+
+    def is_repeated(self, batch: Any) -> bool:
+        """Whether a batch of this step has weight 0."""
+        return any(step.is_repeated and step.batch is batch for step in self._taken)
+
+    def scale(self, batch: Any, *, counts: str) -> float:
+        """Factor of the loss of a batch of this step.
+
+        Args:
+            batch: any.
+            counts: how losses of a step are divided: "all", by a number that is counted on all
+                ranks; "rank", by one of this rank alone; "batch", by one of the batch alone.
+        """
+        if self.is_repeated(batch):
+            return 0.0
+        size = self._engine.ranks.size
+        if counts == "all" or not self._taken:
+            return 1.0
+        if counts == "rank":  # ranks that have run out have less batches than the first one
+            return size / max(step.num_ranks for step in self._taken)
+        return size * len(self._taken) / sum(step.num_ranks for step in self._taken)
+
+
+def without_labels(batch: Any) -> Any:
+    """Returns a batch in which no label counts."""
+    names = ("labels", "shift_labels")
+    if not isinstance(batch, Mapping) or not any(name in batch for name in names):
+        return batch
+    ignored = {name: 0 * batch[name] - 100 for name in names if isinstance(batch.get(name), Tensor)}
+    return {**batch, **ignored}
+
+
+def without_samples(batch: Any) -> Any:
+    """Returns a batch whose tensors have no rows."""
+    return recursively_apply(lambda tensor: tensor[:0], dict(batch))
+
+
+def are_even(engine: Engine, loader: Any) -> bool:
+    """Whether accelerate gives all ranks equally many batches, of equal sizes. Collective."""
+    sampler, dataset = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
+    if isinstance(loader, DataLoaderShard) and isinstance(sampler, BatchSamplerShard):
+        is_even = bool(sampler.even_batches)
+    elif isinstance(loader, DataLoaderShard):
+        is_even = isinstance(dataset, IterableDatasetShard)
+    else:
+        is_even = isinstance(loader, DataLoaderDispatcher)
+    lengths = tuple(length_of(each) for each in (loader, dataset))
+    if isinstance(loader, DataLoaderDispatcher):  # reads on the first rank alone
+        lengths = (None, None)
+    found = agree("evaluation", None, engine.ranks.control_group, (is_even, lengths))
+    return is_even and all(each == found[0] for each in found)
+
+
+def length_of(loader: Any) -> int | None:
+    """The length of a loader or data set; None: it has none."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError, AttributeError):
+        return None
+
+
+class EvaluationBatches:
+    """Batches of an evaluation, of which all ranks get equally many, and their gathered results.
+
+    Collective. It reads two batches ahead, since accelerate wants to know the last one.
+
+    Args:
+        engine: of the model.
+        loader: of this rank.
+
+    Attributes:
+        end_of_dataloader: the batch is the last one on all ranks (accelerate's name).
+        remainder: accelerate's, for an unknown number of samples.
+    """
+
+    def __init__(self, engine: Engine, loader: Any) -> None:
+        self.end_of_dataloader = False
+        self.remainder = -1
+        self._engine = engine
+        self._loader = loader
+        self._num = 0  # samples of the batch that count
+        self._losses: list[tuple[Tensor, int]] = []
+        self._total = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        state = GradientState()
+        steps = self._engine.even_steps(self._loader)
+        step = next(steps, None)
+        try:
+            while step is not None:
+                following = next(steps, None)
+                self.end_of_dataloader = following is None
+                # Accelerate's loader, which is ahead, may have made itself the active one.
+                state._remove_dataloader(self)
+                state._add_dataloader(self)
+                self._num = 0 if step.is_repeated else find_batch_size(step.batch) or 0
+                self._total += self._num
+                yield copy.copy(step.batch)
+                step = following
+        finally:
+            state._remove_dataloader(self)
+
+    def add_loss(self, loss: Tensor) -> None:
+        """Note the mean loss of the batch."""
+        self._losses.append((loss.detach(), self._num))
+
+    def totals(self, *, only_finite: bool) -> tuple[int, float | None]:
+        """Returns the number of samples on all ranks, and the mean of their losses; None: there
+        are none. Collective.
+
+        Args:
+            only_finite: leave out batches whose loss is not.
+        """
+        losses = [(loss.item(), num) for loss, num in self._losses if num]
+        group = self._engine.ranks.control_group
+        found = agree("evaluation", None, group, (self._total, losses))
+        kept = [each for _, of_rank in found for each in of_rank]
+        if only_finite:
+            kept = [each for each in kept if math.isfinite(each[0])] or kept
+        num = sum(num for _, num in kept)
+        mean = sum(loss * num for loss, num in kept) / num if num else None
+        return sum(total for total, _ in found), mean
+
+    def gather(self, data: Any, use_gather_object: bool) -> Any:
+        """As accelerate's ``gather_for_metrics``, of the samples that count."""
+        if use_gather_object or not _has_only_tensors(data):
+            if isinstance(data, Tensor | list):
+                return gather_object(data[: self._num])
+            return recursively_apply(lambda each: gather_object(each[: self._num]), data)
+        return recursively_apply(self._gather_rows, data)
+
+    def _gather_rows(self, tensor: Tensor) -> Tensor:
+        tensor = tensor[: self._num].contiguous()
+        lengths = gather(torch.tensor([len(tensor)], device=tensor.device)).tolist()
+        if not max(lengths):
+            return tensor
+        padding = [0, 0] * (tensor.dim() - 1) + [0, max(lengths) - len(tensor)]
+        padded = nn.functional.pad(tensor, padding)
+        parts = gather(padded).split(len(padded))
+        return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
+
+
+def _has_only_tensors(data: Any) -> bool:
+    try:
+        recursively_apply(lambda each: each, data, error_on_other_type=True)
+    except TypeError:
+        return False
+    return True

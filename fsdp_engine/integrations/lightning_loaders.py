@@ -1,0 +1,142 @@
+"""Loaders of Lightning's Trainer that end at different times on different ranks.
+
+The Trainer gets a loader that all ranks iterate equally often. Its strategy asks it for the step
+that a batch belongs to, in the order in which the Trainer has taken batches.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from fsdp_engine.batches import EvenBatch
+from fsdp_engine.comm.agreement import agree
+from fsdp_engine.engine import Engine
+
+_BY_RANK = "fsdp_engine: by rank"
+
+
+@runtime_checkable
+class _Stateful(Protocol):
+    """A loader that saves its place."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+class EvenLoader:
+    """Iterates over the batches of a loader, on all ranks as often as on the one that has most.
+
+    Args:
+        engine: of the model.
+        loader: of this rank.
+        length: of the longest one; None: unknown.
+    """
+
+    def __init__(self, engine: Engine, loader: Any, length: int | None) -> None:
+        self._engine = engine
+        self._loader = loader
+        self._length = length
+        self._given: deque[EvenBatch[Any]] = deque()
+        self._lacks_batches = False
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # Lightning looks for iterators and workers of torch's loaders
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    @property
+    def worker_init_fn(self) -> Any:
+        """Of the loader."""
+        return self._loader.worker_init_fn
+
+    @worker_init_fn.setter
+    def worker_init_fn(self, function: Any) -> None:
+        self._loader.worker_init_fn = function
+
+    def __len__(self) -> int:
+        if self._length is None:
+            raise TypeError(f"object of type {type(self._loader).__name__} has no len()")
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        self._given.clear()
+        is_first = True
+        for step in self._engine.even_steps(self._batches()):
+            if is_first:
+                self._lacks_batches = step.num_ranks < self._engine.ranks.size
+                is_first = False
+            self._given.append(step)
+            yield step.batch
+
+    @property
+    def lacks_batches(self) -> bool:
+        """Whether a rank had no batch at all when the loader was iterated last."""
+        return self._lacks_batches
+
+    def take_step(self) -> EvenBatch[Any] | None:
+        """Returns the step of the next batch that the Trainer trains or evaluates; None: it has
+        taken none."""
+        return self._given.popleft() if self._given else None
+
+    def _batches(self) -> Iterator[Any]:
+        return iter(self._loader)
+
+
+class StatefulEvenLoader(EvenLoader):
+    """The same, of a loader that saves its place."""
+
+    def __init__(self, engine: Engine, loader: Any, length: int | None) -> None:
+        super().__init__(engine, loader, length)
+        self._state: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of all ranks' loaders, after the batches that were given last: loaders are one
+        ahead. Collective. (Lightning saves the first rank's state alone.)"""
+        state = self._loader.state_dict() if self._state is None else self._state
+        group = self._engine.ranks.control_group
+        return {_BY_RANK: agree("state_dict() of a loader", None, group, state)}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Continue from :meth:`state_dict` of as many ranks, or from a state of the loader.
+
+        Raises:
+            ValueError: it is from another number of ranks.
+        """
+        self._state = None
+        ranks = self._engine.ranks
+        if isinstance(state, Mapping) and _BY_RANK in state:
+            if len(state[_BY_RANK]) != ranks.size:
+                raise ValueError(
+                    f"dataloader: expected a checkpoint of {ranks.size} ranks, whose loaders have "
+                    f"places of their own; found one of {len(state[_BY_RANK])}"
+                )
+            state = state[_BY_RANK][ranks.rank]
+        self._loader.load_state_dict(state)
+
+    def _batches(self) -> Iterator[Any]:
+        batches = iter(self._loader)
+        while True:
+            self._state = self._loader.state_dict()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            yield batch
+
+
+def even_loader(engine: Engine, loader: Any) -> Any:
+    """Returns ``loader`` if all ranks' loaders have one known length, else an
+    :class:`EvenLoader`. Collective."""
+    try:
+        length = len(loader)
+    except (TypeError, NotImplementedError):
+        length = None
+    lengths = agree("dataloader", None, engine.ranks.control_group, length)
+    if engine.ranks.size == 1 or (length is not None and set(lengths) == {length}):
+        return loader
+    longest = None if None in lengths else max(lengths)
+    kind = StatefulEvenLoader if isinstance(loader, _Stateful) else EvenLoader
+    return kind(engine, loader, longest)

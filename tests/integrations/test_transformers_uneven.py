@@ -1,0 +1,507 @@
+"""transformers' ``Trainer`` over the engine, whose ranks' loaders end at different times, beside
+one process that has the batches of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from tests import reference
+from tests.integrations.trainer_scene import (
+    FULL,
+    LEVELS,
+    VOCAB,
+    arguments,
+    as_launched,
+    num_ranks,
+    shared_folder,
+)
+from tests.pool import Ranks, on_ranks
+
+SHORTEST, LONGEST = 3, 9
+Batch = dict[str, Tensor]
+
+
+class Tokens(nn.Module):
+    """Predicts each token's label, in fp64. Its loss is divided by ``num_items_in_batch``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(VOCAB, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.head = nn.Linear(8, VOCAB)
+        self.double()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        attention_mask: Tensor,
+        num_items_in_batch: Any = None,
+        **given: Any,
+    ) -> dict[str, Tensor]:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        logits = self.head(x)
+        total = nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=-100
+        )
+        count = (labels != -100).sum() if num_items_in_batch is None else num_items_in_batch
+        return {"loss": total / count, "logits": logits}
+
+
+class MeanOfBatch(nn.Module):
+    """The same, without ``num_items_in_batch``: the trainer takes the mean over batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = Tokens()
+
+    def forward(
+        self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor
+    ) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = self.tokens(input_ids, labels, attention_mask)
+        return found
+
+
+def text(seed: int) -> Batch:
+    """Tokens and labels, of a length of its own; some labels do not count."""
+    generator = torch.Generator().manual_seed(seed)
+    length = int(torch.randint(SHORTEST, LONGEST, (1,), generator=generator))
+    tokens = torch.randint(3, VOCAB, (length,), generator=generator)
+    labels = torch.randint(3, VOCAB, (length,), generator=generator)
+    labels[: seed % 3] = -100
+    return {"input_ids": tokens, "labels": labels, "attention_mask": torch.ones_like(tokens)}
+
+
+def collate(texts: list[Batch]) -> Batch:
+    longest = max(len(each["labels"]) for each in texts)
+
+    def padded(name: str, value: int) -> Tensor:
+        return torch.stack(
+            [
+                nn.functional.pad(each[name], (0, longest - len(each[name])), value=value)
+                for each in texts
+            ]
+        )
+
+    return {
+        "input_ids": padded("input_ids", 0),
+        "labels": padded("labels", -100),
+        "attention_mask": padded("attention_mask", 0),
+    }
+
+
+class Stream(IterableDataset[Batch]):
+    """Texts without a known number."""
+
+    def __init__(self, texts: list[Batch]) -> None:
+        self._texts = texts
+
+    def __iter__(self) -> Iterator[Batch]:
+        yield from self._texts
+
+
+class Case(NamedTuple):
+    """Loaders of ranks: sizes of the batches of each.
+
+    Attributes:
+        sizes: by rank.
+        streams: the loaders' lengths are unknown.
+        per_step: microbatches of an optimizer step.
+    """
+
+    sizes: tuple[tuple[int, ...], ...]
+    streams: bool = False
+    per_step: int = 1
+
+    @property
+    def num_batches(self) -> int:
+        return max(map(len, self.sizes))
+
+    def batches(self, rank: int) -> list[list[Batch]]:
+        return [
+            [text(1000 * rank + 10 * number + row) for row in range(size)]
+            for number, size in enumerate(self.sizes[rank])
+        ]
+
+    def batches_of_all(self) -> list[list[Batch]]:
+        """Those of one process, which has the batches of all ranks in a microbatch."""
+        by_rank = [self.batches(rank) for rank in range(len(self.sizes))]
+        return [
+            [row for each in by_rank for row in (each[number] if number < len(each) else [])]
+            for number in range(self.num_batches)
+        ]
+
+
+CASES = {
+    "one ends early": Case(((3, 1), (2, 2, 4, 1, 3))),
+    "accumulation": Case(((3, 1, 2), (2, 2, 4, 1, 3)), per_step=2),
+    "none on one rank": Case(((2, 3), ()), per_step=2),
+    "streams": Case(((3, 1), (2, 2, 4, 1)), streams=True, per_step=2),
+    "three ranks": Case(((1,), (2, 3, 1, 1, 2), (3, 2, 1)), per_step=3),
+}
+
+
+def loader_of(batches: list[list[Batch]], streams: bool) -> Any:
+    if streams:
+        return DataLoader(Stream([collate(each) for each in batches]), batch_size=None)
+    return DataLoader([collate(each) for each in batches], batch_size=None)  # type: ignore[arg-type]
+
+
+class Trained(NamedTuple):
+    weights: dict[str, Tensor]
+    losses: list[float]
+    norms: list[float]
+    tokens_seen: int
+    evaluated: dict[str, float]
+    # Labels that count, and logits at them, of each sample.
+    predicted: list[tuple[tuple[int, ...], list[float]]]
+
+
+def hits(prediction: Any) -> dict[str, float]:
+    """Tokens that were predicted right, and the number of labels."""
+    counts = prediction.label_ids != -100
+    right = (prediction.predictions.argmax(-1) == prediction.label_ids) & counts
+    return {"hits": float(np.sum(right)), "labels": float(np.sum(counts))}
+
+
+class HitsByBatch:
+    """The same, batch by batch (``batch_eval_metrics``)."""
+
+    def __init__(self) -> None:
+        self._sums = dict.fromkeys(("hits", "labels"), 0.0)
+
+    def __call__(self, prediction: Any, compute_result: bool = False) -> dict[str, float]:
+        labels, logits = prediction.label_ids.numpy(), prediction.predictions.numpy()
+        found = hits(SimpleNamespace(predictions=logits, label_ids=labels))
+        self._sums = {name: value + found[name] for name, value in self._sums.items()}
+        if not compute_result:
+            return {}
+        sums, self._sums = self._sums, dict.fromkeys(self._sums, 0.0)
+        return sums
+
+
+def train(kind: str, case: Case, model: type[nn.Module], **options: Any) -> Trained:
+    """Train, evaluate and predict, on the batches of this rank; of all, if it is the only one.
+
+    Args:
+        kind: "plain", or a level.
+        case: the loaders.
+        model: class of the model.
+        options: of the training arguments, and ``trainer``: of the trainer.
+    """
+    as_launched()
+    import transformers
+
+    from fsdp_engine.integrations.transformers import FSDPEngineTrainer
+
+    batches = case.batches_of_all() if num_ranks() == 1 else case.batches(dist.get_rank())
+
+    class Own:
+        """Each rank's loader is its own."""
+
+        def get_train_dataloader(self) -> Any:
+            return loader_of(batches, case.streams)
+
+        def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+            return loader_of(batches, case.streams)
+
+        def get_test_dataloader(self, test_dataset: Any) -> Any:
+            return loader_of(batches, case.streams)
+
+    given: dict[str, Any] = {"compute_metrics": hits, **options.pop("trainer", {})}
+    if kind != "plain":
+        given["shard"] = {"strategy": kind, "min_unit_size": 0}
+    args = arguments(
+        shared_folder(),
+        **{
+            "gradient_accumulation_steps": case.per_step,
+            "max_steps": -(-case.num_batches // case.per_step) if case.streams else -1,
+            "num_train_epochs": 1 if case.streams else 2,
+            "eval_strategy": "no",
+            "include_num_input_tokens_seen": "non_padding",
+            **options,
+        },
+    )
+    base = transformers.Trainer if kind == "plain" else FSDPEngineTrainer
+    made: Any = type("Made", (Own, base), {})(model=model(), args=args, **given)
+    made.remove_callback(transformers.trainer_callback.PrinterCallback)
+    made.train()
+    log = made.state.log_history
+    found = made.evaluate([0])
+    predicted = made.predict([0])
+    state = made.model.state_dict() if kind == "plain" else made.engine.full_state_dict()
+    rows = [
+        (tuple(labels[labels != -100].tolist()), logits[labels != -100].ravel().tolist())
+        for labels, logits in zip(predicted.label_ids, predicted.predictions, strict=True)
+    ]
+    assert kind == "plain" or predicted.metrics["test_hits"] == found["eval_hits"]
+    return Trained(
+        {name: value.detach().clone() for name, value in state.items()},
+        [row["loss"] for row in log if "loss" in row],
+        [row["grad_norm"] for row in log if "grad_norm" in row],
+        made.state.num_input_tokens_seen,
+        {name: found[f"eval_{name}"] for name in ("loss", "hits", "labels")},
+        sorted(rows),
+    )
+
+
+def assert_weights(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, right in expected.items():
+        assert reference.relative_error(found[name], right) < 1e-11, name
+
+
+def evaluation_loss(model: type[nn.Module], weights: dict[str, Tensor], case: Case) -> float:
+    """The mean over all samples of the loss of their batch."""
+    made = model()
+    made.load_state_dict(weights)
+    batches = [batch for rank in range(len(case.sizes)) for batch in case.batches(rank)]
+    with torch.no_grad():
+        losses = [made(**collate(batch))["loss"].item() * len(batch) for batch in batches]
+    return sum(losses) / sum(map(len, batches))
+
+
+@pytest.mark.parametrize(
+    ("name", "level"),
+    [(name, FULL) for name in CASES]
+    + [("accumulation", "no_shard")]
+    + [
+        pytest.param(name, level, marks=pytest.mark.thorough)
+        for name in CASES
+        for level in LEVELS[:-1]
+        if (name, level) != ("accumulation", "no_shard")
+    ],
+)
+def test_a_run_is_that_of_one_process(ranks: Ranks, name: str, level: str) -> None:
+    case = CASES[name]
+    (alone,) = ranks.run(train, "plain", case, Tokens, world_size=1, group=False)
+    for found in ranks.run(train, level, case, Tokens, world_size=len(case.sizes)):
+        assert_weights(found.weights, alone.weights)
+        assert found.losses == pytest.approx(alone.losses, rel=1e-6)
+        assert found.norms == pytest.approx(alone.norms, rel=1e-9)
+        assert found.tokens_seen == alone.tokens_seen
+        assert found.evaluated["hits"] == alone.evaluated["hits"]
+        assert found.evaluated["labels"] == alone.evaluated["labels"]
+        loss = evaluation_loss(Tokens, alone.weights, case)
+        assert found.evaluated["loss"] == pytest.approx(loss, rel=1e-9)
+        assert [labels for labels, _ in found.predicted] == [
+            labels for labels, _ in alone.predicted
+        ]
+        for (_, ours), (_, theirs) in zip(found.predicted, alone.predicted, strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
+def by_hand(case: Case, divided_by: str, epochs: int) -> tuple[dict[str, Tensor], list[float]]:
+    """Weights and losses of one process, of the means that the trainer takes.
+
+    Args:
+        case: the loaders.
+        divided_by: "rank": the mean over ranks of the mean over their labels; "batch": the mean
+            over batches of the mean over theirs.
+        epochs: how many.
+    """
+    model = Tokens()
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    by_rank = [case.batches(rank) for rank in range(len(case.sizes))]
+    for begin in [*range(0, case.num_batches, case.per_step)] * epochs:
+        parts = [each[begin : begin + case.per_step] for each in by_rank]
+        parts = [part for part in parts if part]
+        if divided_by == "rank":
+            means = [model(**collate([row for batch in part for row in batch])) for part in parts]
+        else:
+            means = [model(**collate(batch)) for part in parts for batch in part]
+        loss = torch.stack([each["loss"] for each in means]).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return model.state_dict(), losses
+
+
+@pytest.mark.parametrize("divided_by", ["rank", "batch"])
+@pytest.mark.parametrize("name", ["accumulation", "none on one rank"])
+def test_means_of_ranks_or_batches_are_those_of_the_batches_that_exist(
+    ranks: Ranks, name: str, divided_by: str
+) -> None:
+    case = CASES[name]
+    weights, losses = by_hand(case, divided_by, epochs=2)
+    options: dict[str, Any] = {"optim": "sgd", "learning_rate": 0.1, "weight_decay": 0.0}
+    options |= {"lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+    options["average_tokens_across_devices"] = divided_by != "rank"
+    model = Tokens if divided_by == "rank" else MeanOfBatch
+    for each in ranks.run(train_with, FULL, case, model, options, world_size=2):
+        assert_weights(each.weights, {name_of(model, key): value for key, value in weights.items()})
+        assert each.losses == pytest.approx(losses, rel=1e-6)
+
+
+def train_with(kind: str, case: Case, model: type[nn.Module], options: dict[str, Any]) -> Trained:
+    return train(kind, case, model, **options)
+
+
+def name_of(model: type[nn.Module], key: str) -> str:
+    return f"tokens.{key}" if model is MeanOfBatch else key
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "metrics by batch": {"batch_eval_metrics": True, "trainer": {"compute_metrics": HitsByBatch()}},
+    "results to the CPU in between": {"eval_accumulation_steps": 1},
+    "checkpointed steps": {"save_strategy": "steps", "save_steps": 2},
+    "an evaluation within training": {"eval_strategy": "steps", "eval_steps": 1},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_of_uneven_runs(ranks: Ranks, name: str) -> None:
+    case = CASES["accumulation"]
+    given = {key: value for key, value in OPTIONS[name].items() if not key.startswith("eval_st")}
+    (alone,) = ranks.run(train_with, "plain", case, Tokens, {}, world_size=1, group=False)
+    options = {**OPTIONS[name]}
+    if "eval_steps" in options:
+        options["trainer"] = {"eval_dataset": [0]}
+    for found in ranks.run(train_with, FULL, case, Tokens, options, world_size=2):
+        assert_weights(found.weights, alone.weights)
+        assert {key: found.evaluated[key] for key in ("hits", "labels")} == {
+            key: alone.evaluated[key] for key in ("hits", "labels")
+        }
+    assert given or "eval_steps" in options
+
+
+class Texts(Dataset[Batch]):
+    """A data set that ranks share."""
+
+    def __len__(self) -> int:
+        return 11
+
+    def __getitem__(self, index: int) -> Batch:
+        return text(index)
+
+
+def train_shared(kind: str, batch: int, accelerator: dict[str, Any], resumed: bool) -> Any:
+    """Weights, and the evaluation of a data set that accelerate deals to ranks."""
+    as_launched()
+    import transformers
+
+    from fsdp_engine.integrations.transformers import FSDPEngineTrainer
+
+    folder = shared_folder()
+
+    def make() -> Any:
+        args = arguments(
+            folder,
+            per_device_train_batch_size=batch // num_ranks(),
+            per_device_eval_batch_size=batch // num_ranks(),
+            gradient_accumulation_steps=2,
+            max_steps=-1,
+            num_train_epochs=2,
+            eval_strategy="no",
+            save_strategy="steps",
+            save_steps=1,
+            train_sampling_strategy="sequential",
+            accelerator_config=accelerator,
+        )
+        given: dict[str, Any] = {"data_collator": collate, "compute_metrics": hits}
+        if kind != "plain":
+            given["shard"] = {"strategy": kind, "min_unit_size": 0}
+        base = transformers.Trainer if kind == "plain" else FSDPEngineTrainer
+        made = base(model=Tokens(), args=args, train_dataset=Texts(), eval_dataset=Texts(), **given)
+        made.remove_callback(transformers.trainer_callback.PrinterCallback)
+        return made
+
+    made = make()
+    made.train()
+    if resumed:
+        made = make()
+        made.train(resume_from_checkpoint=str(folder / "checkpoint-3"))
+    evaluated = made.evaluate()
+    state = made.model.state_dict() if kind == "plain" else made.engine.full_state_dict()
+    weights = {name: value.detach().clone() for name, value in state.items()}
+    return weights, {name: evaluated[f"eval_{name}"] for name in ("hits", "labels")}
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("split", [False, True])
+def test_a_data_set_is_dealt_without_samples_that_count_twice(
+    ranks: Ranks, split: bool, resumed: bool
+) -> None:
+    # Of 11 samples in batches of 2 on two ranks, or of 4 that are split, the last has 3.
+    given = {"even_batches": False, "split_batches": split}
+    weights, evaluated = ranks.run(train_shared, "plain", 4, {}, False, world_size=1, group=False)[
+        0
+    ]
+    batch = 8 if split else 4  # then the trainer's batch is that of all ranks
+    for found, metrics in ranks.run(train_shared, FULL, batch, given, resumed, world_size=2):
+        assert_weights(found, weights)
+        assert metrics == evaluated
+
+
+class Towers(nn.Module):
+    """A batch goes through one of its towers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(VOCAB, 8)
+        self.towers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.head = nn.Linear(8, VOCAB)
+        self.double()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        attention_mask: Tensor,
+        num_items_in_batch: Any = None,
+        **given: Any,
+    ) -> dict[str, Tensor]:
+        tower = self.towers[int(input_ids.sum()) % 3]
+        logits = self.head(torch.tanh(tower(self.embed(input_ids))))
+        total = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        count = (labels != -100).sum() if num_items_in_batch is None else num_items_in_batch
+        return {"loss": total / count, "logits": logits}
+
+
+def test_ranks_use_different_modules_in_uneven_runs(ranks: Ranks) -> None:
+    case, given = CASES["accumulation"], {"trainer": {"different_modules": True}}
+    expected = ranks.run(train_with, "no_shard", case, Towers, given, world_size=2)
+    found = ranks.run(train_with, FULL, case, Towers, given, world_size=2)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert_weights(ours.weights, theirs.weights)
+        assert ours.evaluated == pytest.approx(theirs.evaluated, rel=1e-9)
+
+
+@pytest.mark.parametrize("where", ["train", "evaluate", "predict"])
+@on_ranks(2)
+def test_an_error_of_one_loader_is_raised_on_all_ranks(where: str) -> None:
+    as_launched()
+    from fsdp_engine.integrations.transformers import FSDPEngineTrainer
+
+    class Failing(IterableDataset[Batch]):
+        def __iter__(self) -> Iterator[Batch]:
+            yield collate([text(0)])
+            if dist.get_rank() == 1:
+                raise OSError("disk on fire")
+            yield collate([text(1)])
+
+    class Own(FSDPEngineTrainer):
+        def get_train_dataloader(self) -> Any:
+            return DataLoader(Failing(), batch_size=None)
+
+        get_eval_dataloader = get_test_dataloader = lambda self, dataset=None: DataLoader(
+            Failing(), batch_size=None
+        )
+
+    args = arguments(shared_folder(), max_steps=4, eval_strategy="no")
+    made = Own(model=Tokens(), args=args, shard={"strategy": FULL})
+    with pytest.raises(OSError, match="disk on fire"):
+        made.train() if where == "train" else getattr(made, where)([0])

@@ -1,0 +1,268 @@
+"""Epochs of random lengths on several ranks, in fp64, beside one process with the batches of all.
+
+A case has epochs in which ranks have different numbers of batches, or none, of different sizes;
+microbatches of a step; loaders that raise on one rank; ``drop_last``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsdp_engine as fe
+from tests import reference
+from tests.megatron.configs import LEVEL_NAMES
+from tests.pairs import PAIRS
+from tests.pool import Ranks
+from tests.training import mesh_of
+
+WIDTH = 8
+# Cases of each pair of levels, times 2.5: 500 in all, in some five minutes.
+NUM_CASES = int(os.environ.get("FSDP_ENGINE_EPOCHS", "20"))
+
+
+class Net(nn.Module):
+    """Three blocks, of which batches may leave out some, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 1)
+        self.double()
+
+    def forward(self, x: Tensor, left_out: int = -1) -> Tensor:
+        """Returns the loss of each sample."""
+        for number, block in enumerate(self.blocks):
+            if number != left_out:
+                x = torch.tanh(block(x))
+        losses: Tensor = self.head(x).square().flatten()
+        return losses
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Its samples are made from its seed.
+
+    Attributes:
+        seed: of the samples.
+        size: how many they are; 0: a batch that does not count.
+        left_out: number of a block.
+    """
+
+    seed: int
+    size: int
+    left_out: int
+
+    def samples(self) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed)
+        shape = (max(1, self.size), WIDTH)
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    def loss_sum(self, model: nn.Module) -> Tensor:
+        losses: Tensor = model(self.samples(), self.left_out)
+        return losses.sum() * (self.size > 0)
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """An epoch of all ranks.
+
+    Attributes:
+        batches: by rank.
+        drop_last: end with the shortest loader.
+        failing: the rank whose loader raises after its batches.
+    """
+
+    batches: list[list[Batch]]
+    drop_last: bool
+    failing: int | None
+
+    @property
+    def num_steps(self) -> int:
+        """Batches that each rank takes."""
+        lengths = [len(each) for each in self.batches]
+        if self.failing is None:
+            return min(lengths) if self.drop_last else max(lengths)
+        others = [length for rank, length in enumerate(lengths) if rank != self.failing]
+        failure = lengths[self.failing]
+        return min([failure, *others]) if self.drop_last else failure
+
+    @property
+    def fails(self) -> bool:
+        """Whether the loader that raises is read so far."""
+        return self.failing is not None and self.num_steps == len(self.batches[self.failing])
+
+    def steps(self) -> list[list[Batch]]:
+        """Batches of all ranks by step, repeated ones with size 0: these do not count, but a
+        parameter that only they use has a gradient of zero, not None."""
+        first = next((each[0] for each in self.batches if each), None)
+        return [
+            [
+                each[number] if number < len(each) else replace((each or [first])[-1], size=0)  # type: ignore[type-var]
+                for each in self.batches
+            ]
+            for number in range(self.num_steps)
+        ]
+
+    def loader(self, rank: int) -> Iterator[Batch]:
+        yield from self.batches[rank]
+        if rank == self.failing:
+            raise OSError(f"the disk of rank {rank} is on fire")
+
+
+@dataclass(frozen=True)
+class Case:
+    epochs: list[Epoch]
+    accumulate: int
+    leaves_out: bool
+
+
+def draw_case(draw: random.Random, num_ranks: int) -> Case:
+    leaves_out = draw.random() < 0.4
+    smallest = 0 if draw.random() < 0.3 else 1
+    epochs = []
+    for epoch in range(draw.randint(1, 3)):
+        shortest = 0 if draw.random() < 0.4 else 1
+        lengths = [draw.randint(shortest, 6) for _ in range(num_ranks)]
+        batches = [
+            [
+                Batch(
+                    seed=1000 * epoch + 100 * rank + number,
+                    size=draw.randint(smallest, 5),
+                    left_out=draw.randint(-1, 2) if leaves_out else -1,
+                )
+                for number in range(length)
+            ]
+            for rank, length in enumerate(lengths)
+        ]
+        failing = draw.randrange(num_ranks) if draw.random() < 0.25 else None
+        epochs.append(Epoch(batches, drop_last=draw.random() < 0.25, failing=failing))
+    return Case(epochs, draw.randint(1, 3), leaves_out)
+
+
+def steps_alone(case: Case) -> Iterator[list[Batch]]:
+    """Batches of each optimizer step, of all ranks. A step whose microbatches a loader that raises
+    has cut short is not taken."""
+    for epoch in case.epochs:
+        steps = epoch.steps()
+        for begin in range(0, len(steps), case.accumulate):
+            microbatches = steps[begin : begin + case.accumulate]
+            if len(microbatches) == case.accumulate or not epoch.fails:
+                yield [batch for each in microbatches for batch in each]
+
+
+def train_alone(case: Case) -> tuple[nn.Module, list[float]]:
+    """One process: its model, and the mean loss of each step."""
+    model, losses = Net(), []
+    optimizer = reference.adamw(model.parameters())
+    for step in steps_alone(case):
+        count = sum(batch.size for batch in step)
+        total = torch.stack([batch.loss_sum(model) for batch in step]).sum()
+        # A step without samples has gradients of zero.
+        (total / max(1, count)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total.item() / count if count else math.nan)
+    return model, losses
+
+
+def with_last(
+    batches: Iterable[tuple[Batch, float]], accumulate: int
+) -> Iterator[tuple[Batch, float, bool]]:
+    """Says which microbatch is the last of its step. Where the loaders raise, none is."""
+    waiting: tuple[Batch, float] | None = None
+    number = 0
+    for each in batches:
+        if waiting is not None:
+            number += 1
+            yield *waiting, number % accumulate == 0
+        waiting = each
+        if (number + 1) % accumulate == 0:  # known without the next one
+            number += 1
+            yield *waiting, True
+            waiting = None
+    if waiting is not None:
+        yield *waiting, True
+
+
+def train_epoch(engine: fe.Engine, optimizer: Any, epoch: Epoch, case: Case) -> Iterator[float]:
+    """The mean loss of each step."""
+    batches = engine.even_batches(epoch.loader(dist.get_rank()), drop_last=epoch.drop_last)
+    for batch, weight, is_last in with_last(batches, case.accumulate):
+        with (
+            contextlib.nullcontext() if is_last else engine.no_sync(),
+            engine.together() if case.leaves_out else contextlib.nullcontext(),
+        ):
+            loss = weight * batch.loss_sum(engine.model)
+            engine.mean_loss(loss, weight * batch.size).backward()
+        if is_last:
+            assert engine.last_mean_loss is not None
+            yield engine.last_mean_loss.item()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def check(case: Case, shape: tuple[int, ...], pair: tuple[str, str]) -> None:
+    expected, losses = train_alone(case)
+    outer = pair[1] if len(shape) > 1 else None
+    engine = fe.shard(Net(), mesh_of(*shape), pair[0], outer, units="blocks.*")
+    optimizer = reference.adamw(engine.model.parameters())
+    found: list[float] = []
+    for epoch in case.epochs:
+        raises = pytest.raises(OSError, match=f"the disk of rank {epoch.failing} is on fire")
+        with raises if epoch.fails else contextlib.nullcontext():
+            for loss in train_epoch(engine, optimizer, epoch, case):
+                found.append(loss)
+        optimizer.zero_grad()  # of a step that was cut short
+    assert found == pytest.approx(losses, rel=1e-6, nan_ok=True)
+    weights = engine.full_state_dict()
+    for name, right in expected.state_dict().items():
+        assert reference.relative_error(weights[name], right) < 1e-11, name
+
+
+def run_cases(ranks: Ranks, seeds: range, shape: tuple[int, ...], pair: tuple[str, str]) -> None:
+    size = math.prod(shape)
+    for seed in seeds:
+        case = draw_case(random.Random(f"{seed} {shape}"), size)
+        try:
+            ranks.run(check, case, shape, pair, world_size=size)
+        except RuntimeError as error:
+            raise AssertionError(f"seed {seed}, {shape}, {pair}: {case}") from error
+
+
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+def test_epochs_of_random_lengths_train_as_one_process(ranks: Ranks, level: str) -> None:
+    run_cases(ranks, range(4), (2,), (level, "no_shard"))
+    run_cases(ranks, range(4, 6), (3,), (level, "no_shard"))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_random_epochs(ranks: Ranks, pair: tuple[str, str]) -> None:
+    run_cases(ranks, range(100, 100 + NUM_CASES), (2, 2), pair)
+    run_cases(ranks, range(10000, 10000 + NUM_CASES // 2), (2,), (pair[0], "no_shard"))
+    run_cases(ranks, range(20000, 20000 + NUM_CASES // 2), (3,), (pair[0], "no_shard"))
+    run_cases(ranks, range(30000, 30000 + NUM_CASES // 2), (4,), (pair[0], "no_shard"))
+
+
+def test_cases_have_each_kind_of_epoch() -> None:
+    cases = [draw_case(random.Random(f"{seed} (2,)"), 2) for seed in range(4)]
+    cases += [draw_case(random.Random(f"{seed} (3,)"), 3) for seed in range(4, 6)]
+    epochs = [epoch for case in cases for epoch in case.epochs]
+    assert any(epoch.fails for epoch in epochs)
+    assert any(epoch.drop_last for epoch in epochs)
+    assert any(not each and epoch.num_steps for epoch in epochs for each in epoch.batches)
+    assert any(case.accumulate > 1 for case in cases)
+    assert any(case.leaves_out for case in cases)
+    assert any(batch.size == 0 for epoch in epochs for each in epoch.batches for batch in each)
