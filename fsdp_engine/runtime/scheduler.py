@@ -375,7 +375,7 @@ class Scheduler:
         self._free_all()
         reductions = self.reductions
         self._rounds = reductions.rounds = GatherRounds(
-            ranks, self.units, len(reductions.order), reductions.finish_first
+            ranks, self.units, len(reductions.order), reductions.drive_first
         )
         self._own_record = self._own_record or self._make_record()
         self._record = self._own_record
