@@ -260,6 +260,7 @@ class Checkpointer:
 
         Each error is raised on all ranks; all but the last before anything is changed.
         """
+        self._run.await_ranks()
         self.wait()
         same = {"step": step, "strict": strict, "verify": verify, "trust": trust}
         agree_on_same("load()", None, self._control, same)
@@ -301,6 +302,7 @@ class Checkpointer:
 
     def _begin(self, step: int) -> _Save:
         """Validate all ranks' state, and create the folder of a save."""
+        self._run.await_ranks()
         self.wait()
         if self._group is None:
             self._group = self._ranks.make_host_group(self._timeout)

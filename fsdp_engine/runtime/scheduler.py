@@ -431,10 +431,20 @@ class Scheduler:
         Args:
             call: which.
             inputs: autograd's nodes of the call's inputs, where it has several.
+
+        Raises:
+            RuntimeError: the call was made within ``together()``, and the context was left.
         """
         backward = self._backward
         if backward is not None and backward.has_entered(call):
             return
+        if call.in_rounds and self._rounds is None and call.unit.reshards:
+            raise RuntimeError(
+                f"backward of unit {call.unit.label}: expected it within engine.together(), as its "
+                "forward was, since other ranks may have used other units; found that the context "
+                "was left. Call backward() within it, or enter it again (after this exception, "
+                "call engine.reset())"
+            )
         backward = self.begin_backward()
         if backward.weights_only:
             if call.reads_weights:
