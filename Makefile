@@ -20,7 +20,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 p
 VENV := .venv$(addprefix -,$(TORCH))
 RUN := $(VENV)/bin/python -m
 STAMP := $(VENV)/.installed
-# The pinned versions, with the torch that TORCH names.
+# The pinned versions, with the torch that TORCH names, which needs a triton of its own.
 CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 # Transformer Engine's Python files, without its libraries: tests/codecs/te_on_cpu.py. Not among the
 # packages, where others (peft) would take them for the library.
@@ -72,7 +72,7 @@ $(STAMP): pyproject.toml constraints.txt
 		echo "Building $(VENV) with $$($(PYTHON) --version) (once; a minute or two)"; \
 		$(PYTHON) -m venv --clear $(VENV); \
 	fi
-	@$(if $(TORCH),sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(CONSTRAINTS))
+	@$(if $(TORCH),sed 's/^torch==.*/torch==$(TORCH)/; /^triton==/d' constraints.txt > $(CONSTRAINTS))
 	@$(RUN) pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
 		--constraint $(CONSTRAINTS) --editable ".[test,examples]"
 	@$(RUN) pip install --quiet --disable-pip-version-check $(PIP_ARGS) \

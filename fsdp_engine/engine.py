@@ -297,7 +297,11 @@ class Engine:
             return
         self._scheduler.begin_rounds(self.ranks)
         try:
-            yield
+            try:
+                yield
+            except GeneratorExit:  # a generator of the user's was closed within the context
+                self._scheduler.await_ranks()
+                raise
             self._scheduler.await_ranks()
         except Exception:
             self._scheduler.abandon_rounds()
@@ -321,6 +325,19 @@ class Engine:
         if self._scheduler.in_rounds or self._is_unsharded:
             return True
         return not any(unit.reshards or unit.needs_refresh for unit in self.units)
+
+    def await_ranks(self) -> None:
+        """Within :meth:`together`, take part in the gathers of other ranks until none needs any;
+        elsewhere do nothing. Collective.
+
+        To be called before a collective of the user's own within the context: ``dist.all_reduce``
+        of a metric, ``full_tensor()`` or ``nn.utils.clip_grad_norm_`` of sharded parameters. The
+        engine's own methods, ``even_batches``, optimizer steps and checkpoints call it.
+
+        Raises:
+            RuntimeError: another rank raised an exception within the context.
+        """
+        self._scheduler.await_ranks()
 
     def start_grad_sync(self, *, wait: bool = False) -> None:
         """Issue the last reductions of the step, unless backward has. Collective.
@@ -349,7 +366,8 @@ class Engine:
         Args:
             wait: return when they are done.
         """
-        self._scheduler.gather_before_forward(wait=wait)
+        self._scheduler.await_ranks()
+        self._scheduler.gather_before_forward(wait=wait, sharded=not self._scheduler.in_rounds)
 
     def wait_for_reductions(self) -> None:
         """Wait for the reductions in flight; issue none."""

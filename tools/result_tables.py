@@ -332,6 +332,35 @@ def modules_left_out() -> str:
     return with_machine(table(columns, rows), "modules_left_out")
 
 
+def modules_left_out_clock() -> str:
+    found = results("modules_left_out_clock_100us")
+    rows = [
+        [
+            way,
+            f"{row['seconds']['median'] * 1e3:.0f}",
+            spread(row["over all blocks"]),
+            f"{row['exposed gathers']['median'] * 1e3:.0f}",
+            f"{row['exposed reductions']['median'] * 1e3:.0f}",
+            f"{row['gathers']['median']:.0f}",
+        ]
+        for way, row in found["ways"].items()
+    ]
+    columns = [f"8B Llama, {' x '.join(map(str, found['ranks']))} x H100", "step ms"]
+    columns += ["over all blocks", "exposed gathers ms", "exposed reductions ms", "gathers"]
+    return f"{table(columns, rows)}\n\nSimulated (`modules_left_out_clock_100us.json`)."
+
+
+def modules_left_out_clock_cpu() -> str:
+    found = results("modules_left_out_clock_cpu")
+    rows = [
+        [way, spread(found["predicted"][way]["over all blocks"]), spread(ratio)]
+        for way, ratio in found["measured"].items()
+        if way in found["predicted"]
+    ]
+    columns = ["two gloo ranks, GPT of 10M", "predicted, over all blocks", "measured"]
+    return with_machine(table(columns, rows), "modules_left_out_clock_cpu", "modules_left_out")
+
+
 def simulated_gloo() -> str:
     found = results("simulated_gloo")
     rows = []
@@ -843,6 +872,8 @@ TABLES: tuple[Callable[[], str], ...] = (
     local_checkpoints,
     modules_left_out,
     node_losses,
+    modules_left_out_clock,
+    modules_left_out_clock_cpu,
     simulated_gloo,
     simulated_llama,
     simulated_budgets,

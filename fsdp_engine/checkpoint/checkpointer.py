@@ -261,6 +261,7 @@ class Checkpointer:
 
         Each error is raised on all ranks; all but the last before anything is changed.
         """
+        self._run.await_ranks()
         self.wait()
         self._directory.prepare()
         same = {"step": step, "strict": strict, "verify": verify, "trust": trust}
@@ -276,6 +277,7 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """Steps of complete checkpoints, ascending, as rank 0 finds them."""
+        self._run.await_ranks()
         self._directory.prepare()
         return self._directory.steps()
 
@@ -296,6 +298,7 @@ class Checkpointer:
 
     def _begin(self, step: int) -> _Save:
         """Validate all ranks' state, and create the folder of a save."""
+        self._run.await_ranks()
         self.wait()
         self._directory.prepare()
         self._host_group()

@@ -157,6 +157,7 @@ def save_checkpoint(
     Each error is raised on all ranks; all but the last before anything is written.
     """
     folder, model = Path(path), join_engines(engine)
+    model.await_ranks()
     group = model.ranks.control_group
     entries: dict[str, Any] = {}
     error: Exception | None = None
@@ -229,6 +230,7 @@ def load_checkpoint(
     Each error is raised on all ranks; all but the last before anything is changed.
     """
     model = join_engines(engine)
+    model.await_ranks()
 
     def make() -> FolderMatch:
         files = CheckpointFiles(Path(path), model.ranks)

@@ -113,6 +113,7 @@ def export_safetensors(
                 "engine_or_path: expected an Engine or the path of a checkpoint; found "
                 f"{type(engine_or_path).__name__}"
             )
+        engine.await_ranks()
         sources = partial(engine_sources, engine, dtype)
     export_sources(
         "export_safetensors",
@@ -218,6 +219,7 @@ def load_safetensors(
     Each error is raised on all ranks; all but the last before anything is changed.
     """
     what = "load_safetensors"
+    engine.await_ranks()
     group = engine.ranks.control_group
     targets: list[Target] = []
     error: Exception | None = None

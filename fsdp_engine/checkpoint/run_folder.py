@@ -76,6 +76,10 @@ class Run:
         self._trainable_only = trainable_only
         self.ranks = self._engine.ranks
 
+    def await_ranks(self) -> None:
+        """See :meth:`Engine.await_ranks`."""
+        self._engine.await_ranks()
+
     @property
     def optimizer_kind(self) -> str | None:
         """See :func:`~fsdp_engine.checkpoint.optimizer_state.optimizer_kind`."""

@@ -95,6 +95,10 @@ class ShardedModel(Protocol):
         """Raise if modules have other parameters than at ``shard()``."""
         ...
 
+    def await_ranks(self) -> None:
+        """Other ranks may need this one within ``together()``: return when none does."""
+        ...
+
 
 @dataclass(frozen=True)
 class SavedParam:
@@ -291,6 +295,11 @@ class _JointModel:
         """Raise if modules have other parameters than at ``shard()``."""
         for engine in self._engines.values():
             engine.check_modules()
+
+    def await_ranks(self) -> None:
+        """Return when no other rank needs this one."""
+        for engine in self._engines.values():
+            engine.await_ranks()
 
 
 def _named(record: NamedRecord, engine: str) -> _Record:

@@ -4,13 +4,23 @@
 Sharded weights are gathered from all ranks, so ranks that compute different things have to take
 part in each other's gathers. Within ``engine.together()`` gathers are issued in *rounds*. In a
 round each rank votes for the unit that it needs next, in a small message beside training. Then
-all ranks gather the units with votes, in module order; a rank that did not vote for a unit frees
-it. A rank without a vote takes part until no rank is *busy*. So ranks can use any units, in any
-order and as often as they like.
+all ranks gather units with votes, in module order; a rank that did not vote for a unit frees it.
+A rank without a vote takes part until no rank is *busy*. So ranks can use any units, in any order
+and as often as they like.
 
 A rank votes for a unit before it uses it: while it computes with one unit, the gather of the next
 one (of its own recorded order) is in flight, and the vote for the one after that is sent. Where
 ranks agree, the message is over when a rank needs its result.
+
+Ranks that leave out different units drift apart, and would gather each unit once for each place.
+So a vote also says which units the rank expects to use after that, and a unit that another rank
+will use soon is *held back* until that rank needs it, too. If all units with votes are held back,
+those that a rank waits for are gathered. So each round serves a rank that waits, or none waits.
+Where some ranks are in forward and others in backward, which go in opposite directions, no unit is
+held back.
+
+On an accelerator compute waits for a gather before its memory can be freed, so the last two units
+that were gathered for other ranks are kept. A rank that needs one of them unexpectedly has it.
 
 A reduction needs all ranks, too, and its staging is freed when it is over. A rank that waited for
 a reduction which another rank has not submitted would not vote, and the other rank could not
@@ -55,9 +65,20 @@ class _Status(enum.IntEnum):
     FAILED = 2
 
 
+class _Vote(enum.IntEnum):
+    """Of one unit; of all ranks the maximum is known after a round."""
+
+    NONE = 0
+    AHEAD = 1  # the rank computes with another unit
+    NEEDED = 2  # the rank waits for it
+
+
 # Rounds that were made over the ranks of a group: all of these have made as many.
 _NUM_MADE: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
 _LARGEST = 255  # byte
+# Units that are not freed at once, so that compute waits for no gather that is in flight, and that
+# this rank may use although it does not expect to.
+_MOST_FOR_OTHERS = 2
 
 
 class GatherRounds:
@@ -68,7 +89,7 @@ class GatherRounds:
         units: all of them, in module order.
         num_reductions: of a backward.
         drive: called with a number of reductions that all ranks have submitted in this backward:
-            the host waits for them, where it drives them.
+            the host, which drives them, waits for them. None: they run without the host.
     """
 
     def __init__(
@@ -76,7 +97,7 @@ class GatherRounds:
         ranks: Ranks,
         units: Sequence[Unit],
         num_reductions: int,
-        drive: Callable[[int], None],
+        drive: Callable[[int], None] | None,
     ) -> None:
         self._message = HostMessage("together()", ranks)
         self._units = units
@@ -96,11 +117,15 @@ class GatherRounds:
         self._vote_is_stale = False  # sent before a reset
         # Other ranks may need this one's votes.
         self._is_awaited = True
+        # Of its last use; and units that it expects to use next, by number, in order.
+        self._phase = FORWARD
+        self._expected: list[int] = []
         # Gathered for votes of this rank, and not used so far.
         self._ahead: list[Unit] = []
-        # Gathered in the last round, and those of them that are for other ranks alone.
-        self._last_round: list[Unit] = []
+        # Gathered for votes of other ranks alone, oldest first.
         self._for_others: list[Unit] = []
+        # Gathered in the last round.
+        self._last_round: list[Unit] = []
 
     def use(self, unit: Unit, phase: int) -> None:
         """On return the gather of ``unit`` is issued, and serves a use of ``phase``.
@@ -109,14 +134,15 @@ class GatherRounds:
             RuntimeError: another rank has raised an exception, or is in rounds of another engine.
         """
         self._is_awaited = True
-        self._free_others(unit)
+        self._phase = BACKWARD if phase & BACKWARD else FORWARD
+        if unit.index in self._expected:
+            del self._expected[: self._expected.index(unit.index) + 1]
         self._hand_over(unit)
         if self._vote is not None and not self._ahead:
             self._take_part()
         while unit.needs_gather(phase):
-            self._free_others(unit)
             if self._vote is None:
-                self._send(unit.index)
+                self._send(unit.index, vote=_Vote.NEEDED)
             self._take_part()
         self._hand_over(unit)
         if phase & BACKWARD:
@@ -131,7 +157,7 @@ class GatherRounds:
         Raises:
             RuntimeError: as :meth:`use`.
         """
-        wanted = list(dict.fromkeys(use.unit for use in uses))
+        self._expected = wanted = list(dict.fromkeys(use.unit for use in uses))
         gathered = {unit.index: unit for unit in (*self._ahead, *self._for_others)}
         # Also one that another rank has voted for earlier; no more, since orders can change.
         coming = [each for each in wanted if each in gathered or self._needs_gather(each)][:2]
@@ -147,6 +173,8 @@ class GatherRounds:
             self._send(following)
             if not self._ahead:
                 self._take_part()
+                if not self._ahead:  # it is held back
+                    self._send(following)
 
     def announce(self, num: int) -> None:
         """This rank has submitted ``num`` reductions in this backward, or is ready to."""
@@ -159,7 +187,6 @@ class GatherRounds:
             RuntimeError: as :meth:`use`.
         """
         while self._num_submitted_by_all < self._num_submitted:
-            self._free_others()
             if self._vote is None:
                 self._send()
             self._take_part()
@@ -173,7 +200,6 @@ class GatherRounds:
         self._is_awaited = True
         status = _Status.BUSY
         while status is not _Status.IDLE:
-            self._free_others()
             self.free_unused()
             if self._vote is None:
                 self._send(status=_Status.IDLE)
@@ -185,7 +211,7 @@ class GatherRounds:
         """This rank has raised an exception: others, which may wait for its votes, raise one."""
         if not self._is_awaited:
             return
-        self._free_others()
+        self.free_unused()
         if self._vote is not None:
             status = self._exchange()
             self._vote = None
@@ -205,9 +231,11 @@ class GatherRounds:
         self._vote_is_stale = self._vote is not None
 
     def free_unused(self) -> None:
-        """Free units that were gathered for uses that did not come."""
-        while self._ahead:
-            self._free(self._ahead.pop())
+        """Free units that were gathered for uses that did not come, or for other ranks."""
+        for unit in (*self._ahead, *self._for_others):
+            self._free(unit)
+        self._ahead.clear()
+        self._for_others.clear()
 
     def _hand_over(self, unit: Unit) -> None:
         """The unit is used: it is freed when it is left."""
@@ -219,11 +247,27 @@ class GatherRounds:
         unit = self._units[index]
         return unit.reshards and not unit.uses and unit.needs_gather(FORWARD)
 
-    def _send(self, unit: int = -1, *, status: _Status = _Status.BUSY) -> None:
+    def _send(
+        self,
+        unit: int = -1,
+        *,
+        vote: _Vote = _Vote.AHEAD,
+        status: _Status = _Status.BUSY,
+    ) -> None:
         """Vote for the unit of that number; -1: for none."""
-        content = bytearray(len(self._units))
-        if unit >= 0:
-            content[unit] = 1
+        num_units = len(self._units)
+        content = bytearray(2 * num_units)
+        phases = [False, False]
+        if status is _Status.BUSY:
+            later = self._expected
+            if unit >= 0:
+                content[unit] = vote
+                if unit in later:
+                    later = later[later.index(unit) + 1 :]
+            for each in filter(self._needs_gather, later):
+                content[num_units + each] = 1
+            phases[self._phase == BACKWARD] = True
+        content += bytes(phases)
         content += bytes(self._num_submitted)
         content += b"\1" * (self._num_reductions - self._num_submitted)
         content.append(status)
@@ -257,15 +301,17 @@ class GatherRounds:
         if status is _Status.FAILED:
             return status
         num_units = len(self._units)
-        index = votes.find(1, 0, num_units)
-        while index >= 0:
+        at = 2 * num_units
+        for index in to_gather(votes[:num_units], votes[num_units:at], votes[at : at + 2]):
             self._gather(self._units[index], is_own=index == self._vote)
-            index = votes.find(1, index + 1, num_units)
-        missing = votes.find(1, num_units)
+        while len(self._for_others) > _MOST_FOR_OTHERS:
+            self._free(self._for_others.pop(0))
+        at += 2
+        missing = votes.find(1, at)
         if self._vote_is_stale:
             self._vote_is_stale = False
         else:
-            by_all = self._num_reductions if missing < 0 else missing - num_units
+            by_all = self._num_reductions if missing < 0 else missing - at
             self._num_submitted_by_all = by_all
         return status
 
@@ -279,20 +325,30 @@ class GatherRounds:
         (self._ahead if is_own else self._for_others).append(unit)
 
     def _finish_last_round(self) -> None:
-        """Wait for what all ranks have submitted."""
-        for unit in self._last_round:
-            unit.wait()
+        """Wait for the operations that all ranks have submitted, if the host drives them."""
+        if self._drive is not None:
+            for unit in self._last_round:
+                unit.wait()
+            self._drive(self._num_submitted_by_all)
         self._last_round.clear()
-        self._drive(self._num_submitted_by_all)
-
-    def _free_others(self, entered: Unit | None = None) -> None:
-        """Free units that were gathered for other ranks in the last round, but not ``entered``."""
-        for unit in self._for_others:
-            if unit is not entered:
-                self._free(unit)
-        self._for_others = [unit for unit in self._for_others if unit is entered]
 
     @staticmethod
     def _free(unit: Unit) -> None:
         if not unit.uses:
             unit.release()
+
+
+def to_gather(votes: bytes, expected: bytes, phases: bytes) -> list[int]:
+    """Units that are gathered in a round; see [Note: Gather rounds].
+
+    Args:
+        votes: of all ranks, by unit.
+        expected: whether a rank will use it after the unit that it votes for.
+        phases: whether ranks are in forward, and in backward.
+    """
+    voted = [index for index, vote in enumerate(votes) if vote]
+    if all(phases):
+        return voted
+    return [index for index in voted if not expected[index]] or [
+        index for index in voted if votes[index] == _Vote.NEEDED
+    ]

@@ -297,8 +297,15 @@ class ModuleHooks:
         entered.units.append((unit, is_recorded))
         if wants_call:
             reads = self._reads_weights and unit.options.gathers_in_backward
-            microbatch = self._scheduler.microbatch
-            entered.calls.append(Call(unit, reads, is_recorded=is_recorded, microbatch=microbatch))
+            entered.calls.append(
+                Call(
+                    unit,
+                    reads,
+                    is_recorded=is_recorded,
+                    microbatch=self._scheduler.microbatch,
+                    in_rounds=self._scheduler.in_rounds,
+                )
+            )
 
     @not_compiled
     def after(self, output: Any) -> Any:

@@ -42,7 +42,7 @@ from __future__ import annotations
 import enum
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Protocol
@@ -459,11 +459,14 @@ class Reductions:
             with self.stream.entered():
                 self._advance(self._queue)
 
-    def finish_first(self, num: int) -> None:
-        """All ranks have submitted the first ``num`` reductions of this backward: see
-        [Note: Gather rounds] in ``gather_rounds.py``."""
-        if not self._runs_ahead:
-            self._pending.finish_before(num, self._places)
+    @property
+    def drive_first(self) -> Callable[[int], None] | None:
+        """Waits for the first reductions of this backward, whose number it is called with, where
+        the host drives them: see [Note: Gather rounds] in ``gather_rounds.py``."""
+        return None if self._runs_ahead else self._finish_first
+
+    def _finish_first(self, num: int) -> None:
+        self._pending.finish_before(num, self._places)
 
     def late_gradient_came(self, unit: Unit) -> None:
         """The last weight gradient that ``unit``'s modules had put off has arrived."""

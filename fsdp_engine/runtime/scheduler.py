@@ -383,7 +383,7 @@ class Scheduler:
         self._free_all()
         reductions = self.reductions
         self._rounds = reductions.rounds = GatherRounds(
-            ranks, self.units, len(reductions.order), reductions.finish_first
+            ranks, self.units, len(reductions.order), reductions.drive_first
         )
         self._own_record = self._own_record or self._make_record()
         self._record = self._own_record
@@ -439,10 +439,20 @@ class Scheduler:
         Args:
             call: which.
             inputs: autograd's nodes of the call's inputs, where it has several.
+
+        Raises:
+            RuntimeError: the call was made within ``together()``, and the context was left.
         """
         backward = self._backward
         if backward is not None and backward.has_entered(call):
             return
+        if call.in_rounds and self._rounds is None and call.unit.reshards:
+            raise RuntimeError(
+                f"backward of unit {call.unit.label}: expected it within engine.together(), as its "
+                "forward was, since other ranks may have used other units; found that the context "
+                "was left. Call backward() within it, or enter it again (after this exception, "
+                "call engine.reset())"
+            )
         backward = self.begin_backward()
         if backward.weights_only:
             if call.reads_weights:

@@ -115,11 +115,13 @@ class Call:
             backward ends with the whole backward.
         is_pending: its backward is to come, or runs.
         follows_another: when it was made, another call of the unit was pending.
+        in_rounds: ranks may have called other units, or in another order.
     """
 
     __slots__ = (
         "follows_another",
         "has_boundary",
+        "in_rounds",
         "input_changed",
         "is_pending",
         "is_recorded",
@@ -135,8 +137,10 @@ class Call:
         *,
         is_recorded: bool = True,
         microbatch: Hashable | None = None,
+        in_rounds: bool = False,
     ) -> None:
         self.unit = unit
+        self.in_rounds = in_rounds
         self.is_recorded = is_recorded
         self.microbatch = microbatch
         self.reads_weights = reads_weights

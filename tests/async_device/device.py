@@ -146,6 +146,7 @@ def _module() -> ModuleType:
         "is_available": lambda: True,
         "is_bf16_supported": lambda including_emulation=True: True,
         "is_initialized": lambda: True,
+        "_lazy_init": lambda: None,  # without it torch 2.11 does not synchronize the device
         "manual_seed": generator.manual_seed,
         "manual_seed_all": generator.manual_seed,
         "max_memory_allocated": torch.accelerator.max_memory_allocated,

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp_engine as fe
 from different_modules import PATTERNS
 from different_modules import loss_of as example_loss
+from fsdp_engine.runtime.gather_rounds import to_gather
 from fsdp_engine.runtime.unit import Unit
 from tests import reference
 from tests.megatron.configs import LEVEL_NAMES
@@ -494,6 +495,53 @@ def test_ranks_that_agree_gather_no_more_than_outside() -> None:
     assert together[1:] == outside[1:]
     # What a rank gathered ahead and left out is gathered for the other one, and may be once more.
     assert max(one_left_out) <= outside[1] + 4
+
+
+def test_a_unit_that_others_need_soon_is_gathered_with_them() -> None:
+    forward, both = b"\1\0", b"\1\1"
+    # Ranks need units 1 and 3; the one at 1 comes to 3 later.
+    assert to_gather(b"\0\1\0\2", b"\0\0\1\1", forward) == [1]
+    # A rank computes ahead of the others, which wait for nothing.
+    assert to_gather(b"\0\0\0\1", b"\0\0\1\1", forward) == []
+    # Ranks wait for each other's units.
+    assert to_gather(b"\0\2\0\2", b"\0\1\0\1", forward) == [1, 3]
+    assert to_gather(b"\0\2\0\1", b"\0\1\0\1", forward) == [1]
+    # Others are in backward, and go the other way.
+    assert to_gather(b"\0\1\0\2", b"\0\0\1\1", both) == [1, 3]
+    # They use others.
+    assert to_gather(b"\0\1\0\2", bytes(4), forward) == [1, 3]
+
+
+@on_ranks(4)
+def test_ranks_that_leave_out_different_blocks_gather_few_twice() -> None:
+    model, rank = Blocks(), dist.get_rank()
+    engine = fe.shard(model, units="blocks.*")
+    draw = random.Random(rank)
+    gather, again, gathered = Unit.gather, Unit.gather_again, 0
+
+    def counted(unit: Unit, *args: Any) -> None:
+        nonlocal gathered
+        gathered += 1
+        gather(unit, *args)
+
+    def counted_again(unit: Unit) -> None:
+        nonlocal gathered
+        gathered += 1
+        again(unit)
+
+    with (
+        mock.patch.object(Unit, "gather", counted),
+        mock.patch.object(Unit, "gather_again", counted_again),
+    ):
+        counts = []
+        for step in range(12):
+            left_out = () if step < 2 else draw.sample(range(12), 3)
+            gathered = 0
+            with engine.together():
+                model(inputs(rank), left_out).backward()
+            counts.append(gathered)
+    # Almost every block is used by some rank.
+    assert sum(counts[2:]) <= 1.15 * 10 * counts[1], counts
 
 
 def run_cases(ranks: Ranks, seeds: range, shape: tuple[int, ...], pair: tuple[str, str]) -> None:

@@ -364,7 +364,8 @@ class DeferredGroup final : public c10d::Backend {
   }
   static void scale_before(const c10d::ReduceOp& op, Tensors& tensors) {
     if (op.op_ != c10d::ReduceOp::PREMUL_SUM) return;
-    const auto* factor = static_cast<const c10d::PreMulSumSupplement*>(op.supplement_.get());
+    // torch 2.11 knows no other name of it.
+    const auto* factor = static_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
     TORCH_CHECK(!factor->tensor_factor.defined(), "PREMUL_SUM: expected a number as its factor");
     for (auto& each : tensors) each.mul_(factor->double_factor);
   }
