@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,13 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torchft.coordination import LighthouseServer
 
 import fsdp_engine as fe
 from fsdp_engine.integrations.torchft import ElasticReplicas
-from tests.integrations.launching import ROOT
+from tests.integrations.launching import Launched
 from tests.pool import on_ranks
+from tests.training import mesh_of
 
 WIDTH = 6
 
@@ -46,7 +44,7 @@ class Replica:
 
     def __init__(self, lighthouse: str, seed: int = 0, width: int = WIDTH, **options: Any) -> None:
         self.model = make_model(seed, width)
-        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "inner"))["inner"]
+        mesh = mesh_of(2, 1)["inner"]
         self.engine = fe.shard(self.model, mesh, "optim_grads_params", min_unit_size=0)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, weight_decay=0.1)
         fe.shard_optimizer(self.optimizer)
@@ -132,12 +130,12 @@ def test_a_replica_that_comes_later_gets_weights_optimizer_and_scheduler() -> No
         if replica is not None:
             assert replica.train(3) == [1] * 3
         else:  # the mesh is made by both
-            init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "inner"))
+            mesh_of(2, 1)
         dist.barrier()
         if rank == 1:
             replica = Replica(address, seed=7)
         else:
-            init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "inner"))
+            mesh_of(2, 1)
         assert replica is not None
         dist.barrier()
         assert replica.train(7)[-1] == 2
@@ -180,7 +178,7 @@ def test_without_a_lighthouse_there_is_an_error_and_no_wait() -> None:
         ElasticReplicas(
             both, optimizer, num_microbatches=1, lighthouse="http://localhost:1", timeout=2.0
         )
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "inner"))["inner"]
+    mesh = mesh_of(2, 1)["inner"]
     engine = fe.shard(make_model(), mesh)
     optimizer = torch.optim.SGD(engine.model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="num_microbatches: expected at least 1; found 0"):
@@ -191,23 +189,16 @@ def test_without_a_lighthouse_there_is_an_error_and_no_wait() -> None:
 
 @pytest.mark.thorough
 def test_replicas_that_are_killed_end_with_the_weights_of_a_run_without_kills(
-    tmp_path: Path,
+    tmp_path: Path, launched: Launched
 ) -> None:
     states = []
     for kills in (0, 2):
-        out = tmp_path / str(kills)
+        out, name = tmp_path / f"out_{kills}", f"{kills}_kills"
         options = ["--replicas=2", "--min_replicas=1", f"--kills={kills}", f"--out={out}"]
-        run = subprocess.run(
-            [sys.executable, "examples/train_elastic_replicas.py", *options],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=500,
-            check=False,
-        )
-        assert run.returncode == 0, run.stdout + run.stderr
-        assert run.stdout.count("killed replica_") == kills
+        command = [sys.executable, "examples/train_elastic_replicas.py", *options]
+        process = launched.start(name, command, {})
+        assert launched.finish(name, process, 250) == 0, launched.log(name)
+        assert launched.log(name).count("killed replica_") == kills
         states += [torch.load(out / f"replica_{number}.pt") for number in range(2)]
     for state in states[1:]:
         for name, value in states[0].items():
