@@ -8,10 +8,12 @@ weights, optimizer state and further state from a living one, over the network, 
 compute.
 
 [Note: One trajectory]
-A step has ``num_microbatches`` over all replicas, numbered from 0. Each replica takes those of its
-share, by the number of replicas in the step, and gradients are divided by ``num_microbatches``. So
+A step has ``num_microbatches`` over all replicas, numbered from 0. Each replica trains a range of
+them, by the number of replicas in the step, and gradients are divided by ``num_microbatches``. So
 the weights after a step do not depend on how many replicas there were, but for the order in which
-microbatches are summed.
+microbatches are summed. With ``fixed_sum_order`` that does not depend on it, either: each microbatch
+is reduced within the replica by itself, and sums follow a tree over all numbers
+(``microbatch_sums.py``).
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from fsdp_engine.comm.agreement import agree
 from fsdp_engine.engine import Engine
 from fsdp_engine.extras import naming_extra
 from fsdp_engine.flat_dtensor import FlatDTensor
+from fsdp_engine.integrations.microbatch_sums import MicrobatchSums, share_of, sum_over_replicas
 
 with naming_extra():
     from torchft import Manager, ProcessGroupGloo, ProcessGroupNCCL
@@ -61,6 +64,9 @@ class ElasticReplicas:
         min_replicas: a step with fewer is not committed.
         extra: objects with ``state_dict()`` and ``load_state_dict()`` by name, equal on all
             replicas: schedulers, positions. A replica that starts gets theirs from a living one.
+        fixed_sum_order: weights have the same bits with any number of replicas in any step. Every
+            microbatch needs one backward, and is reduced within the replica by itself. Takes memory
+            for up to log2(the replica's microbatches) + 1 more gradients of this rank.
         lighthouse: its address, ``http://host:port``; None: ``TORCHFT_LIGHTHOUSE``.
         name: of this replica in torchft's logs.
         timeout: seconds after which a collective with a replica that is lost fails, if that is not
@@ -79,6 +85,7 @@ class ElasticReplicas:
         num_microbatches: int,
         min_replicas: int = 1,
         extra: Mapping[str, Stateful] | None = None,
+        fixed_sum_order: bool = False,
         lighthouse: str | None = None,
         name: str = "",
         timeout: float = 60.0,
@@ -99,6 +106,11 @@ class ElasticReplicas:
         self._optimizer = optimizer
         self._num_microbatches = num_microbatches
         self._extra = dict(extra or {})
+        self._fixed_sum_order = fixed_sum_order
+        self._share = range(0)
+        # Of this step's microbatches, and the one whose gradients are not among them yet.
+        self._sums = MicrobatchSums(num_microbatches)
+        self._awaited: int | None = None
         ranks, seconds = engine.ranks, timedelta(seconds=timeout)
         kind = ProcessGroupNCCL if is_accelerator(ranks.device) else ProcessGroupGloo
         self._between_replicas = kind(timeout=seconds)
@@ -160,13 +172,19 @@ class ElasticReplicas:
         """
         manager = self._manager
         manager.start_quorum()
-        share = range(
-            manager.participating_rank(), self._num_microbatches, manager.num_participants()
+        self._share = share_of(
+            manager.participating_rank(), manager.num_participants(), self._num_microbatches
         )
-        for number in share:
-            with nullcontext() if number == share[-1] else self._engine.no_sync():
+        self._sums = MicrobatchSums(self._num_microbatches)
+        for number in self._share:
+            is_synced = self._fixed_sum_order or number == self._share[-1]
+            self._awaited = number
+            with nullcontext() if is_synced else self._engine.no_sync():
                 yield number
-        self._engine.finish_grad_sync()  # without a microbatch: of zeros
+            if self._fixed_sum_order and self._awaited is not None:
+                self._engine.finish_grad_sync()  # no backward: zeros
+        if not self._share or not self._fixed_sum_order:
+            self._engine.finish_grad_sync()  # without a microbatch: of zeros
 
     def commit(self) -> bool:
         """End the step: the optimizer steps if the gradients of all replicas arrived, and gradients
@@ -187,21 +205,64 @@ class ElasticReplicas:
 
     def _reduce(
         self, gradients: Sequence[Tensor], used: Sequence[Sequence[Any]]
-    ) -> Sequence[Sequence[bool]]:
-        """Sum ``gradients`` over replicas, in place; returns which parameters any of them used."""
+    ) -> Sequence[Sequence[bool]] | None:
+        """Sum ``gradients`` over replicas, in place; returns which parameters any of them used.
+        None: the share has further microbatches."""
         device = self._engine.ranks.device
         flags = torch.tensor([float(flag) for each in used for flag in each], device=device)
-        # A failed sum is reported to the manager, and the step is then not committed.
-        works = [
-            self._manager.allreduce(each, reduce_op=dist.ReduceOp.SUM)
-            for each in (flags, *gradients)
-        ]
-        for work in works:
-            work.wait()
+        tensors = [flags, *gradients]
+        if self._fixed_sum_order:
+            if self._share and not self._add(tensors):
+                return None
+            self._sum_in_order(tensors)
+        else:
+            self._sum(tensors)
         for each in gradients:
             each /= self._num_microbatches
         is_used = iter((flags > 0).tolist())
         return [[next(is_used) for _ in each] for each in used]
+
+    def _add(self, tensors: list[Tensor]) -> bool:
+        """Add a microbatch's to the sums; returns whether it was the last one of the share."""
+        number, self._awaited = self._awaited, None
+        if number is None:
+            raise RuntimeError(
+                "backward: expected one for each microbatch, as fixed_sum_order needs; found a "
+                "second one"
+            )
+        is_last = number == self._share[-1]
+        # The next backward overwrites gradients.
+        kept = tensors if is_last else [each.clone() for each in tensors]
+        self._sums.add(number, number + 1, kept)
+        return is_last
+
+    def _sum_in_order(self, tensors: list[Tensor]) -> None:
+        """Sum the nodes of all replicas into ``tensors``."""
+        manager = self._manager
+        if manager.num_participants() == 1:
+            for tensor, total in zip(tensors, *self._sums.sums, strict=True):
+                tensor.copy_(total)
+        elif manager.errored() is None:
+            try:
+                sum_over_replicas(
+                    self._between_replicas,
+                    manager.participating_rank(),
+                    manager.num_participants(),
+                    self._sums,
+                    tensors,
+                    self._num_microbatches,
+                )
+            except Exception as failed:  # of the backend; the step is then not committed
+                manager.report_error(failed)
+
+    def _sum(self, tensors: list[Tensor]) -> None:
+        """Sum ``tensors`` over replicas, in any order."""
+        # A failed sum is reported to the manager, and the step is then not committed.
+        works = [
+            self._manager.allreduce(each, reduce_op=dist.ReduceOp.SUM) for each in tensors
+        ]
+        for work in works:
+            work.wait()
 
     def _state(self) -> dict[str, Any]:
         """This rank's state, for the same rank of a replica that starts."""

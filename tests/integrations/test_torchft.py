@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torchft.coordination import LighthouseServer
 
 import fsdp_engine as fe
+from fsdp_engine.integrations.microbatch_sums import MicrobatchSums, share_of
 from fsdp_engine.integrations.torchft import ElasticReplicas
 from tests.integrations.launching import Launched
 from tests.pool import on_ranks
@@ -138,10 +139,13 @@ def test_a_replica_that_comes_later_gets_weights_optimizer_and_scheduler() -> No
             mesh_of(2, 1)
         assert replica is not None
         dist.barrier()
-        assert replica.train(7)[-1] == 2
-        for name, value in train_alone(7).items():
-            torch.testing.assert_close(replica.weights()[name], value, rtol=1e-5, atol=1e-6)
-        assert replica.scheduler.last_epoch == 7
+        while replica.train(replica.replicas.step + 1) == [1]:  # the first one, until both do
+            assert replica.replicas.step < 5000
+        until = replica.replicas.step + 3
+        assert replica.train(until) == [2] * 3
+        for name, value in train_alone(until).items():
+            torch.testing.assert_close(replica.weights()[name], value, rtol=1e-4, atol=1e-4)
+        assert replica.scheduler.last_epoch == until
         dist.barrier()
         replica.replicas.close()
 
@@ -185,6 +189,95 @@ def test_without_a_lighthouse_there_is_an_error_and_no_wait() -> None:
         ElasticReplicas(engine, optimizer, num_microbatches=0)
     with pytest.raises(ValueError, match="lighthouse: expected an address"):
         ElasticReplicas(engine, optimizer, num_microbatches=1)
+
+
+def train_five_steps(
+    address: str, mesh: Any, level: str, fixed_sum_order: bool, leaves: bool = False
+) -> dict[str, Tensor]:
+    """Full weights after steps of 5 microbatches. A replica may leave the others after 3 steps."""
+    model = make_model()
+    engine = fe.shard(model, mesh, level, min_unit_size=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    fe.shard_optimizer(optimizer)
+    replicas = ElasticReplicas(
+        engine,
+        optimizer,
+        num_microbatches=5,
+        fixed_sum_order=fixed_sum_order,
+        lighthouse=address,
+        timeout=20.0,
+    )
+    dist.barrier()  # the lighthouse awaits replicas that it has seen
+    num_replicas = []
+    while replicas.step < (3 if leaves else 5):
+        for number in replicas.microbatches():
+            if number != 3 or replicas.step != 2:  # a microbatch without a backward
+                loss_of(model, 10 * replicas.step + engine.ranks.rank, number).backward()
+        num_replicas.append(replicas.num_replicas)
+        assert replicas.commit()
+    weights: dict[str, Tensor] = engine.full_state_dict()
+    replicas.close()
+    dist.barrier()
+    assert leaves or num_replicas[0] == 1 or num_replicas[-1] == num_replicas[0] - 1
+    return weights
+
+
+@pytest.mark.parametrize("level", ["no_shard", "optim_grads_params"])
+@pytest.mark.parametrize("num_replicas", [2, 3])
+@on_ranks(4)
+def test_sums_in_a_fixed_order_have_the_bits_of_one_replica(num_replicas: int, level: str) -> None:
+    """Replicas of 2 ranks, or 3 replicas of 1 rank; one leaves in the middle."""
+    rank, num_ranks = dist.get_rank(), 4 // num_replicas
+    mesh = mesh_of(4 // num_ranks, num_ranks)["inner"]
+    alone: list[dict[str, Tensor]] = []
+    for fixed_sum_order in (True, False):
+        with lighthouse(1) as address:
+            if rank < num_ranks:
+                alone.append(train_five_steps(address, mesh, level, fixed_sum_order))
+            else:
+                for _ in range(2):
+                    dist.barrier()
+    with lighthouse(1) as address:
+        if rank < num_ranks * num_replicas:
+            leaves = rank >= num_ranks * (num_replicas - 1)
+            found = train_five_steps(address, mesh, level, True, leaves)
+        else:
+            for _ in range(2):
+                dist.barrier()
+    if rank < num_ranks:
+        for name, value in found.items():
+            assert torch.equal(alone[0][name], value), name
+            torch.testing.assert_close(alone[1][name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_the_tree_of_sums_does_not_depend_on_the_shares() -> None:
+    for total in range(1, 20):
+        expected = ""
+        for num_replicas in range(1, total + 3):
+            tree = MicrobatchSums(total)
+            shares = [share_of(each, num_replicas, total) for each in range(num_replicas)]
+            assert [number for share in shares for number in share] == list(range(total))
+            for share in shares:
+                mine = MicrobatchSums(total)
+                for number in share:
+                    mine.add(number, number + 1, [Brackets(str(number))])
+                assert len(mine.sums) <= 2 * max(len(share), 1).bit_length()
+                for place, sums in zip(mine.places(), mine.sums, strict=True):
+                    tree.add(*place, sums)
+            ((found,),) = tree.sums
+            expected = expected or found.text
+            assert found.text == expected
+
+
+class Brackets:
+    """Adds as a tensor does, and has what was added in brackets."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __iadd__(self, other: Brackets) -> Brackets:
+        self.text = f"({self.text}+{other.text})"
+        return self
 
 
 @pytest.mark.thorough
