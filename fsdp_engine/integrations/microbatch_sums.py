@@ -14,10 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from fsdp_engine.memory import allocator
 
 # Of a buffer, exchanged at a time.
 _CHUNK_NUMEL = 1 << 22
@@ -113,16 +116,14 @@ def sum_over_replicas(
         for low in range(0, len(result), _CHUNK_NUMEL):
             chunk = result[low : low + _CHUNK_NUMEL]
             bounds = [each * len(chunk) // num_replicas for each in range(num_replicas + 1)]
-            sizes = [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
+            sizes = [stop - start for start, stop in pairwise(bounds)]
             parts = [
-                node[low + start : low + stop]
-                for start, stop in zip(bounds, bounds[1:], strict=False)
-                for node in mine
+                node[low + start : low + stop] for start, stop in pairwise(bounds) for node in mine
             ]
-            sent = torch.cat(parts) if parts else chunk.new_empty(0)
+            sent = torch.cat(parts) if parts else chunk[:0]
             part = sizes[replica]
             counts = [len(each) for each in places]
-            received = chunk.new_empty(sum(counts) * part)
+            received = allocator.empty(sum(counts) * part, chunk.dtype, chunk.device)
             _exchange(
                 group,
                 received,
@@ -135,9 +136,7 @@ def sum_over_replicas(
             for index, (start, stop) in enumerate(nodes):
                 whole.add(start, stop, [received[index * part : (index + 1) * part]])
             (total,) = whole.sums
-            _exchange(
-                group, chunk, total[0].repeat(num_replicas), sizes, [part] * num_replicas
-            )
+            _exchange(group, chunk, total[0].repeat(num_replicas), sizes, [part] * num_replicas)
 
 
 def _exchange(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +19,7 @@ from torchft.coordination import LighthouseServer
 
 import fsdp_engine as fe
 from fsdp_engine.integrations.microbatch_sums import MicrobatchSums, share_of
+from fsdp_engine.integrations.state_transport import StateTransport
 from fsdp_engine.integrations.torchft import ElasticReplicas
 from tests.integrations.launching import Launched
 from tests.pool import on_ranks
@@ -80,7 +84,9 @@ class Replica:
         return found
 
 
-def train_alone(until: int, num_microbatches: int = 3) -> dict[str, Tensor]:
+def train_alone(
+    until: int, num_microbatches: int = 3, with_scheduler: bool = True
+) -> dict[str, Tensor]:
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
@@ -89,7 +95,8 @@ def train_alone(until: int, num_microbatches: int = 3) -> dict[str, Tensor]:
         torch.stack(losses).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        scheduler.step()
+        if with_scheduler:
+            scheduler.step()
     return dict(model.state_dict())
 
 
@@ -99,7 +106,11 @@ def lighthouse(min_replicas: int) -> Iterator[str]:
     server, address = None, [""]
     if dist.get_rank() == 0:
         server = LighthouseServer(
-            bind="[::]:0", min_replicas=min_replicas, join_timeout_ms=500, quorum_tick_ms=50
+            bind="[::]:0",
+            min_replicas=min_replicas,
+            join_timeout_ms=500,
+            quorum_tick_ms=50,
+            heartbeat_timeout_ms=1000,
         )
         address = [server.address()]
     dist.broadcast_object_list(address)
@@ -150,11 +161,93 @@ def test_a_replica_that_comes_later_gets_weights_optimizer_and_scheduler() -> No
         replica.replicas.close()
 
 
+@pytest.mark.parametrize("failing", [2, 3])
+@on_ranks(4)
+def test_a_replica_gets_its_state_again_if_a_rank_of_it_did_not(failing: int) -> None:
+    """Of replicas of two ranks the second one starts later."""
+    rank = dist.get_rank()
+    mesh = mesh_of(2, 2)["inner"]
+    model = make_model(seed=rank // 2)
+    engine = fe.shard(model, mesh, "optim_grads_params", min_unit_size=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    fe.shard_optimizer(optimizer)
+    receive = StateTransport.recv_checkpoint
+    failures = []
+
+    def receive_later(self: StateTransport, *args: Any, **options: Any) -> Any:
+        if rank == failing and not failures:
+            failures.append(rank)
+            raise ConnectionError("for a test")
+        return receive(self, *args, **options)
+
+    def train(until: int) -> None:
+        while replicas.step < until:
+            for number in replicas.microbatches():
+                loss_of(model, replicas.step, number).backward()
+            replicas.commit()
+
+    with lighthouse(1) as address, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StateTransport, "recv_checkpoint", receive_later)
+        options = {"num_microbatches": 3, "lighthouse": address, "timeout": 20.0}
+        if rank < 2:
+            replicas = ElasticReplicas(engine, optimizer, **options)
+            train(3)
+        dist.barrier()
+        if rank >= 2:
+            replicas = ElasticReplicas(engine, optimizer, **options)
+        dist.barrier()
+        while replicas.step < 5000:
+            train(replicas.step + 1)
+            if replicas.num_replicas == 2:
+                break
+        train(replicas.step + 3)
+        weights = engine.full_state_dict()
+        for name in sorted(weights):
+            first = weights[name].clone()
+            dist.broadcast(first, 0)
+            torch.testing.assert_close(weights[name], first, rtol=0, atol=0)
+        assert len(failures) == (rank == failing)
+        dist.barrier()
+        replicas.close()
+
+
 @on_ranks(2)
-def test_a_replica_of_another_model_is_refused() -> None:
+def test_a_torn_state_is_not_trained_with() -> None:
+    """One rank got the state of a replica, which was lost before the other rank did."""
+    rank = dist.get_rank()
+    engine = fe.shard(make_model(), strategy="optim_grads_params", min_unit_size=0)
+    optimizer = torch.optim.SGD(engine.model.parameters(), lr=0.1)
+    with lighthouse(1) as address:
+        replicas = ElasticReplicas(engine, optimizer, num_microbatches=1, lighthouse=address)
+        for number in replicas.microbatches():
+            loss_of(engine.model, 0, number).backward()
+        if rank == 0:
+            replicas._load(replicas._state())
+        replicas._manager.report_error(ConnectionError("for a test"))
+        assert not replicas.commit()
+        with pytest.raises(RuntimeError, match="expected one of a single step on all ranks"):
+            list(replicas.microbatches())
+        dist.barrier()
+        replicas.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"width": WIDTH + 1}, "as this replica has; found 0.weight: ("),
+        ({"num_microbatches": 4}, "as this replica has; found num_microbatches: "),
+        ({"fixed_sum_order": True}, "as this replica has; found fixed_sum_order: "),
+    ],
+    ids=["model", "num_microbatches", "fixed_sum_order"],
+)
+@on_ranks(2)
+def test_a_replica_of_another_model_or_configuration_is_refused(
+    options: dict[str, Any], expected: str
+) -> None:
     rank = dist.get_rank()
     with lighthouse(2) as address:
-        replica = Replica(address, width=WIDTH + rank, min_replicas=2, timeout=5.0)
+        more = options if rank == 1 else {}
+        replica = Replica(address, min_replicas=2, timeout=5.0, **more)
         found, committed = "", False
         try:
             list(replica.replicas.microbatches())
@@ -166,10 +259,92 @@ def test_a_replica_of_another_model_is_refused() -> None:
         assert not any(committed for _, committed in all_found)
         refused = [text for text, _ in all_found if text]
         assert len(refused) == 1
-        assert "state of a living replica: expected (" in refused[0]
-        assert "found 0.weight: (" in refused[0]
+        assert refused[0].startswith("state of a living replica: expected ")
+        assert expected in refused[0]
         dist.barrier()
         replica.replicas.close()
+
+
+@on_ranks(2)
+def test_too_few_replicas_are_an_error_on_all_ranks() -> None:
+    engine = fe.shard(make_model(), strategy="optim_grads_params", min_unit_size=0)
+    optimizer = torch.optim.SGD(engine.model.parameters(), lr=0.1)
+    weights = engine.full_state_dict()
+    with lighthouse(1) as address:
+        replicas = ElasticReplicas(
+            engine,
+            optimizer,
+            num_microbatches=1,
+            min_replicas=2,
+            lighthouse=address,
+            timeout=0.25,
+        )
+
+        def train() -> None:
+            while True:
+                for number in replicas.microbatches():
+                    loss_of(engine.model, replicas.step, number).backward()
+                assert not replicas.commit()
+
+        with pytest.raises(TimeoutError, match="min_replicas: expected 2 replicas within 1 s"):
+            train()
+        assert replicas.step == 0
+        torch.testing.assert_close(engine.full_state_dict(), weights, rtol=0, atol=0)
+        dist.barrier()
+        replicas.close()
+
+
+@on_ranks(3)
+def test_a_replica_that_was_suspended_gets_the_state_of_the_others() -> None:
+    """Rank 1 stops itself within a step, for longer than the timeouts; rank 2 resumes it."""
+    rank, pids = dist.get_rank(), [0] * 3
+    dist.all_gather_object(pids, os.getpid())
+    mesh = mesh_of(3, 1)["inner"]
+    store = dist.distributed_c10d._get_default_store()
+    with lighthouse(1) as address:
+        if rank == 2:
+            dist.barrier()
+            store.wait(["alone"])
+            os.kill(pids[1], signal.SIGCONT)
+        else:
+            model = make_model()
+            engine = fe.shard(model, mesh, "optim_grads_params", min_unit_size=0)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+            fe.shard_optimizer(optimizer)
+            replicas = ElasticReplicas(
+                engine,
+                optimizer,
+                num_microbatches=3,
+                fixed_sum_order=True,
+                lighthouse=address,
+                timeout=2.0,
+            )
+            dist.barrier()
+            until, is_alone, was_stopped = 5000, False, False
+            while replicas.step < until:
+                step = replicas.step
+                for number in replicas.microbatches():
+                    if rank == 1 and step == 4 and not was_stopped:
+                        was_stopped = True
+                        os.kill(os.getpid(), signal.SIGSTOP)
+                    loss_of(model, replicas.step, number).backward()
+                num_replicas = replicas.num_replicas
+                if replicas.commit():
+                    if step > 4 and num_replicas == 1 and not is_alone:
+                        is_alone = True
+                        store.set("alone", "")
+                    if replicas.step > 5 and num_replicas == 2 and until == 5000:
+                        until = replicas.step + 2
+            assert (is_alone, was_stopped) == (rank == 0, rank == 1)
+            weights = engine.full_state_dict()
+            replicas.close()
+            if rank == 0:
+                for name, value in train_alone(until, with_scheduler=False).items():
+                    torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-4)
+            store.set(f"{rank}", pickle.dumps(weights))
+            for name, value in pickle.loads(store.get(f"{1 - rank}")).items():
+                assert torch.equal(weights[name], value)
+        dist.barrier()
 
 
 @on_ranks(2)
@@ -270,7 +445,7 @@ def test_the_tree_of_sums_does_not_depend_on_the_shares() -> None:
 
 
 class Brackets:
-    """Adds as a tensor does, and has what was added in brackets."""
+    """Adds as a tensor does; each sum is in brackets."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -281,7 +456,7 @@ class Brackets:
 
 
 @pytest.mark.thorough
-def test_replicas_that_are_killed_end_with_the_weights_of_a_run_without_kills(
+def test_replicas_that_are_killed_end_with_the_bits_of_a_run_without_kills(
     tmp_path: Path, launched: Launched
 ) -> None:
     states = []
@@ -295,4 +470,4 @@ def test_replicas_that_are_killed_end_with_the_weights_of_a_run_without_kills(
         states += [torch.load(out / f"replica_{number}.pt") for number in range(2)]
     for state in states[1:]:
         for name, value in states[0].items():
-            torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
+            assert torch.equal(state[name], value)
