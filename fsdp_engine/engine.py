@@ -382,7 +382,8 @@ class Engine:
 
         Args:
             reduction: called with this rank's parts of the reduced gradients before they are
-                published; None: there are no other replicas.
+                published; None: there are no other replicas. Where it returns None, the gradients
+                are cleared.
         """
         self._reductions.across_replicas = reduction
 

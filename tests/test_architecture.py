@@ -354,8 +354,12 @@ def test_a_planted_circle_is_caught() -> None:
 
 def only_collectives_communicates(source: Source) -> Iterator[Finding]:
     """Collectives and sends of torch.distributed are called in comm/collectives.py only. (Sums over
-    replicas are those of torchft's manager.)"""
-    if source.path in ("comm.collectives", "integrations.torchft"):
+    replicas are those of torchft's groups.)"""
+    if source.path in (
+        "comm.collectives",
+        "integrations.torchft",
+        "integrations.microbatch_sums",
+    ):
         return
     for line, name in source.mentions():
         module, _, last = name.rpartition(".")

@@ -325,6 +325,74 @@ def node_losses() -> str:
     return with_machine(table(columns, rows) + note, "node_losses")
 
 
+def replica_kills() -> str:
+    found = results("replica_kills")
+    ways = ("engine", "torchft alone")
+    rows = [
+        [
+            moment,
+            next(iter(row.values()))["kills"],
+            *(
+                f"{row[way]['median']:.2f}, {row[way]['worst']:.2f}" if way in row else "-"
+                for way in ways
+            ),
+        ]
+        for moment, row in found["seconds to the next committed step of the others"].items()
+    ]
+    columns = [
+        "moment of the kill",
+        "kills of each",
+        "`ElasticReplicas`, s (median, worst)",
+        "torchft alone, s (median, worst)",
+    ]
+    all_kills = found["seconds to the next committed step of the others"]["all"]
+    over = all_kills["engine"]["median"] - all_kills["torchft alone"]["median"]
+    text = (
+        f"{table(columns, rows)}\n\nThe medians of all kills differ by {over:.2f} s (goal: at most "
+        f"2 s). All {found['steps with the bits of a run without kills']} committed steps had the "
+        "bits of a run without kills, on all ranks; none was missing or done twice."
+    )
+    return with_machine(text, "replica_kills")
+
+
+def replica_healing() -> str:
+    found = results("replica_healing")
+    rows = []
+    for pairs in ("1", "2"):
+        for way, row in found[pairs].items():
+            rows.append(
+                [
+                    f"{pairs} of {found['bytes'] / 1e9:.1f} GB",
+                    way,
+                    f"{row['rate']['median'] / 1e9:.2f}",
+                    spread(row["plain sockets"]),
+                    spread(row["plain sockets, new memory"]),
+                    f"{row['receiver']['median']:.2f}",
+                ]
+            )
+    columns = ["pairs of ranks", "way", "GB/s", "/ plain sockets"]
+    columns += ["/ plain sockets, new memory", "new memory of the receiver, in states"]
+    return with_machine(table(columns, rows), "replica_healing")
+
+
+def replica_costs() -> str:
+    found = results("replica_costs")
+    bases = ("outer axis", "torchft DDP", "DDP")
+    rows = [
+        [
+            num_own,
+            way,
+            f"{1e3 * row['seconds']['median']:.0f}",
+            *(spread(row[base]) for base in bases),
+        ]
+        for num_own, ways in found["steps"].items()
+        for way, row in ways.items()
+    ]
+    columns = ["microbatches a replica", f"step of a GPT of {found['size']}", "ms"]
+    columns += [f"/ {base}" for base in bases]
+    return with_machine(table(columns, rows), "replica_costs")
+
+
 def modules_left_out() -> str:
     found = results("modules_left_out")
     rows = [[way, spread(ratio)] for way, ratio in found["ratios"].items()]
@@ -874,6 +942,9 @@ TABLES: tuple[Callable[[], str], ...] = (
     node_losses,
     modules_left_out_clock,
     modules_left_out_clock_cpu,
+    replica_kills,
+    replica_healing,
+    replica_costs,
     simulated_gloo,
     simulated_llama,
     simulated_budgets,

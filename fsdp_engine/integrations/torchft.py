@@ -8,16 +8,26 @@ weights, optimizer state and further state from a living one, over the network, 
 compute.
 
 [Note: One trajectory]
-A step has ``num_microbatches`` over all replicas, numbered from 0. Each replica takes those of its
-share, by the number of replicas in the step, and gradients are divided by ``num_microbatches``. So
+A step has ``num_microbatches`` over all replicas, numbered from 0. Each replica trains a range of
+them, by the number of replicas in the step, and gradients are divided by ``num_microbatches``. So
 the weights after a step do not depend on how many replicas there were, but for the order in which
-microbatches are summed.
+microbatches are summed. With ``fixed_sum_order`` that does not depend on it, either: each
+microbatch is reduced within the replica by itself, and sums follow a tree over all numbers
+(``microbatch_sums.py``).
+
+[Note: Torn states]
+Each rank gets its state by itself. If some ranks of a replica got theirs and others did not, the
+step is not committed. torchft takes the step that any one of them reports for that of the replica,
+and might not send the state again. So after a step that was not committed the ranks compare what
+they have, and report the lowest step if they differ. If no replica has a later one, so that there
+is none to get a state from, they raise.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
@@ -35,6 +45,8 @@ from fsdp_engine.comm.agreement import agree
 from fsdp_engine.engine import Engine
 from fsdp_engine.extras import naming_extra
 from fsdp_engine.flat_dtensor import FlatDTensor
+from fsdp_engine.integrations.microbatch_sums import MicrobatchSums, share_of, sum_over_replicas
+from fsdp_engine.integrations.state_transport import StateTransport
 
 with naming_extra():
     from torchft import Manager, ProcessGroupGloo, ProcessGroupNCCL
@@ -58,13 +70,16 @@ class ElasticReplicas:
         engine: result of :func:`~fsdp_engine.sharding.shard`, over the ranks of this replica.
         optimizer: over the engine's parameters.
         num_microbatches: of a step, over all replicas.
-        min_replicas: a step with fewer is not committed.
+        min_replicas: a step with fewer is not committed, and is repeated until there are as many.
         extra: objects with ``state_dict()`` and ``load_state_dict()`` by name, equal on all
             replicas: schedulers, positions. A replica that starts gets theirs from a living one.
+        fixed_sum_order: weights have the same bits with any number of replicas in any step. Every
+            microbatch needs one backward, and is reduced within the replica by itself. Takes memory
+            for up to log2(the replica's microbatches) + 1 more gradients of this rank.
         lighthouse: its address, ``http://host:port``; None: ``TORCHFT_LIGHTHOUSE``.
         name: of this replica in torchft's logs.
         timeout: seconds after which a collective with a replica that is lost fails, if that is not
-            seen at once. A quorum is waited for four times as long.
+            seen at once. A quorum, and the vote on a step, are waited for four times as long.
 
     Raises:
         ValueError: ``num_microbatches`` or ``min_replicas`` is below 1, or there is no lighthouse.
@@ -79,6 +94,7 @@ class ElasticReplicas:
         num_microbatches: int,
         min_replicas: int = 1,
         extra: Mapping[str, Stateful] | None = None,
+        fixed_sum_order: bool = False,
         lighthouse: str | None = None,
         name: str = "",
         timeout: float = 60.0,
@@ -98,10 +114,23 @@ class ElasticReplicas:
         self._engine = engine
         self._optimizer = optimizer
         self._num_microbatches = num_microbatches
+        self._min_replicas = min_replicas
         self._extra = dict(extra or {})
+        self._fixed_sum_order = fixed_sum_order
+        self._share = range(0)
+        # Whether this rank got a state in this step, and whether ranks have those of several steps.
+        self._was_loaded = False
+        self._is_torn = False
+        self._few_since: float | None = None
+        # Of this step's microbatches, and the one whose gradients are not among them yet.
+        self._sums = MicrobatchSums(num_microbatches)
+        self._awaited: int | None = None
         ranks, seconds = engine.ranks, timedelta(seconds=timeout)
+        # Of a quorum or a vote: other ranks may be in a collective with a replica that is lost.
+        self._patience = 4 * seconds
         kind = ProcessGroupNCCL if is_accelerator(ranks.device) else ProcessGroupGloo
         self._between_replicas = kind(timeout=seconds)
+        self._transport = StateTransport(timeout)
         make_manager = partial(
             Manager,
             pg=self._between_replicas,
@@ -111,12 +140,12 @@ class ElasticReplicas:
             # A forward needs the weights of all ranks, of which some may be getting theirs.
             use_async_quorum=False,
             timeout=seconds,
-            # A quorum can need replicas that are in a collective with one that is lost.
-            quorum_timeout=4 * seconds,
+            quorum_timeout=self._patience,
             connect_timeout=seconds,
             rank=ranks.rank,
             world_size=ranks.size,
             lighthouse_addr=lighthouse,
+            checkpoint_transport=self._transport,
             replica_id=name,
         )
         # The first rank's manager serves those of the others. Its address is in a store that is
@@ -154,30 +183,80 @@ class ElasticReplicas:
 
         Raises:
             ValueError: the state of a living replica is that of another model, sharding or
-                optimizer.
+                optimizer, or of other arguments.
             RuntimeError, TimeoutError: the lighthouse does not answer, or there are not enough
-                replicas.
+                replicas; or the one was lost from which only some ranks got their state.
         """
         manager = self._manager
-        manager.start_quorum()
-        share = range(
-            manager.participating_rank(), self._num_microbatches, manager.num_participants()
+        self._was_loaded = False
+        try:
+            manager.start_quorum()
+        except Exception:
+            self._between_replicas.abort()  # others do not wait for this one
+            raise
+        if self._is_torn and not self._was_loaded and manager.errored() is None:
+            raise RuntimeError(
+                "state of this replica: expected one of a single step on all ranks; found that "
+                "some ranks have that of a replica which was lost before the others had theirs. No "
+                "other replica is left to get it from: start from a checkpoint"
+            )
+        if manager.errored() is not None:
+            # A replica that awaits this rank's state would hold up the votes of both.
+            self._transport.withdraw()
+        self._share = share_of(
+            manager.participating_rank(), manager.num_participants(), self._num_microbatches
         )
-        for number in share:
-            with nullcontext() if number == share[-1] else self._engine.no_sync():
+        self._sums = MicrobatchSums(self._num_microbatches)
+        for number in self._share:
+            is_synced = self._fixed_sum_order or number == self._share[-1]
+            self._awaited = number
+            with nullcontext() if is_synced else self._engine.no_sync():
                 yield number
-        self._engine.finish_grad_sync()  # without a microbatch: of zeros
+            if self._fixed_sum_order and self._awaited is not None:
+                self._engine.finish_grad_sync()  # no backward: zeros
+        if not self._share or not self._fixed_sum_order:
+            self._engine.finish_grad_sync()  # without a microbatch: of zeros
 
     def commit(self) -> bool:
         """End the step: the optimizer steps if the gradients of all replicas arrived, and gradients
         are cleared. Returns whether it did; if not, the next :meth:`microbatches` repeats the step.
+
+        Raises:
+            TimeoutError: there were fewer than ``min_replicas`` for four times the timeout. On all
+                ranks of the replica.
         """
-        is_committed = bool(self._manager.should_commit())
+        is_committed = bool(self._manager.should_commit(timeout=self._patience))
         if is_committed:
+            self._is_torn, self._few_since = False, None
             self._optimizer.step()
+        else:
+            self._check_after_failure()
         self._optimizer.zero_grad()
         self._engine.zero_grad_buffer(zero=False)  # also where the next step has no backward
         return is_committed
+
+    def _check_after_failure(self) -> None:
+        """Raise if there have been too few replicas for long; see [Note: Torn states]."""
+        error: Exception | None = None
+        num_replicas, patience = self.num_replicas, self._patience.total_seconds()
+        if num_replicas >= self._min_replicas:
+            self._few_since = None
+        elif self._few_since is None:
+            self._few_since = time.monotonic()
+        elif time.monotonic() - self._few_since > patience:
+            error = TimeoutError(
+                f"min_replicas: expected {self._min_replicas} replicas within {patience:g} s; "
+                f"found {num_replicas}"
+            )
+        state = self._manager.state_dict()
+        found = (state["step"], self._was_loaded)
+        by_rank = agree("commit()", error, self._engine.ranks.control_group, found)
+        if len(set(by_rank)) > 1:
+            self._is_torn = True
+            lowest = min(step for step, _ in by_rank)
+            self._manager.load_state_dict({**state, "step": lowest})
+        elif self._was_loaded:
+            self._is_torn = False
 
     def close(self) -> None:
         """Leave the other replicas, which continue without this one."""
@@ -187,27 +266,73 @@ class ElasticReplicas:
 
     def _reduce(
         self, gradients: Sequence[Tensor], used: Sequence[Sequence[Any]]
-    ) -> Sequence[Sequence[bool]]:
-        """Sum ``gradients`` over replicas, in place; returns which parameters any of them used."""
+    ) -> Sequence[Sequence[bool]] | None:
+        """Sum ``gradients`` over replicas, in place; returns which parameters any of them used.
+        None: the share has further microbatches."""
         device = self._engine.ranks.device
         flags = torch.tensor([float(flag) for each in used for flag in each], device=device)
-        # A failed sum is reported to the manager, and the step is then not committed.
-        works = [
-            self._manager.allreduce(each, reduce_op=dist.ReduceOp.SUM)
-            for each in (flags, *gradients)
-        ]
-        for work in works:
-            work.wait()
+        tensors = [flags, *gradients]
+        if self._fixed_sum_order:
+            if self._share and not self._add(tensors):
+                return None
+            self._sum_in_order(tensors)
+        else:
+            self._sum(tensors)
+        if self._manager.errored() is not None:
+            # Others may wait for this rank's part of the sum: their connections fail at once.
+            self._between_replicas.abort()
         for each in gradients:
             each /= self._num_microbatches
         is_used = iter((flags > 0).tolist())
         return [[next(is_used) for _ in each] for each in used]
 
+    def _add(self, tensors: list[Tensor]) -> bool:
+        """Add a microbatch's to the sums; returns whether it was the last one of the share."""
+        number, self._awaited = self._awaited, None
+        if number is None:
+            raise RuntimeError(
+                "backward: expected one for each microbatch, as fixed_sum_order needs; found a "
+                "second one"
+            )
+        is_last = number == self._share[-1]
+        # The next backward overwrites gradients.
+        kept = tensors if is_last else [each.clone() for each in tensors]
+        self._sums.add(number, number + 1, kept)
+        return is_last
+
+    def _sum_in_order(self, tensors: list[Tensor]) -> None:
+        """Sum the nodes of all replicas into ``tensors``."""
+        manager = self._manager
+        if manager.num_participants() == 1:
+            for tensor, total in zip(tensors, *self._sums.sums, strict=True):
+                tensor.copy_(total)
+        elif manager.errored() is None:
+            try:
+                sum_over_replicas(
+                    self._between_replicas,
+                    manager.participating_rank(),
+                    manager.num_participants(),
+                    self._sums,
+                    tensors,
+                    self._num_microbatches,
+                )
+            except Exception as failed:  # of the backend; the step is then not committed
+                manager.report_error(failed)
+
+    def _sum(self, tensors: list[Tensor]) -> None:
+        """Sum ``tensors`` over replicas, in any order."""
+        # A failed sum is reported to the manager, and the step is then not committed.
+        works = [self._manager.allreduce(each, reduce_op=dist.ReduceOp.SUM) for each in tensors]
+        for work in works:
+            work.wait()
+
     def _state(self) -> dict[str, Any]:
         """This rank's state, for the same rank of a replica that starts."""
+        if self._is_torn:
+            raise RuntimeError("state of this replica: expected one of a single step on all ranks")
         optimizer = self._optimizer.state_dict()
         return {
-            "shards": self._shards(),
+            "expected": self._expected(),
             "weights": [buffer.weights.main.tensor for buffer in self._engine.buffers],
             "optimizer": {
                 **optimizer,
@@ -220,15 +345,16 @@ class ElasticReplicas:
         }
 
     def _load(self, state: dict[str, Any]) -> None:
-        expected = self._shards()
-        if state["shards"] != expected or set(state["extra"]) != set(self._extra):
-            theirs, ours = ({**each} for each in (state["shards"], expected))
+        expected = self._expected()
+        if state["expected"] != expected or set(state["extra"]) != set(self._extra):
+            theirs, ours = ({**each} for each in (state["expected"], expected))
             differing = [name for name in {**theirs, **ours} if theirs.get(name) != ours.get(name)]
             found = f"{differing[0]}: {theirs.get(differing[0])}" if differing else "other extras"
             wanted = ours.get(differing[0]) if differing else sorted(self._extra)
             raise ValueError(
                 f"state of a living replica: expected {wanted}, as this replica has; found "
-                f"{found}. All replicas need one model, sharding, number of ranks and extras"
+                f"{found}. All replicas need one model, sharding, number of ranks, optimizer, "
+                "extras and arguments"
             )
         with torch.no_grad():
             for buffer, weights in zip(self._engine.buffers, state["weights"], strict=True):
@@ -250,10 +376,12 @@ class ElasticReplicas:
         )
         for name, each in self._extra.items():
             each.load_state_dict(state["extra"][name])
+        self._was_loaded = True
 
-    def _shards(self) -> dict[str, tuple[Any, ...]]:
-        """Of each parameter the dtype, and the ranges of its buffer that this rank holds."""
-        return {
+    def _expected(self) -> dict[str, Any]:
+        """Returns the properties that all replicas have in common, by name: of each parameter the
+        shape, the dtype, and the range of its buffer that this rank holds."""
+        shards = {
             record.name: (
                 tuple(slot.shape),
                 str(buffer.weights.main.tensor.dtype),
@@ -263,6 +391,12 @@ class ElasticReplicas:
             )
             for buffer in self._engine.buffers
             for record, slot in zip(buffer.records, buffer.layout.slots, strict=True)
+        }
+        return {
+            **shards,
+            "num_microbatches": self._num_microbatches,
+            "fixed_sum_order": self._fixed_sum_order,
+            "optimizer": type(self._optimizer).__name__,
         }
 
 

@@ -270,7 +270,7 @@ class ReplicaReduction(Protocol):
 
     def __call__(
         self, gradients: Sequence[torch.Tensor], used: Sequence[Sequence[Any]]
-    ) -> Sequence[Sequence[Any]]:
+    ) -> Sequence[Sequence[Any]] | None:
         """Reduce ``gradients`` in place.
 
         Args:
@@ -278,7 +278,8 @@ class ReplicaReduction(Protocol):
             used: for each buffer, which of its parameters got a gradient.
 
         Returns:
-            The same as ``used``, of all engines.
+            The same as ``used``, of all engines. None: the gradients were copied, and are cleared
+            instead of published.
         """
         ...
 
@@ -541,8 +542,8 @@ class Reductions:
         self.start()
         self.wait()
         assert self._step is not None
-        self._publish(self._step)
-        self._move_to(Phase.FINAL)
+        if self._publish(self._step):
+            self._move_to(Phase.FINAL)
 
     def run_hooks(self) -> None:
         """Run users' hooks on gradients that have become final, and add earlier gradients to them;
@@ -682,7 +683,8 @@ class Reductions:
             else:
                 buffer.published.put_back()
 
-    def _publish(self, step: StepReductions) -> None:
+    def _publish(self, step: StepReductions) -> bool:
+        """Returns whether there are gradients, which replicas may have taken."""
         new_order = self._seen_order != self.canonical_order
         verdict = self._message.read(new_order)
         if new_order and verdict.same_order:
@@ -699,6 +701,9 @@ class Reductions:
         if self.across_replicas is not None:
             gradients = [buffer.main_gradients for buffer in self._buffers]
             by_any = self.across_replicas(gradients, list(used.values()))
+            if by_any is None:
+                self.clear(zero=False)
+                return False
             used = dict(zip(used, by_any, strict=True))
         step.hooks_are_due = True
         for unit in self.order:
@@ -708,6 +713,7 @@ class Reductions:
             for buffer in unit.trainable:
                 buffer.publish_gradients(used[id(buffer)], reduced=True)
         step.reduced_units.clear()
+        return True
 
     def _move_to(self, phase: Phase) -> None:
         assert (self.phase, phase) in TRANSITIONS, (

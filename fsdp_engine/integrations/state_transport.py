@@ -1,0 +1,234 @@
+"""Sends a replica's state from memory to memory, over TCP.
+
+A rank that has state to give listens on a port. A rank that needs it connects, names the step, and
+gets:
+
+    8 bytes             length of the header
+    header              pickled: dtypes and shapes of tensors; the state with numbers for tensors
+    tensors             their bytes, one after the other
+    8 bytes             ``_END``
+
+Tensors on the CPU are sent from where they are and received into memory that they keep. There is
+one connection for each pair of ranks. Both sides fail if no byte has moved for ``timeout`` seconds,
+or at once if the other process has ended.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import pickle
+import socket
+import struct
+import threading
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_engine.extras import naming_extra
+from fsdp_engine.memory import allocator
+
+with naming_extra():
+    from torchft.checkpointing import CheckpointTransport
+
+_logger = logging.getLogger(__name__)
+
+_LENGTH = struct.Struct("!q")
+_END = b"complete"
+# Of a call of the socket, and of a device's tensor that is copied at a time.
+_CHUNK_BYTES = 1 << 22
+
+
+class StateTransport(CheckpointTransport):  # type: ignore[misc]
+    """Of one rank.
+
+    Args:
+        timeout: seconds without a byte after which a transfer fails.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._changed = threading.Condition()
+        # The offered step with its header and tensors; None: weights may change.
+        self._offer: tuple[int, bytes, list[Tensor]] | None = None
+        self._num_steps = 0
+        self._connections: list[socket.socket] = []
+        is_dual = socket.has_dualstack_ipv6()
+        self._server = socket.create_server(
+            ("", 0),
+            family=socket.AF_INET6 if is_dual else socket.AF_INET,
+            dualstack_ipv6=is_dual,
+        )
+        self._address = f"{socket.gethostname()}:{self._server.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True, name="state_transport").start()
+
+    def metadata(self) -> str:
+        """Returns the address, for :meth:`recv_checkpoint` of other replicas."""
+        return self._address
+
+    def send_checkpoint(
+        self, dst_ranks: list[int], step: int, state_dict: dict[str, Any], timeout: timedelta
+    ) -> None:
+        """Offer ``state_dict``, until :meth:`disallow_checkpoint`. Returns at once."""
+        tensors: list[Tensor] = []
+        body = io.BytesIO()
+        _Pickler(body, tensors).dump(state_dict)
+        header = pickle.dumps(([(each.dtype, each.shape) for each in tensors], body.getvalue()))
+        with self._changed:
+            self._offer = (step, header, tensors)
+            self._changed.notify_all()
+
+    def withdraw(self) -> None:
+        """Refuse receivers that ask for this step's state from now on; returns at once."""
+        with self._changed:
+            self._offer = None
+            self._num_steps += 1
+            self._changed.notify_all()
+
+    def disallow_checkpoint(self) -> None:
+        """Wait for the transfers in progress: the tensors may be changed afterwards. Transfers that
+        take longer than the timeout are aborted."""
+        self.withdraw()
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._connections, self._timeout):
+                for each in self._connections:
+                    each.shutdown(socket.SHUT_RDWR)
+                self._changed.wait_for(lambda: not self._connections)
+
+    def recv_checkpoint(
+        self, src_rank: int, metadata: str, step: int, timeout: timedelta
+    ) -> dict[str, Any]:
+        """Returns the state that the rank at ``metadata`` offers for ``step``.
+
+        Raises:
+            ConnectionError, TimeoutError: it has ended, or does not send.
+            RuntimeError: it does not offer that step.
+        """
+        host, _, port = metadata.rpartition(":")
+        seconds = min(timeout.total_seconds(), self._timeout)
+        with socket.create_connection((host, int(port)), timeout=seconds) as connection:
+            connection.sendall(_LENGTH.pack(step))
+            (length,) = _LENGTH.unpack(_receive(connection, _LENGTH.size))
+            if length < 0:
+                raise RuntimeError(
+                    f"state of a living replica: expected that of step {step}; found none at "
+                    f"{metadata}, which has left that step"
+                )
+            specs, body = pickle.loads(_receive(connection, length))
+            tensors = [
+                allocator.empty(shape.numel(), dtype, "cpu").view(shape) for dtype, shape in specs
+            ]
+            for tensor in tensors:
+                _receive_into(connection, _bytes_of(tensor))
+            if _receive(connection, len(_END)) != _END:
+                raise ConnectionError(f"state from {metadata}: expected its end; found other bytes")
+        state: dict[str, Any] = _Unpickler(io.BytesIO(body), tensors).load()
+        return state
+
+    def shutdown(self, wait: bool = True) -> None:
+        """End the server and the transfers."""
+        try:
+            self._server.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept()
+        except OSError:
+            _logger.debug("the server of states was not listening any more")
+        self._server.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._server.accept()
+            except OSError:  # shut down
+                return
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        connection.settimeout(self._timeout)
+        with connection:
+            try:
+                (step,) = _LENGTH.unpack(_receive(connection, _LENGTH.size))
+                with self._changed:
+                    # The receiver may be faster than the sender. Once the sender has ended the
+                    # step, it will not offer its state.
+                    now = self._num_steps
+                    self._changed.wait_for(
+                        lambda: self._offers(step) or self._num_steps > now, self._timeout
+                    )
+                    offer = self._offer if self._offers(step) else None
+                    if offer is not None:
+                        self._connections.append(connection)
+                if offer is None:
+                    connection.sendall(_LENGTH.pack(-1))
+                    return
+                _, header, tensors = offer
+                connection.sendall(_LENGTH.pack(len(header)) + header)
+                for tensor in tensors:
+                    _send(connection, tensor)
+                connection.sendall(_END)
+            except OSError as error:  # the receiver has ended, or does not read
+                _logger.warning("a replica did not get the state it asked for: %s", error)
+            finally:
+                with self._changed:
+                    if connection in self._connections:
+                        self._connections.remove(connection)
+                    self._changed.notify_all()
+
+    def _offers(self, step: int) -> bool:
+        return self._offer is not None and self._offer[0] == step
+
+
+class _Pickler(pickle.Pickler):
+    """Writes numbers for tensors, which it collects."""
+
+    def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self._tensors = tensors
+
+    def persistent_id(self, value: Any) -> int | None:
+        if type(value) is not Tensor or value.layout is not torch.strided or value.is_quantized:
+            return None
+        self._tensors.append(value)
+        return len(self._tensors) - 1
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
+    def persistent_load(self, number: int) -> Tensor:
+        return self._tensors[number]
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a tensor on the CPU."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return memoryview(flat.numpy())  # type: ignore[arg-type]
+
+
+def _send(connection: socket.socket, tensor: Tensor) -> None:
+    flat = tensor.detach().reshape(-1)
+    if flat.device.type == "cpu":
+        connection.sendall(_bytes_of(flat))
+    else:
+        for part in flat.split(max(_CHUNK_BYTES // flat.element_size(), 1)):
+            connection.sendall(_bytes_of(part.cpu()))
+
+
+def _receive(connection: socket.socket, length: int) -> bytearray:
+    received = bytearray(length)
+    _receive_into(connection, memoryview(received))
+    return received
+
+
+def _receive_into(connection: socket.socket, memory: memoryview) -> None:
+    done = 0
+    while done < len(memory):
+        num = connection.recv_into(memory[done : done + _CHUNK_BYTES])
+        if num == 0:
+            raise ConnectionError(
+                f"state of a living replica: expected {len(memory) - done} more bytes; found the "
+                "end of the connection"
+            )
+        done += num
