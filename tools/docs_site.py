@@ -39,8 +39,9 @@ PUBLIC_NAMES = {
     ),
     "checkpoints": (
         "Checkpoints and weights",
-        "Checkpointer save_checkpoint load_checkpoint export_safetensors load_safetensors "
-        "load_pretrained save_pretrained weight_stream WeightStream WeightVersion",
+        "Checkpointer LocalCheckpointer save_checkpoint load_checkpoint "
+        "export_safetensors load_safetensors load_pretrained save_pretrained "
+        "weight_stream WeightStream WeightVersion",
     ),
     "planner": (
         "Planner and simulation",
