@@ -32,7 +32,7 @@ import psutil
 # Steps of some 20 ms.
 MODEL = ["--layers", "2", "--width", "64", "--heads", "2", "--sequence-length", "32"]
 SAVE_EVERY = 5
-STEPS_PER_KILL = 40
+STEPS_PER_KILL = 20
 SECONDS = 120.0  # for a restart
 STORE = """
 import sys, time
@@ -134,7 +134,7 @@ class Cluster:
     def finish(self) -> None:
         """Wait for the end of the run."""
         for agent, _ in self.nodes:
-            agent.wait(timeout=SECONDS)
+            agent.wait(timeout=10 * SECONDS)
             assert agent.returncode == 0, self.log[-3000:]
 
     def close(self) -> None:
