@@ -2,7 +2,7 @@
 
     python benchmarks/gpu.py [--rounds 15] [--sections "world 1" "world 8" ...]
 
-Each section runs in its own process with a time limit (13 minutes in total, 8 without fp8), so that
+Each section runs in its own process with a time limit (17 minutes in total, 12 without fp8), so that
 a failure affects one section only; results are written after each section.
 
 *world 1*: every level over NCCL with one rank, against the bare model and FSDP2, on a GPT of about
@@ -15,6 +15,9 @@ collectives are emulated by device copies of the same size on the lanes of the r
 same functions for both engines: a gather writes the other ranks' shards (copies of this rank's, so
 losses are meaningless), a reduction reads all shards and sums them into one. The time of a network
 is not included; memory bandwidth is shared with compute, as with real collectives.
+
+*..., 16 sequences*: the same with a batch four times as large, whose step takes long enough on the
+device that no engine waits for its host.
 
 *fp8, native*, *fp8, Transformer Engine*: every level over NCCL with one rank, with fp8 weights
 against bf16 ones: time, memory, and bytes gathered, by the planner's formulas, since one rank
@@ -75,6 +78,8 @@ SECTIONS = {
     "world 1": (1, 150),
     "world 8": (8, 100),
     "world 64": (64, 100),
+    "world 1, 16 sequences": (1, 150),
+    "world 8, 16 sequences": (8, 100),
     "fp8, native": (1, 120),
     "fp8, Transformer Engine": (1, 200),
     "sanitizer, world 1": (1, 55),
@@ -171,10 +176,11 @@ def time_steps(
     return times
 
 
-def timing_section(num_ranks: int, rounds: int, out: Path) -> None:
-    """Measure all engines as rank 0 of ``num_ranks``."""
+def timing_section(num_ranks: int, rounds: int, out: Path, *, larger: bool) -> None:
+    """Measure all engines as rank 0 of ``num_ranks``, with a larger batch if asked."""
     mesh = start(num_ranks)
     config, num_sequences = model_config()
+    num_sequences *= 4 if larger else 1
     shape = (num_sequences, config.sequence_length)
     torch.manual_seed(0)
     tokens = torch.randint(0, config.vocab_size, shape, device=the_device())
@@ -385,7 +391,8 @@ def main() -> None:
         elif args.section.startswith("sanitizer"):
             sanitizer_section(num_ranks, args.out)
         else:
-            timing_section(num_ranks, args.rounds, args.out)
+            larger = args.section.endswith("sequences")
+            timing_section(num_ranks, args.rounds, args.out, larger=larger)
         if dist.is_initialized():
             dist.destroy_process_group()
         return

@@ -72,8 +72,8 @@ def check_nccl(mesh: DataMesh, *, symmetric: bool) -> None:
     """Changes nothing, sends nothing.
 
     Raises:
-        ValueError: a data-parallel group does not run over NCCL, or this torch cannot register
-            windows and ``symmetric`` asks for them.
+        ValueError: a data-parallel group does not run over NCCL, NCCL allocates no memory on this
+            device, or this torch cannot register windows and ``symmetric`` asks for them.
     """
     for group in (mesh.device_mesh.get_group(0), *_sending_groups(mesh)):
         backend: Any = backend_of(group, mesh.device)
@@ -83,6 +83,11 @@ def check_nccl(mesh: DataMesh, *, symmetric: bool) -> None:
             raise ValueError(
                 "nccl_ub: expected data-parallel groups over NCCL on CUDA devices; found "
                 f"{found} for {mesh.device.type} tensors"
+            )
+        if not backend.supports_tensor_alloc(mesh.device):
+            raise ValueError(
+                "nccl_ub: expected devices on which NCCL allocates memory (those with multicast, "
+                f"as NVSwitch gives); found that it does not on {mesh.device}"
             )
         # The binding's own signature; stubs do not tell.
         if symmetric and "symm" not in (register.__doc__ or ""):

@@ -196,10 +196,7 @@ def begin_together(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor over the same memory with a version counter of its own."""
-    other = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return other.set_(
-        tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
-    )
+    return tensor.data
 
 
 def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +29,7 @@ from torch.nn import functional as F
 import fsdp_engine as fe
 from fsdp_engine.codecs.transformer_engine import RECIPES, is_quantized
 from fsdp_engine.runtime.inputs import iter_tensors
-from tests.codecs.te_on_cpu import QuantisedStack, make_recipe
+from tests.codecs.te_on_cpu import QuantisedLinear, QuantisedStack, make_recipe
 from tests.codecs.te_vectors import load, read_encodings
 
 BF16 = torch.bfloat16
@@ -124,11 +123,27 @@ class Stack(nn.Module):
         return (self.head(y).float() - x.float()).square().mean()
 
 
+class ImitatedStack(QuantisedStack):
+    """The like on a CPU: its last quantised layer belongs to the root."""
+
+    def __init__(self, recipe: str) -> None:
+        super().__init__(recipe, num_blocks=2, features=8)
+        dim = self.embed.out_features
+        self.last = QuantisedLinear(dim, dim, recipe, bias=False, dtype=self.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.embed(x.to(self.dtype))
+        for block in self.blocks:
+            y = block(y)
+        y = self.head(self.norm(self.last(y)))
+        return (y.float() - x.float()).square().mean()
+
+
 def make_model(kind: str, recipe: Any, name: str) -> nn.Module:
     """A model of ``kind``: "linear" and "layer" on CUDA, "imitation" on a CPU."""
     torch.manual_seed(0)
     if kind == "imitation":
-        return QuantisedStack(name, num_blocks=2, features=8)
+        return ImitatedStack(name)
     import transformer_engine.pytorch as te
 
     with te.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
@@ -152,43 +167,69 @@ def make_optimizer(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.01, foreach=False, fused=False)
 
 
-def watch(model: nn.Module, name: str, seen: list[Encodings]) -> None:
-    """Note the encodings of every quantised weight when its module is called, and when the gradient
-    of its module's output has come. Weights must stay the parameters that they are now, and their
-    scales the tensors that they are now."""
-    scale_names = next(recipe.scales for recipe in RECIPES if recipe.name == name)
+class WatchedWeight(NamedTuple):
+    """A quantised weight, as it was before an engine had it.
 
-    def scales_of(weight: Any) -> list[int]:
-        return [id(getattr(weight, each)) for each in scale_names]
+    Attributes:
+        name: in the model.
+        key: in its module.
+        weight: the parameter.
+        scales: identities of its scales.
+    """
 
-    def note(when: str, module: nn.Module, found: list[tuple[str, str, Any, list[int]]]) -> None:
-        for full_name, key, before, scales in found:
-            weight = getattr(module, key)
-            assert weight is before, f"{full_name} is another parameter in {when}"
-            assert scales_of(weight) == scales, f"{full_name} has other scales in {when}"
-            each = read_encodings(weight)
-            data, scale_inv = each[:2] if when == "forward" else each[2:4]
-            assert data is not None, f"{full_name} has no columns in {when}"
-            assert scale_inv is not None
-            seen.append(Encodings(when, full_name, data.cpu().clone(), scale_inv.cpu().clone()))
+    name: str
+    key: str
+    weight: Any
+    scales: list[int]
 
-    def called(found: Any, module: nn.Module, args: Any) -> None:
-        note("forward", module, found)
 
-    def returned(found: Any, module: nn.Module, args: Any, output: Any) -> None:
-        # Some modules return their bias, too.
-        first = next(tensor for tensor in iter_tensors(output) if tensor.requires_grad)
-        first.register_hook(lambda grad: note("backward", module, found))
+def scales_of(weight: Any, recipe: str) -> list[int]:
+    names = next(each.scales for each in RECIPES if each.name == recipe)
+    return [id(getattr(weight, name)) for name in names]
 
-    for prefix, module in model.named_modules():
-        found = [
-            (f"{prefix}.{key}", key, param, scales_of(param))
+
+def quantised_weights(model: nn.Module, recipe: str) -> dict[str, list[WatchedWeight]]:
+    """By the names of their modules."""
+    return {
+        prefix: [
+            WatchedWeight(f"{prefix}.{key}", key, param, scales_of(param, recipe))
             for key, param in module.named_parameters(recurse=False)
             if is_quantized(param)
         ]
-        if found:
-            module.register_forward_pre_hook(partial(called, found))
-            module.register_forward_hook(partial(returned, found))
+        for prefix, module in model.named_modules()
+    }
+
+
+def watch(
+    model: nn.Module, recipe: str, weights: dict[str, list[WatchedWeight]], seen: list[Encodings]
+) -> None:
+    """Note the encodings of every quantised weight when its module is called, and when the gradient
+    of its module's output has come: after the hooks of an engine that the model has by now. Weights
+    must be the parameters that they were, and their scales the tensors that they were."""
+
+    def note(when: str, module: nn.Module) -> None:
+        for each in weights[names[module]]:
+            weight = getattr(module, each.key)
+            assert weight is each.weight, f"{each.name} is another parameter in {when}"
+            assert scales_of(weight, recipe) == each.scales, f"{each.name}: other scales in {when}"
+            found = read_encodings(weight)
+            data, scale_inv = found[:2] if when == "forward" else found[2:4]
+            assert data is not None, f"{each.name} has no columns in {when}"
+            assert scale_inv is not None
+            seen.append(Encodings(when, each.name, data.cpu().clone(), scale_inv.cpu().clone()))
+
+    def called(module: nn.Module, args: Any) -> None:
+        note("forward", module)
+
+    def returned(module: nn.Module, args: Any, output: Any) -> None:
+        # Some modules return their bias, too.
+        first = next(tensor for tensor in iter_tensors(output) if tensor.requires_grad)
+        first.grad_fn.register_prehook(lambda grads: note("backward", module))
+
+    names = {module: prefix for prefix, module in model.named_modules() if weights[prefix]}
+    for module in names:
+        module.register_forward_pre_hook(called)
+        module.register_forward_hook(returned)
 
 
 @contextlib.contextmanager
@@ -244,7 +285,7 @@ def train_alone(kind: str, name: str, batches: list[list[Tensor]]) -> Trained:
     optimizer = make_optimizer(main.values())
     losses: list[float] = []
     seen: list[Encodings] = []
-    watch(model, name, seen)
+    watch(model, name, quantised_weights(model, name), seen)
     for step in batches:
         with torch.no_grad():
             weights = [params[key] for key in quantised]
@@ -282,11 +323,12 @@ def train_sharded(kind: str, name: str, level: str, batches: list[list[Tensor]])
     losses: list[float] = []
     seen: list[Encodings] = []
     names = [key for key, _ in model.named_parameters()]
-    watch(model, name, seen)  # before shard(): these are the parameters that must stay
+    weights = quantised_weights(model, name)
     device = next(model.parameters()).device.type
     # Not with fp8_param_gather: plain matrices shall stay what they are.
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     engine = fe.shard(model, mesh=mesh, strategy=level)
+    watch(model, name, weights, seen)
     optimizer = make_optimizer(model.parameters())
     for step in batches:
         for index, x in enumerate(step):

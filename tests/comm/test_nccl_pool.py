@@ -269,6 +269,9 @@ class Backend:
     def name(self) -> str:
         return "nccl"
 
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return True
+
     def register_mem_pool(self, pool: Any, **options: Any) -> None:
         """register_mem_pool(self, pool: torch._C._MemPool, symm: bool = False) -> None"""
         self.calls.append(("register", pool, options))
@@ -281,6 +284,13 @@ class OldBackend(Backend):
         """register_mem_pool(self, pool: torch._C._MemPool) -> None"""
         assert not options
         super().register_mem_pool(pool)
+
+
+class WithoutMulticast(Backend):
+    """On a device of which NCCL hands out no memory, as one that has no NVSwitch."""
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return False
 
 
 class Gloo:
@@ -353,6 +363,13 @@ def test_a_torch_without_windows_is_refused_unless_registration_is_plain(
     with pytest.raises(ValueError, match="Use disable_symmetric_registration=True"):
         nccl_pool.check_nccl(mesh, symmetric=True)
     nccl_pool.check_nccl(mesh, symmetric=False)
+
+
+def test_a_device_without_memory_of_nccl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = mesh_over(WithoutMulticast(), axis("g", "r"), axis(None, None), monkeypatch)
+    for symmetric in (True, False):
+        with pytest.raises(ValueError, match=r"nccl_ub: .* multicast, .*found .* does not on cpu"):
+            nccl_pool.check_nccl(mesh, symmetric=symmetric)
 
 
 @pytest.mark.parametrize(("backend", "found"), [(Gloo(), "gloo"), (None, "nothing")])

@@ -1,4 +1,5 @@
-"""Arenas and memory registered with NCCL on a CUDA device. Skipped where there is none.
+"""Arenas and memory registered with NCCL on a CUDA device. Skipped where there is none, and what
+needs NCCL's memory where the device has no multicast, as a single one outside a switch.
 
 One rank sends nothing, so its engine's pool is registered with no group: memory comes from NCCL's
 allocator all the same, and registration is tried with the one rank's own group.
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp_engine as fe
 from fsdp_engine.comm.nccl_pool import NcclPool
@@ -35,6 +37,27 @@ pytestmark = [
 ]
 
 
+def nccl_allocates(mesh: DeviceMesh) -> bool:
+    """Whether NCCL hands out memory of this device."""
+    device = torch.device("cuda", 0)
+    backend: Any = mesh.get_group(0)._get_backend(device)
+    return bool(backend.supports_tensor_alloc(device))
+
+
+def need_nccl_memory(mesh: DeviceMesh) -> None:
+    if not nccl_allocates(mesh):
+        pytest.skip("needs a device with multicast; NCCL hands out no memory of this one")
+
+
+def test_registered_memory_is_refused_where_nccl_has_none() -> None:
+    config = fe.DistributedDataParallelConfig(nccl_ub=True)
+    with process_group("nccl", 1) as mesh:
+        if nccl_allocates(mesh):
+            pytest.skip("needs a device without multicast")
+        with pytest.raises(ValueError, match=r"nccl_ub: .*multicast"):
+            fe.shard(make_model(), mesh=mesh, config=config)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("field", ["fsdp_double_buffer", "nccl_ub"])
@@ -45,6 +68,8 @@ def test_training_gives_what_it_gives_with_ordinary_memory(
     policy = fe.MixedPrecisionPolicy(param_dtype=dtype)
     batches = make_batches(6)
     with process_group("nccl", 1) as mesh:
+        if field == "nccl_ub":
+            need_nccl_memory(mesh)
         for value in (False, True):
             model: Any = make_model()
             config = fe.DistributedDataParallelConfig(**{field: value})  # type: ignore[arg-type]
@@ -58,6 +83,7 @@ def test_training_gives_what_it_gives_with_ordinary_memory(
 @plans_addresses
 def test_communication_buffers_lie_in_segments_of_the_pool() -> None:
     with process_group("nccl", 1) as mesh:
+        need_nccl_memory(mesh)
         model = make_model()
         config = fe.DistributedDataParallelConfig(nccl_ub=True)
         policy = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -87,6 +113,7 @@ def test_communication_buffers_lie_in_segments_of_the_pool() -> None:
 
 def test_a_pool_is_registered_with_a_group_and_used_by_its_collectives() -> None:
     with process_group("nccl", 1) as mesh:
+        need_nccl_memory(mesh)
         group = mesh.get_group(0)
         ours = SimpleNamespace(gather_group=group, reduce_group=None)
         none = SimpleNamespace(gather_group=None, reduce_group=None)

@@ -135,7 +135,7 @@ def test_an_uneven_split_quantises_to_what_no_split_does_and_the_reference_says(
 
 @ALL_RECIPES
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_denormal_and_huge_values_split_are_those_unsplit_and_a_step_from_the_reference_at_most(
+def test_denormal_and_huge_values_split_are_those_unsplit_and_the_references(
     te_ranks: Ranks, recipe: str, world: int
 ) -> None:
     need(recipe)

@@ -1,0 +1,332 @@
+"""What programs do around the engine, on a CUDA device. Skipped where there is none.
+
+One rank runs over NCCL; several share the device over gloo, whose collectives go through host
+memory.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+import fsdp_engine as fe
+from fsdp_engine.fsdp2 import fully_shard
+from fsdp_engine.simulation.calibrate import calibrate
+from tests.gpu.scene import (
+    LEVELS,
+    Model,
+    assert_same,
+    make_batches,
+    make_model,
+    make_sgd,
+    process_group,
+    train_sharded,
+)
+from tests.pool import Ranks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; found none"),
+]
+
+ROOT = Path(__file__).resolve().parents[2]
+PAIRS = [
+    ("no_shard", "optim_grads_params"),
+    ("optim", "optim"),
+    ("no_shard", "optim_grads"),
+    ("optim", "optim_grads_params"),
+    ("optim_grads_params", "optim_grads_params"),
+]
+Batches = list[tuple[Tensor, Tensor]]
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """One rank over NCCL."""
+    with process_group("nccl", 1) as mesh:
+        yield mesh
+
+
+def steps(model: Any, optimizer: torch.optim.Optimizer, batches: Batches) -> list[float]:
+    losses = []
+    for x, target in batches:
+        loss = model(x, target)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+# Around the blocks: what wraps their computation.
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_compiled_blocks_train_as_they_do_uncompiled(mesh: DeviceMesh, level: str) -> None:
+    found = []
+    for compiles in (False, True):
+        model = make_model()
+        for block in model.blocks if compiles else ():
+            block.compile()
+        found.append(train_sharded(model, fe.shard(model, mesh=mesh, strategy=level), batches()))
+    assert_same(found[1], found[0], tolerance=1e-4)
+
+
+def batches() -> Batches:
+    return make_batches(6)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("level", LEVELS)
+def test_checkpointed_blocks_train_as_they_do_without(
+    mesh: DeviceMesh, level: str, use_reentrant: bool
+) -> None:
+    class Checkpointed(Model):
+        def forward(self, x: Tensor, target: Tensor) -> Tensor:
+            x.requires_grad_()  # re-entrant checkpoints want an input with a gradient
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=use_reentrant)
+            return nn.functional.mse_loss(self.head(x).float(), target.float())
+
+    found = []
+    for kind in (Model, Checkpointed):
+        torch.manual_seed(0)
+        with torch.device("cuda"):
+            model = kind()
+        found.append(train_sharded(model, fe.shard(model, mesh=mesh, strategy=level), batches()))
+    assert_same(found[1], found[0], tolerance=1e-6)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_grad_scaler_skips_the_step_with_an_infinite_gradient(
+    mesh: DeviceMesh, level: str
+) -> None:
+    model = make_model()
+    policy = fe.MixedPrecisionPolicy(param_dtype=torch.float16)
+    engine = fe.shard(model, mesh=mesh, strategy=level, mp_policy=policy)
+    optimizer = make_sgd(model)
+    fe.shard_optimizer(optimizer)
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10)
+    weights, scales = [], []
+    for number, (x, target) in enumerate(make_batches(3)):
+        loss = model(x, target)
+        scaler.scale(loss * (float("inf") if number == 1 else 1.0)).backward()
+        scaler.unscale_(optimizer)
+        engine.clip_grad_norm_(1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        weights.append(engine.full_state_dict()["head.weight"])
+        scales.append(scaler.get_scale())
+    assert scales == [2.0**10, 2.0**9, 2.0**9]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[1], weights[2])
+    assert bool(weights[2].isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fsdp2s_calls_train_as_fsdp2_does(mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    from torch.distributed import fsdp as torch_fsdp
+
+    losses = []
+    for shard, policy in (
+        (torch_fsdp.fully_shard, torch_fsdp.MixedPrecisionPolicy(param_dtype=dtype)),
+        (fully_shard, torch_fsdp.MixedPrecisionPolicy(param_dtype=dtype)),
+    ):
+        model = make_model()
+        for module in (*model.blocks, model):
+            shard(module, mesh=mesh, mp_policy=policy)  # type: ignore[operator]
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        losses.append(steps(model, optimizer, batches()))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5 if dtype == torch.float32 else 1e-2)
+
+
+# Several ranks on one device.
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_two_axes_on_one_device_train_like_one_process(ranks: Ranks, pair: tuple[str, str]) -> None:
+    with process_group("nccl", 1) as one:
+        model = make_model()
+        expected = train_sharded(model, fe.shard(model, mesh=one, strategy="no_shard"), batches())
+    results = ranks.run(_train_over_two_axes, *pair, world_size=4, timeout=200)
+    each = [losses for losses, _ in results]
+    losses = [sum(values) / 4 for values in zip(*each, strict=True)]
+    for _, weights in results:
+        assert_same((losses, weights), expected, tolerance=2e-5)
+
+
+def _train_over_two_axes(outer: str, inner: str) -> tuple[list[float], dict[str, Tensor]]:
+    torch.cuda.set_device(0)
+    mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("outer", "inner"))
+    rank = dist.get_rank()
+    model = make_model()
+    config = fe.DistributedDataParallelConfig(
+        use_megatron_fsdp=True,
+        data_parallel_sharding_strategy=inner,
+        outer_dp_sharding_strategy=outer,
+    )
+    engine = fe.shard(model, mesh=mesh, config=config)
+    mine = [(x.chunk(4)[rank], target.chunk(4)[rank]) for x, target in make_batches(6)]
+    return train_sharded(model, engine, mine)
+
+
+class Skipping(Model):
+    """Leaves out its second block on odd ranks, and on even ranks the third in every second use."""
+
+    uses = 0
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        self.uses += 1
+        rank = dist.get_rank() if dist.get_world_size() > 1 else self.rank
+        for number, block in enumerate(self.blocks):
+            if not self.leaves_out(rank, number):
+                x = block(x)
+        return nn.functional.mse_loss(self.head(x).float(), target.float())
+
+    rank = 0
+
+    def leaves_out(self, rank: int, number: int) -> bool:
+        return number == 1 if rank % 2 else number == 2 and self.uses % 2 == 0
+
+
+def make_skipping() -> Skipping:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        return Skipping()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_ranks_that_leave_out_different_blocks_train_like_one_process(
+    ranks: Ranks, level: str
+) -> None:
+    model = make_skipping()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with process_group("nccl", 1):
+        for x, target in make_batches(4):
+            for model.rank in (0, 1):
+                (model(x.chunk(2)[model.rank], target.chunk(2)[model.rank]) / 2).backward()
+                model.uses -= model.rank == 0
+            optimizer.step()
+            optimizer.zero_grad()
+    expected = {name: value.cpu() for name, value in model.state_dict().items()}
+    for weights in ranks.run(_train_with_blocks_left_out, level, world_size=2, timeout=200):
+        assert_same(([], weights), ([], expected), tolerance=2e-5)
+
+
+def _train_with_blocks_left_out(level: str) -> dict[str, Tensor]:
+    torch.cuda.set_device(0)
+    mesh = init_device_mesh("cuda", (2,))
+    rank = dist.get_rank()
+    model = make_skipping()
+    engine = fe.shard(model, mesh=mesh, strategy=level)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fe.shard_optimizer(optimizer)
+    for x, target in make_batches(4):
+        with engine.together():
+            model(x.chunk(2)[rank], target.chunk(2)[rank]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return engine.full_state_dict()
+
+
+# Checkpoints.
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_asynchronous_save_holds_its_step_and_loads_at_another_level(
+    mesh: DeviceMesh, level: str, tmp_path: Path
+) -> None:
+    found = []
+    for number, strategy in enumerate((level, LEVELS[(LEVELS.index(level) + 1) % 4])):
+        model = make_model()
+        engine = fe.shard(model, mesh=mesh, strategy=strategy)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        fe.shard_optimizer(optimizer)
+        checkpointer = fe.Checkpointer(tmp_path, engine, optimizer)
+        if number == 0:
+            steps(model, optimizer, batches()[:2])
+            checkpointer.save_async(2)
+        else:
+            checkpointer.load()
+        # On the first turn while the save is under way.
+        found.append((steps(model, optimizer, batches()[2:]), engine.full_state_dict()))
+        checkpointer.close()
+    assert_same(found[1], found[0], tolerance=1e-6)
+
+
+def test_a_save_to_directories_of_nodes_loads(mesh: DeviceMesh, tmp_path: Path) -> None:
+    found = []
+    for number in range(2):
+        model = make_model()
+        engine = fe.shard(model, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        fe.shard_optimizer(optimizer)
+        checkpointer = fe.LocalCheckpointer(tmp_path, engine, optimizer)
+        if number == 0:
+            steps(model, optimizer, batches()[:2])
+            checkpointer.save(2)
+        else:
+            assert checkpointer.load().step == 2
+        found.append((steps(model, optimizer, batches()[2:]), engine.full_state_dict()))
+        checkpointer.close()
+    assert_same(found[1], found[0], tolerance=1e-6)
+
+
+# Measuring.
+
+
+def test_measure_reads_waits_from_events_of_the_device(mesh: DeviceMesh) -> None:
+    model = make_model()
+    engine = fe.shard(model, mesh=mesh)
+    optimizer = make_sgd(model)
+    steps(model, optimizer, batches()[:2])
+    with engine.measure():
+        steps(model, optimizer, batches()[2:])
+    text = str(engine.describe())
+    assert "Block" in text or "blocks" in text, text
+
+
+def test_calibrate_measures_the_device_and_its_links(mesh: DeviceMesh) -> None:
+    machine = calibrate(seconds=0.5)
+    assert torch.cuda.get_device_name() in machine.name
+    assert machine.host_runs_ahead
+    assert machine.processor.memory_bytes == torch.cuda.mem_get_info()[1]
+    flops = machine.processor.matrix_flops
+    assert flops[torch.bfloat16] > 1.5 * flops[torch.float32] > 0
+
+
+# Programs.
+
+
+LAUNCHERS = [(), ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1")]
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS, ids=["python", "torchrun"])
+@pytest.mark.parametrize("example", ["train_gpt", "train_transformers", "train_fsdp2"])
+def test_an_example_trains_on_the_device(
+    example: str, launcher: tuple[str, ...], tmp_path: Path
+) -> None:
+    if example == "train_transformers":
+        pytest.importorskip("transformers")
+    program = f"examples/{example}.py"
+    done = subprocess.run(
+        [sys.executable, *launcher, program, "--steps", "20", "--out", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    print(done.stdout)
