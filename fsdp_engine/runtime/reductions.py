@@ -42,7 +42,7 @@ from __future__ import annotations
 import enum
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Protocol
@@ -178,9 +178,9 @@ class PendingReductions:
         while not self.have_room(unit):
             self._free_oldest(1)
 
-    def finish_before(self, place: int, places: Mapping[int, int]) -> None:
-        """Wait for the reductions of units before ``place``; ``places``: by number of the unit."""
-        while self._reading and places[self._reading[0][0].index] < place:
+    def finish_first(self, units: Collection[Unit]) -> None:
+        """Wait for the oldest reductions, as far as they are of ``units``."""
+        while self._reading and self._reading[0][0] in units:
             self._free_oldest(1)
 
     def add(self, unit: Unit, submitted: Sequence[SubmittedReduction], *, staged: bool) -> None:
@@ -467,7 +467,7 @@ class Reductions:
         return None if self._runs_ahead else self._finish_first
 
     def _finish_first(self, num: int) -> None:
-        self._pending.finish_before(num, self._places)
+        self._pending.finish_first(self.order[:num])
 
     def late_gradient_came(self, unit: Unit) -> None:
         """The last weight gradient that ``unit``'s modules had put off has arrived."""
@@ -602,9 +602,7 @@ class Reductions:
     def _make_order(self) -> list[Unit]:
         """Trainable units in the order of their reductions."""
         order = [self._units[index] for index in reversed(self.canonical_order)]
-        order = [unit for unit in order if unit.trainable]
-        self._places = {unit.index: place for place, unit in enumerate(order)}
-        return order
+        return [unit for unit in order if unit.trainable]
 
     def _advance(self, queue: ReductionQueue) -> None:
         """Reduce, in order, the units that are ready."""
