@@ -324,6 +324,7 @@ class Reductions:
         self._seen_order = [unit.index for unit in units]
         self.canonical_order = self._seen_order
         self._buffers = [buffer for unit in units for buffer in unit.trainable]
+        self._numbers = {id(buffer): number for number, buffer in enumerate(self._buffers)}
         self._message = StepMessage(self._buffers, ranks.message_group, ranks.device, checks)
         self.order = self._make_order()
         self.stream = GradientStream(ranks.device)
@@ -692,24 +693,21 @@ class Reductions:
             self.clear(zero=False)
             raise RuntimeError(verdict.problem)
         self._mean_losses.finish()
-        used = {
-            id(buffer): verdict.used.get(id(buffer), buffer.published.used)
-            for buffer in self._buffers
-        }
+        used: Sequence[Sequence[Any]] = verdict.used
         if self.across_replicas is not None:
             gradients = [buffer.main_gradients for buffer in self._buffers]
-            by_any = self.across_replicas(gradients, list(used.values()))
+            by_any = self.across_replicas(gradients, used)
             if by_any is None:
                 self.clear(zero=False)
                 return False
-            used = dict(zip(used, by_any, strict=True))
+            used = by_any
         step.hooks_are_due = True
         for unit in self.order:
             if unit.index in step.partial:
                 self._publish_partial(unit, step)
                 continue
             for buffer in unit.trainable:
-                buffer.publish_gradients(used[id(buffer)], reduced=True)
+                buffer.publish_gradients(used[self._numbers[id(buffer)]], reduced=True)
         step.reduced_units.clear()
         return True
 
