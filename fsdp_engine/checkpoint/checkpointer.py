@@ -39,7 +39,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fsdp_engine.accelerator import is_accelerator
@@ -157,10 +156,9 @@ class Checkpointer:
         self._ranks = self._run.ranks
         self._control = self._ranks.control_group
         self._keep = keep
-        self._directory = self._directory_type(Path(directory), self._ranks)
+        timeout = timeout if timeout is not None else timedelta(minutes=30)
+        self._directory = self._directory_type(Path(directory), self._ranks, timeout)
         self._host_memory = HostMemory(self._ranks.device)
-        self._timeout = timeout if timeout is not None else timedelta(minutes=30)
-        self._group: ProcessGroup | None = None
         self._save: _Save | None = None
 
     def save(self, step: int) -> None:
@@ -263,10 +261,9 @@ class Checkpointer:
         """
         self._run.await_ranks()
         self.wait()
-        self._directory.prepare()
         same = {"step": step, "strict": strict, "verify": verify, "trust": trust}
         agree_on_same("load()", None, self._control, same)
-        with collector_paused(), self._directory.open(step, self._host_group) as files:
+        with collector_paused(), self._directory.open(step) as files:
             return self._run.load(
                 files,
                 strict=strict,
@@ -278,7 +275,6 @@ class Checkpointer:
     def steps(self) -> list[int]:
         """Steps of complete checkpoints, ascending, as rank 0 finds them."""
         self._run.await_ranks()
-        self._directory.prepare()
         return self._directory.steps()
 
     def close(self) -> None:
@@ -292,24 +288,21 @@ class Checkpointer:
             self.wait()  # on all ranks, which no longer use the group after this
         finally:
             self._directory.release()
-            group, self._group = self._group, None
-            self._ranks.free_host_group(group)
             self._host_memory = HostMemory(self._ranks.device)
 
     def _begin(self, step: int) -> _Save:
         """Validate all ranks' state, and create the folder of a save."""
         self._run.await_ranks()
         self.wait()
-        self._directory.prepare()
-        self._host_group()
+        self._directory.host_group()
         entries: dict[str, Any] = {}
         staging: Path | None = None
         error: Exception | None = None
         try:
+            staging = self._directory.begin()  # collective: before errors of this rank alone
             if not isinstance(step, int) or step < 0:
                 raise ValueError(f"step: expected a number of at least 0; found {step!r}")
             entries = self._run.entries()
-            staging = self._directory.begin()
         except Exception as caught:
             error = caught
         try:
@@ -323,18 +316,13 @@ class Checkpointer:
 
     def _write(self, save: _Save) -> None:
         """Write and publish a save. Collective over the group of saves."""
-        write = partial(self._run.write, save.entries, save.staging, save.step, self._group)
-        self._directory.write(write, save.staging, save.step, self._group)
+        group = self._directory.host_group()
+        write = partial(self._run.write, save.entries, save.staging, save.step, group)
+        self._directory.write(write, save.staging, save.step)
 
     def _retire(self, step: int) -> None:
         """Remove old checkpoints, which may be slow on some file systems."""
         self._directory.retire(self._keep, step)
-
-    def _host_group(self) -> ProcessGroup | None:
-        """The group of collectives beside training; made by the first call, which is collective."""
-        if self._group is None:
-            self._group = self._ranks.make_host_group(self._timeout)
-        return self._group
 
 
 class _Save(threading.Thread):

@@ -337,7 +337,7 @@ class FolderMatch:
         trainable_only: bool = False,
     ) -> None:
         self._files = files
-        self._folder = folder = files.folder
+        folder = files.folder
         self._engine = engine
         self._trust = trust
         self._trainable_only = trainable_only
@@ -369,6 +369,10 @@ class FolderMatch:
                 self._optimizer = None  # state of another class of optimizer cannot be loaded
         self._others = [key for key in others if key in self._saved.entries]
         self.targets |= dict.fromkeys(self._others)
+
+    @property
+    def _folder(self) -> Path:
+        return self._files.folder
 
     @property
     def identity(self) -> dict[str, object]:

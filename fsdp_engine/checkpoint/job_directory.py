@@ -6,6 +6,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
@@ -28,28 +29,35 @@ class JobDirectory(ABC):
     Args:
         path: of the directory; created by the first save.
         ranks: that save and load.
+        timeout: of collectives beside training.
     """
 
-    def __init__(self, path: Path, ranks: Ranks) -> None:
+    def __init__(self, path: Path, ranks: Ranks, timeout: timedelta) -> None:
         self._directory = CheckpointDirectory(path)
         self._ranks = ranks
+        self._timeout = timeout
+        self._group: ProcessGroup | None = None
 
     @property
     def path(self) -> Path:
         """Of the directory."""
         return self._directory.path
 
-    def release(self) -> None:
-        """Release the lock."""
-        self._directory.release()
+    def host_group(self) -> ProcessGroup | None:
+        """The group of collectives beside training; made by the first call, which is collective."""
+        if self._group is None:
+            self._group = self._ranks.make_host_group(self._timeout)
+        return self._group
 
-    @abstractmethod
-    def prepare(self) -> None:
-        """To be called before other methods. Collective."""
+    def release(self) -> None:
+        """Release the lock, and the group."""
+        self._directory.release()
+        group, self._group = self._group, None
+        self._ranks.free_host_group(group)
 
     @abstractmethod
     def begin(self) -> Path | None:
-        """Create the folder of a save, where this rank creates one.
+        """Create the folder of a save, where this rank creates one. Collective.
 
         Raises:
             OSError, RuntimeError: see :meth:`.CheckpointDirectory.begin`.
@@ -60,10 +68,8 @@ class JobDirectory(ABC):
         """The folder into which this rank writes, given the results of :meth:`begin` by rank."""
 
     @abstractmethod
-    def write(
-        self, write: WriteFiles, staging: Path, step: int, group: ProcessGroup | None
-    ) -> None:
-        """Write and publish a save. Collective over ``group``."""
+    def write(self, write: WriteFiles, staging: Path, step: int) -> None:
+        """Write and publish a save. Collective over :meth:`host_group`."""
 
     @abstractmethod
     def discard(self, staging: Path) -> None:
@@ -78,14 +84,11 @@ class JobDirectory(ABC):
         """Steps of complete checkpoints, ascending. Collective."""
 
     @abstractmethod
-    def open(
-        self, step: Step, group: Callable[[], ProcessGroup | None]
-    ) -> AbstractContextManager[CheckpointFiles]:
+    def open(self, step: Step) -> AbstractContextManager[CheckpointFiles]:
         """Context in which the files of a checkpoint can be read. Collective.
 
         Args:
             step: of the checkpoint; "latest": the newest complete one.
-            group: makes a process group of the ranks, for files that they send.
 
         Raises:
             FileNotFoundError: there is no such checkpoint. On all ranks.
@@ -94,9 +97,6 @@ class JobDirectory(ABC):
 
 class SharedDirectory(JobDirectory):
     """See the module docstring."""
-
-    def prepare(self) -> None:
-        """Nothing to prepare."""
 
     def begin(self) -> Path | None:
         """Create the folder of a save, on rank 0."""
@@ -107,9 +107,7 @@ class SharedDirectory(JobDirectory):
         assert created[0] is not None
         return created[0]
 
-    def write(
-        self, write: WriteFiles, staging: Path, step: int, group: ProcessGroup | None
-    ) -> None:
+    def write(self, write: WriteFiles, staging: Path, step: int) -> None:
         """Write, and publish on rank 0."""
         write(lambda: self._directory.publish(staging, step))
 
@@ -135,9 +133,7 @@ class SharedDirectory(JobDirectory):
         return list(agree("steps()", error, self._ranks.control_group, found)[0])
 
     @contextmanager
-    def open(
-        self, step: Step, group: Callable[[], ProcessGroup | None]
-    ) -> Iterator[CheckpointFiles]:
+    def open(self, step: Step) -> Iterator[CheckpointFiles]:
         """See :meth:`.JobDirectory.open`."""
         folder: Path | None = None
         error: Exception | None = None

@@ -72,6 +72,5 @@ class LocalCheckpointer(Checkpointer):
             RuntimeError: a pending save failed on some rank; the checkpoints remain.
         """
         self.wait()
-        self._directory.prepare()
         self._directory.retire(keep=None, step=-1)
         self.close()

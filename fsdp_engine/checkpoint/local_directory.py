@@ -350,9 +350,13 @@ class LocalFiles(CheckpointFiles):
 class LocalDirectory(JobDirectory):
     """See the module docstring.
 
+    The first call of :meth:`begin`, :meth:`steps`, :meth:`open` or :meth:`retire` compares the
+    directories of all ranks, which is collective.
+
     Args:
         path: of the directory on this rank's node; created if it does not exist.
         ranks: that save and load.
+        timeout: of collectives beside training.
     """
 
     @cached_property
@@ -364,12 +368,8 @@ class LocalDirectory(JobDirectory):
         """Whether this rank creates, renames and removes the folders of its node."""
         return self._nodes.own_ranks[0] == self._ranks.rank
 
-    def prepare(self) -> None:
-        """Find out which ranks have one directory. Collective."""
-        self._nodes  # noqa: B018
-
     def begin(self) -> Path | None:
-        """Create the folder of a save, where this rank creates one."""
+        """Create the folder of a save, where this rank creates one. Collective."""
         return self._directory.begin() if self._is_leader else None
 
     def staging(self, created: Sequence[Path | None]) -> Path:
@@ -378,12 +378,10 @@ class LocalDirectory(JobDirectory):
         assert folder is not None
         return folder
 
-    def write(
-        self, write: WriteFiles, staging: Path, step: int, group: ProcessGroup | None
-    ) -> None:
+    def write(self, write: WriteFiles, staging: Path, step: int) -> None:
         """Write, copy to the next node, and publish."""
         write(lambda: None)
-        what, nodes = f"copies of step {step}", self._nodes
+        what, nodes, group = f"copies of step {step}", self._nodes, self.host_group()
         found: dict[str, int] = {}
         error: Exception | None = None
         try:
@@ -436,9 +434,7 @@ class LocalDirectory(JobDirectory):
         return sorted(self._complete("steps()"))
 
     @contextmanager
-    def open(
-        self, step: Step, group: Callable[[], ProcessGroup | None]
-    ) -> Iterator[CheckpointFiles]:
+    def open(self, step: Step) -> Iterator[CheckpointFiles]:
         """See :meth:`.JobDirectory.open`."""
         what, nodes, control = f"load({step!r})", self._nodes, self._ranks.control_group
         complete = self._complete(what)
@@ -458,7 +454,7 @@ class LocalDirectory(JobDirectory):
             folders = agree(what, error, control, folder)
             folder = folders[nodes.own_ranks[0]]
             held = [set(each.sizes) if each is not None else set() for each in save.folders]
-            files = LocalFiles(folder, self._ranks, nodes, held, save.sizes, group())
+            files = LocalFiles(folder, self._ranks, nodes, held, save.sizes, self.host_group())
             files.fetch(lambda: (METADATA, MANIFEST))
             files.fetch(lambda: _files_of_objects(folder, self._ranks.rank))
             yield files

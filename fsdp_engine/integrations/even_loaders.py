@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_engine.batches import EvenBatch
+from fsdp_engine.batches import EvenBatch, length_of
 from fsdp_engine.comm.agreement import agree
 from fsdp_engine.engine import Engine
 from fsdp_engine.extras import naming_extra
@@ -113,14 +113,6 @@ def are_even(engine: Engine, loader: Any) -> bool:
         lengths = (None, None)
     found = agree("evaluation", None, engine.ranks.control_group, (is_even, lengths))
     return is_even and all(each == found[0] for each in found)
-
-
-def length_of(loader: Any) -> int | None:
-    """The length of a loader or data set; None: it has none."""
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError, AttributeError):
-        return None
 
 
 class EvaluationBatches:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from fsdp_engine.batches import EvenBatch
+from fsdp_engine.batches import EvenBatch, length_of
 from fsdp_engine.comm.agreement import agree
 from fsdp_engine.engine import Engine
 
@@ -130,10 +130,7 @@ class StatefulEvenLoader(EvenLoader):
 def even_loader(engine: Engine, loader: Any) -> Any:
     """Returns ``loader`` if all ranks' loaders have one known length, else an
     :class:`EvenLoader`. Collective."""
-    try:
-        length = len(loader)
-    except (TypeError, NotImplementedError):
-        length = None
+    length = length_of(loader)
     lengths = agree("dataloader", None, engine.ranks.control_group, length)
     if engine.ranks.size == 1 or (length is not None and set(lengths) == {length}):
         return loader

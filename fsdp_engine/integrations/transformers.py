@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from fsdp_engine.batches import length_of
 from fsdp_engine.checkpoint.folder import load_checkpoint, save_checkpoint
 from fsdp_engine.checkpoint.hugging_face import export_safetensors
 from fsdp_engine.comm.agreement import agree
@@ -35,7 +36,6 @@ from fsdp_engine.integrations.even_loaders import (
     EvaluationBatches,
     TrainingBatches,
     are_even,
-    length_of,
     without_labels,
     without_samples,
 )

@@ -20,7 +20,9 @@ Where some ranks are in forward and others in backward, which go in opposite dir
 held back.
 
 On an accelerator compute waits for a gather before its memory can be freed, so the last two units
-that were gathered for other ranks are kept. A rank that needs one of them unexpectedly has it.
+that were gathered for other ranks are kept. A rank that needs one of them unexpectedly has it. So
+beside units that it uses a rank has the full weights of at most three for its own next uses, of two
+for other ranks, and during a round of those that others have voted for: one for each other rank.
 
 A reduction needs all ranks, too, and its staging is freed when it is over. A rank that waited for
 a reduction which another rank has not submitted would not vote, and the other rank could not

@@ -42,7 +42,7 @@ from __future__ import annotations
 import enum
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Protocol
@@ -178,9 +178,9 @@ class PendingReductions:
         while not self.have_room(unit):
             self._free_oldest(1)
 
-    def finish_before(self, place: int, places: Mapping[int, int]) -> None:
-        """Wait for the reductions of units before ``place``; ``places``: by number of the unit."""
-        while self._reading and places[self._reading[0][0].index] < place:
+    def finish_first(self, units: Collection[Unit]) -> None:
+        """Wait for the oldest reductions, as far as they are of ``units``."""
+        while self._reading and self._reading[0][0] in units:
             self._free_oldest(1)
 
     def add(self, unit: Unit, submitted: Sequence[SubmittedReduction], *, staged: bool) -> None:
@@ -324,6 +324,7 @@ class Reductions:
         self._seen_order = [unit.index for unit in units]
         self.canonical_order = self._seen_order
         self._buffers = [buffer for unit in units for buffer in unit.trainable]
+        self._numbers = {id(buffer): number for number, buffer in enumerate(self._buffers)}
         self._message = StepMessage(self._buffers, ranks.message_group, ranks.device, checks)
         self.order = self._make_order()
         self.stream = GradientStream(ranks.device)
@@ -467,7 +468,7 @@ class Reductions:
         return None if self._runs_ahead else self._finish_first
 
     def _finish_first(self, num: int) -> None:
-        self._pending.finish_before(num, self._places)
+        self._pending.finish_first(self.order[:num])
 
     def late_gradient_came(self, unit: Unit) -> None:
         """The last weight gradient that ``unit``'s modules had put off has arrived."""
@@ -602,9 +603,7 @@ class Reductions:
     def _make_order(self) -> list[Unit]:
         """Trainable units in the order of their reductions."""
         order = [self._units[index] for index in reversed(self.canonical_order)]
-        order = [unit for unit in order if unit.trainable]
-        self._places = {unit.index: place for place, unit in enumerate(order)}
-        return order
+        return [unit for unit in order if unit.trainable]
 
     def _advance(self, queue: ReductionQueue) -> None:
         """Reduce, in order, the units that are ready."""
@@ -694,24 +693,21 @@ class Reductions:
             self.clear(zero=False)
             raise RuntimeError(verdict.problem)
         self._mean_losses.finish()
-        used = {
-            id(buffer): verdict.used.get(id(buffer), buffer.published.used)
-            for buffer in self._buffers
-        }
+        used: Sequence[Sequence[Any]] = verdict.used
         if self.across_replicas is not None:
             gradients = [buffer.main_gradients for buffer in self._buffers]
-            by_any = self.across_replicas(gradients, list(used.values()))
+            by_any = self.across_replicas(gradients, used)
             if by_any is None:
                 self.clear(zero=False)
                 return False
-            used = dict(zip(used, by_any, strict=True))
+            used = by_any
         step.hooks_are_due = True
         for unit in self.order:
             if unit.index in step.partial:
                 self._publish_partial(unit, step)
                 continue
             for buffer in unit.trainable:
-                buffer.publish_gradients(used[id(buffer)], reduced=True)
+                buffer.publish_gradients(used[self._numbers[id(buffer)]], reduced=True)
         step.reduced_units.clear()
         return True
 

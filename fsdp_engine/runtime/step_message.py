@@ -43,10 +43,14 @@ _WHAT = "the message of the step"
 
 @dataclass
 class _Part:
-    """One group's message: whose gradients it is about, and its result to be."""
+    """One group's message: whose gradients it is about, and its result to be.
+
+    Attributes:
+        buffers: with their numbers among all.
+    """
 
     group: ProcessGroup
-    buffers: list[ParamAndGradBuffer] = field(default_factory=list)
+    buffers: list[tuple[int, ParamAndGradBuffer]] = field(default_factory=list)
     result: Tensor | None = None
     work: Any = None
 
@@ -56,13 +60,13 @@ class Verdict:
     """What all ranks know after a message.
 
     Attributes:
-        used: by ``id`` of the buffer, for each parameter whether any rank had a gradient; of
-            buffers that are not in it, this rank's own knowledge holds.
+        used: of each buffer, for each parameter whether any rank had a gradient, as far as a
+            message was read; otherwise whether this rank had one.
         same_order: all ranks have seen the order that this one has.
         problem: what checks of gradients found.
     """
 
-    used: dict[int, Sequence[Any]]
+    used: Sequence[Sequence[Any]]
     same_order: bool = False
     problem: str | None = None
 
@@ -94,9 +98,9 @@ class StepMessage:
         self._stream = SideStream(device)
         self.num_started = 0
         parts = {id(group): _Part(group)} if group is not None else {}
-        for buffer in buffers:
+        for number, buffer in enumerate(buffers):
             if (other := buffer.mesh.message_group) is not None:
-                parts.setdefault(id(other), _Part(other)).buffers.append(buffer)
+                parts.setdefault(id(other), _Part(other)).buffers.append((number, buffer))
         self._parts = list(parts.values())
 
     def start(self, order: Sequence[int]) -> None:
@@ -104,7 +108,7 @@ class StepMessage:
         self.num_started += 1
         for part in self._parts:
             flags = bytearray()
-            for buffer in part.buffers:
+            for _, buffer in part.buffers:
                 flags += bytes(buffer.published.used)
             if part.group is self._group:
                 digest = order_digest(order)
@@ -122,12 +126,12 @@ class StepMessage:
 
     def read(self, has_new_order: bool) -> Verdict:
         """What all ranks know, as far as this one needs to know it."""
-        used: dict[int, Sequence[Any]] = {}
+        used: list[Sequence[Any]] = [buffer.published.used for buffer in self._buffers]
         same_order = False
         found: list[int] | None = None
         for part in self._parts:
             is_main = part.group is self._group
-            missing = not all(all(buffer.published.used) for buffer in part.buffers)
+            missing = not all(all(used[number]) for number, _ in part.buffers)
             if not (missing or (is_main and (has_new_order or self._looks_for_nan))):
                 continue  # the work is waited for before the next message
             with naming(_WHAT, part.group), self._stream.entered():
@@ -136,9 +140,10 @@ class StepMessage:
                 values = part.result.tolist()
             part.work = None
             at = 0
-            for buffer in part.buffers:
-                used[id(buffer)] = values[at : at + len(buffer.published.used)]
-                at += len(buffer.published.used)
+            for number, _ in part.buffers:
+                end = at + len(used[number])
+                used[number] = values[at:end]
+                at = end
             if is_main:
                 digest = values[at : at + _DIGEST_BYTES]
                 complement = values[at + _DIGEST_BYTES : at + 2 * _DIGEST_BYTES]

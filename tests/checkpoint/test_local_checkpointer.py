@@ -43,6 +43,17 @@ def node_folder(root: str, ranks_per_node: int) -> Path:
     return Path(root) / f"node{rank() // ranks_per_node}"
 
 
+@contextmanager
+def local_checkpointer(
+    root: str, engine: Any, optimizer: Any, ranks_per_node: int = 1, **options: Any
+) -> Iterator[fe.LocalCheckpointer]:
+    """Saves into a directory of this rank's node, and is closed."""
+    folder = node_folder(root, ranks_per_node)
+    checkpointer = fe.LocalCheckpointer(folder, engine, optimizer, **options)
+    yield checkpointer
+    checkpointer.close()
+
+
 def saved_files(root: str | Path) -> dict[str, list[str]]:
     """Files of shards by node, without their save's own name: the ranks that wrote them."""
     return {
@@ -54,11 +65,9 @@ def saved_files(root: str | Path) -> dict[str, list[str]]:
 def save_local(root: str, ranks_per_node: int, config: Config | None, step: int = 3) -> Any:
     model, engine, optimizer = small() if config is None else trained(config)
     position = Position(100 + rank())
-    checkpointer = fe.LocalCheckpointer(
-        node_folder(root, ranks_per_node), engine, optimizer, extra={"data": position}
-    )
-    checkpointer.save(step)
-    checkpointer.close()
+    extra = {"data": position}
+    with local_checkpointer(root, engine, optimizer, ranks_per_node, extra=extra) as checkpointer:
+        checkpointer.save(step)
     return contents(model, engine, optimizer)
 
 
@@ -68,11 +77,10 @@ def load_local(
     """The loaded step and position, what differs from ``expected``, and steps found before."""
     model, engine, optimizer = small(seed=7) if config is None else trained(config, seed=7)
     position = Position()
-    checkpointer = fe.LocalCheckpointer(
-        node_folder(root, ranks_per_node), engine, optimizer, extra={"data": position}
-    )
-    steps = checkpointer.steps()
-    report = checkpointer.load()
+    extra = {"data": position}
+    with local_checkpointer(root, engine, optimizer, ranks_per_node, extra=extra) as checkpointer:
+        steps = checkpointer.steps()
+        report = checkpointer.load()
     found = contents(model, engine, optimizer)
     return report.step, position.index, different(found, expected), steps
 
@@ -204,26 +212,26 @@ def test_a_failure_on_one_rank_is_raised_on_all_and_the_save_before_stays(where:
     root = shared_folder()
     model, engine, optimizer = small()
     local_directory.FileIO = File  # type: ignore[attr-defined]
-    checkpointer = fe.LocalCheckpointer(node_folder(root, 1), engine, optimizer)
-    checkpointer.save(1)
-    before = contents(model, engine, optimizer)
-    for save in (checkpointer.save, checkpointer.save_async):
-        train(model, optimizer)
-        with (
-            failing(*FAILURES[where], on_rank=2),
-            pytest.raises(RuntimeError, match=r"saving step 2 failed: .*No space left"),
-        ):
-            save_and_wait(checkpointer, save)
+    with local_checkpointer(root, engine, optimizer) as checkpointer:
+        checkpointer.save(1)
+        before = contents(model, engine, optimizer)
+        for save in (checkpointer.save, checkpointer.save_async):
+            train(model, optimizer)
+            with (
+                failing(*FAILURES[where], on_rank=2),
+                pytest.raises(RuntimeError, match=r"saving step 2 failed: .*No space left"),
+            ):
+                save_and_wait(checkpointer, save)
+            dist.barrier()
+            assert checkpointer.steps() == [1]
+        assert checkpointer.load().step == 1
+        assert different(contents(model, engine, optimizer), before) == []
+        checkpointer.save(2)
+        assert checkpointer.steps() == [2]
+        checkpointer.wait()  # for the removal of the first
         dist.barrier()
-        assert checkpointer.steps() == [1]
-    assert checkpointer.load().step == 1
-    assert different(contents(model, engine, optimizer), before) == []
-    checkpointer.save(2)
-    assert checkpointer.steps() == [2]
-    checkpointer.wait()  # for the removal of the first
-    dist.barrier()
-    folders = {path.name for path in node_folder(root, 1).iterdir()} - {".lock"}
-    assert len(folders) == 1
+        folders = {path.name for path in node_folder(root, 1).iterdir()} - {".lock"}
+        assert len(folders) == 1
 
 
 def save_and_wait(checkpointer: fe.LocalCheckpointer, save: Callable[[int], None]) -> None:
@@ -235,7 +243,7 @@ def save_and_wait(checkpointer: fe.LocalCheckpointer, save: Callable[[int], None
 def test_a_save_that_was_not_published_on_all_nodes_is_not_loaded_and_goes() -> None:
     root = shared_folder()
     model, engine, optimizer = small()
-    with fe_checkpointer(root, engine, optimizer, keep=2) as checkpointer:
+    with local_checkpointer(root, engine, optimizer, keep=2) as checkpointer:
         checkpointer.save(10)
         before = contents(model, engine, optimizer)
         train(model, optimizer)
@@ -254,21 +262,12 @@ def test_a_save_that_was_not_published_on_all_nodes_is_not_loaded_and_goes() -> 
         assert not list(node_folder(root, 1).glob("step-*20*"))
 
 
-@contextmanager
-def fe_checkpointer(
-    root: str, engine: Any, optimizer: Any, **options: Any
-) -> Iterator[fe.LocalCheckpointer]:
-    checkpointer = fe.LocalCheckpointer(node_folder(root, 1), engine, optimizer, **options)
-    yield checkpointer
-    checkpointer.close()
-
-
 @on_ranks(4)
 def test_ranks_that_are_lost_while_all_publish_leave_one_complete_checkpoint() -> None:
     """Two neighbours do not learn that all have published; the others remove the one before."""
     root = shared_folder()
     _, engine, optimizer = small()
-    with fe_checkpointer(root, engine, optimizer) as checkpointer:
+    with local_checkpointer(root, engine, optimizer) as checkpointer:
         checkpointer.save(1)
         with without_an_answer(on_ranks=(0, 1)):
             if rank() < 2:
@@ -310,7 +309,7 @@ def without_an_answer(on_ranks: tuple[int, ...]) -> Iterator[None]:
 def test_a_step_that_is_saved_again_replaces_the_first() -> None:
     root = shared_folder()
     model, engine, optimizer = small()
-    with fe_checkpointer(root, engine, optimizer) as checkpointer:
+    with local_checkpointer(root, engine, optimizer) as checkpointer:
         checkpointer.save(5)
         train(model, optimizer)
         checkpointer.save_async(5)
@@ -327,7 +326,7 @@ def test_a_step_that_is_saved_again_replaces_the_first() -> None:
 def test_a_damaged_copy_is_an_error_on_all_ranks_that_names_the_tensor() -> None:
     root = shared_folder()
     _, engine, optimizer = small()
-    with fe_checkpointer(root, engine, optimizer) as checkpointer:
+    with local_checkpointer(root, engine, optimizer) as checkpointer:
         checkpointer.save(1)
         if rank() == 0:
             file = next(Path(root).glob("node0/step-*/__shards_*_0_*.distcp"))
@@ -343,7 +342,7 @@ def test_a_damaged_copy_is_an_error_on_all_ranks_that_names_the_tensor() -> None
 def test_a_damaged_manifest_is_another_nodes_to_replace() -> None:
     root = shared_folder()
     model, engine, optimizer = small()
-    with fe_checkpointer(root, engine, optimizer) as checkpointer:
+    with local_checkpointer(root, engine, optimizer) as checkpointer:
         checkpointer.save(1)
         expected = contents(model, engine, optimizer)
         if rank() == 1:
@@ -361,14 +360,14 @@ def test_a_damaged_manifest_is_another_nodes_to_replace() -> None:
 def test_removed_checkpoints_are_gone_on_all_nodes() -> None:
     root = shared_folder()
     _, engine, optimizer = small()
-    checkpointer = fe.LocalCheckpointer(node_folder(root, 1), engine, optimizer, keep=3)
-    checkpointer.save(1)
-    checkpointer.save_async(2)
-    checkpointer.remove()
-    assert [path.name for path in node_folder(root, 1).iterdir()] == [".lock"]
-    assert checkpointer.steps() == []
-    checkpointer.save(3)
-    assert checkpointer.steps() == [3]
+    with local_checkpointer(root, engine, optimizer, keep=3) as checkpointer:
+        checkpointer.save(1)
+        checkpointer.save_async(2)
+        checkpointer.remove()
+        assert [path.name for path in node_folder(root, 1).iterdir()] == [".lock"]
+        assert checkpointer.steps() == []
+        checkpointer.save(3)
+        assert checkpointer.steps() == [3]
 
 
 @on_ranks(2)
@@ -377,10 +376,10 @@ def test_a_directory_that_cannot_be_created_is_an_error_on_all_ranks() -> None:
     _, engine, optimizer = small()
     if rank() == 1:
         (Path(root) / "node1").write_text("a file")
-    checkpointer = fe.LocalCheckpointer(node_folder(root, 1), engine, optimizer)
-    for method in (lambda: checkpointer.save(1), checkpointer.steps, checkpointer.load):
-        with pytest.raises(OSError, match="File exists"):
-            method()
+    with local_checkpointer(root, engine, optimizer) as checkpointer:
+        for method in (lambda: checkpointer.save(1), checkpointer.steps, checkpointer.load):
+            with pytest.raises(OSError, match="File exists"):
+                method()
 
 
 # --- how files reach nodes ---

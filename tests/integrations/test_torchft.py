@@ -45,22 +45,45 @@ def loss_of(model: Any, step: int, number: int) -> Tensor:
 
 
 class Replica:
-    """A replica of one rank, and what it trains."""
+    """A replica, and what it trains.
 
-    def __init__(self, lighthouse: str, seed: int = 0, width: int = WIDTH, **options: Any) -> None:
+    Args:
+        lighthouse: its address.
+        seed: of the model.
+        width: of the model.
+        mesh: of its ranks; None: it has one rank, of two.
+        level: of its engine.
+        fixed_sum_order, num_microbatches, timeout, options: of :class:`ElasticReplicas`.
+    """
+
+    def __init__(
+        self,
+        lighthouse: str,
+        seed: int = 0,
+        width: int = WIDTH,
+        *,
+        mesh: Any = None,
+        level: str = "optim_grads_params",
+        fixed_sum_order: bool = False,
+        num_microbatches: int = 3,
+        timeout: float = 20.0,
+        **options: Any,
+    ) -> None:
         self.model = make_model(seed, width)
-        mesh = mesh_of(2, 1)["inner"]
-        self.engine = fe.shard(self.model, mesh, "optim_grads_params", min_unit_size=0)
+        mesh = mesh_of(2, 1)["inner"] if mesh is None else mesh
+        self.engine = fe.shard(self.model, mesh, level, min_unit_size=0)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, weight_decay=0.1)
         fe.shard_optimizer(self.optimizer)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
-        options = {"timeout": 20.0, "num_microbatches": 3, **options}
-        self.num_microbatches = options["num_microbatches"]
+        self.num_microbatches = num_microbatches
         self.replicas = ElasticReplicas(
             self.engine,
             self.optimizer,
             extra={"scheduler": self.scheduler},
             lighthouse=lighthouse,
+            num_microbatches=num_microbatches,
+            fixed_sum_order=fixed_sum_order,
+            timeout=timeout,
             **options,
         )
 
@@ -167,10 +190,6 @@ def test_a_replica_gets_its_state_again_if_a_rank_of_it_did_not(failing: int) ->
     """Of replicas of two ranks the second one starts later."""
     rank = dist.get_rank()
     mesh = mesh_of(2, 2)["inner"]
-    model = make_model(seed=rank // 2)
-    engine = fe.shard(model, mesh, "optim_grads_params", min_unit_size=0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    fe.shard_optimizer(optimizer)
     receive = StateTransport.recv_checkpoint
     failures = []
 
@@ -181,34 +200,33 @@ def test_a_replica_gets_its_state_again_if_a_rank_of_it_did_not(failing: int) ->
         return receive(self, *args, **options)
 
     def train(until: int) -> None:
-        while replicas.step < until:
-            for number in replicas.microbatches():
-                loss_of(model, replicas.step, number).backward()
-            replicas.commit()
+        while replica.replicas.step < until:
+            for number in replica.replicas.microbatches():
+                loss_of(replica.model, replica.replicas.step, number).backward()
+            replica.replicas.commit()
 
     with lighthouse(1) as address, pytest.MonkeyPatch.context() as patch:
         patch.setattr(StateTransport, "recv_checkpoint", receive_later)
-        options = {"num_microbatches": 3, "lighthouse": address, "timeout": 20.0}
         if rank < 2:
-            replicas = ElasticReplicas(engine, optimizer, **options)
+            replica = Replica(address, mesh=mesh)
             train(3)
         dist.barrier()
         if rank >= 2:
-            replicas = ElasticReplicas(engine, optimizer, **options)
+            replica = Replica(address, seed=1, mesh=mesh)
         dist.barrier()
-        while replicas.step < 5000:
-            train(replicas.step + 1)
-            if replicas.num_replicas == 2:
+        while replica.replicas.step < 5000:
+            train(replica.replicas.step + 1)
+            if replica.replicas.num_replicas == 2:
                 break
-        train(replicas.step + 3)
-        weights = engine.full_state_dict()
+        train(replica.replicas.step + 3)
+        weights = replica.weights()
         for name in sorted(weights):
             first = weights[name].clone()
             dist.broadcast(first, 0)
             torch.testing.assert_close(weights[name], first, rtol=0, atol=0)
         assert len(failures) == (rank == failing)
         dist.barrier()
-        replicas.close()
+        replica.replicas.close()
 
 
 @on_ranks(2)
@@ -277,16 +295,19 @@ def test_too_few_replicas_are_an_error_on_all_ranks() -> None:
             num_microbatches=1,
             min_replicas=2,
             lighthouse=address,
-            timeout=0.25,
+            timeout=20.0,
         )
 
         def train() -> None:
-            while True:
-                for number in replicas.microbatches():
-                    loss_of(engine.model, replicas.step, number).backward()
-                assert not replicas.commit()
+            for number in replicas.microbatches():
+                loss_of(engine.model, replicas.step, number).backward()
+            assert not replicas.commit()
 
-        with pytest.raises(TimeoutError, match="min_replicas: expected 2 replicas within 1 s"):
+        for _ in range(2):
+            train()
+        assert replicas._few_since is not None
+        replicas._few_since -= 80.0  # as if that long ago
+        with pytest.raises(TimeoutError, match="min_replicas: expected 2 replicas within 80 s"):
             train()
         assert replicas.step == 0
         torch.testing.assert_close(engine.full_state_dict(), weights, rtol=0, atol=0)
@@ -307,18 +328,8 @@ def test_a_replica_that_was_suspended_gets_the_state_of_the_others() -> None:
             store.wait(["alone"])
             os.kill(pids[1], signal.SIGCONT)
         else:
-            model = make_model()
-            engine = fe.shard(model, mesh, "optim_grads_params", min_unit_size=0)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-            fe.shard_optimizer(optimizer)
-            replicas = ElasticReplicas(
-                engine,
-                optimizer,
-                num_microbatches=3,
-                fixed_sum_order=True,
-                lighthouse=address,
-                timeout=2.0,
-            )
+            replica = Replica(address, mesh=mesh, fixed_sum_order=True, timeout=2.0)
+            replicas = replica.replicas
             dist.barrier()
             until, is_alone, was_stopped = 5000, False, False
             while replicas.step < until:
@@ -327,7 +338,7 @@ def test_a_replica_that_was_suspended_gets_the_state_of_the_others() -> None:
                     if rank == 1 and step == 4 and not was_stopped:
                         was_stopped = True
                         os.kill(os.getpid(), signal.SIGSTOP)
-                    loss_of(model, replicas.step, number).backward()
+                    loss_of(replica.model, replicas.step, number).backward()
                 num_replicas = replicas.num_replicas
                 if replicas.commit():
                     if step > 4 and num_replicas == 1 and not is_alone:
@@ -336,7 +347,7 @@ def test_a_replica_that_was_suspended_gets_the_state_of_the_others() -> None:
                     if replicas.step > 5 and num_replicas == 2 and until == 5000:
                         until = replicas.step + 2
             assert (is_alone, was_stopped) == (rank == 0, rank == 1)
-            weights = engine.full_state_dict()
+            weights = replica.weights()
             replicas.close()
             if rank == 0:
                 for name, value in train_alone(until, with_scheduler=False).items():
@@ -370,27 +381,19 @@ def train_five_steps(
     address: str, mesh: Any, level: str, fixed_sum_order: bool, leaves: bool = False
 ) -> dict[str, Tensor]:
     """Full weights after steps of 5 microbatches. A replica may leave the others after 3 steps."""
-    model = make_model()
-    engine = fe.shard(model, mesh, level, min_unit_size=0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-    fe.shard_optimizer(optimizer)
-    replicas = ElasticReplicas(
-        engine,
-        optimizer,
-        num_microbatches=5,
-        fixed_sum_order=fixed_sum_order,
-        lighthouse=address,
-        timeout=20.0,
+    replica = Replica(
+        address, mesh=mesh, level=level, fixed_sum_order=fixed_sum_order, num_microbatches=5
     )
+    replicas, place = replica.replicas, replica.engine.ranks.rank
     dist.barrier()  # the lighthouse awaits replicas that it has seen
     num_replicas = []
     while replicas.step < (3 if leaves else 5):
         for number in replicas.microbatches():
             if number != 3 or replicas.step != 2:  # a microbatch without a backward
-                loss_of(model, 10 * replicas.step + 2 * engine.ranks.rank, number).backward()
+                loss_of(replica.model, 10 * replicas.step + 2 * place, number).backward()
         num_replicas.append(replicas.num_replicas)
         assert replicas.commit()
-    weights: dict[str, Tensor] = engine.full_state_dict()
+    weights = replica.weights()
     replicas.close()
     dist.barrier()
     assert leaves or num_replicas[0] == 1 or num_replicas[-1] == num_replicas[0] - 1

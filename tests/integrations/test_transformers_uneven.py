@@ -33,11 +33,13 @@ Batch = dict[str, Tensor]
 class Tokens(nn.Module):
     """Predicts each token's label, in fp64. Its loss is divided by ``num_items_in_batch``."""
 
+    num_blocks = 2
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(VOCAB, 8)
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(self.num_blocks))
         self.head = nn.Linear(8, VOCAB)
         self.double()
 
@@ -49,15 +51,18 @@ class Tokens(nn.Module):
         num_items_in_batch: Any = None,
         **given: Any,
     ) -> dict[str, Tensor]:
-        x = self.embed(input_ids)
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        logits = self.head(x)
+        logits = self.head(self.hidden(input_ids))
         total = nn.functional.cross_entropy(
             logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=-100
         )
         count = (labels != -100).sum() if num_items_in_batch is None else num_items_in_batch
         return {"loss": total / count, "logits": logits}
+
+    def hidden(self, input_ids: Tensor) -> Tensor:
+        x: Tensor = self.embed(input_ids)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
 
 
 class MeanOfBatch(nn.Module):
@@ -445,30 +450,14 @@ def test_a_data_set_is_dealt_without_samples_that_count_twice(
         assert metrics == evaluated
 
 
-class Towers(nn.Module):
+class Towers(Tokens):
     """A batch goes through one of its towers."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(VOCAB, 8)
-        self.towers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-        self.head = nn.Linear(8, VOCAB)
-        self.double()
+    num_blocks = 3
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        labels: Tensor,
-        attention_mask: Tensor,
-        num_items_in_batch: Any = None,
-        **given: Any,
-    ) -> dict[str, Tensor]:
-        tower = self.towers[int(input_ids.sum()) % 3]
-        logits = self.head(torch.tanh(tower(self.embed(input_ids))))
-        total = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-        count = (labels != -100).sum() if num_items_in_batch is None else num_items_in_batch
-        return {"loss": total / count, "logits": logits}
+    def hidden(self, input_ids: Tensor) -> Tensor:
+        block = self.blocks[int(input_ids.sum()) % len(self.blocks)]
+        return torch.tanh(block(self.embed(input_ids)))
 
 
 def test_ranks_use_different_modules_in_uneven_runs(ranks: Ranks) -> None:

@@ -318,6 +318,27 @@ def test_one_unit_is_gathered_ahead_and_no_more() -> None:
     assert full == [2] * 7 + [1]
 
 
+@pytest.mark.parametrize("backward", [False, True])
+@on_ranks(4)
+def test_few_units_of_other_ranks_are_kept(backward: bool) -> None:
+    """Ranks use all units, each in an order of its own."""
+    layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False).double() for _ in range(24))
+    model = nn.ModuleDict({"layers": layers})
+    engine = fe.shard(model, units=list(layers))
+    size = engine.units[1].num_elements * 8
+    routes = random.Random(dist.get_rank())
+    for _ in range(4):
+        engine.peak_memory_bytes(reset=True)
+        with engine.together(), torch.set_grad_enabled(backward):
+            x = inputs(0)
+            for index in routes.sample(range(24), 24):
+                x = layers[index](x)
+            if backward:
+                x.sum().backward()
+        own, kept, voted = 5, 2, 3  # own: in use, being left, and three ahead
+        assert 4 <= engine.peak_memory_bytes()["full"] // size <= own + kept + voted
+
+
 def routed_step(model: nn.Module, seed: int, route: Route) -> None:
     loss_of(model, seed, route).backward()
 
