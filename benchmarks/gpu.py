@@ -2,8 +2,8 @@
 
     python benchmarks/gpu.py [--rounds 15] [--sections "world 1" "world 8" ...]
 
-Each section runs in its own process with a time limit (17 minutes in total, 12 without fp8), so that
-a failure affects one section only; results are written after each section.
+Each section runs in its own process with a time limit (17 minutes in total, 12 without fp8), so
+that a failure affects one section only; results are written after each section.
 
 *world 1*: every level over NCCL with one rank, against the bare model and FSDP2, on a GPT of about
 1B parameters (fewer on a device with less memory), bf16 with fp32 main weights and AdamW. "bare

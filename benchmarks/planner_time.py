@@ -66,7 +66,7 @@ def plan(name: str, machine: fe.Machine) -> dict[str, dict[str, float]]:
         machine=machine,
         meshes=[(2,), (2, 1)],
         checkpointing=(False,),
-        memory=float("inf"),
+        memory=2**50,
         min_unit_size=0,
     )
     found = {}

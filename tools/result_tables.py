@@ -16,6 +16,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import harness  # noqa: E402
 from checkpoint import TARGETS as CHECKPOINT_TARGETS  # noqa: E402
 from step_time import TARGETS as STEP_TARGETS  # noqa: E402
 
@@ -84,7 +85,7 @@ def step_time_over_fsdp2() -> str:
     ratios = [run[LEVEL_3]["over"]["FSDP2"]["median"] for run in _step_times().values()]
     return (
         f"On two CPU ranks a step of level 3 takes {min(ratios):.2f} to {max(ratios):.2f} of "
-        "FSDP2's, by model and dtype."
+        "FSDP2's, by model and dtype.\n" + _gpu_over_fsdp2()
     )
 
 
@@ -922,6 +923,123 @@ def missing_waits() -> str:
     return with_machine(table(columns, rows), "missing_waits")
 
 
+GPU_TIMES = {
+    "world 1": "one rank, 4 sequences",
+    "world 1, 16 sequences": "one rank, 16 sequences",
+    "world 8": "rank 0 of 8, 4 sequences",
+    "world 8, 16 sequences": "rank 0 of 8, 16 sequences",
+}
+
+
+def measured_on_gpu() -> str:
+    machine = json.loads((RESULTS / "gpu.json").read_text(encoding="utf-8"))["machine"]
+    return f"Measured on one {machine['gpu']}, torch {machine['torch']} (`gpu.json`)."
+
+
+def gpu_steps() -> str:
+    """A table for each section of step times."""
+    parts = []
+    for section, title in GPU_TIMES.items():
+        engines = results("gpu")[section]["engines"]
+        steps = {name: each["milliseconds"]["step"] for name, each in engines.items()}
+        rows = [
+            [
+                name,
+                spread(harness.spread(steps[name]), 1),
+                *(spread(harness.ratios(steps, name, base)) for base in ("bare model", "FSDP2")),
+                f"{statistics.median(each['milliseconds']['host']):.0f}",
+                f"{each['peak bytes'] / GIB:.2f}",
+            ]
+            for name, each in engines.items()
+        ]
+        columns = ["engine", "step ms", "x bare model", "x FSDP2", "host ms", "peak GiB"]
+        parts.append(f"**{title[0].upper()}{title[1:]}**\n\n{table(columns, rows)}")
+    return "\n\n".join([*parts, measured_on_gpu()])
+
+
+def _gpu_over_fsdp2() -> str:
+    ratios = {}
+    for section in GPU_TIMES:
+        engines = results("gpu")[section]["engines"]
+        steps = {name: each["milliseconds"]["step"] for name, each in engines.items()}
+        ratios[section] = harness.ratios(steps, LEVEL_3, "FSDP2")["median"]
+    small, large = (
+        [value for name, value in ratios.items() if ("16" in name) == is_large]
+        for is_large in (False, True)
+    )
+    return (
+        f"On one H200 it takes {min(small):.2f} to {max(small):.2f} where the host limits it, "
+        f"{min(large):.2f} to {max(large):.2f} where the device does (1B parameters, bf16)."
+    )
+
+
+def gpu_sanitizer() -> str:
+    rows = [
+        [
+            section.removeprefix("sanitizer, ").replace("world 1", "1").replace("world 8", "8"),
+            case,
+            text.splitlines()[0] if text else "nothing",
+        ]
+        for section, cases in results("gpu").items()
+        if section.startswith("sanitizer")
+        for case, text in cases.items()
+        if isinstance(text, str)
+    ]
+    return f"{table(['ranks', 'case', 'reported'], rows)}\n\n{measured_on_gpu()}"
+
+
+def gpu_fp8() -> str:
+    """Steps with fp8 weights over those with bf16 ones."""
+    rows = []
+    for section in ("fp8, native", "fp8, Transformer Engine"):
+        engines = results("gpu")[section]["engines"]
+        steps = {name: each["milliseconds"]["step"] for name, each in engines.items()}
+        for name, each in engines.items():
+            level, codec = name.split(", ", 1)
+            if not each["bases"] or codec == "bf16" or codec.endswith("bf16 weights"):
+                continue
+            bases = each["bases"]
+            rows.append(
+                [
+                    level,
+                    f"{section.removeprefix('fp8, ')}, {codec.removesuffix(', fp8 weights')}",
+                    f"{statistics.median(steps[name]):.1f}",
+                    spread(harness.ratios(steps, name, bases[0])),
+                    spread(harness.ratios(steps, name, bases[1])) if len(bases) > 1 else "-",
+                    f"{each['peak bytes'] / engines[bases[0]]['peak bytes']:.2f}",
+                ]
+            )
+    columns = [
+        "level",
+        "fp8 weights",
+        "step ms",
+        "x bf16",
+        "x fp8 with bf16 weights",
+        "peak x bf16",
+    ]
+    return f"{table(columns, rows)}\n\n{measured_on_gpu()}"
+
+
+def planner_gpu() -> str:
+    rows = [
+        [
+            GPU_TIMES[section],
+            level,
+            f"{each['planned seconds'] * 1e3:.1f}",
+            f"{each['measured seconds'] * 1e3:.1f}",
+            f"{each['planned seconds'] / each['measured seconds']:.2f}",
+            f"{each['planned bytes'] / GIB:.2f}",
+            f"{each['measured bytes'] / GIB:.2f}",
+            f"{each['planned bytes'] / each['measured bytes']:.3f}",
+        ]
+        for section, levels in results("planner_gpu").items()
+        for level, each in levels.items()
+    ]
+    columns = ["GPT of 1B", "level", "planned ms", "measured ms", "ratio"]
+    columns += ["planned GiB", "measured GiB", "ratio"]
+    return f"{table(columns, rows)}\n\n{measured_on_gpu()}"
+
+
 TABLES: tuple[Callable[[], str], ...] = (
     step_time_machine,
     step_time_over_fsdp2,
@@ -970,4 +1088,8 @@ TABLES: tuple[Callable[[], str], ...] = (
     async_device_steps,
     async_device_waits,
     missing_waits,
+    gpu_steps,
+    gpu_sanitizer,
+    gpu_fp8,
+    planner_gpu,
 )

@@ -260,7 +260,7 @@ def test_an_asynchronous_save_holds_its_step_and_loads_at_another_level(
             checkpointer.save_async(2)
         else:
             checkpointer.load()
-        # On the first turn while the save is under way.
+        # In the first turn the save is being written.
         found.append((steps(model, optimizer, batches()[2:]), engine.full_state_dict()))
         checkpointer.close()
     assert_same(found[1], found[0], tolerance=1e-6)
