@@ -19,6 +19,7 @@ from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.megatron.distributed_data_parallel import DistributedDataParallel
 from fsdp_engine.megatron.finalize_model_grads import finalize_model_grads
 from fsdp_engine.megatron.process_groups import ModelParallelGroups
+from fsdp_engine.offload import Offload
 from fsdp_engine.optim import shard_optimizer
 from fsdp_engine.planner.estimates import Estimate, estimate
 from fsdp_engine.planner.strategy_plan import StrategyPlan
@@ -54,6 +55,7 @@ __all__ = [
     "Machine",
     "MixedPrecisionPolicy",
     "ModelParallelGroups",
+    "Offload",
     "Simulation",
     "SimulationError",
     "StrategyPlan",

@@ -17,7 +17,9 @@ from fsdp_engine.batches import EvenBatch, even_batches
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.config import Timing
 from fsdp_engine.memory.allocator import Memory
+from fsdp_engine.offload import DISK, Offload
 from fsdp_engine.optim.clip import clip_, total_norm
+from fsdp_engine.optim.offloaded_step import StateOffload, check_offloaded, offload_state
 from fsdp_engine.optim.step_listeners import add_step_listener
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.assigned_values import MissingValues
@@ -60,6 +62,7 @@ class Engine:
         units: its units, the root first.
         budget: elements to prefetch.
         staging_budget: staging buffers of gradients that can be in flight.
+        offload: where its state lies between uses.
         missing_values: the parameters and buffers that have no valid values, because nothing was
             loaded into them yet or a load failed half way.
     """
@@ -72,6 +75,7 @@ class Engine:
         resources: Resources,
         policy: MixedPrecisionPolicy,
         timing: Timing,
+        offload: Offload | None = None,
     ) -> None:
         mesh, config = communicators.data.mesh, resources.config
         self.model = model
@@ -130,6 +134,15 @@ class Engine:
             hook_recomputation(self._scheduler, unit)
             hook_gradients(self._scheduler, unit)
             hook_delayed_gradients(self._scheduler, unit)
+        self.offload = offload if offload is not None else Offload()
+        self._offloads_state = self.offload.moves_optimizer_state(mesh.device)
+        if self._offloads_state:
+            folder = self.offload.folder if self.offload.optimizer_state == DISK else None
+            state = StateOffload(self._memory, self._lanes.compute, folder)
+            offload_state(
+                state,
+                [[p for each in unit.trainable for p in each.sharded_params] for unit in units],
+            )
         self._measured: Measurement | None = None
         self._sharded_ids = {id(param) for each in self.buffers for param in each.sharded_params}
         for module in model.modules():
@@ -613,7 +626,10 @@ class Engine:
 
         Raises:
             RuntimeError: it would step with gradients that are not reduced; names the parameter.
+                Or its state shall be offloaded, and is not.
         """
+        if self._offloads_state:
+            check_offloaded(optimizer)
         groups = optimizer.param_groups
         self._reductions.check_step(param for group in groups for param in group["params"])
         if self._scheduler.in_rounds and self._is_stepped_by(optimizer):

@@ -19,6 +19,7 @@ from fsdp_engine.comm.rendezvous import reporting
 from fsdp_engine.config import DistributedDataParallelConfig, Timing
 from fsdp_engine.engine import Engine, engine_within
 from fsdp_engine.memory import allocator
+from fsdp_engine.offload import Offload
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.strategies import Axis, Role, Strategy
@@ -72,6 +73,7 @@ def shard(
     initial_values: str = SAME,
     min_unit_size: int | None = None,
     checkpointing: bool = False,
+    offload: Offload | None = None,
     plan: Chooses | None = None,
 ) -> Engine:
     """Shard ``model``'s parameters, gradients and optimizer state in place. Collective.
@@ -110,6 +112,7 @@ def shard(
             unit is joined. None: [Note: Size of a unit] in ``units/assignment.py``.
         checkpointing: recompute the forward of blocks in backward; see
             :func:`~fsdp_engine.checkpoint_units`.
+        offload: where state lies between its uses. None: on the device.
         plan: the result of :func:`~fsdp_engine.plan` for ``strategy="auto"``, equal on all ranks.
             It also determines ``checkpointing``, and those of ``units``, ``mp_policy``, ``config``,
             ``granule``, ``codec_rules`` and ``min_unit_size`` that are not given.
@@ -135,6 +138,7 @@ def shard(
                 "checkpointing": checkpointing or None,
                 "initial_values": initial_values,
                 "expert_mesh": expert_mesh,
+                "offload": offload,
             }
             arguments = chooses.arguments(_sizes_of(mesh), len(ranks), given_here)
         return shard(model, arguments.pop("mesh", mesh), **arguments)
@@ -169,6 +173,7 @@ def shard(
         initial_values=initial_values,
         min_unit_size=min_unit_size,
         checkpointing=checkpointing,
+        offload=offload,
         num_rows=rows,
     )
 
@@ -189,6 +194,7 @@ def make_engine(
     initial_values: str = SAME,
     min_unit_size: int | None = None,
     checkpointing: bool = False,
+    offload: Offload | None = None,
     num_rows: int = 1,
     broadcast: bool = False,
     what: str = WHAT,
@@ -202,7 +208,7 @@ def make_engine(
         broadcast: parameters start from the first rank's values, which are not compared.
         what: who asks, in messages.
         model, mesh, levels, policy, config, units, granule, expert_mesh, codec_rules,
-            initial_values, min_unit_size, checkpointing: see :func:`shard`.
+            initial_values, min_unit_size, checkpointing, offload: see :func:`shard`.
     """
     if expert_mesh is not None:
         with reporting(what, ranks_that_meet(mesh)):
@@ -232,6 +238,8 @@ def make_engine(
             )
         if config.nccl_ub:
             check_nccl(data, symmetric=not config.disable_symmetric_registration)
+        if offload is not None:
+            offload.check(data.device)
         policy = config.applied_to(policy)
         if initial_values not in CHOICES:
             raise ValueError(f"initial_values: expected one of {CHOICES}; found {initial_values!r}")
@@ -244,6 +252,8 @@ def make_engine(
         holdings = Holdings(plan, experts, compare=compare)
         options = f"{levels}, {policy}, {config}, {initial_values}, min_unit_size={min_unit_size}"
         options += f", checkpointing={checkpointing}"
+        if offload is not None:  # folders may differ from node to node
+            options += f", offload.optimizer_state={offload.optimizer_state}"
         signature = [options, *plan.signature()]
     except Exception as caught:  # units, granule and codec rules are the user's, and raise anything
         error = caught
@@ -266,7 +276,7 @@ def make_engine(
         Unit(planned, buffers, policy, policy.output_dtype if not index else None, resources.lanes)
         for index, (planned, buffers) in enumerate(zip(plan.units, built, strict=True))
     ]
-    engine = Engine(model, made, communicators, resources, policy, timing)
+    engine = Engine(model, made, communicators, resources, policy, timing, offload)
     if start.is_empty and metas:
         engine.missing_values.mark_empty(metas)
     return engine

@@ -39,6 +39,7 @@ FLOORS: dict[str, int] = {
     "terminal": 0,
     "strategies": 0,
     "accelerator": 1,
+    "offload": 2,
     "layout": 1,
     "memory": 2,
     "comm": 3,
@@ -66,7 +67,7 @@ FLOORS: dict[str, int] = {
 
 # The core, and the folders of formats and frontends that it does not import.
 CORE = {"layout", "comm", "memory", "buffers", "units", "runtime", "strategies", "codecs"}
-CORE |= {"accelerator", "batches", "flat_dtensor", "optim", "engine", "sharding"}
+CORE |= {"accelerator", "batches", "offload", "flat_dtensor", "optim", "engine", "sharding"}
 ABOVE_THE_CORE = {"adapters", "checkpoint", "fsdp2", "integrations", "megatron"}
 ABOVE_THE_CORE |= {"pipelining", "planner", "pretrained", "simulation"}
 # Packages of the formats and frontends that the core does not import either.

@@ -34,7 +34,7 @@ PUBLIC_NAMES = {
     "training": (
         "Training",
         "shard Engine shard_optimizer checkpoint_units register_forward_method "
-        "MixedPrecisionPolicy DistributedDataParallelConfig Float8 FlatDTensor "
+        "MixedPrecisionPolicy DistributedDataParallelConfig Offload Float8 FlatDTensor "
         "DistributedDataParallel finalize_model_grads ModelParallelGroups",
     ),
     "checkpoints": (

@@ -37,6 +37,7 @@ from fsdp_engine.checkpoint.model_state import (
 from fsdp_engine.checkpoint.sharded_model import SavedParam, ShardedModel, saved_params
 from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement
 from fsdp_engine.memory import allocator
+from fsdp_engine.optim.offloaded_step import home_of
 
 STATE, GROUPS, KIND = "state", "param_groups", "kind"
 
@@ -296,6 +297,8 @@ class OptimizerMatch:
             fits = found.shape == member.held.shape and _placement_of(found) == placement
             if fits:
                 return member.as_saved(found.detach())
+        if (home := home_of(self._optimizer, member.held, state, dtype)) is not None:
+            return member.as_saved(home)
         return _like(member, dtype)
 
     def _is_like_parameter(self, member: SavedParam, state: str, key: str) -> bool:

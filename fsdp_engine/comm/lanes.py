@@ -151,6 +151,7 @@ COMPUTE = "compute"
 # In the order of the fields of Lanes.
 LANES = (COMPUTE, "inner gather", "inner reduce", "outer gather", "outer reduce")
 COPY_IN = "copy in"
+STATE_LANES = ("state in", "state out")
 
 # "reduce-scatter of blocks.1 over the inner axis", "encode blocks.1 (buffer 0)".
 _LABEL = re.compile(r"^[\w-]+ (?:of )?(.+?)(?: \(buffer \d+\))?(?: over the \w+ axis)?$")
@@ -322,6 +323,16 @@ def make_lanes(device: torch.device, ranks: Sequence[int] = ()) -> Lanes:
         stall_monitor.DEVICE_LANES.update(lanes)
         return Lanes(DeviceLane(device, None, name=compute), *lanes)
     return Lanes(*(HostLane(ranks, name) for name in LANES))
+
+
+def make_state_lanes(device: torch.device) -> tuple[Lane, Lane]:
+    """Lanes on which state that lies elsewhere comes to ``device`` and returns."""
+    if is_accelerator(device):
+        stream = module_of(device).Stream
+        into, out = (DeviceLane(device, stream(device=device), name=name) for name in STATE_LANES)
+        return into, out
+    into_host, out_of_host = (HostLane(name=name) for name in STATE_LANES)
+    return into_host, out_of_host
 
 
 @contextmanager

@@ -30,23 +30,23 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_engine.flat_dtensor import FlatDTensor, clear_gradients, gradients_of, set_gradients
 from fsdp_engine.flat_dtensor.parameter_access import GradientAccess
+from fsdp_engine.optim.offloaded_step import OffloadedStep, find_offload
 from fsdp_engine.optim.quantized_state import (
     is_blockwise,
     is_blockwise_class,
     quantize_values,
     save_values,
 )
+from fsdp_engine.optim.shadow import Shadow, Slot, method_of, shadow_class
 
 _KNOWN = "Adam, AdamW, SGD, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop"
 _ELEMENTWISE = tuple(getattr(torch.optim, name) for name in _KNOWN.split(", "))
 # Methods that a step rests on: the second makes state, in optimizers of torch.
 _STEP = ("step", "_init_group")
-_TORCHS_WRAPPER = Optimizer.profile_hook_step(lambda self: None).__code__
 
 _slice_of: Callable[[Any], Tensor] = operator.attrgetter("_local_tensor")
 _dtype_of: Callable[[Any], torch.dtype] = operator.attrgetter("dtype")
@@ -76,17 +76,8 @@ def _known_ancestor(optimizer: Optimizer) -> type[Optimizer] | None:
 def _own_method(optimizer: Optimizer) -> str | None:
     """The method that a step rests on, and that is not inherited from the known ancestor."""
     kind, known = type(optimizer), _known_ancestor(optimizer)
-    differs = (name for name in _STEP if _method(kind, name) is not _method(known, name))
+    differs = (name for name in _STEP if method_of(kind, name) is not method_of(known, name))
     return next(differs, None)
-
-
-def _method(kind: type[Optimizer] | None, name: str) -> Any:
-    """A method of a class, without what torch wraps around the step of each class that has an
-    instance."""
-    found: Any = getattr(kind, name, None)
-    while getattr(found, "__code__", None) is _TORCHS_WRAPPER:
-        found = found.__wrapped__
-    return found
 
 
 def refuse_blockwise(optimizer: Optimizer, *args: object) -> None:
@@ -109,7 +100,7 @@ def refuse_blockwise(optimizer: Optimizer, *args: object) -> None:
 
 def _has_local_step(optimizer: Optimizer) -> bool:
     hooks = optimizer._optimizer_step_pre_hooks.values()
-    return any(isinstance(hook, _LocalStep) for hook in hooks)
+    return any(isinstance(hook, _LocalStep | OffloadedStep) for hook in hooks)
 
 
 def shard_optimizer(optimizer: AnyOptimizer, *, elementwise: bool = False) -> AnyOptimizer:
@@ -130,7 +121,10 @@ def shard_optimizer(optimizer: AnyOptimizer, *, elementwise: bool = False) -> An
 
     Raises:
         TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``.
-        ValueError: it is not known to be elementwise, or has ``differentiable=True``.
+        ValueError: it is not known to be elementwise, or has ``differentiable=True``; or its
+            parameters' state lies elsewhere (:class:`~fsdp_engine.Offload`), and it cannot: see
+            :class:`~.offloaded_step.OffloadedStep`.
+        OSError: there is too little space on the disk for its state.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer: expected a torch.optim.Optimizer; found {optimizer!r}")
@@ -151,6 +145,9 @@ def shard_optimizer(optimizer: AnyOptimizer, *, elementwise: bool = False) -> An
             f"need the autograd history of sharded parameters"
         )
     if not _has_local_step(optimizer):
+        if (offload := find_offload(optimizer)) is not None:
+            OffloadedStep(optimizer, offload).register()
+            return optimizer
         step = _LocalStep(optimizer)
         optimizer.register_step_pre_hook(step)
         optimizer.register_step_post_hook(step.finish)
@@ -217,11 +214,8 @@ class _LocalGroup(_WriteThrough):
         return self._group
 
 
-class _Shadow:
-    """Mixin for an optimizer class: own param groups and state; all else is the optimizer's.
-
-    One object per step. It shares the optimizer's ``__dict__``; properties take precedence over it.
-    """
+class _LocalShadow(Shadow):
+    """A shadow with slices of all parameters."""
 
     __slots__ = ()
 
@@ -230,6 +224,7 @@ class _Shadow:
 
     @property
     def param_groups(self) -> list[_LocalGroup]:
+        """The optimizer's, with slices."""
         # Created at each access: other pre-hooks may set hyperparameters before the step reads.
         local_of = self.local_of
         return [
@@ -239,49 +234,8 @@ class _Shadow:
 
     @property
     def state(self) -> _LocalStates:
+        """The optimizer's, by slices."""
         return self.local_states
-
-
-class _Slot:
-    """One FlatDTensor of the optimizer, and the slice that replaces it in the shadow."""
-
-    def __init__(self, param: FlatDTensor) -> None:
-        self.param = param
-        # A separate tensor, so that it has a separate .grad. It shares the parameter's memory and
-        # version counter.
-        self.local = param.local.detach()
-        self.param_local = param.local
-
-    def to_flat(self, value: Any) -> Any:
-        """Convert state of the slice to state of the parameter."""
-        if isinstance(value, Tensor) and value.shape == self.local.shape:
-            return FlatDTensor.from_flat_local(value, self.param.flat_placement)
-        return value
-
-    def to_local(self, key: Any, value: Any) -> tuple[Any, Any]:
-        """Convert state of the parameter to state of the slice.
-
-        Returns:
-            The parameter's state, as a FlatDTensor if it is sharded; the slice's state.
-
-        Raises:
-            ValueError: ``value`` is a FlatDTensor of another slice.
-        """
-        placement = self.param.flat_placement
-        if isinstance(value, FlatDTensor):
-            if value.flat_placement != placement:
-                raise ValueError(
-                    f"state {key!r} of {placement.name or 'a parameter'}: expected {placement}; "
-                    f"found {value.flat_placement}. State of torch.save fits the ranks and the "
-                    "levels that it was saved with; fe.save_checkpoint saves for any"
-                )
-            return value, value.local
-        if isinstance(value, Tensor) and value.ndim and value.shape == placement.shape:
-            # Unsharded, as loaded from an unsharded checkpoint.
-            full = value.full_tensor() if isinstance(value, DTensor) else value
-            local = placement.slice_of_full(full).clone()
-            return FlatDTensor.from_flat_local(local, placement), local
-        return value, value
 
 
 class _Owner:
@@ -293,7 +247,7 @@ class _Owner:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self.slot_of: dict[int, _Slot] = {}  # by id of the slice
+        self.slot_of: dict[int, Slot] = {}  # by id of the slice
         # Whether a step has changed the state since it was last compared.
         self.changed = True
 
@@ -316,7 +270,7 @@ class _Owner:
 class _LocalState(_WriteThrough):
     """State of a slice. What the step stores is written through to the parameter's state."""
 
-    def __init__(self, owner: _Owner, slot: _Slot, values: dict[Any, Any]) -> None:
+    def __init__(self, owner: _Owner, slot: Slot, values: dict[Any, Any]) -> None:
         super().__init__(values)
         self._owner = owner
         self._slot = slot
@@ -364,7 +318,7 @@ class _LocalStates(_WriteThrough):
         """Add the optimizer's own entry of a key that is not a slice."""
         dict.__setitem__(self, key, value)
 
-    def load(self, slot: _Slot, param_state: dict[Any, Any]) -> None:
+    def load(self, slot: Slot, param_state: dict[Any, Any]) -> None:
         """Set a slice's state from its parameter's, and shard the parameter's state in place."""
         values = {}
         for key, value in param_state.items():
@@ -376,12 +330,10 @@ class _LocalStep:
     """Step pre-hook: updates the shadow and passes it to ``step`` as ``self``."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        slots = {"__slots__": ("local_of", "local_states")}
-        bases = (_Shadow, type(optimizer))
-        self._shadow_class = type(type(optimizer).__name__, bases, slots)
+        self._shadow_class = shadow_class(_LocalShadow, optimizer, ("local_of", "local_states"))
         self._owner = _Owner(optimizer)
         self._params: list[Tensor] = []
-        self._slots: list[_Slot] = []
+        self._slots: list[Slot] = []
         self._flat_params: list[FlatDTensor] = []
         self._reads: list[GradientAccess] = []
         self._locals: list[Tensor] = []
@@ -397,7 +349,7 @@ class _LocalStep:
     def __call__(
         self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if isinstance(optimizer, _Shadow):  # a subclass's step calls its parent's
+        if isinstance(optimizer, Shadow):  # a subclass's step calls its parent's
             return None
         self._refresh_params(optimizer.param_groups)
         if self._owner.changed or not self._state_is_known(optimizer.state):
@@ -412,7 +364,7 @@ class _LocalStep:
 
     def finish(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Step post-hook. The step has written all changes of the state through already."""
-        if isinstance(optimizer, _Shadow):
+        if isinstance(optimizer, Shadow):
             return
         clear_gradients(self._locals)  # references would keep their memory allocated
         if self._owner.changed:
@@ -446,7 +398,7 @@ class _LocalStep:
             if slot.param_local is _slice_of(slot.param)
         }
         self._params = params
-        self._slots = [known.get(id(p)) or _Slot(p) for p in params if isinstance(p, FlatDTensor)]
+        self._slots = [known.get(id(p)) or Slot(p) for p in params if isinstance(p, FlatDTensor)]
         self._flat_params = [slot.param for slot in self._slots]
         backrefs = [param.backref for param in self._flat_params if param.backref is not None]
         self._reads = list({id(each.gradients): each.gradients for each in backrefs}.values())

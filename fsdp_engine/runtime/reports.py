@@ -24,6 +24,7 @@ from fsdp_engine.comm.lanes import COPY_IN, LANES, Lanes, WaitMeter, name_of_wai
 from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.extras import naming_extra
 from fsdp_engine.memory.allocator import Memory, Peak, begin_device_peak, device_peak
+from fsdp_engine.optim.offloaded_step import is_offloaded
 from fsdp_engine.runtime.scheduler import Scheduler
 from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.strategies import Axis, Role, Strategy
@@ -37,6 +38,7 @@ KIND_OF_ROLE = {
     "full": "transient",
     "staging": "transient",
     "idle": "transient",
+    "optimizer": "optimizer",  # chunks of offloaded state
 }
 
 Steps = Callable[[torch.optim.Optimizer], bool]
@@ -155,7 +157,7 @@ class Measurement:
         kinds = dict.fromkeys(("weights", "gradients", "optimizer", "transient"), 0)
         for role, count in self._peak.held.items():
             kinds[KIND_OF_ROLE.get(role, "weights")] += count
-        kinds["optimizer"] = sum(self._optimizers.values())
+        kinds["optimizer"] += sum(self._optimizers.values())
         self._look()
         if self._allocated is not None:
             kinds["activations"] = max(self._allocated - sum(kinds.values()), 0)
@@ -235,11 +237,11 @@ class Measurement:
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Of this rank's part of its state."""
+    """Of this rank's part of its state, as far as it does not lie elsewhere."""
     storages = {}
-    for state in optimizer.state.values():
+    for param, state in optimizer.state.items():
         for value in state.values():
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and not (value.ndim and is_offloaded(param)):
                 local = value.to_local() if isinstance(value, DTensor) else value
                 storage = local.untyped_storage()
                 storages[storage._cdata] = storage.nbytes()

@@ -29,6 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement
 from fsdp_engine.optim import shard_optimizer
 from fsdp_engine.optim.sharded_step import is_elementwise
+from tests.optim.optimizers import OPTIMIZERS
 from tests.pool import Ranks
 
 # Shape of the parameter, elements [start, stop) held here.
@@ -40,20 +41,6 @@ SLICES: list[tuple[tuple[int, ...], int, int]] = [
     ((7,), 0, 7),
     ((9,), 3, 4),
 ]
-OPTIMIZERS: dict[str, Callable[..., Any]] = {
-    "AdamW": torch.optim.AdamW,
-    "Adam-amsgrad": lambda p, **k: torch.optim.Adam(p, amsgrad=True, weight_decay=0.1, **k),
-    "SGD": lambda p, **k: torch.optim.SGD(p, lr=0.1, **k),
-    "SGD-momentum": lambda p, **k: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, **k),
-    "RMSprop": lambda p, **k: torch.optim.RMSprop(p, centered=True, momentum=0.5, **k),
-    "Adagrad": torch.optim.Adagrad,
-    "Adadelta": torch.optim.Adadelta,
-    "Adamax": torch.optim.Adamax,
-    "NAdam": torch.optim.NAdam,
-    "RAdam": torch.optim.RAdam,
-    "ASGD": torch.optim.ASGD,
-    "Rprop": torch.optim.Rprop,
-}
 FUSED = {"AdamW", "Adam-amsgrad", "SGD", "SGD-momentum", "Adagrad"}
 
 

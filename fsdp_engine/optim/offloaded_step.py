@@ -1,0 +1,678 @@
+"""Steps elementwise optimizers whose state lies on the host or on a disk, unit by unit.
+
+[Note: Offloaded state]
+The state of a unit's parameters is a *chunk*: contiguous bytes at its *home*, which is pinned host
+memory or a file. Homes are made with the optimizer. Which tensors a state has, and their dtypes, is
+known from two trial steps on a parameter of three zeros with the hyperparameters of each group.
+
+The unmodified ``step`` runs once for each chunk, on a shadow ([Note: Shadow optimizer] in
+``sharded_step.py``) that holds the chunk's slices and their state on the device. Every chunk sees
+the hyperparameters that groups had before the step; what a step stores in a group (a counter) is
+stored once, after the last chunk. A closure is called once, before the first.
+
+    state in     i0  i1      i2      i3
+    compute          s0      s1      s2      s3
+    state out            o0      o1      o2      o3
+
+The memory of a chunk on the device comes from the allocator as it comes in, and goes when it is
+written back: chunk k + 1 is allocated when chunk k - 1 is gone, so there are never more than two.
+
+Between steps ``optimizer.state`` holds FlatDTensors over homes: checkpoints read and write these.
+Values that are replaced, by loading or by the user, are noticed by identity, and copied home with
+the next step. State of another shape than the slice (a step counter) stays where it is.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fsdp_engine.comm.lanes import Lane, Ticket, make_state_lanes
+from fsdp_engine.flat_dtensor import FlatDTensor, clear_gradients, gradients_of, set_gradients
+from fsdp_engine.memory import allocator
+from fsdp_engine.memory.disk_memory import DiskBlock, DiskThreads
+from fsdp_engine.memory.host_memory import HostBlock
+from fsdp_engine.optim.quantized_state import is_blockwise
+from fsdp_engine.optim.shadow import Shadow, Slot, method_of, shadow_class
+
+# The role of chunks in the ledger.
+ROLE = "optimizer"
+# State tensors begin at multiples of so many bytes.
+_ALIGNMENT = 64
+# An unusual shape: state of it is state of each element.
+_TRIAL_SHAPE = (3,)
+
+Steps = Iterator[Sequence[Any]]
+_slice_of: Callable[[Any], Tensor] = operator.attrgetter("_local_tensor")
+
+
+class _HostHome(HostBlock):
+    """A chunk's bytes in pinned host memory, which the device copies."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__(num_bytes, pinned=True)
+
+    def bring(self, work: Tensor) -> Steps:
+        work.copy_(self.bytes, non_blocking=True)
+        yield from ()
+
+    def take(self, work: Tensor) -> Steps:
+        self.bytes.copy_(work, non_blocking=True)
+        yield from ()
+
+
+class _DiskHome(DiskBlock):
+    """A chunk's bytes in a file, which threads read and write."""
+
+    def __init__(self, num_bytes: int, folder: Path, threads: DiskThreads) -> None:
+        super().__init__(num_bytes, folder)
+        self._threads = threads
+
+    def bring(self, work: Tensor) -> Steps:
+        yield [self._threads.read(partial(self.read, work))]
+
+    def take(self, work: Tensor) -> Steps:
+        yield [self._threads.write(partial(self.write, work))]
+
+
+class StateOffload:
+    """Where the state of an engine's parameters lies, and the lanes by which it comes and goes.
+
+    Args:
+        memory: of the engine, on its device.
+        compute: the engine's lane.
+        folder: of a disk; None: the host's memory.
+
+    Attributes:
+        memory: see above.
+        compute, state_in, state_out: lanes.
+    """
+
+    def __init__(
+        self, memory: allocator.Memory, compute: Lane, folder: str | Path | None = None
+    ) -> None:
+        self.memory = memory
+        self.compute = compute
+        self.state_in, self.state_out = make_state_lanes(memory.device)
+        self._folder = None if folder is None else Path(folder)
+        self._threads = DiskThreads() if folder is not None else None
+
+    def home(self, num_bytes: int) -> _HostHome | _DiskHome:
+        """Bytes for a chunk, zeroed."""
+        if self._folder is None or self._threads is None:
+            home = _HostHome(num_bytes)
+            home.bytes.zero_()  # padding travels, too
+            return home
+        return _DiskHome(num_bytes, self._folder, self._threads)
+
+
+# The offload of a parameter's engine, and the number of its unit.
+_OFFLOADS: MutableMapping[Tensor, tuple[StateOffload, int]] = WeakIdKeyDictionary()
+
+
+def offload_state(offload: StateOffload, units: Sequence[Sequence[Tensor]]) -> None:
+    """The state of these parameters, those of each unit together, lies where ``offload`` says."""
+    for number, params in enumerate(units):
+        for param in params:
+            _OFFLOADS[param] = offload, number
+
+
+def find_offload(optimizer: Optimizer) -> StateOffload | None:
+    """The one of the optimizer's parameters, if there is one.
+
+    Raises:
+        ValueError: parameters of several engines, of which one has its state elsewhere.
+    """
+    params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    found = {id(each[0]): each[0] for param in params if (each := _OFFLOADS.get(param))}
+    if len(found) > 1:
+        raise ValueError(
+            f"optimizer: expected parameters of one engine, since their state lies on {len(found)} "
+            "offloads; found parameters of several. Make an optimizer for each engine"
+        )
+    return next(iter(found.values()), None)
+
+
+def is_offloaded(param: Tensor) -> bool:
+    """Whether the state of ``param`` lies elsewhere between steps."""
+    return param in _OFFLOADS
+
+
+def home_of(optimizer: Optimizer, param: Tensor, key: Any, dtype: torch.dtype) -> Tensor | None:
+    """The place of a state at its home, for the values of a checkpoint; None if it has none."""
+    step = _step_of(optimizer)
+    return None if step is None else step.home_of(param, key, dtype)
+
+
+def check_offloaded(optimizer: Optimizer) -> None:
+    """Whether the state of its parameters goes where it shall.
+
+    Raises:
+        RuntimeError: it lies elsewhere between steps, and the optimizer does not know.
+    """
+    if _step_of(optimizer) is None and find_offload(optimizer) is not None:
+        raise RuntimeError(
+            f"{type(optimizer).__name__}: expected fe.shard_optimizer(optimizer) before its first "
+            "step, since the state of its parameters is offloaded; found that it was not called"
+        )
+
+
+def _step_of(optimizer: Optimizer) -> OffloadedStep | None:
+    hooks = optimizer._optimizer_step_pre_hooks.values()
+    return next((hook for hook in hooks if isinstance(hook, OffloadedStep)), None)
+
+
+class _PlainSlot(Slot):
+    """A parameter that is not sharded: it is stepped on itself."""
+
+    def __init__(self, param: Tensor) -> None:
+        self.param: Any = param
+        self.local = self.param_local = param
+
+    def to_flat(self, value: Any) -> Any:
+        return value
+
+    def to_local(self, key: Any, value: Any) -> tuple[Any, Any]:
+        return value, value
+
+
+class _Chunk:
+    """State of a unit's parameters.
+
+    Args:
+        slots: the parameters.
+        dtypes: of each parameter's state tensors, by key.
+
+    Attributes:
+        slots: see above.
+        members: of each param group, slices of it in this chunk.
+        kept: views of home by slot and key, as ``optimizer.state`` has them.
+    """
+
+    def __init__(
+        self, slots: list[Slot], dtypes: list[dict[Any, torch.dtype]], offload: StateOffload
+    ) -> None:
+        self.slots = slots
+        self.members: list[list[Tensor]] = []
+        self._offload = offload
+        places: list[dict[Any, tuple[int, torch.dtype]]] = []
+        size = 0
+        for slot, keys in zip(slots, dtypes, strict=True):
+            places.append({})
+            for key, dtype in keys.items():
+                places[-1][key] = size, dtype
+                num_bytes = slot.local.numel() * dtype.itemsize
+                size += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        self._places = places
+        self._home = offload.home(size)
+        self.kept = self._views(self._home.bytes, lambda slot, value: slot.to_flat(value))
+        self._storage = offload.memory.transient(size, torch.uint8, ROLE)
+        with self._storage.while_filled():
+            self._bytes = self._storage.view(0, (size,))
+            self.work = self._views(self._bytes, lambda slot, value: value)
+        self._brought: Ticket | None = None
+        self._taken: Ticket | None = None
+
+    def _views(
+        self, memory: Tensor, shown: Callable[[Slot, Tensor], Tensor]
+    ) -> list[dict[Any, Tensor]]:
+        return [
+            {
+                key: shown(slot, self._view(memory, start, dtype, slot.local))
+                for key, (start, dtype) in places.items()
+            }
+            for slot, places in zip(self.slots, self._places, strict=True)
+        ]
+
+    @staticmethod
+    def _view(memory: Tensor, start: int, dtype: torch.dtype, like: Tensor) -> Tensor:
+        piece = memory[start : start + like.numel() * dtype.itemsize]
+        # Of its own: a step changes it in place, where a home's other views must not seem changed.
+        return allocator.alias(piece.view(dtype).view(like.shape))
+
+    def bring(self) -> None:
+        """Take memory on the device, and begin to fill it from home."""
+        compute = self._offload.compute
+        self.fill()
+        self._brought = self._offload.state_in.submit(
+            "bring state",
+            lambda: self._home.bring(self._bytes),
+            after=[ticket for ticket in (compute.record(), self._taken) if ticket is not None],
+        )
+
+    def fill(self) -> None:
+        """Take memory on the device."""
+        self._offload.compute.manage("allocate state", self._storage.fill, self._storage)
+
+    def await_brought(self) -> None:
+        """Compute waits for what :meth:`bring` began."""
+        if self._brought is not None:
+            self._offload.compute.wait(self._brought)
+            self._brought = None
+
+    def take(self) -> None:
+        """The step of this chunk is submitted: begin to write its state home."""
+        self._taken = self._offload.state_out.submit(
+            "take state home",
+            lambda: self._home.take(self._bytes),
+            after=[self._offload.compute.record()],
+        )
+
+    def leave(self) -> None:
+        """Free the memory on the device as soon as it is written."""
+        self.await_brought()
+        if self._taken is not None:
+            self._offload.compute.wait(self._taken)
+        self._offload.compute.manage("free state", self._storage.drain, self._storage)
+
+    def abandon(self) -> None:
+        """Free the memory on the device; its lanes have ended what they were given."""
+        self._brought = self._taken = None
+        self.leave()
+
+
+class _ChunkShadow(Shadow):
+    """A shadow with the slices and the state of one chunk."""
+
+    __slots__ = ()
+
+    chunk_groups: list[dict[str, Any]]
+    chunk_indices: list[int]  # of these groups among the optimizer's
+    chunk_states: dict[Any, Any]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of the optimizer with parameters in the chunk."""
+        return self.chunk_groups
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        """By slices; other keys have the optimizer's own entries."""
+        return self.chunk_states
+
+
+class _ChunkStates(dict[Any, Any]):
+    """State of a chunk's slices; of other keys the optimizer's."""
+
+    def __init__(self, slices: Sequence[Tensor], others: Any) -> None:
+        super().__init__()
+        self._slices = {id(each) for each in slices}
+        self._others = others
+
+    def __missing__(self, key: Any) -> Any:
+        if id(key) not in self._slices:
+            return self._others[key]
+        self[key] = state = {}  # type: ignore[var-annotated]
+        return state
+
+
+class OffloadedStep:
+    """Step hooks of an optimizer whose state lies elsewhere. See [Note: Offloaded state].
+
+    Args:
+        optimizer: elementwise.
+        offload: of its parameters.
+
+    Raises:
+        ValueError: its state tensors are not plain (torchao's), or a trial step failed.
+        OSError: there is too little space on the disk.
+    """
+
+    def __init__(self, optimizer: Optimizer, offload: StateOffload) -> None:
+        if is_blockwise(optimizer):
+            raise ValueError(
+                f"optimizer: expected state in plain tensors, since it lies elsewhere between "
+                f"steps (offload); found {type(optimizer).__name__}, whose state is quantised"
+            )
+        self._optimizer = weakref.ref(optimizer)
+        self._offload = offload
+        slots = ("chunk_groups", "chunk_indices", "chunk_states")
+        self._shadow_class = shadow_class(_ChunkShadow, optimizer, slots)
+        self._function = method_of(type(optimizer), "step")
+        self._params: list[Tensor] = []
+        self._chunks: list[_Chunk] = []
+        self._slot_of: dict[int, tuple[_Chunk, int]] = {}  # by id of the parameter
+        self._shadow: Any = None  # of the chunk that torch steps, the last one
+        # What a step stored in groups, and in the optimizer itself.
+        self._stored: dict[tuple[int, str], Any] = {}
+        self._attributes: dict[str, Any] = {}
+        self._loaded: list[tuple[Tensor, dict[Any, Any]]] = []
+        self._refresh(optimizer)
+
+    def register(self) -> None:
+        """Hook it to its optimizer."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        optimizer.register_step_pre_hook(self)
+        optimizer.register_step_post_hook(self._finish)
+        optimizer.register_state_dict_pre_hook(self._before_state_dict)
+        optimizer.register_load_state_dict_pre_hook(self._before_load)
+        optimizer.register_load_state_dict_post_hook(self._after_load)
+
+    def home_of(self, param: Tensor, key: Any, dtype: torch.dtype) -> Tensor | None:
+        """The place of a state at its home, as ``optimizer.state`` will hold it."""
+        if (found := self._slot_of.get(id(param))) is None:
+            return None
+        self._wait()
+        kept = found[0].kept[found[1]].get(key)
+        return kept if kept is not None and kept.dtype == dtype else None
+
+    # Steps.
+
+    def __call__(
+        self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if isinstance(optimizer, Shadow):  # a subclass's step calls its parent's
+            return None
+        if self._shadow is not None:
+            self._abandon()  # torch's call of the last step raised
+        self._refresh(optimizer)
+        arguments = [self._called(a) if callable(a) else a for a in args[1:]]
+        kwargs = {k: self._called(v) if k == "closure" and v else v for k, v in kwargs.items()}
+        chunks = self._chunks
+        self._stored.clear()
+        self._attributes.clear()
+        try:
+            self._bring(optimizer, 0)
+            for number in range(len(chunks) - 1):
+                shadow = self._enter(optimizer, number)
+                self._function(shadow, *arguments, **kwargs)
+                self._leave(optimizer, number, shadow)
+            self._shadow = self._enter(optimizer, len(chunks) - 1)
+        except BaseException:
+            self._abandon()
+            raise
+        return (self._shadow, *arguments), kwargs
+
+    def _finish(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Step post-hook: torch has stepped the last chunk."""
+        if isinstance(optimizer, Shadow):
+            return
+        last = len(self._chunks) - 1
+        self._leave(optimizer, last, self._shadow)
+        self._shadow = None
+        self._chunks[last].leave()
+        for (group, key), value in self._stored.items():
+            optimizer.param_groups[group][key] = value
+        vars(optimizer).update(self._attributes)
+        self._stored.clear()
+        self._attributes.clear()
+        # Fused steps do not increment version counters (torch 2.11 to 2.13).
+        torch.autograd.graph.increment_version(
+            [slot.local for chunk in self._chunks for slot in chunk.slots]
+        )
+
+    def _bring(self, optimizer: Any, number: int) -> None:
+        """Bring a chunk's state, if it has any."""
+        chunk = self._chunks[number]
+        if any(optimizer.state.get(slot.param) for slot in chunk.slots):
+            chunk.bring()
+
+    def _enter(self, optimizer: Any, number: int) -> Any:
+        """Returns the shadow of a chunk, with its state and gradients on the device."""
+        chunk = self._chunks[number]
+        if number:
+            self._chunks[number - 1].leave()
+        if number + 1 < len(self._chunks):
+            self._bring(optimizer, number + 1)
+        chunk.await_brought()
+        states = _ChunkStates([slot.local for slot in chunk.slots], optimizer.state)
+        for slot, kept, work in zip(chunk.slots, chunk.kept, chunk.work, strict=True):
+            if state := optimizer.state.get(slot.param):
+                states[slot.local] = {
+                    key: self._on_device(slot, key, value, kept.get(key), work.get(key))
+                    for key, value in state.items()
+                }
+        self._set_gradients(chunk)
+        shadow = object.__new__(self._shadow_class)
+        shadow.__dict__ = dict(optimizer.__dict__)
+        shadow.chunk_states = states
+        shadow.chunk_indices = self._indices(optimizer, number)
+        shadow.chunk_groups = [
+            {**optimizer.param_groups[index], "params": self._members(optimizer, number, index)}
+            for index in shadow.chunk_indices
+        ]
+        return shadow
+
+    @staticmethod
+    def _on_device(slot: Slot, key: Any, value: Any, kept: Any, work: Tensor | None) -> Any:
+        """A state as the step reads it: brought, or, where it was replaced, copied."""
+        if work is None:
+            return value
+        if value is not kept:
+            work.copy_(slot.to_local(key, value)[1])
+        return work
+
+    def _indices(self, optimizer: Any, number: int) -> list[int]:
+        """The groups with parameters in a chunk; for the last one also those without any."""
+        chunks, last = self._chunks, len(self._chunks) - 1
+        return [
+            index
+            for index in range(len(optimizer.param_groups))
+            if chunks[number].members[index]
+            or (number == last and self._members(optimizer, number, index))
+            or (number == last and not any(chunk.members[index] for chunk in chunks))
+        ]
+
+    def _members(self, optimizer: Any, number: int, index: int) -> list[Tensor]:
+        """Slices of a group in a chunk, in the last one also parameters without an offload."""
+        members = self._chunks[number].members[index]
+        if number < len(self._chunks) - 1:
+            return members
+        params = optimizer.param_groups[index]["params"]
+        return [*members, *(param for param in params if id(param) not in self._slot_of)]
+
+    @torch.no_grad()
+    def _leave(self, optimizer: Any, number: int, shadow: Any) -> None:
+        """A chunk has stepped: keep what it stored, and write its state home."""
+        chunk = self._chunks[number]
+        clear_gradients([slot.local for slot in chunk.slots if isinstance(slot.param, FlatDTensor)])
+        for index, group in zip(shadow.chunk_indices, shadow.chunk_groups, strict=True):
+            before = optimizer.param_groups[index]
+            for key, value in group.items():
+                if key != "params" and before.get(key, group) is not value:
+                    self._stored.setdefault((index, key), value)
+        before = vars(optimizer)
+        for key, value in vars(shadow).items():
+            if before.get(key, shadow) is not value:
+                self._attributes.setdefault(key, value)
+        chunk.fill()  # where there was no state before
+        for slot, kept, work in zip(chunk.slots, chunk.kept, chunk.work, strict=True):
+            if slot.local in shadow.chunk_states:
+                found = shadow.chunk_states[slot.local]
+                self._keep(optimizer.state[slot.param], slot, found, kept, work)
+        chunk.take()
+
+    @staticmethod
+    def _keep(
+        state: dict[Any, Any],
+        slot: Slot,
+        found: dict[Any, Any],
+        kept: dict[Any, Tensor],
+        work: dict[Any, Tensor],
+    ) -> None:
+        """Take over a slice's state ``found`` after a step into the parameter's ``state``."""
+        for key in [key for key in state if key not in found]:
+            del state[key]
+        for key, value in found.items():
+            if key in work:
+                if value is not work[key]:
+                    work[key].copy_(value)
+                value = kept[key]
+            elif isinstance(value, Tensor) and value.ndim and value.shape == slot.local.shape:
+                raise RuntimeError(
+                    f"offload.optimizer_state: expected the state {', '.join(map(str, work))}, "
+                    f"which a trial step has; found {key!r} as well after a step"
+                )
+            if state.get(key, found) is not value:
+                state[key] = value
+
+    @staticmethod
+    def _set_gradients(chunk: _Chunk) -> None:
+        """Set ``.grad`` of each slice."""
+        slots = [slot for slot in chunk.slots if isinstance(slot.param, FlatDTensor)]
+        params: list[FlatDTensor] = [slot.param for slot in slots]
+        for reads in {
+            id(param.backref.gradients): param.backref.gradients
+            for param in params
+            if param.backref is not None
+        }.values():
+            reads.wait()
+        set_gradients(
+            [slot.local for slot in slots],
+            [
+                None if grad is None else _slice_of(grad).to(slot.local.dtype)
+                for slot, grad in zip(slots, gradients_of(params), strict=True)
+            ],
+        )
+
+    def _called(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Call ``closure``, and return one that returns what it did for each chunk."""
+        with torch.enable_grad():
+            loss = closure()
+        return lambda: loss
+
+    def _abandon(self) -> None:
+        """A step failed: nothing of it stays on the device. Its error is the one to be raised."""
+        self._shadow = None
+        self._offload.state_in.drain()
+        self._offload.state_out.drain()
+        for chunk in self._chunks:
+            clear_gradients(
+                [slot.local for slot in chunk.slots if isinstance(slot.param, FlatDTensor)]
+            )
+            chunk.abandon()
+
+    def _wait(self) -> None:
+        """Until all state is home.
+
+        Raises:
+            ValueError: some could not be written.
+        """
+        for error in self._offload.state_out.drain():
+            raise error
+
+    # Chunks.
+
+    def _refresh(self, optimizer: Any) -> None:
+        """Make chunks for parameters that have none.
+
+        Raises:
+            RuntimeError: a parameter was converted.
+        """
+        params = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+        self._check_converted()
+        if len(params) == len(self._params) and all(map(operator.is_, params, self._params)):
+            return
+        self._params = params
+        by_unit: dict[int, tuple[list[Slot], list[dict[Any, torch.dtype]]]] = defaultdict(
+            lambda: ([], [])
+        )
+        for group in optimizer.param_groups:
+            trials: dict[tuple[torch.dtype, torch.device], dict[Any, torch.dtype]] = {}
+            for param in group["params"]:
+                if param not in _OFFLOADS or id(param) in self._slot_of or not param.ndim:
+                    continue
+                slot = Slot(param) if isinstance(param, FlatDTensor) else _PlainSlot(param)
+                kind = slot.local.dtype, slot.local.device
+                if kind not in trials:
+                    trials[kind] = self._try(optimizer, group, *kind)
+                slots, dtypes = by_unit[_OFFLOADS[param][1]]
+                slots.append(slot)
+                dtypes.append(trials[kind])
+        for _, (slots, dtypes) in sorted(by_unit.items()):
+            chunk = _Chunk(slots, dtypes, self._offload)
+            self._chunks.append(chunk)
+            self._slot_of |= {id(slot.param): (chunk, place) for place, slot in enumerate(slots)}
+        for chunk in self._chunks:
+            local_of = {id(slot.param): slot.local for slot in chunk.slots}
+            chunk.members = [
+                [local_of[id(param)] for param in group["params"] if id(param) in local_of]
+                for group in optimizer.param_groups
+            ]
+
+    def _check_converted(self) -> None:
+        for chunk in self._chunks:
+            for slot in chunk.slots:
+                if isinstance(slot.param, FlatDTensor) and slot.param.local is not slot.param_local:
+                    raise RuntimeError(
+                        f"offload.optimizer_state: expected {slot.param.flat_placement.name or ''} "
+                        "as it was when its optimizer was made; found that it was converted. "
+                        "Convert the model before the optimizer is made"
+                    )
+
+    def _try(
+        self, optimizer: Any, group: dict[str, Any], dtype: torch.dtype, device: torch.device
+    ) -> dict[Any, torch.dtype]:
+        """Dtypes of the state that two steps make, by key."""
+        param = torch.nn.Parameter(allocator.zeros(_TRIAL_SHAPE, dtype, device))
+        states: defaultdict[Any, dict[Any, Any]] = defaultdict(dict)
+        shadow = object.__new__(self._shadow_class)
+        shadow.__dict__ = dict(optimizer.__dict__)
+        shadow.chunk_groups, shadow.chunk_states = [{**group, "params": [param]}], states
+        try:
+            with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
+                for _ in range(2):
+                    param.grad = allocator.zeros(_TRIAL_SHAPE, dtype, device)
+                    self._function(shadow)
+        except Exception as error:
+            raise ValueError(
+                f"optimizer: expected a step on a parameter of shape {_TRIAL_SHAPE}, from which "
+                "the size of its state follows (offload.optimizer_state); found that it raises "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        return {
+            key: value.dtype
+            for key, value in states[param].items()
+            if isinstance(value, Tensor) and value.shape == _TRIAL_SHAPE
+        }
+
+    # Saving and loading.
+
+    def _before_state_dict(self, optimizer: Optimizer) -> None:
+        """State dict pre-hook."""
+        self._wait()
+
+    def _before_load(self, optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Load pre-hook: torch would move all state to the device; it gets only the small one."""
+        self._refresh(optimizer)
+        self._loaded.clear()
+        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        param_of = dict(zip(saved, params, strict=False))
+        rest = {}
+        for index, values in state_dict["state"].items():
+            param = param_of.get(index)
+            found = self._slot_of.get(id(param))
+            keys = found[0].kept[found[1]].keys() if found is not None else ()
+            rest[index] = {key: value for key, value in values.items() if key not in keys}
+            if found is not None:
+                large = {key: value for key, value in values.items() if key in keys}
+                self._loaded.append((param, large))  # type: ignore[arg-type]
+        return {**state_dict, "state": rest}
+
+    @torch.no_grad()
+    def _after_load(self, optimizer: Any) -> None:
+        """Load post-hook: the rest goes home."""
+        self._wait()
+        loaded, self._loaded = self._loaded, []
+        for param, values in loaded:
+            chunk, place = self._slot_of[id(param)]
+            for key, value in values.items():
+                kept = chunk.kept[place][key]
+                if value is not kept:
+                    local = chunk.slots[place].to_local(key, value)[1]
+                    home: Any = kept.local if isinstance(kept, FlatDTensor) else kept
+                    home.copy_(local)
+                optimizer.state[param][key] = kept

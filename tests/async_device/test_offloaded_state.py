@@ -1,0 +1,99 @@
+"""Optimizer state in host memory, stepped on the device: numbers, order, memory, waits of the
+host."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fsdp_engine as fe
+from fsdp_engine.optim import offloaded_step
+from tests.async_device import device as on
+from tests.async_device.scene import Job, compare, differences, on_device, train
+from tests.models import Transformer, token_batch
+from tests.optim.optimizers import MAKERS, counting_chunks
+from tests.pairs import EVERY_PAIR
+from tests.pool import on_ranks
+
+LEVELS = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
+HOST = (("offload", fe.Offload(optimizer_state="host")),)
+
+
+def make_adamw(params: Iterable[Tensor]) -> torch.optim.Optimizer:
+    return fe.shard_optimizer(torch.optim.AdamW(params, lr=1e-2))
+
+
+def job(pair: tuple[str, str], **options: Any) -> Job:
+    return Job(pair=pair, options=HOST, make_optimizer=make_adamw, num_micro=1, **options)
+
+
+@pytest.mark.parametrize(("inner", "outer"), EVERY_PAIR)
+@on_ranks(2)
+def test_two_ranks_train_as_on_the_cpu_bit_for_bit(inner: str, outer: str) -> None:
+    for seed in range(3):
+        with counting_chunks() as counts:
+            assert not compare(job((inner, outer), sizes=(1, 2)), seed=seed)
+        assert max(counts) == 2
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@on_ranks(1)
+def test_every_optimizer_steps_as_with_state_on_the_device(name: str) -> None:
+    def maker(params: Iterable[Tensor]) -> torch.optim.Optimizer:
+        found: torch.optim.Optimizer = MAKERS[name](params)
+        return fe.shard_optimizer(found, elementwise=name == "Lion")
+
+    given = job(("optim_grads_params", "no_shard"), sizes=(1,))
+    given = dataclasses.replace(given, make_optimizer=maker)
+    there = train(given, on.NAME)
+    here = train(dataclasses.replace(given, options=()), on.NAME)
+    assert there.losses == here.losses
+    for key, value in here.weights.items():
+        assert torch.equal(there.weights[key], value), key
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@on_ranks(1)
+def test_state_is_pinned_on_the_host_and_a_step_does_not_wait_for_it(level: str) -> None:
+    model = Transformer(3)
+    engine = fe.shard(model.to(on.NAME), strategy=level, min_unit_size=0, **dict(HOST))
+    optimizer = make_adamw(model.parameters())
+    batches = [on_device(token_batch(4, seed), engine.mesh.device) for seed in range(4)]
+
+    def step(number: int) -> None:
+        model(*batches[number]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for number in range(2):
+        step(number)
+    with on.delays(copy=5e-3), on.count_host_syncs() as syncs:
+        step(2)
+        step(3)
+    assert not syncs
+    packed = optimizer.state_dict()  # waits for the last copies
+    for state in packed["state"].values():
+        for key in ("exp_avg", "exp_avg_sq"):
+            local = getattr(state[key], "local", state[key])
+            assert local.device.type == "cpu"
+            assert local.is_pinned()
+            assert bool(local.any())
+
+
+@pytest.mark.parametrize("left_out", ["state in", "state out"])
+@on_ranks(1)
+def test_without_a_wait_or_a_copy_training_is_wrong(left_out: str) -> None:
+    """The control of the others: they would notice."""
+    given = job(("optim", "no_shard"), sizes=(1,))
+    expected = train(given, "cpu")
+    with pytest.MonkeyPatch.context() as patch, on.delays(copy=2e-2):
+        if left_out == "state in":
+            patch.setattr(offloaded_step._Chunk, "await_brought", lambda self: None)
+        else:
+            patch.setattr(offloaded_step._HostHome, "take", lambda self, work: iter(()))
+        assert differences(train(given, on.NAME), expected)

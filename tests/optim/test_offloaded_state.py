@@ -1,0 +1,351 @@
+"""Optimizer state on a disk: training, checkpoints and errors, against state in memory."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fsdp_engine as fe
+from fsdp_engine.optim import offloaded_step
+from tests.models import Transformer, token_batch
+from tests.optim.optimizers import MAKERS, Lion, counting_chunks
+from tests.pairs import PAIRS
+from tests.pool import Ranks
+
+LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+NUM_STEPS = 4
+
+
+@pytest.fixture(autouse=True)
+def _no_group() -> Iterator[None]:
+    """``shard`` makes a group for a process that has none."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def on_disk(folder: str | Path) -> fe.Offload:
+    return fe.Offload(optimizer_state="disk", folder=folder)
+
+
+def make(
+    pair: tuple[str, str], name: str, offload: fe.Offload | None
+) -> tuple[Any, fe.Engine, Any]:
+    """A model, its engine, and an optimizer of two groups."""
+    torch.manual_seed(0)
+    model = Transformer()
+    mesh = (2, 2) if dist.is_initialized() and dist.get_world_size() == 4 else None
+    engine = fe.shard(model, mesh, *pair, offload=offload, min_unit_size=0)
+    params = list(model.parameters())
+    groups = [{"params": params[::2]}, {"params": params[1::2], "lr": 3e-3}]
+    optimizer = MAKERS[name](groups)
+    fe.shard_optimizer(optimizer, elementwise=name == "Lion")
+    return model, engine, optimizer
+
+
+def step(model: Any, engine: fe.Engine, optimizer: Any, number: int, micro: int = 1) -> list[float]:
+    """One step of two, of which every third is skipped, on this rank's rows; the losses."""
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    losses = []
+    for index in range(micro):
+        rows = slice(rank * 4 // size, (rank + 1) * 4 // size)
+        batch = (part[rows] for part in token_batch(4, 10 * number + index))
+        with nullcontext() if index == micro - 1 else engine.no_sync():
+            loss = model(*batch) / micro
+            loss.backward()
+        losses.append(loss.item())
+    if micro == 2:
+        engine.clip_grad_norm_(0.5)
+    if number % 3 != 2:
+        optimizer.step()
+    optimizer.zero_grad()
+    return losses
+
+
+def values(optimizer: Any) -> list[Any]:
+    """State and hyperparameters, in order."""
+    packed = optimizer.state_dict()
+    found: list[Any] = []
+    for index in sorted(packed["state"]):
+        for key in sorted(packed["state"][index]):
+            value = packed["state"][index][key]
+            local = getattr(value, "local", value)
+            found.append((index, key, local.clone() if isinstance(local, Tensor) else local))
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in packed["param_groups"]]
+    return [*found, groups, getattr(optimizer, "num_steps", None)]
+
+
+def assert_same(found: list[Any], expected: list[Any]) -> None:
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        if isinstance(one, tuple) and isinstance(one[2], Tensor):
+            assert one[:2] == other[:2]
+            assert torch.equal(one[2], other[2]), one[:2]
+        else:
+            assert one == other
+
+
+def compare(pair: tuple[str, str], name: str, micro: int, folder: str) -> None:
+    """Train with state in memory and on disk."""
+    results = []
+    for offload in (None, on_disk(folder)):
+        model, engine, optimizer = make(pair, name, offload)
+        with counting_chunks() as counts:
+            losses = [step(model, engine, optimizer, k, micro) for k in range(NUM_STEPS)]
+        weights = engine.full_state_dict()
+        has_state = any(isinstance(each, tuple) and each[2].ndim for each in values(optimizer))
+        results.append((losses, weights, values(optimizer)))
+        assert max(counts) == (2 if offload is not None and has_state else 0)
+        assert "optimizer" not in engine.memory_bytes()
+        assert not os.listdir(folder)  # its files have no names
+    assert results[0][0] == results[1][0]
+    for key, value in results[0][1].items():
+        assert torch.equal(value, results[1][1][key]), key
+    assert_same(results[1][2], results[0][2])
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", MAKERS)
+def test_training_has_the_bits_of_state_in_memory(
+    name: str, level: str, micro: int, tmp_path: Path
+) -> None:
+    compare((level, "no_shard"), name, micro, str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["AdamW-fused", "Lion"])
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_so_it_has_on_two_axes(
+    ranks: Ranks, pair: tuple[str, str], name: str, tmp_path: Path
+) -> None:
+    ranks.run(compare, pair, name, 2, str(tmp_path), world_size=4)
+
+
+def test_the_first_step_and_a_model_without_blocks_are_like_others(tmp_path: Path) -> None:
+    found = []
+    for offload in (None, on_disk(tmp_path)):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(5, 3)
+        fe.shard(model, strategy="optim_grads_params", offload=offload)
+        optimizer = fe.shard_optimizer(torch.optim.Adam(model.parameters()))
+        for _ in range(2):
+            model(torch.ones(2, 5)).sum().backward()
+            optimizer.step()
+        found.append(values(optimizer))
+    assert_same(found[1], found[0])
+
+
+class Closure:
+    """Another batch in each call."""
+
+    num_calls = 0
+
+    def __init__(self, model: Any, optimizer: Any) -> None:
+        self._model, self._optimizer = model, optimizer
+
+    def __call__(self) -> Tensor:
+        self.num_calls += 1
+        self._optimizer.zero_grad()
+        loss: Tensor = self._model(*token_batch(4, self.num_calls))
+        loss.backward()
+        return loss
+
+
+def test_a_closure_is_called_once_for_all_units(tmp_path: Path) -> None:
+    found = []
+    for offload in (None, on_disk(tmp_path)):
+        model, _, optimizer = make(("optim_grads_params", "no_shard"), "AdamW", offload)
+        closure = Closure(model, optimizer)
+        losses = [optimizer.step(closure).item() for _ in range(3)]
+        assert closure.num_calls == 3
+        found.append([losses, *values(optimizer)])
+    assert_same(found[1], found[0])
+
+
+# Saving and loading.
+
+
+def save(folder: str, offload: fe.Offload | None, pair: tuple[str, str]) -> list[Any]:
+    model, engine, optimizer = make(pair, "AdamW", offload)
+    checkpointer = fe.Checkpointer(Path(folder) / "saved", engine, optimizer)
+    for number in range(2):
+        step(model, engine, optimizer, number)
+    checkpointer.save_async(2)
+    return resumed(model, engine, optimizer, checkpointer)
+
+
+def load(
+    folder: str, offload: fe.Offload | None, pair: tuple[str, str], steps_before: int
+) -> list[Any]:
+    model, engine, optimizer = make(pair, "AdamW", offload)
+    for number in range(steps_before):
+        step(model, engine, optimizer, 20 + number)
+    checkpointer = fe.Checkpointer(Path(folder) / "saved", engine, optimizer)
+    checkpointer.load()
+    return resumed(model, engine, optimizer, checkpointer)
+
+
+def resumed(model: Any, engine: fe.Engine, optimizer: Any, checkpointer: Any) -> list[Any]:
+    for number in range(3, 5):
+        step(model, engine, optimizer, number)
+    checkpointer.close()
+    return list(engine.full_state_dict().values())
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize(("saves", "loads"), [(True, False), (False, True), (True, True)])
+def test_a_checkpoint_loads_on_other_ranks_with_state_elsewhere(
+    ranks: Ranks, saves: bool, loads: bool, steps_before: int, tmp_path: Path
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    place = [on_disk(disk) if there else None for there in (saves, loads)]
+    first, second = ("optim_grads_params", "no_shard"), ("optim", "no_shard")
+    expected = ranks.run(save, str(tmp_path), place[0], first, world_size=2)[0]
+    found = ranks.run(load, str(tmp_path), place[1], second, steps_before, world_size=1)[0]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_a_state_dict_of_torch_goes_home_and_state_that_is_replaced_does_too(
+    tmp_path: Path,
+) -> None:
+    pair = ("optim_grads_params", "no_shard")
+    model, engine, optimizer = make(pair, "AdamW", None)
+    for number in range(2):
+        step(model, engine, optimizer, number)
+    saved = copy.deepcopy(optimizer.state_dict())  # torch would share counters of steps
+    weights = engine.full_state_dict()
+    other, other_engine, offloaded = make(pair, "AdamW", on_disk(tmp_path))
+    other.load_state_dict(weights)
+    with counting_chunks() as counts:
+        offloaded.load_state_dict(saved)
+    assert counts == [0]
+    assert_same(values(offloaded), values(optimizer))
+    param = next(iter(offloaded.state))
+    for each, each_param in ((optimizer, next(iter(optimizer.state))), (offloaded, param)):
+        each.state[each_param]["exp_avg"] = torch.zeros_like(each.state[each_param]["exp_avg"])
+    for number in (3, 4):
+        step(model, engine, optimizer, number)
+        step(other, other_engine, offloaded, number)
+    assert_same(values(offloaded), values(optimizer))
+
+
+# Changes and errors.
+
+
+def test_parameters_that_are_added_have_a_home_of_their_own(tmp_path: Path) -> None:
+    found = []
+    for offload in (None, on_disk(tmp_path)):
+        torch.manual_seed(0)
+        model = Transformer()
+        engine = fe.shard(model, strategy="optim_grads", offload=offload, min_unit_size=0)
+        params = list(model.parameters())
+        optimizer = fe.shard_optimizer(torch.optim.AdamW(params[:4]))
+        for number in range(3):
+            if number == 1:
+                optimizer.add_param_group({"params": params[4:], "lr": 0.01})
+            step(model, engine, optimizer, number)
+        found.append(values(optimizer))
+    assert_same(found[1], found[0])
+
+
+def test_after_a_step_that_raised_the_next_one_steps(tmp_path: Path) -> None:
+    class Failing(Lion):
+        fails = False
+
+        def step(self, closure: Any = None) -> Any:
+            if self.fails and len(self.param_groups[0]["params"]) > 3:
+                raise ArithmeticError("planted")
+            return super().step(closure)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(MAKERS, "Lion", Failing)
+        model, engine, optimizer = make(("optim", "no_shard"), "Lion", on_disk(tmp_path))
+        step(model, engine, optimizer, 0)
+        optimizer.fails = True
+        with pytest.raises(ArithmeticError, match="planted"):
+            step(model, engine, optimizer, 1)
+        assert "optimizer" not in engine.memory_bytes()
+        optimizer.fails = False
+        step(model, engine, optimizer, 3)
+    assert optimizer.num_steps == 2
+
+
+def test_an_optimizer_that_was_not_sharded_is_refused_at_its_step(tmp_path: Path) -> None:
+    model = Transformer()
+    fe.shard(model, strategy="optim", offload=on_disk(tmp_path))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(*token_batch(4, 0)).backward()
+    with pytest.raises(RuntimeError, match=r"fe.shard_optimizer\(optimizer\) before its first"):
+        optimizer.step()
+    fe.shard_optimizer(optimizer)
+    optimizer.step()
+
+
+def test_bad_arguments_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"offload.optimizer_state: expected one of"):
+        fe.Offload(optimizer_state="gpu")
+    with pytest.raises(ValueError, match=r"offload.folder: expected one for 'disk'"):
+        fe.Offload(optimizer_state="disk")
+    missing = tmp_path / "missing"
+    with pytest.raises(ValueError, match=r"offload.folder: .*can be written; found .*missing"):
+        fe.shard(Transformer(), offload=on_disk(missing))
+    fe.shard(Transformer(), offload=fe.Offload(optimizer_state="host"))
+
+
+def test_a_disk_that_is_too_small_is_an_error_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    model = Transformer()
+    fe.shard(model, strategy="optim", offload=on_disk(tmp_path))
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match=r"expected \d+ bytes for state; found \d+"):
+        fe.shard_optimizer(torch.optim.AdamW(model.parameters()))
+    assert not os.listdir(tmp_path)
+
+
+def test_a_read_that_fails_ends_the_step_with_the_disks_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, engine, optimizer = make(("optim", "no_shard"), "AdamW", on_disk(tmp_path))
+    step(model, engine, optimizer, 0)
+
+    def broken(*args: Any) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", broken)
+        with pytest.raises(ValueError, match=r"state on disk: .*Input/output error"):
+            step(model, engine, optimizer, 1)
+    step(model, engine, optimizer, 3)
+
+
+def test_state_in_blocks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Transformer()
+    fe.shard(model, strategy="optim", offload=on_disk(tmp_path))
+    monkeypatch.setattr(offloaded_step, "is_blockwise", lambda optimizer: True)
+    with pytest.raises(ValueError, match=r"plain tensors.*found AdamW, whose state is quantised"):
+        fe.shard_optimizer(torch.optim.AdamW(model.parameters()))
+
+
+def test_an_optimizer_of_two_engines_is_refused(tmp_path: Path) -> None:
+    models = [Transformer(), Transformer()]
+    for model in models:
+        fe.shard(model, strategy="optim", offload=on_disk(tmp_path))
+    params = [param for model in models for param in model.parameters()]
+    with pytest.raises(ValueError, match="Make an optimizer for each engine"):
+        fe.shard_optimizer(torch.optim.AdamW(params))
