@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
@@ -55,7 +56,7 @@ class DiskBlock:
 
     def read(self, target: Tensor) -> None:
         """Read all bytes into ``target``, on the CPU. The page cache keeps none of them."""
-        view, place = memoryview(target.numpy().data), 0
+        view, place = _memory_of(target), 0
         while place < len(view):
             count = os.preadv(self._file, [view[place : place + _PIECE]], place)
             if not count:
@@ -65,7 +66,7 @@ class DiskBlock:
 
     def write(self, source: Tensor) -> None:
         """Write all bytes from ``source``, on the CPU, to the disk."""
-        view, place = memoryview(source.numpy().data), 0
+        view, place = _memory_of(source), 0
         while place < len(view):
             place += os.pwritev(self._file, [view[place : place + _PIECE]], place)
         os.fdatasync(self._file)
@@ -73,6 +74,11 @@ class DiskBlock:
 
     def _forget(self) -> None:
         os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor of bytes. (``Tensor.numpy`` would forbid its storage to be resized.)"""
+    return memoryview((ctypes.c_ubyte * tensor.numel()).from_address(tensor.data_ptr()))
 
 
 class Pending:

@@ -57,6 +57,11 @@ Steps = Iterator[Sequence[Any]]
 _slice_of: Callable[[Any], Tensor] = operator.attrgetter("_local_tensor")
 
 
+def _slice_within(value: Tensor) -> Tensor:
+    """This rank's part of ``value``."""
+    return _slice_of(value) if isinstance(value, FlatDTensor) else value
+
+
 class _HostHome(HostBlock):
     """A chunk's bytes in pinned host memory, which the device copies."""
 
@@ -587,7 +592,7 @@ class OffloadedStep:
                 slot = Slot(param) if isinstance(param, FlatDTensor) else _PlainSlot(param)
                 kind = slot.local.dtype, slot.local.device
                 if kind not in trials:
-                    trials[kind] = self._try(optimizer, group, *kind)
+                    trials[kind] = self._try(optimizer, group, slot, *kind)
                 slots, dtypes = by_unit[_OFFLOADS[param][1]]
                 slots.append(slot)
                 dtypes.append(trials[kind])
@@ -595,6 +600,8 @@ class OffloadedStep:
             chunk = _Chunk(slots, dtypes, self._offload)
             self._chunks.append(chunk)
             self._slot_of |= {id(slot.param): (chunk, place) for place, slot in enumerate(slots)}
+            for slot, kept in zip(slots, chunk.kept, strict=True):
+                self._send_home(optimizer.state, slot, kept)  # Adagrad's constructor makes state
         for chunk in self._chunks:
             local_of = {id(slot.param): slot.local for slot in chunk.slots}
             chunk.members = [
@@ -612,12 +619,32 @@ class OffloadedStep:
                         "Convert the model before the optimizer is made"
                     )
 
+    @staticmethod
+    @torch.no_grad()
+    def _send_home(states: Any, slot: Slot, kept: dict[Any, Tensor]) -> None:
+        """Copy the state that a parameter has to its home."""
+        state = states.get(slot.param, {})
+        for key, home in kept.items():
+            if (value := state.get(key)) is not None and value is not home:
+                _slice_within(home).copy_(slot.to_local(key, value)[1])
+                state[key] = home
+
     def _try(
-        self, optimizer: Any, group: dict[str, Any], dtype: torch.dtype, device: torch.device
+        self,
+        optimizer: Any,
+        group: dict[str, Any],
+        like: Slot,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> dict[Any, torch.dtype]:
-        """Dtypes of the state that two steps make, by key."""
+        """Dtypes of the state that two steps make, by key, from the state that ``like`` has."""
         param = torch.nn.Parameter(allocator.zeros(_TRIAL_SHAPE, dtype, device))
         states: defaultdict[Any, dict[Any, Any]] = defaultdict(dict)
+        for key, value in optimizer.state.get(like.param, {}).items():
+            if isinstance(value, Tensor):
+                shape = _TRIAL_SHAPE if value.ndim else ()
+                value = allocator.zeros(shape, value.dtype, value.device)
+            states[param][key] = value
         shadow = object.__new__(self._shadow_class)
         shadow.__dict__ = dict(optimizer.__dict__)
         shadow.chunk_groups, shadow.chunk_states = [{**group, "params": [param]}], states
@@ -669,10 +696,5 @@ class OffloadedStep:
         loaded, self._loaded = self._loaded, []
         for param, values in loaded:
             chunk, place = self._slot_of[id(param)]
-            for key, value in values.items():
-                kept = chunk.kept[place][key]
-                if value is not kept:
-                    local = chunk.slots[place].to_local(key, value)[1]
-                    home: Any = kept.local if isinstance(kept, FlatDTensor) else kept
-                    home.copy_(local)
-                optimizer.state[param][key] = kept
+            optimizer.state[param].update(values)
+            self._send_home(optimizer.state, chunk.slots[place], chunk.kept[place])

@@ -85,6 +85,17 @@ def test_state_is_pinned_on_the_host_and_a_step_does_not_wait_for_it(level: str)
             assert bool(local.any())
 
 
+@on_ranks(1)
+def test_state_that_a_constructor_makes_goes_home() -> None:
+    model = Transformer(2).to(on.NAME)
+    fe.shard(model, strategy="optim", min_unit_size=0, **dict(HOST))
+    optimizer = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.5)
+    fe.shard_optimizer(optimizer)
+    sums = [getattr(state["sum"], "local", state["sum"]) for state in optimizer.state.values()]
+    assert {each.device.type for each in sums} == {"cpu"}
+    assert all(bool((each == 0.5).all()) for each in sums)
+
+
 @pytest.mark.parametrize("left_out", ["state in", "state out"])
 @on_ranks(1)
 def test_without_a_wait_or_a_copy_training_is_wrong(left_out: str) -> None:

@@ -241,6 +241,24 @@ def _train_with_blocks_left_out(level: str) -> dict[str, Tensor]:
     return engine.full_state_dict()
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_optimizer_state_on_the_host_trains_as_on_the_device(mesh: DeviceMesh, level: str) -> None:
+    found = []
+    for offload in (None, fe.Offload(optimizer_state="host")):
+        model = make_model()
+        engine = fe.shard(model, mesh=mesh, strategy=level, offload=offload, min_unit_size=0)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        fe.shard_optimizer(optimizer)
+        losses = steps(model, optimizer, batches())
+        found.append((losses, engine.full_state_dict()))
+        for state in optimizer.state_dict()["state"].values():
+            local = getattr(state["exp_avg"], "local", state["exp_avg"])
+            assert local.is_cuda == (offload is None)
+    assert found[0][0] == found[1][0]
+    for name, value in found[0][1].items():
+        assert torch.equal(found[1][1][name], value), name
+
+
 # Checkpoints.
 
 
