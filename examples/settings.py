@@ -64,6 +64,10 @@ class Settings:
         "none", "recompute each block in backward", choices=CHECKPOINTING
     )
     compile: bool = option(False, "torch.compile each block")
+    optimizer_state: str = option(
+        "device", "where it lies between steps", choices=("device", "host", "disk")
+    )
+    state_folder: Path | None = option(None, "folder of a local disk for it")
     meta_init: bool = option(False, "build the model without memory; the engine fills its shards")
 
     # What it leaves behind.
@@ -95,6 +99,8 @@ class Settings:
         self._check("warmup", at_least=0)
         if self.stop_at is not None:
             self._check("stop_at", at_least=1)
+        if self.optimizer_state == "disk" and self.state_folder is None:
+            raise ValueError("state_folder: expected a folder for state on a disk; found None")
         _ = self.mesh_shape, self.model_config  # both raise
 
     def _check(self, field: str, at_least: int) -> None:

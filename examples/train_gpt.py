@@ -288,6 +288,7 @@ def prepare(settings: Settings, kind: type[AnyJob]) -> AnyJob:
         outer_strategy=settings.outer_strategy,
         mp_policy=policy,
         codec_rules=codec_rules,
+        offload=fe.Offload(settings.optimizer_state, settings.state_folder),
     )
     plan = BatchPlan(
         batch_size=settings.batch_size,
