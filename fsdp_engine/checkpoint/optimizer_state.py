@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
+from fsdp_engine.checkpoint.joint_optimizer import optimizer_of
 from fsdp_engine.checkpoint.model_state import (
     MODEL,
     OPTIMIZER,
@@ -297,7 +298,8 @@ class OptimizerMatch:
             fits = found.shape == member.held.shape and _placement_of(found) == placement
             if fits:
                 return member.as_saved(found.detach())
-        if (home := home_of(self._optimizer, member.held, state, dtype)) is not None:
+        optimizer = optimizer_of(self._optimizer, member.held)
+        if (home := home_of(optimizer, member.held, state, dtype)) is not None:
             return member.as_saved(home)
         return _like(member, dtype)
 
