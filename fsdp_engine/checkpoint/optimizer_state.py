@@ -38,7 +38,7 @@ from fsdp_engine.checkpoint.model_state import (
 from fsdp_engine.checkpoint.sharded_model import SavedParam, ShardedModel, saved_params
 from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement
 from fsdp_engine.memory import allocator
-from fsdp_engine.optim.offloaded_step import home_of
+from fsdp_engine.optim.offloaded_step import check_home, home_of
 
 STATE, GROUPS, KIND = "state", "param_groups", "kind"
 
@@ -281,6 +281,11 @@ class OptimizerMatch:
             target = self._saved.empty(key)
             if target is not None and self._is_like_parameter(member, state, key):
                 if target.shape == member.saved.shape:
+                    try:
+                        check_home(optimizer_of(self._optimizer, member.held), member.held, state)
+                    except ValueError as error:
+                        self.problems.append(f"{key}: {error}")
+                        continue
                     target = self._target_like(member, state, target.dtype)
                 else:
                     expected = describe_tensor(tuple(member.saved.shape), target.dtype)

@@ -5,10 +5,11 @@ The state of a unit's parameters is a *chunk*: contiguous bytes at its *home*, w
 memory or a file. Homes are made with the optimizer. Which tensors a state has, and their dtypes, is
 known from two trial steps on a parameter of three zeros with the hyperparameters of each group.
 
-The unmodified ``step`` runs once for each chunk, on a shadow ([Note: Shadow optimizer] in
-``sharded_step.py``) that holds the chunk's slices and their state on the device. Every chunk sees
-the hyperparameters that groups had before the step; what a step stores in a group (a counter) is
-stored once, after the last chunk. A closure is called once, before the first.
+The step pre-hook runs behind all others of the optimizer, which may clip gradients or set
+hyperparameters. The unmodified ``step`` runs once for each chunk, on a shadow ([Note: Shadow
+optimizer] in ``sharded_step.py``) that holds the chunk's slices and their state on the device.
+Every chunk sees the hyperparameters that groups had before the step; what a step stores in a group
+(a counter) is stored once, after the last chunk. A closure is called once, before the first.
 
     state in     i0  i1      i2      i3
     compute          s0      s1      s2      s3
@@ -155,6 +156,17 @@ def home_of(optimizer: Optimizer, param: Tensor, key: Any, dtype: torch.dtype) -
     return None if step is None else step.home_of(param, key, dtype)
 
 
+def check_home(optimizer: Optimizer, param: Tensor, key: Any) -> None:
+    """Check that a state tensor of the parameter's shape can be loaded.
+
+    Raises:
+        ValueError: the state of ``param`` is offloaded, and has no home for it.
+    """
+    step = _step_of(optimizer)
+    if step is not None:
+        step.check_home(param, key)
+
+
 def prepare_offloaded(optimizer: Optimizer, *args: object) -> None:
     """Step pre-hook of all optimizers, before their own.
 
@@ -245,6 +257,20 @@ class _Chunk:
         # Of its own: a step changes it in place, where a home's other views must not seem changed.
         return allocator.alias(piece.view(dtype).view(like.shape))
 
+    def check_home(self, place: int, key: Any) -> None:
+        """Check that a state of a slot has a home.
+
+        Raises:
+            ValueError: it has none.
+        """
+        kept = self.kept[place]
+        if key not in kept:
+            raise ValueError(
+                f"offload.optimizer_state: expected the state {', '.join(map(str, kept))}, which a "
+                f"trial step has; found {key!r} as well. Make the optimizer with the "
+                "hyperparameters of the one that was saved"
+            )
+
     def large_state(self, place: int, values: dict[Any, Any]) -> dict[Any, Tensor]:
         """Returns those of the ``values`` to load into the state of a slot that have a home.
 
@@ -256,12 +282,8 @@ class _Chunk:
         for key, value in values.items():
             if not isinstance(value, Tensor):
                 continue
-            if key not in kept and value.shape == shape:
-                raise ValueError(
-                    f"offload.optimizer_state: expected the state {', '.join(map(str, kept))}, "
-                    f"which a trial step has; found {key!r} as well. Make the optimizer with the "
-                    "hyperparameters of the one that was saved"
-                )
+            if value.shape == shape:
+                self.check_home(place, key)
             if key in kept and value.shape not in (shape, slot.local.shape):
                 raise ValueError(
                     f"optimizer: expected the state {key!r} of a parameter in its shape, "
@@ -370,16 +392,19 @@ class OffloadedStep:
         optimizer = self._optimizer()
         assert optimizer is not None
         self._hook = optimizer.register_step_pre_hook(self).id
-        finish = optimizer.register_step_post_hook(self._finish)
-        # Other hooks see what the step has stored.
-        optimizer._optimizer_step_post_hooks.move_to_end(finish.id, last=False)
+        others = dict(optimizer._optimizer_step_post_hooks)
+        optimizer.register_step_post_hook(self._finish)
+        for key in others:  # they see what the step has stored
+            hooks = optimizer._optimizer_step_post_hooks
+            hooks[key] = hooks.pop(key)
         optimizer.register_state_dict_pre_hook(self._before_state_dict)
         optimizer.register_load_state_dict_pre_hook(self._before_load)
         optimizer.register_load_state_dict_post_hook(self._after_load)
 
     def hook_last(self, optimizer: Optimizer) -> None:
         """Let other hooks change gradients and hyperparameters before the first chunk's step."""
-        optimizer._optimizer_step_pre_hooks.move_to_end(self._hook)
+        hooks = optimizer._optimizer_step_pre_hooks
+        hooks[self._hook] = hooks.pop(self._hook)
 
     def home_of(self, param: Tensor, key: Any, dtype: torch.dtype) -> Tensor | None:
         """The place of a state at its home, as ``optimizer.state`` will hold it."""
@@ -388,6 +413,12 @@ class OffloadedStep:
         self._wait()
         kept = found[0].kept[found[1]].get(key)
         return kept if kept is not None and kept.dtype == dtype else None
+
+    def check_home(self, param: Tensor, key: Any) -> None:
+        """See :meth:`_Chunk.check_home`."""
+        if (found := self._slot_of.get(id(param))) is not None:
+            chunk, place = found
+            chunk.check_home(place, key)
 
     # Steps.
 

@@ -455,6 +455,20 @@ def test_state_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     step(model, engine, optimizer, 1)
 
 
+def test_a_checkpoint_with_more_state_changes_nothing(tmp_path: Path) -> None:
+    pair = ("optim", "no_shard")
+    model, engine, optimizer = make(pair, "Adam-amsgrad", None)
+    step(model, engine, optimizer, 0)
+    fe.save_checkpoint(tmp_path / "saved", engine, optimizer)
+    model, engine, optimizer = make(pair, "AdamW", on_disk(tmp_path))
+    step(model, engine, optimizer, 1)
+    before = values(optimizer)
+    with pytest.raises(ValueError, match=r"the state exp_avg, exp_avg_sq, .*'max_exp_avg"):
+        fe.load_checkpoint(tmp_path / "saved", engine, optimizer)
+    assert_same(values(optimizer), before)
+    step(model, engine, optimizer, 3)
+
+
 # Changes and errors.
 
 
