@@ -177,7 +177,7 @@ def prepare_offloaded(optimizer: Optimizer, *args: object) -> None:
     if (step := _step_of(optimizer)) is not None:
         if not isinstance(optimizer, Shadow):
             step.hook_last(optimizer)
-    elif find_offload(optimizer) is not None:
+    elif _OFFLOADS and find_offload(optimizer) is not None:
         raise RuntimeError(
             f"{type(optimizer).__name__}: expected fe.shard_optimizer(optimizer) before its first "
             "step, since the state of its parameters is offloaded; found that it was not called"
@@ -384,6 +384,7 @@ class OffloadedStep:
         # What a step stored in groups, and in the optimizer itself.
         self._stored: dict[tuple[int, str], Any] = {}
         self._attributes: dict[str, Any] = {}
+        self._others: dict[Any, Any] = {}  # within a step: state without a home
         self._loaded: list[tuple[Tensor, dict[Any, Any]]] = []
         self._refresh(optimizer)
 
@@ -435,6 +436,7 @@ class OffloadedStep:
         chunks = self._chunks
         self._stored.clear()
         self._attributes.clear()
+        self._others = {k: v for k, v in optimizer.state.items() if id(k) not in self._slot_of}
         try:
             self._bring(optimizer, 0)
             for number in range(len(chunks) - 1):
@@ -464,6 +466,7 @@ class OffloadedStep:
         vars(optimizer).update(self._attributes)
         self._stored.clear()
         self._attributes.clear()
+        self._others.clear()
         # Fused steps do not increment version counters (torch 2.11 to 2.13).
         torch.autograd.graph.increment_version(
             [slot.local for chunk in self._chunks for slot in chunk.slots]
@@ -484,7 +487,7 @@ class OffloadedStep:
             self._bring(optimizer, number + 1)
         chunk.await_brought()
         states: defaultdict[Any, dict[Any, Any]] = defaultdict(dict)
-        states |= {k: v for k, v in optimizer.state.items() if id(k) not in self._slot_of}
+        states |= self._others
         for slot, kept, work in zip(chunk.slots, chunk.kept, chunk.work, strict=True):
             if state := optimizer.state.get(slot.param):
                 states[slot.local] = {
@@ -548,8 +551,8 @@ class OffloadedStep:
             if (found := shadow.chunk_states.pop(slot.local, None)) is not None:
                 self._keep(optimizer.state[slot.param], slot, found, kept, work)
         for key, value in shadow.chunk_states.items():
-            if optimizer.state.get(key) is not value:
-                optimizer.state[key] = value
+            if self._others.get(key) is not value:
+                self._others[key] = optimizer.state[key] = value
         chunk.take()
 
     @staticmethod
