@@ -19,7 +19,7 @@ from fsdp_engine.config import Timing
 from fsdp_engine.memory.allocator import Memory
 from fsdp_engine.offload import DISK, Offload
 from fsdp_engine.optim.clip import clip_, total_norm
-from fsdp_engine.optim.offloaded_step import StateOffload, check_offloaded, offload_state
+from fsdp_engine.optim.offloaded_step import StateOffload, offload_state
 from fsdp_engine.optim.step_listeners import add_step_listener
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.assigned_values import MissingValues
@@ -135,8 +135,7 @@ class Engine:
             hook_gradients(self._scheduler, unit)
             hook_delayed_gradients(self._scheduler, unit)
         self.offload = offload if offload is not None else Offload()
-        self._offloads_state = self.offload.moves_optimizer_state(mesh.device)
-        if self._offloads_state:
+        if self.offload.moves_optimizer_state(mesh.device):
             folder = self.offload.folder if self.offload.optimizer_state == DISK else None
             state = StateOffload(self._memory, self._lanes.compute, folder)
             offload_state(
@@ -626,10 +625,7 @@ class Engine:
 
         Raises:
             RuntimeError: it would step with gradients that are not reduced; names the parameter.
-                Or its state shall be offloaded, and is not.
         """
-        if self._offloads_state:
-            check_offloaded(optimizer)
         groups = optimizer.param_groups
         self._reductions.check_step(param for group in groups for param in group["params"])
         if self._scheduler.in_rounds and self._is_stepped_by(optimizer):

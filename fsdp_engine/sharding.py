@@ -239,6 +239,8 @@ def make_engine(
         if config.nccl_ub:
             check_nccl(data, symmetric=not config.disable_symmetric_registration)
         if offload is not None:
+            if not isinstance(offload, Offload):
+                raise TypeError(f"offload: expected an fe.Offload or None; found {offload!r}")
             offload.check(data.device)
         policy = config.applied_to(policy)
         if initial_values not in CHOICES:

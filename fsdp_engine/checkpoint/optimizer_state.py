@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
+from fsdp_engine.checkpoint.joint_optimizer import optimizer_of
 from fsdp_engine.checkpoint.model_state import (
     MODEL,
     OPTIMIZER,
@@ -37,7 +38,7 @@ from fsdp_engine.checkpoint.model_state import (
 from fsdp_engine.checkpoint.sharded_model import SavedParam, ShardedModel, saved_params
 from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement
 from fsdp_engine.memory import allocator
-from fsdp_engine.optim.offloaded_step import home_of
+from fsdp_engine.optim.offloaded_step import check_home, home_of
 
 STATE, GROUPS, KIND = "state", "param_groups", "kind"
 
@@ -280,6 +281,11 @@ class OptimizerMatch:
             target = self._saved.empty(key)
             if target is not None and self._is_like_parameter(member, state, key):
                 if target.shape == member.saved.shape:
+                    try:
+                        check_home(optimizer_of(self._optimizer, member.held), member.held, state)
+                    except ValueError as error:
+                        self.problems.append(f"{key}: {error}")
+                        continue
                     target = self._target_like(member, state, target.dtype)
                 else:
                     expected = describe_tensor(tuple(member.saved.shape), target.dtype)
@@ -297,7 +303,8 @@ class OptimizerMatch:
             fits = found.shape == member.held.shape and _placement_of(found) == placement
             if fits:
                 return member.as_saved(found.detach())
-        if (home := home_of(self._optimizer, member.held, state, dtype)) is not None:
+        optimizer = optimizer_of(self._optimizer, member.held)
+        if (home := home_of(optimizer, member.held, state, dtype)) is not None:
             return member.as_saved(home)
         return _like(member, dtype)
 

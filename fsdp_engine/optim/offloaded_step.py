@@ -5,10 +5,11 @@ The state of a unit's parameters is a *chunk*: contiguous bytes at its *home*, w
 memory or a file. Homes are made with the optimizer. Which tensors a state has, and their dtypes, is
 known from two trial steps on a parameter of three zeros with the hyperparameters of each group.
 
-The unmodified ``step`` runs once for each chunk, on a shadow ([Note: Shadow optimizer] in
-``sharded_step.py``) that holds the chunk's slices and their state on the device. Every chunk sees
-the hyperparameters that groups had before the step; what a step stores in a group (a counter) is
-stored once, after the last chunk. A closure is called once, before the first.
+The step pre-hook runs behind all others of the optimizer, which may clip gradients or set
+hyperparameters. The unmodified ``step`` runs once for each chunk, on a shadow ([Note: Shadow
+optimizer] in ``sharded_step.py``) that holds the chunk's slices and their state on the device.
+Every chunk sees the hyperparameters that groups had before the step; what a step stores in a group
+(a counter) is stored once, after the last chunk. A closure is called once, before the first.
 
     state in     i0  i1      i2      i3
     compute          s0      s1      s2      s3
@@ -160,13 +161,28 @@ def home_of(optimizer: Optimizer, param: Tensor, key: Any, dtype: torch.dtype) -
     return None if step is None else step.home_of(param, key, dtype)
 
 
-def check_offloaded(optimizer: Optimizer) -> None:
-    """Whether the state of its parameters goes where it shall.
+def check_home(optimizer: Optimizer, param: Tensor, key: Any) -> None:
+    """Check that a state tensor of the parameter's shape can be loaded.
 
     Raises:
-        RuntimeError: it lies elsewhere between steps, and the optimizer does not know.
+        ValueError: the state of ``param`` is offloaded, and has no home for it.
     """
-    if _step_of(optimizer) is None and find_offload(optimizer) is not None:
+    step = _step_of(optimizer)
+    if step is not None:
+        step.check_home(param, key)
+
+
+def prepare_offloaded(optimizer: Optimizer, *args: object) -> None:
+    """Step pre-hook of all optimizers, before their own.
+
+    Raises:
+        RuntimeError: the state of its parameters is offloaded, and it was not passed to
+            :func:`~fsdp_engine.shard_optimizer`.
+    """
+    if (step := _step_of(optimizer)) is not None:
+        if not isinstance(optimizer, Shadow):
+            step.hook_last(optimizer)
+    elif _OFFLOADS and find_offload(optimizer) is not None:
         raise RuntimeError(
             f"{type(optimizer).__name__}: expected fe.shard_optimizer(optimizer) before its first "
             "step, since the state of its parameters is offloaded; found that it was not called"
@@ -246,6 +262,42 @@ class _Chunk:
         # Of its own: a step changes it in place, where a home's other views must not seem changed.
         return allocator.alias(piece.view(dtype).view(like.shape))
 
+    def check_home(self, place: int, key: Any) -> None:
+        """Check that a state of a slot has a home.
+
+        Raises:
+            ValueError: it has none.
+        """
+        kept = self.kept[place]
+        if key not in kept:
+            raise ValueError(
+                f"offload.optimizer_state: expected the state {', '.join(map(str, kept))}, which a "
+                f"trial step has; found {key!r} as well. Make the optimizer with the "
+                "hyperparameters of the one that was saved"
+            )
+
+    def large_state(self, place: int, values: dict[Any, Any]) -> dict[Any, Tensor]:
+        """Returns those of the ``values`` to load into the state of a slot that have a home.
+
+        Raises:
+            ValueError: a tensor of the parameter's shape has none, or has another shape or slice.
+        """
+        slot, kept = self.slots[place], self.kept[place]
+        shape = slot.param.shape
+        for key, value in values.items():
+            if not isinstance(value, Tensor):
+                continue
+            if value.shape == shape:
+                self.check_home(place, key)
+            if key in kept and value.shape not in (shape, slot.local.shape):
+                raise ValueError(
+                    f"optimizer: expected the state {key!r} of a parameter in its shape, "
+                    f"{tuple(shape)}; found {tuple(value.shape)}"
+                )
+            if key in kept and isinstance(value, FlatDTensor):
+                slot.to_local(key, value)  # raises
+        return {k: v for k, v in values.items() if k in kept and isinstance(v, Tensor)}
+
     def bring(self) -> None:
         """Take memory on the device, and begin to fill it from home."""
         compute = self._offload.compute
@@ -303,23 +355,8 @@ class _ChunkShadow(Shadow):
 
     @property
     def state(self) -> dict[Any, Any]:
-        """By slices; other keys have the optimizer's own entries."""
+        """By slices; keys that are no offloaded parameters have the optimizer's own entries."""
         return self.chunk_states
-
-
-class _ChunkStates(dict[Any, Any]):
-    """State of a chunk's slices; of other keys the optimizer's."""
-
-    def __init__(self, slices: Sequence[Tensor], others: Any) -> None:
-        super().__init__()
-        self._slices = {id(each) for each in slices}
-        self._others = others
-
-    def __missing__(self, key: Any) -> Any:
-        if id(key) not in self._slices:
-            return self._others[key]
-        self[key] = state = {}  # type: ignore[var-annotated]
-        return state
 
 
 class OffloadedStep:
@@ -345,13 +382,14 @@ class OffloadedStep:
         slots = ("chunk_groups", "chunk_indices", "chunk_states")
         self._shadow_class = shadow_class(_ChunkShadow, optimizer, slots)
         self._function = method_of(type(optimizer), "step")
-        self._params: list[Tensor] = []
+        self._groups: list[list[Tensor]] = []
         self._chunks: list[_Chunk] = []
         self._slot_of: dict[int, tuple[_Chunk, int]] = {}  # by id of the parameter
         self._shadow: Any = None  # of the chunk that torch steps, the last one
         # What a step stored in groups, and in the optimizer itself.
         self._stored: dict[tuple[int, str], Any] = {}
         self._attributes: dict[str, Any] = {}
+        self._others: dict[Any, Any] = {}  # within a step: state without a home
         self._loaded: list[tuple[Tensor, dict[Any, Any]]] = []
         self._refresh(optimizer)
 
@@ -359,11 +397,20 @@ class OffloadedStep:
         """Hook it to its optimizer."""
         optimizer = self._optimizer()
         assert optimizer is not None
-        optimizer.register_step_pre_hook(self)
+        self._hook = optimizer.register_step_pre_hook(self).id
+        others = dict(optimizer._optimizer_step_post_hooks)
         optimizer.register_step_post_hook(self._finish)
+        for key in others:  # they see what the step has stored
+            hooks = optimizer._optimizer_step_post_hooks
+            hooks[key] = hooks.pop(key)
         optimizer.register_state_dict_pre_hook(self._before_state_dict)
         optimizer.register_load_state_dict_pre_hook(self._before_load)
         optimizer.register_load_state_dict_post_hook(self._after_load)
+
+    def hook_last(self, optimizer: Optimizer) -> None:
+        """Let other hooks change gradients and hyperparameters before the first chunk's step."""
+        hooks = optimizer._optimizer_step_pre_hooks
+        hooks[self._hook] = hooks.pop(self._hook)
 
     def home_of(self, param: Tensor, key: Any, dtype: torch.dtype) -> Tensor | None:
         """The place of a state at its home, as ``optimizer.state`` will hold it."""
@@ -372,6 +419,12 @@ class OffloadedStep:
         self._wait()
         kept = found[0].kept[found[1]].get(key)
         return kept if kept is not None and kept.dtype == dtype else None
+
+    def check_home(self, param: Tensor, key: Any) -> None:
+        """See :meth:`_Chunk.check_home`."""
+        if (found := self._slot_of.get(id(param))) is not None:
+            chunk, place = found
+            chunk.check_home(place, key)
 
     # Steps.
 
@@ -388,6 +441,7 @@ class OffloadedStep:
         chunks = self._chunks
         self._stored.clear()
         self._attributes.clear()
+        self._others = {k: v for k, v in optimizer.state.items() if id(k) not in self._slot_of}
         try:
             self._bring(optimizer, 0)
             for number in range(len(chunks) - 1):
@@ -405,14 +459,19 @@ class OffloadedStep:
         if isinstance(optimizer, Shadow):
             return
         last = len(self._chunks) - 1
-        self._leave(optimizer, last, self._shadow)
+        try:
+            self._leave(optimizer, last, self._shadow)
+            self._chunks[last].leave()
+        except BaseException:
+            self._abandon()
+            raise
         self._shadow = None
-        self._chunks[last].leave()
         for (group, key), value in self._stored.items():
             optimizer.param_groups[group][key] = value
         vars(optimizer).update(self._attributes)
         self._stored.clear()
         self._attributes.clear()
+        self._others.clear()
         # Fused steps do not increment version counters (torch 2.11 to 2.13).
         torch.autograd.graph.increment_version(
             [slot.local for chunk in self._chunks for slot in chunk.slots]
@@ -432,7 +491,8 @@ class OffloadedStep:
         if number + 1 < len(self._chunks):
             self._bring(optimizer, number + 1)
         chunk.await_brought()
-        states = _ChunkStates([slot.local for slot in chunk.slots], optimizer.state)
+        states: defaultdict[Any, dict[Any, Any]] = defaultdict(dict)
+        states |= self._others
         for slot, kept, work in zip(chunk.slots, chunk.kept, chunk.work, strict=True):
             if state := optimizer.state.get(slot.param):
                 states[slot.local] = {
@@ -453,11 +513,10 @@ class OffloadedStep:
     @staticmethod
     def _on_device(slot: Slot, key: Any, value: Any, kept: Any, work: Tensor | None) -> Any:
         """A state as the step reads it: brought, or, where it was replaced, copied."""
-        if work is None:
-            return value
-        if value is not kept:
-            work.copy_(slot.to_local(key, value)[1])
-        return work
+        if work is not None and value is kept:
+            return work
+        local = slot.to_local(key, value)[1]
+        return work.copy_(local) if work is not None and isinstance(local, Tensor) else local
 
     def _indices(self, optimizer: Any, number: int) -> list[int]:
         """The groups with parameters in a chunk; for the last one also those without any."""
@@ -494,9 +553,11 @@ class OffloadedStep:
                 self._attributes.setdefault(key, value)
         chunk.fill()  # where there was no state before
         for slot, kept, work in zip(chunk.slots, chunk.kept, chunk.work, strict=True):
-            if slot.local in shadow.chunk_states:
-                found = shadow.chunk_states[slot.local]
+            if (found := shadow.chunk_states.pop(slot.local, None)) is not None:
                 self._keep(optimizer.state[slot.param], slot, found, kept, work)
+        for key, value in shadow.chunk_states.items():
+            if self._others.get(key) is not value:
+                self._others[key] = optimizer.state[key] = value
         chunk.take()
 
     @staticmethod
@@ -511,7 +572,7 @@ class OffloadedStep:
         for key in [key for key in state if key not in found]:
             del state[key]
         for key, value in found.items():
-            if key in work:
+            if key in work and isinstance(value, Tensor):
                 if value is not work[key]:
                     work[key].copy_(value)
                 value = kept[key]
@@ -576,11 +637,12 @@ class OffloadedStep:
         Raises:
             RuntimeError: a parameter was converted.
         """
-        params = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+        groups = [list(group["params"]) for group in optimizer.param_groups]
         self._check_converted()
-        if len(params) == len(self._params) and all(map(operator.is_, params, self._params)):
+        pairs = zip(chain(*groups), chain(*self._groups), strict=False)
+        if [*map(len, groups)] == [*map(len, self._groups)] and all(a is b for a, b in pairs):
             return
-        self._params = params
+        self._groups = groups
         by_unit: dict[int, tuple[list[Slot], list[dict[Any, torch.dtype]]]] = defaultdict(
             lambda: ([], [])
         )
@@ -597,11 +659,15 @@ class OffloadedStep:
                 slots.append(slot)
                 dtypes.append(trials[kind])
         for _, (slots, dtypes) in sorted(by_unit.items()):
-            chunk = _Chunk(slots, dtypes, self._offload)
-            self._chunks.append(chunk)
+            self._chunks.append(chunk := _Chunk(slots, dtypes, self._offload))
             self._slot_of |= {id(slot.param): (chunk, place) for place, slot in enumerate(slots)}
+<<<<<<< HEAD
             for slot, kept in zip(slots, chunk.kept, strict=True):
                 self._send_home(optimizer.state, slot, kept)  # Adagrad's constructor makes state
+=======
+        if not self._chunks:  # parameters without an offload are stepped with the last one
+            self._chunks.append(_Chunk([], [], self._offload))
+>>>>>>> review26
         for chunk in self._chunks:
             local_of = {id(slot.param): slot.local for slot in chunk.slots}
             chunk.members = [
@@ -649,7 +715,8 @@ class OffloadedStep:
         shadow.__dict__ = dict(optimizer.__dict__)
         shadow.chunk_groups, shadow.chunk_states = [{**group, "params": [param]}], states
         try:
-            with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
+            devices = [] if device.type == "cpu" else [device]
+            with torch.random.fork_rng(devices, device_type=device.type):
                 for _ in range(2):
                     param.grad = allocator.zeros(_TRIAL_SHAPE, dtype, device)
                     self._function(shadow)
@@ -672,7 +739,11 @@ class OffloadedStep:
         self._wait()
 
     def _before_load(self, optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Load pre-hook: torch would move all state to the device; it gets only the small one."""
+        """Load pre-hook: torch would move all state to the device; it gets only the small one.
+
+        Raises:
+            ValueError: see :meth:`_Chunk.large_state`.
+        """
         self._refresh(optimizer)
         self._loaded.clear()
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
@@ -682,11 +753,13 @@ class OffloadedStep:
         for index, values in state_dict["state"].items():
             param = param_of.get(index)
             found = self._slot_of.get(id(param))
-            keys = found[0].kept[found[1]].keys() if found is not None else ()
-            rest[index] = {key: value for key, value in values.items() if key not in keys}
-            if found is not None:
-                large = {key: value for key, value in values.items() if key in keys}
-                self._loaded.append((param, large))  # type: ignore[arg-type]
+            if param is None or found is None:
+                rest[index] = values
+                continue
+            chunk, place = found
+            large = chunk.large_state(place, values)
+            rest[index] = {key: value for key, value in values.items() if key not in large}
+            self._loaded.append((param, large))
         return {**state_dict, "state": rest}
 
     @torch.no_grad()

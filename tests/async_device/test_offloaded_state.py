@@ -3,22 +3,33 @@ host."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import fsdp_engine as fe
 from fsdp_engine.optim import offloaded_step
 from tests.async_device import device as on
-from tests.async_device.scene import Job, compare, differences, on_device, train
+from tests.async_device.scene import (
+    Job,
+    compare,
+    differences,
+    on_device,
+    train,
+    train_with,
+    weights_of,
+)
 from tests.models import Transformer, token_batch
 from tests.optim.optimizers import MAKERS, counting_chunks
 from tests.pairs import EVERY_PAIR
-from tests.pool import on_ranks
+from tests.pool import Ranks, on_ranks
 
 LEVELS = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 HOST = (("offload", fe.Offload(optimizer_state="host")),)
@@ -94,6 +105,79 @@ def test_state_that_a_constructor_makes_goes_home() -> None:
     sums = [getattr(state["sum"], "local", state["sum"]) for state in optimizer.state.values()]
     assert {each.device.type for each in sums} == {"cpu"}
     assert all(bool((each == 0.5).all()) for each in sums)
+
+
+def prepare(level: str, device_type: str, seed: int = 1) -> tuple[fe.Engine, Any]:
+    torch.manual_seed(seed)
+    options = HOST if device_type == on.NAME else ()
+    given = Job(pair=(level, "no_shard"), sizes=(dist.get_world_size(),), options=options)
+    model = given.make_model()
+    engine = given.shard(model, device_type)
+    return engine, make_adamw(model.parameters())
+
+
+def state_of(engine: fe.Engine, optimizer: Any) -> dict[str, Tensor]:
+    """Weights and state, full, on the CPU; a collective."""
+    optimizer.state_dict()  # waits for the last copies
+    found = weights_of(engine)
+    for name, param in engine.model.named_parameters():
+        for key, value in optimizer.state[param].items():
+            full = value.full_tensor() if hasattr(value, "full_tensor") else value
+            found[f"{name}.{key}"] = full.detach().cpu().clone()
+    return found
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def save_and_load(level: str, folder: str) -> None:
+    """Saves in the background and trains at once; loads into optimizers with and without state."""
+    data = job((level, "no_shard"), sizes=(dist.get_world_size(),)).data()
+    expected = prepare(level, "cpu")
+    train_with(*expected, data)
+    at_the_call = state_of(*expected)
+    rest = train_with(*expected, data)
+    at_the_end = state_of(*expected)
+    with (
+        torch.deferred.stream(torch.deferred.Stream()),
+        on.delays(copy=1e-3),
+        counting_chunks() as counts,
+    ):
+        engine, optimizer = prepare(level, on.NAME)
+        train_with(engine, optimizer, data)
+        checkpointer = fe.Checkpointer(folder, engine, optimizer)
+        in_steps = len(counts)
+        checkpointer.save_async(0)
+        assert len(counts) == in_steps
+        assert not differences(train_with(engine, optimizer, data), rest)
+        checkpointer.wait()
+        for has_stepped in (False, True):
+            engine, optimizer = prepare(level, on.NAME, seed=2)
+            if has_stepped:
+                train_with(engine, optimizer, data)
+            in_steps = len(counts)
+            fe.Checkpointer(folder, engine, optimizer).load()
+            assert_same(state_of(engine, optimizer), at_the_call)
+            assert len(counts) == in_steps
+            assert not differences(train_with(engine, optimizer, data), rest)
+        packed = copy.deepcopy(optimizer.state_dict())
+        other_engine, other = prepare(level, on.NAME, seed=3)
+        other_engine.model.load_state_dict(engine.model.state_dict())
+        in_steps = len(counts)
+        other.load_state_dict(packed)
+        assert_same(state_of(other_engine, other), at_the_end)
+        assert len(counts) == in_steps
+    assert max(counts) == 2
+
+
+@pytest.mark.parametrize("level", ["no_shard", "optim_grads_params"])
+def test_saving_and_loading_bring_no_state_to_the_device(
+    ranks: Ranks, level: str, tmp_path: Path
+) -> None:
+    ranks.run(save_and_load, level, str(tmp_path / "saved"), world_size=2)
 
 
 @pytest.mark.parametrize("left_out", ["state in", "state out"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -16,10 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fsdp_engine as fe
+from fsdp_engine.checkpoint.joint_optimizer import join_optimizers
 from fsdp_engine.optim import offloaded_step
 from tests.models import Transformer, token_batch
 from tests.optim.optimizers import MAKERS, Lion, counting_chunks
-from tests.pairs import PAIRS
+from tests.pairs import FEW_PAIRS, PAIRS
 from tests.pool import Ranks
 
 LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -172,6 +174,181 @@ def test_a_closure_is_called_once_for_all_units(tmp_path: Path) -> None:
     assert_same(found[1], found[0])
 
 
+def test_hooks_change_gradients_and_hyperparameters_before_the_first_unit_steps(
+    tmp_path: Path,
+) -> None:
+    found = []
+    for offload in (None, on_disk(tmp_path)):
+        model, engine, optimizer = make(("optim_grads_params", "no_shard"), "AdamW", offload)
+
+        def change(optimizer: Any, *args: object, engine: fe.Engine = engine) -> None:
+            engine.clip_grad_norm_(0.01)
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.5
+
+        optimizer.register_step_pre_hook(change)
+        for number in range(3):
+            step(model, engine, optimizer, number)
+        found.append(values(optimizer))
+    assert_same(found[1], found[0])
+
+
+def test_hooks_after_a_step_see_what_it_stored(tmp_path: Path) -> None:
+    found = []
+    for offload in (None, on_disk(tmp_path)):
+        model = Transformer()
+        engine = fe.shard(model, strategy="optim", offload=offload, min_unit_size=0)
+        optimizer: Any = Lion(model.parameters())
+        seen: list[Any] = []
+
+        def look(optimizer: Any, *args: object, seen: list[Any] = seen) -> None:
+            has_state = [len(optimizer.state[param]) for param in optimizer.state]
+            seen.append((has_state, optimizer.param_groups[0]["k"], optimizer.num_steps))
+
+        optimizer.register_step_post_hook(look)
+        fe.shard_optimizer(optimizer, elementwise=True)
+        for number in range(2):
+            step(model, engine, optimizer, number)
+        found.append(seen)
+    assert found[1] == found[0]
+
+
+class Scalars(torch.nn.Module):
+    """A vector, if there is one, and parameters of no dimension."""
+
+    def __init__(self, has_vector: bool) -> None:
+        super().__init__()
+        self.scale, self.shift = (torch.nn.Parameter(torch.tensor(k)) for k in (1.0, 2.0))
+        self.vector = torch.nn.Parameter(torch.ones(3)) if has_vector else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale + self.shift
+        return x if self.vector is None else x * self.vector
+
+
+class Remembering(torch.optim.Optimizer):
+    """Sets the state of a parameter that has none, and keeps some of no parameter."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if "all" not in self.state:
+            self.state["all"] = {"first": self.param_groups[0]["lr"]}  # type: ignore[index]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param not in self.state:
+                    self.state[param] = {"average": torch.zeros_like(param), "none": None}
+                average = self.state[param]["average"]
+                param.sub_(average.mul_(0.9).add_(param.grad), alpha=group["lr"])
+                group["lr"] *= 0.5  # of the next step
+
+
+@pytest.mark.parametrize("has_vector", [True, False])
+@pytest.mark.parametrize("level", LEVELS)
+def test_state_of_scalars_of_other_tensors_and_of_none_is_kept(
+    level: str, has_vector: bool, tmp_path: Path
+) -> None:
+    found: list[list[Any]] = []
+    for offload in (None, on_disk(tmp_path)):
+        model, other = Scalars(has_vector), torch.nn.Parameter(torch.ones(3))
+        engine = fe.shard(model, strategy=level, offload=offload)
+        groups = [{"params": [param]} for param in [*model.parameters(), other]]
+        optimizer = fe.shard_optimizer(Remembering(groups), elementwise=True)
+        for _ in range(3):
+            (model(torch.ones(2, 3)).sum() * other.sum()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        packed = optimizer.state_dict()
+        assert packed["state"].pop("all") == {"first": 0.1}
+        state = [packed["state"][index]["average"] for index in sorted(packed["state"])]
+        full = [getattr(each, "local", each) for each in state]
+        found.append([*full, *engine.full_state_dict().values(), other.detach()])
+    for one, expected in zip(found[1], found[0], strict=True):
+        assert torch.equal(one, expected)
+
+
+def test_a_parameter_moves_to_another_group_and_a_group_without_any_is_added(
+    tmp_path: Path,
+) -> None:
+    found = []
+    for offload in (None, on_disk(tmp_path)):
+        model, engine, optimizer = make(("optim", "no_shard"), "AdamW", offload)
+        for number in range(3):
+            step(model, engine, optimizer, number)
+            first, second, *_ = optimizer.param_groups
+            second["params"].insert(0, first["params"].pop())
+            optimizer.add_param_group({"params": []})
+        step(model, engine, optimizer, 3)
+        found.append(values(optimizer))
+    assert_same(found[1], found[0])
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_loss_scaler_skips_a_step(level: str, fused: bool, tmp_path: Path) -> None:
+    found = []
+    for offload in (None, on_disk(tmp_path)):
+        torch.manual_seed(0)
+        model = Transformer()
+        fe.shard(model, strategy=level, offload=offload, min_unit_size=0)
+        optimizer = fe.shard_optimizer(torch.optim.AdamW(model.parameters(), fused=fused))
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for number in range(3):
+            loss = scaler.scale(model(*token_batch(4, number)))
+            (loss * (float("inf") if number == 1 else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad(set_to_none=False)
+        assert scaler.get_scale() == 4.0
+        found.append(values(optimizer))
+    assert_same(found[1], found[0])
+
+
+class Odd(torch.nn.Module):
+    """Frozen, tied, tiny, unused and sometimes used layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.one, self.tied = (torch.nn.Linear(3, 3) for _ in range(3))
+        self.frozen.requires_grad_(False)
+        self.tied.weight = self.one.weight
+        self.tiny, self.unused = torch.nn.Linear(1, 1), torch.nn.Linear(2, 2)
+        self.sometimes = torch.nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        y = self.tied(self.one(self.frozen(x)))
+        if number % 2:
+            y = self.sometimes(y)
+        return (y.sum(-1, keepdim=True) + self.tiny(x[..., :1])).square().mean()
+
+
+def compare_odd(pair: tuple[str, str], folder: str) -> None:
+    found = []
+    for offload in (None, on_disk(folder)):
+        torch.manual_seed(0)
+        model = Odd()
+        options = {"units": [torch.nn.Linear], "min_unit_size": 0}
+        engine = fe.shard(model, (2, 2), *pair, offload=offload, **options)
+        optimizer = fe.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
+        for number in range(4):
+            torch.manual_seed(number + dist.get_rank())
+            model(torch.randn(2, 3), number).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=number % 3 == 0)
+        weights = engine.full_state_dict()
+        found.append([*values(optimizer), *((key, "", each) for key, each in weights.items())])
+    assert_same(found[1], found[0])
+
+
+@pytest.mark.parametrize("pair", FEW_PAIRS, ids="-".join)
+def test_units_without_gradients_or_elements_step_as_in_memory(
+    ranks: Ranks, pair: tuple[str, str], tmp_path: Path
+) -> None:
+    ranks.run(compare_odd, pair, str(tmp_path), world_size=4)
+
+
 # Saving and loading.
 
 
@@ -241,6 +418,57 @@ def test_a_state_dict_of_torch_goes_home_and_state_that_is_replaced_does_too(
     assert_same(values(offloaded), values(optimizer))
 
 
+def test_several_optimizers_of_an_engine_are_saved_and_loaded_as_one(tmp_path: Path) -> None:
+    found = []
+    for saves in (True, False):
+        torch.manual_seed(0)
+        model = Transformer()
+        engine = fe.shard(model, strategy="optim_grads", offload=on_disk(tmp_path))
+        params = list(model.parameters())
+        optimizers = [
+            fe.shard_optimizer(torch.optim.AdamW(part)) for part in (params[:4], params[4:])
+        ]
+        if saves:
+            model(*token_batch(4, 0)).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            fe.save_checkpoint(tmp_path / "saved", engine, join_optimizers(optimizers))
+        else:
+            fe.load_checkpoint(tmp_path / "saved", engine, join_optimizers(optimizers))
+        found.append([each for optimizer in optimizers for each in values(optimizer)])
+    assert_same(found[1], found[0])
+
+
+def test_state_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+    model, engine, optimizer = make(("optim", "no_shard"), "AdamW", on_disk(tmp_path))
+    step(model, engine, optimizer, 0)
+    before, saved = values(optimizer), copy.deepcopy(optimizer.state_dict())
+    last = max(saved["state"])
+    for key, value, problem in (
+        ("max_exp_avg_sq", saved["state"][last]["exp_avg_sq"], "exp_avg, exp_avg_sq, .*found 'max"),
+        ("exp_avg", torch.ones(1), r"'exp_avg' .* in its shape, .*found \(1,\)"),
+    ):
+        state = {**saved["state"], last: {**saved["state"][last], key: value}}
+        with pytest.raises(ValueError, match=problem):
+            optimizer.load_state_dict({**saved, "state": state})
+    assert_same(values(optimizer), before)
+    step(model, engine, optimizer, 1)
+
+
+def test_a_checkpoint_with_more_state_changes_nothing(tmp_path: Path) -> None:
+    pair = ("optim", "no_shard")
+    model, engine, optimizer = make(pair, "Adam-amsgrad", None)
+    step(model, engine, optimizer, 0)
+    fe.save_checkpoint(tmp_path / "saved", engine, optimizer)
+    model, engine, optimizer = make(pair, "AdamW", on_disk(tmp_path))
+    step(model, engine, optimizer, 1)
+    before = values(optimizer)
+    with pytest.raises(ValueError, match=r"the state exp_avg, exp_avg_sq, .*'max_exp_avg"):
+        fe.load_checkpoint(tmp_path / "saved", engine, optimizer)
+    assert_same(values(optimizer), before)
+    step(model, engine, optimizer, 3)
+
+
 # Changes and errors.
 
 
@@ -287,8 +515,9 @@ def test_an_optimizer_that_was_not_sharded_is_refused_at_its_step(tmp_path: Path
     fe.shard(model, strategy="optim", offload=on_disk(tmp_path))
     optimizer = torch.optim.AdamW(model.parameters())
     model(*token_batch(4, 0)).backward()
-    with pytest.raises(RuntimeError, match=r"fe.shard_optimizer\(optimizer\) before its first"):
-        optimizer.step()
+    for closure in (None, lambda: 0.0):
+        with pytest.raises(RuntimeError, match=r"fe.shard_optimizer\(optimizer\) before its first"):
+            optimizer.step(closure)
     fe.shard_optimizer(optimizer)
     optimizer.step()
 
@@ -301,7 +530,20 @@ def test_bad_arguments_are_named(tmp_path: Path) -> None:
     missing = tmp_path / "missing"
     with pytest.raises(ValueError, match=r"offload.folder: .*can be written; found .*missing"):
         fe.shard(Transformer(), offload=on_disk(missing))
+    with pytest.raises(TypeError, match=r"offload: expected an fe.Offload or None; found 'host'"):
+        fe.shard(Transformer(), offload="host")  # type: ignore[arg-type]
     fe.shard(Transformer(), offload=fe.Offload(optimizer_state="host"))
+
+
+def shard_unevenly(folder: str) -> str:
+    with pytest.raises(ValueError, match="expected the same parameters and options") as caught:
+        fe.shard(Transformer(), offload=on_disk(folder) if dist.get_rank() else None)
+    return str(caught.value)
+
+
+def test_an_offload_of_one_rank_is_an_error_of_all(ranks: Ranks, tmp_path: Path) -> None:
+    for message in ranks.run(shard_unevenly, str(tmp_path), world_size=2):
+        assert "offload.optimizer_state=disk" in message
 
 
 def test_a_disk_that_is_too_small_is_an_error_before_training(
@@ -332,6 +574,47 @@ def test_a_read_that_fails_ends_the_step_with_the_disks_error(
         with pytest.raises(ValueError, match=r"state on disk: .*Input/output error"):
             step(model, engine, optimizer, 1)
     step(model, engine, optimizer, 3)
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_after_a_write_that_failed_the_next_step_steps(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, engine, optimizer = make(("optim", "no_shard"), "AdamW", on_disk(tmp_path))
+    step(model, engine, optimizer, 0)
+    write, calls = os.pwritev, []
+
+    def broken(*args: Any) -> int:
+        calls.append(args)
+        if len(calls) == number + 1:
+            raise OSError(errno.EIO, "Input/output error")
+        return write(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", broken)
+        with pytest.raises(ValueError, match=r"state on disk: .*Input/output error"):
+            step(model, engine, optimizer, 1)
+    assert "optimizer" not in engine.memory_bytes()
+    step(model, engine, optimizer, 3)
+
+
+def test_a_deleted_optimizer_frees_its_files(tmp_path: Path) -> None:
+    model, engine, optimizer = make(("optim", "no_shard"), "AdamW", on_disk(tmp_path))
+    step(model, engine, optimizer, 0)
+    folder = "/proc/self/fd"
+
+    def count() -> int:
+        links = [os.path.join(folder, name) for name in os.listdir(folder)]
+        return sum(str(tmp_path) in os.readlink(each) for each in links if os.path.islink(each))
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert count()
+        del optimizer
+        assert not count()
+    finally:
+        gc.enable()
 
 
 def test_state_in_blocks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
