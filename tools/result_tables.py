@@ -308,6 +308,98 @@ def local_checkpoints() -> str:
     return with_machine(table(["seconds", "`/dev/shm`", "disk"], rows) + note, "local_checkpoints")
 
 
+def offload_rates() -> str:
+    """Rates of a disk by way of access, of which ``DiskBlock`` takes one each."""
+    found = results("offload")["rates"]
+    ways = {
+        "page cache": "buffered",
+        "`O_DIRECT`": "direct",
+        "`O_DIRECT`, staged": "direct and staged",
+        "`O_DIRECT`, staged, `fdatasync`": "direct and staged, fdatasync",
+    }
+    pieces = [name.split(", ")[2] for name in found["GB/s"] if name.startswith("read, buffered")]
+    rows = [
+        [
+            f"{verb}, {name}",
+            *(spread(found["GB/s"][f"{verb}, {way}, {mib}"]) for mib in pieces),
+        ]
+        for verb in ("read", "write")
+        for name, way in ways.items()
+        if f"{verb}, {way}, {pieces[0]}" in found["GB/s"]
+    ]
+    columns = ["GB/s by size of a call", *(f"{mib} MiB" for mib in pieces)]
+    note = (
+        f"\n\n{found['bytes'] / MIB:.0f} MiB from memory that is aligned like tensors, without "
+        "staging from pages. A write through the page cache ends with `fdatasync`."
+    )
+    return with_machine(table(columns, rows) + note, "offload")
+
+
+def offload_step() -> str:
+    """Steps with state on a disk beside plain copies of it."""
+    found, state = results("offload")["step"], "bytes of a rank's state"
+    rows = []
+    for num_ranks in ("1", "2"):
+        run = found[num_ranks]
+        ratio = run["rates"]["state on disk"]
+        rows.append(
+            [
+                num_ranks,
+                f"{run[state] / MIB:,.0f}",
+                *(spread(run["seconds"][name]) for name in run["seconds"]),
+                spread(ratio["plain copy"]),
+                spread(ratio["plain copy, O_DIRECT"]),
+            ]
+        )
+    columns = ["ranks", "MiB of state each", *found["1"]["seconds"]]
+    columns += ["rate over the plain copy", "over the one with `O_DIRECT`"]
+    lowest = {
+        base: min(found[each]["rates"]["state on disk"][base]["median"] for each in "12")
+        for base in ("plain copy", "plain copy, O_DIRECT")
+    }
+    met, met_direct = ("met" if each >= 0.8 else "**missed**" for each in lowest.values())
+    note = (
+        f"\n\nSeconds of `optimizer.step()`: fused AdamW, GPT of {found['size']}, level 3, on a "
+        f"virtual disk, whose host may cache. The goal is a rate of 0.8 of a plain copy (`preadv`, "
+        f"`pwritev`, `fdatasync`): {met}; of a copy with `O_DIRECT`: {met_direct}."
+    )
+    return with_machine(table(columns, rows) + note, "offload")
+
+
+def offload_memory() -> str:
+    """Memory of jobs with state on a disk and without, and under a cap."""
+    found = results("offload")["memory"]
+    free, capped = found["without a cap"], found["under the cap"]
+    rows = [
+        [
+            f"{name}{where}",
+            f"{run['peak allocated bytes'] / MIB:,.0f}",
+            f"{run['peak resident bytes'] / MIB:,.0f}",
+            f"{run['seconds of a step']:.1f}",
+        ]
+        for name, run, where in (
+            ("in memory", free["state in memory"], ""),
+            ("on disk", free["state on disk"], ""),
+            ("on disk", capped["state on disk"], f", cap of {found['cap'] / MIB:,.0f}"),
+        )
+    ]
+    death = "out of memory" if "allocate memory" in capped["state in memory"] else "dies"
+    rows.append([f"in memory, cap of {found['cap'] / MIB:,.0f}", death, "-", "-"])
+    needs = found["bytes of weights, gradients and state"]
+    elements = capped["state on disk"]["elements"]
+    ledger = capped["state on disk"]["peak bytes by role"]["total"]
+    columns = ["state", "MiB allocated at most", "MiB resident at most", "seconds of a step"]
+    note = (
+        f"\n\nA rank of two, above its memory before the model is built: GPT of "
+        f"{elements / 1e6:.0f}M parameters, level 3, fp32. Weights, gradients and state take "
+        f"{needs / MIB:,.0f} MiB of a rank, {found['factor']:.2f} times the cap (`RLIMIT_DATA`). "
+        "With weights and gradients in memory, 8 of 16 bytes, no cap allows more than 2 times. The "
+        f"peak of the engine's ledger is {ledger / MIB:,.0f} MiB; the rest is not booked in it. "
+        "glibc's `MALLOC_MMAP_THRESHOLD_` is 1 MiB."
+    )
+    return with_machine(table(columns, rows) + note, "offload")
+
+
 def node_losses() -> str:
     found = results("node_losses")
     seconds = found["seconds"]
@@ -1056,6 +1148,9 @@ TABLES: tuple[Callable[[], str], ...] = (
     nan_check,
     uneven_batches,
     local_checkpoints,
+    offload_rates,
+    offload_step,
+    offload_memory,
     modules_left_out,
     node_losses,
     modules_left_out_clock,

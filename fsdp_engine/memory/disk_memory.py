@@ -1,4 +1,19 @@
-"""Memory on a local disk: bytes of a file, read and written by threads beside the host."""
+"""Memory on a local disk: bytes of a file, read and written by threads beside the host.
+
+[Note: Direct writes]
+Reads use the page cache, which reads ahead. Writes use ``O_DIRECT`` where the file system has it:
+the page cache holds no dirty pages, which ``fdatasync`` would have to write before they can be
+dropped, and a failed write raises in its own call. Direct access needs memory and sizes in
+multiples of the disk's blocks, which tensors are not; pieces pass through an aligned staging buffer
+of the thread that writes. ``benchmarks/offload.py`` has the rates of the alternatives.
+
+Files have no name, so no other process can read them after a crash of this one or of the system:
+``fdatasync`` would not make anything safer.
+
+``DiskBlock.bytes`` maps the same file through the page cache. A direct write first writes back and
+then drops the pages that it replaces, so the mapping shows the same bytes, as long as it is not
+used during a write.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +23,7 @@ import mmap
 import os
 import shutil
 import tempfile
+import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,8 +34,21 @@ from torch import Tensor
 
 from fsdp_engine.memory import allocator
 
-# Of one call: a thread gives its place to others between calls.
+# Bytes of one call, and of a staging buffer: a thread gives its place to others between calls.
 _PIECE = 16 << 20
+# Direct access is in multiples of a block of the disk: 512 or 4096 bytes.
+_BLOCK = 4096
+
+
+class _Staging(threading.local):
+    """A buffer of each thread, aligned to pages, not booked."""
+
+    def __init__(self) -> None:
+        self.memory = mmap.mmap(-1, _PIECE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
+
+
+_STAGING = _Staging()
 
 
 class DiskBlock:
@@ -30,6 +59,7 @@ class DiskBlock:
 
     Attributes:
         bytes: the file as a tensor of bytes, 1-D, through the page cache.
+        is_direct: whether writes go past the page cache. See [Note: Direct writes].
 
     Raises:
         OSError: the folder cannot be written, or has too little space; names both figures.
@@ -37,13 +67,21 @@ class DiskBlock:
 
     def __init__(self, num_bytes: int, folder: Path) -> None:
         self._file, name = tempfile.mkstemp(prefix="fsdp_engine-state-", dir=folder)
-        os.unlink(name)
         weakref.finalize(self, os.close, self._file)
+        try:
+            direct = _open_direct(name)
+        finally:
+            os.unlink(name)
+        self.is_direct = direct is not None
+        self._output = self._file
+        if direct is not None:
+            self._output = direct
+            weakref.finalize(self, os.close, direct)
         if not num_bytes:
             self.bytes = allocator.empty(0, torch.uint8, "cpu")
             return
         try:
-            os.posix_fallocate(self._file, 0, num_bytes)
+            os.posix_fallocate(self._file, 0, _in_blocks(num_bytes))
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -66,11 +104,18 @@ class DiskBlock:
 
     def write(self, source: Tensor) -> None:
         """Write all bytes from ``source``, on the CPU, to the disk."""
-        view, place = _memory_of(source), 0
-        while place < len(view):
-            place += os.pwritev(self._file, [view[place : place + _PIECE]], place)
-        os.fdatasync(self._file)
-        self._forget()
+        for start in range(0, len(source), _PIECE):
+            piece = source[start : start + _PIECE]
+            _STAGING.bytes[: len(piece)].copy_(piece)
+            num_bytes = _in_blocks(len(piece))
+            written = os.pwritev(self._output, [memoryview(_STAGING.memory)[:num_bytes]], start)
+            if written < num_bytes:
+                raise OSError(
+                    errno.EIO, f"expected to write {num_bytes} bytes at {start}; found {written}"
+                )
+        if not self.is_direct:
+            os.fdatasync(self._file)
+            self._forget()
 
     def _forget(self) -> None:
         os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -79,6 +124,21 @@ class DiskBlock:
 def _memory_of(tensor: Tensor) -> memoryview:
     """The bytes of a tensor of bytes. (``Tensor.numpy`` would forbid its storage to be resized.)"""
     return memoryview((ctypes.c_ubyte * tensor.numel()).from_address(tensor.data_ptr()))
+
+
+def _in_blocks(num_bytes: int) -> int:
+    """``num_bytes``, rounded up to blocks."""
+    return -(-num_bytes // _BLOCK) * _BLOCK
+
+
+def _open_direct(name: str) -> int | None:
+    """A descriptor for direct writes; None where the file system has none."""
+    try:
+        return os.open(name, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return None
 
 
 class Pending:

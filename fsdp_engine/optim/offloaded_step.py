@@ -661,13 +661,10 @@ class OffloadedStep:
         for _, (slots, dtypes) in sorted(by_unit.items()):
             self._chunks.append(chunk := _Chunk(slots, dtypes, self._offload))
             self._slot_of |= {id(slot.param): (chunk, place) for place, slot in enumerate(slots)}
-<<<<<<< HEAD
             for slot, kept in zip(slots, chunk.kept, strict=True):
                 self._send_home(optimizer.state, slot, kept)  # Adagrad's constructor makes state
-=======
         if not self._chunks:  # parameters without an offload are stepped with the last one
             self._chunks.append(_Chunk([], [], self._offload))
->>>>>>> review26
         for chunk in self._chunks:
             local_of = {id(slot.param): slot.local for slot in chunk.slots}
             chunk.members = [

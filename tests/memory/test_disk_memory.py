@@ -1,0 +1,85 @@
+"""Blocks of files: reads and writes beside the mapping, with direct writes and without."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp_engine.memory import disk_memory
+from fsdp_engine.memory.disk_memory import DiskBlock
+
+PIECE = disk_memory._PIECE
+
+
+@pytest.fixture(params=["direct", "buffered"])
+def access(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Direct writes, to a disk that takes only pages; a file system that has none."""
+    open_file, pwritev = os.open, os.pwritev
+
+    def refuse(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return open_file(path, flags, *args, **kwargs)
+
+    def pages_only(file: int, memories: list[memoryview], start: int) -> int:
+        address = torch.frombuffer(memories[0], dtype=torch.uint8).data_ptr()
+        if address % 4096 or len(memories[0]) % 4096 or start % 4096:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return pwritev(file, memories, start)  # type: ignore[arg-type]
+
+    if request.param == "buffered":
+        monkeypatch.setattr(os, "open", refuse)
+    else:
+        monkeypatch.setattr(os, "pwritev", pages_only)
+    return str(request.param)
+
+
+@pytest.mark.parametrize("size", [1, 64, 4096, PIECE - 1, PIECE, 2 * PIECE + 4097])
+def test_reads_return_what_was_written_also_through_the_mapping(
+    size: int, access: str, tmp_path: Path
+) -> None:
+    block = DiskBlock(size, tmp_path)
+    assert block.is_direct == (access == "direct")
+    assert not os.listdir(tmp_path)
+    found = torch.empty(size + 64, dtype=torch.uint8)[64:]
+    block.read(found.fill_(1))
+    assert not found.any()
+    for number in range(2):
+        content = torch.randint(0, 256, (size,), dtype=torch.uint8)
+        block.write(content)
+        assert torch.equal(block.bytes, content), number
+        block.read(found)
+        assert torch.equal(found, content), number
+        block.bytes.add_(1)
+        block.read(found)
+        assert torch.equal(found, content + 1), number
+    assert block.bytes.numel() == size
+
+
+def test_a_block_of_no_bytes_reads_and_writes_nothing(tmp_path: Path) -> None:
+    block = DiskBlock(0, tmp_path)
+    block.write(block.bytes)
+    block.read(block.bytes)
+    assert not block.bytes.numel()
+
+
+def test_a_short_write_is_an_error(
+    access: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block = DiskBlock(PIECE, tmp_path)
+    monkeypatch.setattr(os, "pwritev", lambda *args: 4096)
+    with pytest.raises(OSError, match=rf"expected to write {PIECE} bytes at 0; found 4096"):
+        block.write(torch.zeros(PIECE, dtype=torch.uint8))
+
+
+def test_files_are_closed_with_their_block(access: str, tmp_path: Path) -> None:
+    before = os.listdir("/proc/self/fd")
+    block = DiskBlock(4096, tmp_path)
+    assert len(os.listdir("/proc/self/fd")) > len(before)
+    del block
+    assert os.listdir("/proc/self/fd") == before
