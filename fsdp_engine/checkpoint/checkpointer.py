@@ -295,14 +295,15 @@ class Checkpointer:
         self._run.await_ranks()
         self.wait()
         self._directory.host_group()
+        self._directory.meet()
         entries: dict[str, Any] = {}
         staging: Path | None = None
         error: Exception | None = None
         try:
-            staging = self._directory.begin()  # collective: before errors of this rank alone
             if not isinstance(step, int) or step < 0:
                 raise ValueError(f"step: expected a number of at least 0; found {step!r}")
             entries = self._run.entries()
+            staging = self._directory.begin()
         except Exception as caught:
             error = caught
         try:

@@ -55,9 +55,13 @@ class JobDirectory(ABC):
         group, self._group = self._group, None
         self._ranks.free_host_group(group)
 
+    def meet(self) -> None:  # noqa: B027
+        """Learn of other ranks all that :meth:`begin` needs, before which it is called: nothing,
+        where they share the directory. Collective."""
+
     @abstractmethod
     def begin(self) -> Path | None:
-        """Create the folder of a save, where this rank creates one. Collective.
+        """Create the folder of a save, where this rank creates one.
 
         Raises:
             OSError, RuntimeError: see :meth:`.CheckpointDirectory.begin`.

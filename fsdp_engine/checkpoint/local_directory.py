@@ -350,7 +350,7 @@ class LocalFiles(CheckpointFiles):
 class LocalDirectory(JobDirectory):
     """See the module docstring.
 
-    The first call of :meth:`begin`, :meth:`steps`, :meth:`open` or :meth:`retire` compares the
+    The first call of :meth:`meet`, :meth:`steps`, :meth:`open` or :meth:`retire` compares the
     directories of all ranks, which is collective.
 
     Args:
@@ -368,8 +368,12 @@ class LocalDirectory(JobDirectory):
         """Whether this rank creates, renames and removes the folders of its node."""
         return self._nodes.own_ranks[0] == self._ranks.rank
 
+    def meet(self) -> None:
+        """Find out which ranks have one directory."""
+        self._nodes  # noqa: B018
+
     def begin(self) -> Path | None:
-        """Create the folder of a save, where this rank creates one. Collective."""
+        """Create the folder of a save, where this rank creates one."""
         return self._directory.begin() if self._is_leader else None
 
     def staging(self, created: Sequence[Path | None]) -> Path:

@@ -119,6 +119,8 @@ class StateOffload:
         if self._folder is None or self._threads is None:
             home = _HostHome(num_bytes)
             home.bytes.zero_()  # padding travels, too
+            # The device may still write into it when its optimizer is deleted.
+            weakref.finalize(home, self.state_out.drain).atexit = False
             return home
         return _DiskHome(num_bytes, self._folder, self._threads)
 

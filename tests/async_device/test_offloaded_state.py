@@ -107,6 +107,21 @@ def test_state_that_a_constructor_makes_goes_home() -> None:
     assert all(bool((each == 0.5).all()) for each in sums)
 
 
+@on_ranks(1)
+def test_a_deleted_optimizer_waits_for_copies_into_its_memory() -> None:
+    model = Transformer(2).to(on.NAME)
+    engine = fe.shard(model, strategy="optim", min_unit_size=0, **dict(HOST))
+    optimizer = make_adamw(model.parameters())
+    lane: Any = offloaded_step._OFFLOADS[next(model.parameters())][0].state_out
+    batch = on_device(token_batch(4, 0), engine.mesh.device)
+    with on.delays(copy=0.2):
+        model(*batch).backward()
+        optimizer.step()
+        assert not lane._target().query()
+        del optimizer
+        assert lane._target().query()
+
+
 def prepare(level: str, device_type: str, seed: int = 1) -> tuple[fe.Engine, Any]:
     torch.manual_seed(seed)
     options = HOST if device_type == on.NAME else ()
