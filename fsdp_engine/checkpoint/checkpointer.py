@@ -294,7 +294,6 @@ class Checkpointer:
         """Validate all ranks' state, and create the folder of a save."""
         self._run.await_ranks()
         self.wait()
-        self._directory.host_group()
         self._directory.meet()
         entries: dict[str, Any] = {}
         staging: Path | None = None

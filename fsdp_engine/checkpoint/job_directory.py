@@ -55,9 +55,10 @@ class JobDirectory(ABC):
         group, self._group = self._group, None
         self._ranks.free_host_group(group)
 
-    def meet(self) -> None:  # noqa: B027
-        """Learn of other ranks all that :meth:`begin` needs, before which it is called: nothing,
-        where they share the directory. Collective."""
+    def meet(self) -> None:
+        """Do all for which :meth:`begin` and :meth:`write` need other ranks, before errors of this
+        rank alone. Collective."""
+        self.host_group()
 
     @abstractmethod
     def begin(self) -> Path | None:

@@ -122,15 +122,9 @@ def join_optimizers(optimizers: Sequence[Optimizer]) -> Optimizer | None:
     return JointOptimizer(optimizers)
 
 
-def optimizer_of(optimizer: Optimizer, param: Tensor) -> Optimizer:
-    """Returns the one of joint optimizers that has ``param``; a single one unchanged."""
-    if not isinstance(optimizer, JointOptimizer):
-        return optimizer
-    return next(
-        each
-        for each in optimizer.optimizers
-        if any(param is held for group in each.param_groups for held in group["params"])
-    )
+def single_optimizers(optimizer: Optimizer) -> list[Optimizer]:
+    """The opposite of :func:`join_optimizers`."""
+    return optimizer.optimizers if isinstance(optimizer, JointOptimizer) else [optimizer]
 
 
 _SCALER = "grad_scaler"

@@ -369,7 +369,8 @@ class LocalDirectory(JobDirectory):
         return self._nodes.own_ranks[0] == self._ranks.rank
 
     def meet(self) -> None:
-        """Find out which ranks have one directory."""
+        """Also find out which ranks have one directory."""
+        super().meet()
         self._nodes  # noqa: B018
 
     def begin(self) -> Path | None:

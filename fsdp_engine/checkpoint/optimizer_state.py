@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
-from fsdp_engine.checkpoint.joint_optimizer import optimizer_of
+from fsdp_engine.checkpoint.joint_optimizer import single_optimizers
 from fsdp_engine.checkpoint.model_state import (
     MODEL,
     OPTIMIZER,
@@ -38,7 +38,7 @@ from fsdp_engine.checkpoint.model_state import (
 from fsdp_engine.checkpoint.sharded_model import SavedParam, ShardedModel, saved_params
 from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement
 from fsdp_engine.memory import allocator
-from fsdp_engine.optim.offloaded_step import check_home, home_of
+from fsdp_engine.optim.offloaded_step import offloaded_step_of
 
 STATE, GROUPS, KIND = "state", "param_groups", "kind"
 
@@ -157,6 +157,8 @@ class OptimizerMatch:
         self._saved = saved
         named = saved_params(engine)
         self._members = name_params(named, optimizer)
+        steps = [offloaded_step_of(each) for each in single_optimizers(optimizer)]
+        self._offloaded = [step for step in steps if step is not None]
         self._canonical = {alias: param.name for param in named.values() for alias in param.aliases}
         self.targets: Targets = {}
         self.problems: list[str] = []
@@ -282,7 +284,8 @@ class OptimizerMatch:
             if target is not None and self._is_like_parameter(member, state, key):
                 if target.shape == member.saved.shape:
                     try:
-                        check_home(optimizer_of(self._optimizer, member.held), member.held, state)
+                        for step in self._offloaded:
+                            step.check_home(member.held, state)
                     except ValueError as error:
                         self.problems.append(f"{key}: {error}")
                         continue
@@ -303,9 +306,9 @@ class OptimizerMatch:
             fits = found.shape == member.held.shape and _placement_of(found) == placement
             if fits:
                 return member.as_saved(found.detach())
-        optimizer = optimizer_of(self._optimizer, member.held)
-        if (home := home_of(optimizer, member.held, state, dtype)) is not None:
-            return member.as_saved(home)
+        for step in self._offloaded:
+            if (home := step.home_of(member.held, state, dtype)) is not None:
+                return member.as_saved(home)
         return _like(member, dtype)
 
     def _is_like_parameter(self, member: SavedParam, state: str, key: str) -> bool:

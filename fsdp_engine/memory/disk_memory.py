@@ -27,6 +27,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -41,11 +42,17 @@ _BLOCK = 4096
 
 
 class _Staging(threading.local):
-    """A buffer of each thread, aligned to pages, not booked."""
+    """A buffer of each thread that writes, aligned to pages, not booked."""
 
-    def __init__(self) -> None:
-        self.memory = mmap.mmap(-1, _PIECE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
+    @cached_property
+    def memory(self) -> mmap.mmap:
+        """The buffer."""
+        return mmap.mmap(-1, _PIECE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+    @cached_property
+    def bytes(self) -> Tensor:
+        """The same as a tensor."""
+        return torch.frombuffer(self.memory, dtype=torch.uint8)
 
 
 _STAGING = _Staging()

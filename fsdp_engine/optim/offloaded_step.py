@@ -25,7 +25,6 @@ the next step. State of another shape than the slice (a step counter) stays wher
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
@@ -40,12 +39,12 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_engine.comm.lanes import Lane, Ticket, make_state_lanes
-from fsdp_engine.flat_dtensor import FlatDTensor, clear_gradients, gradients_of, set_gradients
+from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.memory import allocator
 from fsdp_engine.memory.disk_memory import DiskBlock, DiskThreads
 from fsdp_engine.memory.host_memory import HostBlock
 from fsdp_engine.optim.quantized_state import is_blockwise
-from fsdp_engine.optim.shadow import Shadow, Slot, method_of, shadow_class
+from fsdp_engine.optim.shadow import Shadow, Slices, Slot, method_of, shadow_class, slice_of
 
 # The role of chunks in the ledger.
 ROLE = "optimizer"
@@ -55,12 +54,11 @@ _ALIGNMENT = 64
 _TRIAL_SHAPE = (3,)
 
 Steps = Iterator[Sequence[Any]]
-_slice_of: Callable[[Any], Tensor] = operator.attrgetter("_local_tensor")
 
 
 def _slice_within(value: Tensor) -> Tensor:
     """This rank's part of ``value``."""
-    return _slice_of(value) if isinstance(value, FlatDTensor) else value
+    return slice_of(value) if isinstance(value, FlatDTensor) else value
 
 
 class _HostHome(HostBlock):
@@ -157,21 +155,10 @@ def is_offloaded(param: Tensor) -> bool:
     return param in _OFFLOADS
 
 
-def home_of(optimizer: Optimizer, param: Tensor, key: Any, dtype: torch.dtype) -> Tensor | None:
-    """The place of a state at its home, for the values of a checkpoint; None if it has none."""
-    step = _step_of(optimizer)
-    return None if step is None else step.home_of(param, key, dtype)
-
-
-def check_home(optimizer: Optimizer, param: Tensor, key: Any) -> None:
-    """Check that a state tensor of the parameter's shape can be loaded.
-
-    Raises:
-        ValueError: the state of ``param`` is offloaded, and has no home for it.
-    """
-    step = _step_of(optimizer)
-    if step is not None:
-        step.check_home(param, key)
+def offloaded_step_of(optimizer: Optimizer) -> OffloadedStep | None:
+    """The hooks of an optimizer whose state lies elsewhere between steps; None of another."""
+    hooks = optimizer._optimizer_step_pre_hooks.values()
+    return next((hook for hook in hooks if isinstance(hook, OffloadedStep)), None)
 
 
 def prepare_offloaded(optimizer: Optimizer, *args: object) -> None:
@@ -181,7 +168,7 @@ def prepare_offloaded(optimizer: Optimizer, *args: object) -> None:
         RuntimeError: the state of its parameters is offloaded, and it was not passed to
             :func:`~fsdp_engine.shard_optimizer`.
     """
-    if (step := _step_of(optimizer)) is not None:
+    if (step := offloaded_step_of(optimizer)) is not None:
         if not isinstance(optimizer, Shadow):
             step.hook_last(optimizer)
     elif _OFFLOADS and find_offload(optimizer) is not None:
@@ -189,11 +176,6 @@ def prepare_offloaded(optimizer: Optimizer, *args: object) -> None:
             f"{type(optimizer).__name__}: expected fe.shard_optimizer(optimizer) before its first "
             "step, since the state of its parameters is offloaded; found that it was not called"
         )
-
-
-def _step_of(optimizer: Optimizer) -> OffloadedStep | None:
-    hooks = optimizer._optimizer_step_pre_hooks.values()
-    return next((hook for hook in hooks if isinstance(hook, OffloadedStep)), None)
 
 
 class _PlainSlot(Slot):
@@ -219,7 +201,8 @@ class _Chunk:
 
     Attributes:
         slots: see above.
-        members: of each param group, slices of it in this chunk.
+        slices: of those that are sharded.
+        members: by number of a param group, its parameters that are stepped with this chunk.
         kept: views of home by slot and key, as ``optimizer.state`` has them.
     """
 
@@ -227,7 +210,8 @@ class _Chunk:
         self, slots: list[Slot], dtypes: list[dict[Any, torch.dtype]], offload: StateOffload
     ) -> None:
         self.slots = slots
-        self.members: list[list[Tensor]] = []
+        self.slices = Slices([slot for slot in slots if isinstance(slot.param, FlatDTensor)])
+        self.members: dict[int, list[Tensor]] = {}
         self._offload = offload
         places: list[dict[Any, tuple[int, torch.dtype]]] = []
         size = 0
@@ -347,7 +331,6 @@ class _ChunkShadow(Shadow):
     __slots__ = ()
 
     chunk_groups: list[dict[str, Any]]
-    chunk_indices: list[int]  # of these groups among the optimizer's
     chunk_states: dict[Any, Any]
 
     @property
@@ -381,7 +364,7 @@ class OffloadedStep:
             )
         self._optimizer = weakref.ref(optimizer)
         self._offload = offload
-        slots = ("chunk_groups", "chunk_indices", "chunk_states")
+        slots = ("chunk_groups", "chunk_states")
         self._shadow_class = shadow_class(_ChunkShadow, optimizer, slots)
         self._function = method_of(type(optimizer), "step")
         self._groups: list[list[Tensor]] = []
@@ -415,7 +398,8 @@ class OffloadedStep:
         hooks[self._hook] = hooks.pop(self._hook)
 
     def home_of(self, param: Tensor, key: Any, dtype: torch.dtype) -> Tensor | None:
-        """The place of a state at its home, as ``optimizer.state`` will hold it."""
+        """The place of a state at its home, as ``optimizer.state`` will hold it, for the values of
+        a checkpoint; None if it has none."""
         if (found := self._slot_of.get(id(param))) is None:
             return None
         self._wait()
@@ -423,7 +407,11 @@ class OffloadedStep:
         return kept if kept is not None and kept.dtype == dtype else None
 
     def check_home(self, param: Tensor, key: Any) -> None:
-        """See :meth:`_Chunk.check_home`."""
+        """Check that a state tensor of the parameter's shape can be loaded.
+
+        Raises:
+            ValueError: ``param`` is one of this optimizer, and its state has no home for it.
+        """
         if (found := self._slot_of.get(id(param))) is not None:
             chunk, place = found
             chunk.check_home(place, key)
@@ -501,14 +489,13 @@ class OffloadedStep:
                     key: self._on_device(slot, key, value, kept.get(key), work.get(key))
                     for key, value in state.items()
                 }
-        self._set_gradients(chunk)
+        chunk.slices.set_gradients()
         shadow = object.__new__(self._shadow_class)
         shadow.__dict__ = dict(optimizer.__dict__)
         shadow.chunk_states = states
-        shadow.chunk_indices = self._indices(optimizer, number)
         shadow.chunk_groups = [
-            {**optimizer.param_groups[index], "params": self._members(optimizer, number, index)}
-            for index in shadow.chunk_indices
+            {**optimizer.param_groups[index], "params": list(members)}
+            for index, members in chunk.members.items()
         ]
         return shadow
 
@@ -520,31 +507,12 @@ class OffloadedStep:
         local = slot.to_local(key, value)[1]
         return work.copy_(local) if work is not None and isinstance(local, Tensor) else local
 
-    def _indices(self, optimizer: Any, number: int) -> list[int]:
-        """The groups with parameters in a chunk; for the last one also those without any."""
-        chunks, last = self._chunks, len(self._chunks) - 1
-        return [
-            index
-            for index in range(len(optimizer.param_groups))
-            if chunks[number].members[index]
-            or (number == last and self._members(optimizer, number, index))
-            or (number == last and not any(chunk.members[index] for chunk in chunks))
-        ]
-
-    def _members(self, optimizer: Any, number: int, index: int) -> list[Tensor]:
-        """Slices of a group in a chunk, in the last one also parameters without an offload."""
-        members = self._chunks[number].members[index]
-        if number < len(self._chunks) - 1:
-            return members
-        params = optimizer.param_groups[index]["params"]
-        return [*members, *(param for param in params if id(param) not in self._slot_of)]
-
     @torch.no_grad()
     def _leave(self, optimizer: Any, number: int, shadow: Any) -> None:
         """A chunk has stepped: keep what it stored, and write its state home."""
         chunk = self._chunks[number]
-        clear_gradients([slot.local for slot in chunk.slots if isinstance(slot.param, FlatDTensor)])
-        for index, group in zip(shadow.chunk_indices, shadow.chunk_groups, strict=True):
+        chunk.slices.clear_gradients()
+        for index, group in zip(chunk.members, shadow.chunk_groups, strict=True):
             before = optimizer.param_groups[index]
             for key, value in group.items():
                 if key != "params" and before.get(key, group) is not value:
@@ -586,25 +554,6 @@ class OffloadedStep:
             if state.get(key, found) is not value:
                 state[key] = value
 
-    @staticmethod
-    def _set_gradients(chunk: _Chunk) -> None:
-        """Set ``.grad`` of each slice."""
-        slots = [slot for slot in chunk.slots if isinstance(slot.param, FlatDTensor)]
-        params: list[FlatDTensor] = [slot.param for slot in slots]
-        for reads in {
-            id(param.backref.gradients): param.backref.gradients
-            for param in params
-            if param.backref is not None
-        }.values():
-            reads.wait()
-        set_gradients(
-            [slot.local for slot in slots],
-            [
-                None if grad is None else _slice_of(grad).to(slot.local.dtype)
-                for slot, grad in zip(slots, gradients_of(params), strict=True)
-            ],
-        )
-
     def _called(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Call ``closure``, and return one that returns what it did for each chunk."""
         with torch.enable_grad():
@@ -617,9 +566,7 @@ class OffloadedStep:
         self._offload.state_in.drain()
         self._offload.state_out.drain()
         for chunk in self._chunks:
-            clear_gradients(
-                [slot.local for slot in chunk.slots if isinstance(slot.param, FlatDTensor)]
-            )
+            chunk.slices.clear_gradients()
             chunk.abandon()
 
     def _wait(self) -> None:
@@ -669,20 +616,26 @@ class OffloadedStep:
             self._chunks.append(_Chunk([], [], self._offload))
         for chunk in self._chunks:
             local_of = {id(slot.param): slot.local for slot in chunk.slots}
-            chunk.members = [
-                [local_of[id(param)] for param in group["params"] if id(param) in local_of]
-                for group in optimizer.param_groups
-            ]
+            members = [[local_of[id(p)] for p in params if id(p) in local_of] for params in groups]
+            chunk.members = {index: params for index, params in enumerate(members) if params}
+        # With the last one go parameters without an offload, and groups without parameters.
+        others = [[p for p in params if id(p) not in self._slot_of] for params in groups]
+        last = self._chunks[-1]
+        last.members = {
+            index: [*last.members.get(index, ()), *others[index]]
+            for index, params in enumerate(groups)
+            if index in last.members or others[index] or not params
+        }
 
     def _check_converted(self) -> None:
-        for chunk in self._chunks:
-            for slot in chunk.slots:
-                if isinstance(slot.param, FlatDTensor) and slot.param.local is not slot.param_local:
-                    raise RuntimeError(
-                        f"offload.optimizer_state: expected {slot.param.flat_placement.name or ''} "
-                        "as it was when its optimizer was made; found that it was converted. "
-                        "Convert the model before the optimizer is made"
-                    )
+        for slices in (chunk.slices for chunk in self._chunks):
+            if not slices.are_current:
+                slot = next(slot for slot in slices.slots if not slot.is_current)
+                raise RuntimeError(
+                    f"offload.optimizer_state: expected {slot.param.flat_placement.name or ''} "
+                    "as it was when its optimizer was made; found that it was converted. "
+                    "Convert the model before the optimizer is made"
+                )
 
     @staticmethod
     @torch.no_grad()

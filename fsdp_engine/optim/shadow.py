@@ -1,16 +1,24 @@
-"""What stands for an optimizer, and for a parameter, while an optimizer steps on plain slices: see
+"""What stands for an optimizer, and for its parameters, while it steps on plain slices: see
 [Note: Shadow optimizer] in ``sharded_step.py``."""
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsdp_engine.flat_dtensor import FlatDTensor
+from fsdp_engine.flat_dtensor import FlatDTensor, clear_gradients, gradients_of, set_gradients
+from fsdp_engine.flat_dtensor.parameter_access import GradientAccess
 
+slice_of: Callable[[Any], Tensor] = operator.attrgetter("_local_tensor")
+_dtype_of: Callable[[Any], torch.dtype] = operator.attrgetter("dtype")
+_param_local: Callable[[Any], Tensor] = operator.attrgetter("param_local")
 _TORCHS_WRAPPER = Optimizer.profile_hook_step(lambda self: None).__code__
 
 
@@ -51,6 +59,11 @@ class Slot:
         self.local = param.local.detach()
         self.param_local = param.local
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the parameter was not converted."""
+        return slice_of(self.param) is self.param_local
+
     def to_flat(self, value: Any) -> Any:
         """Convert state of the slice to state of the parameter."""
         if isinstance(value, Tensor) and value.shape == self.local.shape:
@@ -81,3 +94,50 @@ class Slot:
             local = placement.slice_of_full(full).clone()
             return FlatDTensor.from_flat_local(local, placement), local
         return value, value
+
+
+class Slices:
+    """The slices of several slots, which have gradients within a step only, because a reference to
+    a gradient keeps its memory allocated ([Note: When gradients are held] in
+    ``buffers/gradients.py``). Loops run in C, since there may be many parameters.
+
+    Attributes:
+        slots: as given.
+        params: their FlatDTensors.
+        locals: their slices.
+    """
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self.slots = slots
+        self.params: list[FlatDTensor] = [slot.param for slot in slots]
+        self.locals = [slot.local for slot in slots]
+        self._dtypes = [local.dtype for local in self.locals]
+        backrefs = [param.backref for param in self.params if param.backref is not None]
+        reads = {id(each.gradients): each.gradients for each in backrefs}
+        self._reads: list[GradientAccess] = list(reads.values())
+
+    @property
+    def are_current(self) -> bool:
+        """Whether no parameter was converted."""
+        return all(map(operator.is_, map(slice_of, self.params), map(_param_local, self.slots)))
+
+    @torch.no_grad()
+    def set_gradients(self) -> None:
+        """Set ``.grad`` of each slice, in the slice's dtype."""
+        for reads in self._reads:
+            reads.wait()
+        grads = gradients_of(self.params)
+        slices: list[Tensor | None]
+        if any(map(operator.is_, grads, repeat(None))):
+            slices = [None if grad is None else slice_of(grad) for grad in grads]
+        else:
+            slices = list(map(slice_of, grads))
+            if all(map(operator.is_, map(_dtype_of, slices), self._dtypes)):
+                set_gradients(self.locals, slices)
+                return
+        casts = zip(slices, self._dtypes, strict=True)
+        set_gradients(self.locals, [None if s is None else s.to(dtype) for s, dtype in casts])
+
+    def clear_gradients(self) -> None:
+        """Drop ``.grad`` of each slice."""
+        clear_gradients(self.locals)

@@ -25,15 +25,14 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, MutableMapping
-from itertools import chain, repeat
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fsdp_engine.flat_dtensor import FlatDTensor, clear_gradients, gradients_of, set_gradients
-from fsdp_engine.flat_dtensor.parameter_access import GradientAccess
+from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.optim.offloaded_step import OffloadedStep, find_offload
 from fsdp_engine.optim.quantized_state import (
     is_blockwise,
@@ -41,16 +40,12 @@ from fsdp_engine.optim.quantized_state import (
     quantize_values,
     save_values,
 )
-from fsdp_engine.optim.shadow import Shadow, Slot, method_of, shadow_class
+from fsdp_engine.optim.shadow import Shadow, Slices, Slot, method_of, shadow_class
 
 _KNOWN = "Adam, AdamW, SGD, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop"
 _ELEMENTWISE = tuple(getattr(torch.optim, name) for name in _KNOWN.split(", "))
 # Methods that a step rests on: the second makes state, in optimizers of torch.
 _STEP = ("step", "_init_group")
-
-_slice_of: Callable[[Any], Tensor] = operator.attrgetter("_local_tensor")
-_dtype_of: Callable[[Any], torch.dtype] = operator.attrgetter("dtype")
-_param_local: Callable[[Any], Tensor] = operator.attrgetter("param_local")
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
@@ -333,12 +328,8 @@ class _LocalStep:
         self._shadow_class = shadow_class(_LocalShadow, optimizer, ("local_of", "local_states"))
         self._owner = _Owner(optimizer)
         self._params: list[Tensor] = []
-        self._slots: list[Slot] = []
-        self._flat_params: list[FlatDTensor] = []
-        self._reads: list[GradientAccess] = []
-        self._locals: list[Tensor] = []
+        self._slices = Slices([])
         self._local_of: dict[int, Tensor] = {}  # by id of the FlatDTensor
-        self._dtypes: list[torch.dtype] = []
         self._local_states = _LocalStates(self._owner)
         # The objects of the optimizer's state when the shadow's state last matched it.
         self._known_state: Any = None
@@ -354,7 +345,7 @@ class _LocalStep:
         self._refresh_params(optimizer.param_groups)
         if self._owner.changed or not self._state_is_known(optimizer.state):
             self._load_state(optimizer.state)
-        self._set_grads()
+        self._slices.set_gradients()
         shadow: Any = object.__new__(self._shadow_class)
         shadow.__dict__ = optimizer.__dict__
         shadow.local_of, shadow.local_states = self._local_of, self._local_states
@@ -366,17 +357,17 @@ class _LocalStep:
         """Step post-hook. The step has written all changes of the state through already."""
         if isinstance(optimizer, Shadow):
             return
-        clear_gradients(self._locals)  # references would keep their memory allocated
+        self._slices.clear_gradients()
         if self._owner.changed:
             self._remember(optimizer.state)
         # Fused steps do not increment version counters (torch 2.11 to 2.13).
-        torch.autograd.graph.increment_version(self._locals)
+        torch.autograd.graph.increment_version(self._slices.locals)
 
     def _closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def with_new_gradients() -> Any:
-            clear_gradients(self._locals)
+            self._slices.clear_gradients()
             result = closure()
-            self._set_grads()
+            self._slices.set_gradients()
             return result
 
         return with_new_gradients
@@ -387,43 +378,16 @@ class _LocalStep:
         if (
             len(params) == len(self._params)
             and all(map(operator.is_, params, self._params))
-            and all(
-                map(operator.is_, map(_slice_of, self._flat_params), map(_param_local, self._slots))
-            )
+            and self._slices.are_current
         ):
             return
-        known = {
-            id(slot.param): slot
-            for slot in self._slots
-            if slot.param_local is _slice_of(slot.param)
-        }
+        known = {id(slot.param): slot for slot in self._slices.slots if slot.is_current}
         self._params = params
-        self._slots = [known.get(id(p)) or Slot(p) for p in params if isinstance(p, FlatDTensor)]
-        self._flat_params = [slot.param for slot in self._slots]
-        backrefs = [param.backref for param in self._flat_params if param.backref is not None]
-        self._reads = list({id(each.gradients): each.gradients for each in backrefs}.values())
-        self._locals = [slot.local for slot in self._slots]
-        self._dtypes = [local.dtype for local in self._locals]
-        self._local_of = {id(slot.param): slot.local for slot in self._slots}
-        self._owner.slot_of = {id(slot.local): slot for slot in self._slots}
+        slots = [known.get(id(p)) or Slot(p) for p in params if isinstance(p, FlatDTensor)]
+        self._slices = Slices(slots)
+        self._local_of = {id(slot.param): slot.local for slot in slots}
+        self._owner.slot_of = {id(slot.local): slot for slot in slots}
         self._owner.changed = True
-
-    @torch.no_grad()
-    def _set_grads(self) -> None:
-        """Set ``.grad`` of each slice. The loops run in C, since there may be many parameters."""
-        for reads in self._reads:
-            reads.wait()
-        grads = gradients_of(self._flat_params)
-        slices: list[Tensor | None]
-        if any(map(operator.is_, grads, repeat(None))):
-            slices = [None if grad is None else _slice_of(grad) for grad in grads]
-        else:
-            slices = list(map(_slice_of, grads))
-            if all(map(operator.is_, map(_dtype_of, slices), self._dtypes)):
-                set_gradients(self._locals, slices)
-                return
-        casts = zip(slices, self._dtypes, strict=True)
-        set_gradients(self._locals, [None if s is None else s.to(dtype) for s, dtype in casts])
 
     def _state_is_known(self, state: Any) -> bool:
         values = chain.from_iterable(map(dict.values, self._known_dicts))
@@ -439,7 +403,7 @@ class _LocalStep:
     def _load_state(self, state: Any) -> None:
         """Set the shadow's state from the optimizer's."""
         self._local_states = _LocalStates(self._owner)
-        slots = {id(slot.param): slot for slot in self._slots}
+        slots = {id(slot.param): slot for slot in self._slices.slots}
         for key, value in state.items():
             if (slot := slots.get(id(key))) is not None:
                 self._local_states.load(slot, value)
@@ -452,6 +416,6 @@ class _LocalStep:
         self._owner.changed = False
         self._known_state = state
         self._known_entries = list(state.values())
-        flat = {id(param) for param in self._flat_params}
+        flat = {id(param) for param in self._slices.params}
         self._known_dicts = [each for key, each in state.items() if id(key) in flat]
         self._known_values = list(chain.from_iterable(map(dict.values, self._known_dicts)))
