@@ -40,7 +40,10 @@ def measured_on(*names: str) -> str:
         for name in names
     ]
     lines = dict.fromkeys(
-        f"{each['processor']}, {each['cores']} cores, torch {each['torch']}" for each in machines
+        f"one {each['gpu']}, torch {each['torch']}"
+        if "gpu" in each
+        else f"{each['processor']}, {each['cores']} cores, torch {each['torch']}"
+        for each in machines
     )
     files = ", ".join(f"`{name}.json`" for name in names)
     return f"Measured on {' and '.join(lines)} ({files})."
@@ -1023,17 +1026,17 @@ GPU_TIMES = {
 }
 
 
-def measured_on_gpu() -> str:
-    machine = json.loads((RESULTS / "gpu.json").read_text(encoding="utf-8"))["machine"]
-    return f"Measured on one {machine['gpu']}, torch {machine['torch']} (`gpu.json`)."
+def _gpu_engines(section: str) -> tuple[dict[str, Any], dict[str, list[float]]]:
+    """The engines of a section of ``gpu.py``, and milliseconds of their steps."""
+    engines = results("gpu")[section]["engines"]
+    return engines, {name: each["milliseconds"]["step"] for name, each in engines.items()}
 
 
 def gpu_steps() -> str:
     """A table for each section of step times."""
     parts = []
     for section, title in GPU_TIMES.items():
-        engines = results("gpu")[section]["engines"]
-        steps = {name: each["milliseconds"]["step"] for name, each in engines.items()}
+        engines, steps = _gpu_engines(section)
         rows = [
             [
                 name,
@@ -1046,17 +1049,16 @@ def gpu_steps() -> str:
         ]
         columns = ["engine", "step ms", "x bare model", "x FSDP2", "host ms", "peak GiB"]
         parts.append(f"**{title[0].upper()}{title[1:]}**\n\n{table(columns, rows)}")
-    return "\n\n".join([*parts, measured_on_gpu()])
+    return with_machine("\n\n".join(parts), "gpu")
 
 
 def _gpu_over_fsdp2() -> str:
     ratios = {}
     for section in GPU_TIMES:
-        engines = results("gpu")[section]["engines"]
-        steps = {name: each["milliseconds"]["step"] for name, each in engines.items()}
+        _, steps = _gpu_engines(section)
         ratios[section] = harness.ratios(steps, LEVEL_3, "FSDP2")["median"]
     small, large = (
-        [value for name, value in ratios.items() if ("16" in name) == is_large]
+        [value for name, value in ratios.items() if name.endswith("sequences") == is_large]
         for is_large in (False, True)
     )
     return (
@@ -1068,7 +1070,7 @@ def _gpu_over_fsdp2() -> str:
 def gpu_sanitizer() -> str:
     rows = [
         [
-            section.removeprefix("sanitizer, ").replace("world 1", "1").replace("world 8", "8"),
+            section.removeprefix("sanitizer, world "),
             case,
             text.splitlines()[0] if text else "nothing",
         ]
@@ -1077,15 +1079,14 @@ def gpu_sanitizer() -> str:
         for case, text in cases.items()
         if isinstance(text, str)
     ]
-    return f"{table(['ranks', 'case', 'reported'], rows)}\n\n{measured_on_gpu()}"
+    return with_machine(table(["ranks", "case", "reported"], rows), "gpu")
 
 
 def gpu_fp8() -> str:
     """Steps with fp8 weights over those with bf16 ones."""
     rows = []
     for section in ("fp8, native", "fp8, Transformer Engine"):
-        engines = results("gpu")[section]["engines"]
-        steps = {name: each["milliseconds"]["step"] for name, each in engines.items()}
+        engines, steps = _gpu_engines(section)
         for name, each in engines.items():
             level, codec = name.split(", ", 1)
             if not each["bases"] or codec == "bf16" or codec.endswith("bf16 weights"):
@@ -1109,7 +1110,7 @@ def gpu_fp8() -> str:
         "x fp8 with bf16 weights",
         "peak x bf16",
     ]
-    return f"{table(columns, rows)}\n\n{measured_on_gpu()}"
+    return with_machine(table(columns, rows), "gpu")
 
 
 def planner_gpu() -> str:
@@ -1129,7 +1130,7 @@ def planner_gpu() -> str:
     ]
     columns = ["GPT of 1B", "level", "planned ms", "measured ms", "ratio"]
     columns += ["planned GiB", "measured GiB", "ratio"]
-    return f"{table(columns, rows)}\n\n{measured_on_gpu()}"
+    return with_machine(table(columns, rows), "gpu")
 
 
 TABLES: tuple[Callable[[], str], ...] = (

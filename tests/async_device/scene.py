@@ -115,6 +115,23 @@ def weights_of(engine: fe.Engine) -> dict[str, Tensor]:
     return {name: state[name].cpu() for name, _ in engine.model.named_parameters()}
 
 
+def state_of(engine: fe.Engine, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Weights and state of the optimizer, whole, on the CPU; a collective."""
+    optimizer.state_dict()  # waits for the last copies of offloaded state
+    found = weights_of(engine)
+    for name, parameter in engine.model.named_parameters():
+        for key, value in optimizer.state[parameter].items():
+            full = value.full_tensor() if hasattr(value, "full_tensor") else value
+            found[f"{name}.{key}"] = full.detach().cpu().clone()
+    return found
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
 def train(job: Job, device_type: str) -> Result:
     """Makes the model, shards it on ``device_type`` and trains it."""
     torch.manual_seed(1)

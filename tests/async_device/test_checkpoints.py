@@ -9,12 +9,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import fsdp_engine as fe
 from fsdp_engine.checkpoint import checkpointer as checkpointer_module
 from tests.async_device import device as on
-from tests.async_device.scene import Job, differences, random_delays, train, train_with, weights_of
+from tests.async_device.scene import (
+    Job,
+    assert_same,
+    differences,
+    random_delays,
+    state_of,
+    train,
+    train_with,
+    weights_of,
+)
 from tests.pool import Ranks
 from tests.reference import adamw
 
@@ -28,22 +37,6 @@ def prepare(level: str, device_type: str) -> tuple[fe.Engine, torch.optim.Optimi
     job = Job(pair=(level, "no_shard"), num_micro=1, sizes=(dist.get_world_size(),))
     engine = job.shard(model, device_type)
     return engine, JOB.make_optimizer(model.parameters())
-
-
-def state_of(engine: fe.Engine, optimizer: Any) -> dict[str, Tensor]:
-    """Weights and state of the optimizer, whole, on the CPU; a collective."""
-    found = weights_of(engine)
-    for name, parameter in engine.model.named_parameters():
-        for key, value in optimizer.state[parameter].items():
-            full = value.full_tensor() if hasattr(value, "full_tensor") else value
-            found[f"{name}.{key}"] = full.detach().cpu().clone()
-    return found
-
-
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
 
 
 def save_while_training(level: str, folder: str) -> None:

@@ -19,12 +19,13 @@ from fsdp_engine.optim import offloaded_step
 from tests.async_device import device as on
 from tests.async_device.scene import (
     Job,
+    assert_same,
     compare,
     differences,
     on_device,
+    state_of,
     train,
     train_with,
-    weights_of,
 )
 from tests.models import Transformer, token_batch
 from tests.optim.optimizers import MAKERS, counting_chunks
@@ -129,23 +130,6 @@ def prepare(level: str, device_type: str, seed: int = 1) -> tuple[fe.Engine, Any
     model = given.make_model()
     engine = given.shard(model, device_type)
     return engine, make_adamw(model.parameters())
-
-
-def state_of(engine: fe.Engine, optimizer: Any) -> dict[str, Tensor]:
-    """Weights and state, full, on the CPU; a collective."""
-    optimizer.state_dict()  # waits for the last copies
-    found = weights_of(engine)
-    for name, param in engine.model.named_parameters():
-        for key, value in optimizer.state[param].items():
-            full = value.full_tensor() if hasattr(value, "full_tensor") else value
-            found[f"{name}.{key}"] = full.detach().cpu().clone()
-    return found
-
-
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
 
 
 def save_and_load(level: str, folder: str) -> None:

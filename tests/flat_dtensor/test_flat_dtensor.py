@@ -29,6 +29,7 @@ from fsdp_engine.flat_dtensor import (
     flat_range_boxes,
     functions,
 )
+from tests.optim.optimizers import FUSED, OPTIMIZERS
 from tests.torch_versions import compiled_code_raises
 
 SHAPE, START, STOP = (6, 5), 7, 19
@@ -607,21 +608,6 @@ def test_the_repr_contains_the_slice(mesh: DeviceMesh) -> None:
 
 
 # --- optimizers and averages ---
-
-OPTIMIZERS: dict[str, Callable[..., Any]] = {
-    "AdamW": torch.optim.AdamW,
-    "Adam-amsgrad": lambda p, **k: torch.optim.Adam(p, amsgrad=True, weight_decay=0.1, **k),
-    "SGD": lambda p, **k: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, **k),
-    "RMSprop": lambda p, **k: torch.optim.RMSprop(p, centered=True, momentum=0.5, **k),
-    "Adagrad": torch.optim.Adagrad,
-    "Adadelta": torch.optim.Adadelta,
-    "Adamax": torch.optim.Adamax,
-    "NAdam": torch.optim.NAdam,
-    "RAdam": torch.optim.RAdam,
-    "ASGD": torch.optim.ASGD,
-    "Rprop": torch.optim.Rprop,
-}
-FUSED = {"AdamW", "Adam-amsgrad", "SGD", "Adagrad"}
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -44,13 +43,6 @@ BLOCK_ELEMENTS = 2 * WIDTH + 8 * WIDTH**2 + 5 * WIDTH
 BLOCK_BYTES = 4 * BLOCK_ELEMENTS
 ROOT_BYTES = 4 * (WIDTH**2 + WIDTH)
 MIB = 2**20
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    """One rank over NCCL."""
-    with process_group("nccl", 1) as mesh:
-        yield mesh
 
 
 def train_bare(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ import fsdp_engine as fe
 from fsdp_engine.fsdp2 import fully_shard
 from fsdp_engine.simulation.calibrate import calibrate
 from tests.gpu.scene import (
+    LEVEL_3,
     LEVELS,
     Model,
     assert_same,
@@ -51,11 +51,14 @@ PAIRS = [
 Batches = list[tuple[Tensor, Tensor]]
 
 
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    """One rank over NCCL."""
-    with process_group("nccl", 1) as mesh:
-        yield mesh
+def with_adamw(
+    mesh: DeviceMesh, level: str, offload: fe.Offload | None = None
+) -> tuple[Model, fe.Engine, torch.optim.Optimizer]:
+    """A model, its engine and its optimizer."""
+    model = make_model()
+    engine = fe.shard(model, mesh=mesh, strategy=level, offload=offload, min_unit_size=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    return model, engine, fe.shard_optimizer(optimizer)
 
 
 def steps(model: Any, optimizer: torch.optim.Optimizer, batches: Batches) -> list[float]:
@@ -245,10 +248,7 @@ def _train_with_blocks_left_out(level: str) -> dict[str, Tensor]:
 def test_optimizer_state_on_the_host_trains_as_on_the_device(mesh: DeviceMesh, level: str) -> None:
     found = []
     for offload in (None, fe.Offload(optimizer_state="host")):
-        model = make_model()
-        engine = fe.shard(model, mesh=mesh, strategy=level, offload=offload, min_unit_size=0)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-        fe.shard_optimizer(optimizer)
+        model, engine, optimizer = with_adamw(mesh, level, offload)
         losses = steps(model, optimizer, batches())
         found.append((losses, engine.full_state_dict()))
         for state in optimizer.state_dict()["state"].values():
@@ -268,10 +268,7 @@ def test_an_asynchronous_save_holds_its_step_and_loads_at_another_level(
 ) -> None:
     found = []
     for number, strategy in enumerate((level, LEVELS[(LEVELS.index(level) + 1) % 4])):
-        model = make_model()
-        engine = fe.shard(model, mesh=mesh, strategy=strategy)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-        fe.shard_optimizer(optimizer)
+        model, engine, optimizer = with_adamw(mesh, strategy)
         checkpointer = fe.Checkpointer(tmp_path, engine, optimizer)
         if number == 0:
             steps(model, optimizer, batches()[:2])
@@ -287,10 +284,7 @@ def test_an_asynchronous_save_holds_its_step_and_loads_at_another_level(
 def test_a_save_to_directories_of_nodes_loads(mesh: DeviceMesh, tmp_path: Path) -> None:
     found = []
     for number in range(2):
-        model = make_model()
-        engine = fe.shard(model, mesh=mesh)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-        fe.shard_optimizer(optimizer)
+        model, engine, optimizer = with_adamw(mesh, LEVEL_3)
         checkpointer = fe.LocalCheckpointer(tmp_path, engine, optimizer)
         if number == 0:
             steps(model, optimizer, batches()[:2])

@@ -26,6 +26,8 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "ASGD": torch.optim.ASGD,
     "Rprop": torch.optim.Rprop,
 }
+# Those of them that take `fused=True`.
+FUSED = {"AdamW", "Adam-amsgrad", "SGD", "SGD-momentum", "Adagrad"}
 
 
 class Lion(torch.optim.Optimizer):

@@ -29,7 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement
 from fsdp_engine.optim import shard_optimizer
 from fsdp_engine.optim.sharded_step import is_elementwise
-from tests.optim.optimizers import OPTIMIZERS
+from tests.optim.optimizers import FUSED, OPTIMIZERS
 from tests.pool import Ranks
 
 # Shape of the parameter, elements [start, stop) held here.
@@ -41,7 +41,6 @@ SLICES: list[tuple[tuple[int, ...], int, int]] = [
     ((7,), 0, 7),
     ((9,), 3, 4),
 ]
-FUSED = {"AdamW", "Adam-amsgrad", "SGD", "SGD-momentum", "Adagrad"}
 
 
 @pytest.fixture(scope="module")
