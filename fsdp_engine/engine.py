@@ -17,9 +17,9 @@ from fsdp_engine.batches import EvenBatch, even_batches
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.config import Timing
 from fsdp_engine.memory.allocator import Memory
-from fsdp_engine.offload import DISK, Offload
+from fsdp_engine.offload import Offload
 from fsdp_engine.optim.clip import clip_, total_norm
-from fsdp_engine.optim.offloaded_step import StateOffload, offload_state
+from fsdp_engine.optim.offloaded_step import offload_state
 from fsdp_engine.optim.step_listeners import add_step_listener
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.assigned_values import MissingValues
@@ -135,13 +135,9 @@ class Engine:
             hook_gradients(self._scheduler, unit)
             hook_delayed_gradients(self._scheduler, unit)
         self.offload = offload if offload is not None else Offload()
-        if self.offload.moves_optimizer_state(mesh.device):
-            folder = self.offload.folder if self.offload.optimizer_state == DISK else None
-            state = StateOffload(self._memory, self._lanes.compute, folder)
-            offload_state(
-                state,
-                [[p for each in unit.trainable for p in each.sharded_params] for unit in units],
-            )
+        if resources.offloading is not None and not resources.offloading.steps_on_host:
+            buffers = [[each.offloaded for each in unit.trainable] for unit in units]
+            offload_state(resources.offloading, buffers)
         self._measured: Measurement | None = None
         self._sharded_ids = {id(param) for each in self.buffers for param in each.sharded_params}
         for module in model.modules():

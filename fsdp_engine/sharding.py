@@ -241,7 +241,7 @@ def make_engine(
         if offload is not None:
             if not isinstance(offload, Offload):
                 raise TypeError(f"offload: expected an fe.Offload or None; found {offload!r}")
-            offload.check(data.device)
+            offload.check(data.device, shards_gradients=levels.shards(Role.GRAD, Axis.INNER))
         policy = config.applied_to(policy)
         if initial_values not in CHOICES:
             raise ValueError(f"initial_values: expected one of {CHOICES}; found {initial_values!r}")
@@ -255,7 +255,7 @@ def make_engine(
         options = f"{levels}, {policy}, {config}, {initial_values}, min_unit_size={min_unit_size}"
         options += f", checkpointing={checkpointing}"
         if offload is not None:  # folders may differ from node to node
-            options += f", offload.optimizer_state={offload.optimizer_state}"
+            options += f", offload={offload.places}, step_on={offload.step_on}"
         signature = [options, *plan.signature()]
     except Exception as caught:  # units, granule and codec rules are the user's, and raise anything
         error = caught
@@ -272,7 +272,7 @@ def make_engine(
     communicators = EngineCommunicators(
         axis_plans, ranks, MeshCommunicators(data), expert_communicators
     )
-    resources = Resources(data, config)
+    resources = Resources(data, config, offload)
     built = build_units(plan, communicators, resources, start)
     made = [
         Unit(planned, buffers, policy, policy.output_dtype if not index else None, resources.lanes)

@@ -55,6 +55,7 @@ from fsdp_engine.flat_dtensor import (
 from fsdp_engine.flat_dtensor.parameter_access import ParameterAccess, ParamHooks
 from fsdp_engine.layout import Layout
 from fsdp_engine.memory import allocator as mem
+from fsdp_engine.optim.offloaded_step import OffloadedBuffer
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Strategy
 
 # Of their messages; buffers' own tags start above it.
@@ -162,6 +163,12 @@ class ParamAndGradBuffer:
             if isinstance(sharded, FlatDTensor):
                 sharded.backref = self.reads.backref(index)
         self._gradient_hooks: GradientHooks | None = None
+
+    @property
+    def offloaded(self) -> OffloadedBuffer:
+        """What of it lies elsewhere than on the device."""
+        gradients = None if self.grads is None else self.grads.home
+        return OffloadedBuffer(self.sharded_params, self.weights.home, gradients)
 
     @property
     def label(self) -> str:

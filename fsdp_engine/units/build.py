@@ -33,8 +33,10 @@ from fsdp_engine.comm.collectives import broadcast_, gather_objects
 from fsdp_engine.comm.groups import Ranks
 from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.comm.nccl_pool import NcclPool
+from fsdp_engine.comm.offloading import Offloading
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.memory.allocator import Memory
+from fsdp_engine.offload import ROLES, Offload
 from fsdp_engine.strategies import Axis, Role
 from fsdp_engine.units.initial_values import (
     EMPTY,
@@ -99,15 +101,24 @@ class Resources:
         lanes: queues of work.
         memory: where it comes from.
         pool: NCCL's memory, if it comes from there.
+        offloading: where shards lie; None: on the device.
         next_tag: the first that no buffer's messages have.
     """
 
-    def __init__(self, mesh: DataMesh, config: DistributedDataParallelConfig) -> None:
+    def __init__(
+        self,
+        mesh: DataMesh,
+        config: DistributedDataParallelConfig,
+        offload: Offload | None = None,
+    ) -> None:
         self.config = config
         symmetric = not config.disable_symmetric_registration
         self.pool = NcclPool(mesh, symmetric=symmetric) if config.nccl_ub else None
         self.memory = Memory(mesh.device, self.pool, has_arenas=config.fsdp_double_buffer)
         self.lanes = lanes_module.make_lanes(mesh.device, mesh.ranks)
+        self.offloading: Offloading | None = None
+        if offload is not None and any(offload.moves(role, mesh.device) for role in ROLES):
+            self.offloading = Offloading(offload, self.memory, self.lanes.compute)
         self.next_tag = FIRST_TAG
 
     def on(self, device: torch.device) -> Resources:
@@ -115,7 +126,7 @@ class Resources:
         if device == self.memory.device:
             return self
         other = copy(self)
-        other.memory, other.pool = Memory(device), None
+        other.memory, other.pool, other.offloading = Memory(device), None, None
         return other
 
     def take_tag(self) -> int:
@@ -263,7 +274,9 @@ def build_unit(
         axes, mesh_communicators = communicators.of(part.kind)
         buffer = ParamAndGradBuffer(
             BufferSpec(label, part.layout, part.kind, axes.strategy, resources.take_tag()),
-            BufferContext(mesh_communicators, resources.lanes, resources.memory),
+            BufferContext(
+                mesh_communicators, resources.lanes, resources.memory, resources.offloading
+            ),
             part.records,
             part.make_codec(),
             resources.config,
