@@ -101,6 +101,7 @@ class Engine:
         trainable = [buffer for unit in self.units for buffer in unit.trainable]
         self._is_unsharded = False
         self._mean_losses = MeanLosses(mesh, trainable)
+        offloading = resources.offloading
         checks = None
         if config.check_for_nan_in_grad or config.check_for_large_grads:
             checks = GradientChecks(trainable, config, self.ranks.control_group, mesh.device)
@@ -112,6 +113,7 @@ class Engine:
             timing,
             checks,
             self._mean_losses,
+            None if offloading is None or not offloading.moves("gradients") else offloading.wait,
         )
         self._scheduler = Scheduler(
             self.units, self._memory, self.budget, self._reductions, timing, expected
@@ -135,9 +137,9 @@ class Engine:
             hook_gradients(self._scheduler, unit)
             hook_delayed_gradients(self._scheduler, unit)
         self.offload = offload if offload is not None else Offload()
-        if resources.offloading is not None and not resources.offloading.steps_on_host:
+        if offloading is not None and not offloading.steps_on_host:
             buffers = [[each.offloaded for each in unit.trainable] for unit in units]
-            offload_state(resources.offloading, buffers)
+            offload_state(offloading, buffers)
         self._measured: Measurement | None = None
         self._sharded_ids = {id(param) for each in self.buffers for param in each.sharded_params}
         for module in model.modules():

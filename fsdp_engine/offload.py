@@ -83,6 +83,11 @@ class Offload:
                 "offload.gradients: expected 'device', or the inner level optim_grads or "
                 f"optim_grads_params; found {self.gradients!r} with gradients that are not sharded"
             )
+        if is_accelerator(device) and (self.main_weights == HOST) != (self.gradients == HOST):
+            raise ValueError(
+                f"offload.gradients: expected {self.main_weights!r}, where main_weights lie, since "
+                f"torch wants a parameter and its .grad on one device; found {self.gradients!r}"
+            )
         if DISK not in self.places.values():
             return
         if is_accelerator(device):

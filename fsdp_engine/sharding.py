@@ -29,6 +29,7 @@ from fsdp_engine.units.build import (
     Resources,
     agree_on_plan,
     build_units,
+    check_homes,
     owned_within,
 )
 from fsdp_engine.units.checkpointing import checkpoint_units
@@ -249,6 +250,8 @@ def make_engine(
             policy, config, axis_plans, granule, codec_rules, min_unit_size=min_unit_size
         )
         plan = make_plan(model, units, settings)
+        if offload is not None:
+            check_homes(plan, axis_plans, offload, data.device)
         choose_written(plan.records, data, ranks)
         compare = data.size > 1 and initial_values != FIRST and not broadcast
         holdings = Holdings(plan, experts, compare=compare)

@@ -62,7 +62,7 @@ from fsdp_engine.comm.lanes import Chain, Lane, Ticket
 from fsdp_engine.layout import Coordinate
 from fsdp_engine.memory.allocator import TransientStorage, alias
 from fsdp_engine.memory.home import Home
-from fsdp_engine.strategies import AXIS_BELOW_DEPTH
+from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Role, Strategy
 
 # A line of whole gradients as one of that dtype; None while gradients need it.
 Scratch = Callable[[torch.dtype], Tensor | None]
@@ -472,12 +472,12 @@ class Weights:
 
     def _make_home(self) -> Home | None:
         homes = self._context.homes("main_weights")
-        if homes is None or not can_leave_device(self._spec, self.codec):
+        if homes is None or not can_leave_device(self._spec.strategy, self.codec):
             return None
         home = homes.make(self._numel(self._spec.optim_depth) * self._spec.kind.dtypes.main.itemsize)
         assert self._context.offloading is not None
         # The device may still read it when its engine is deleted.
-        weakref.finalize(home, self._context.lanes.encode.drain).atexit = False
+        weakref.finalize(home, self._context.lanes.drain).atexit = False
         return home
 
     def _encoded(self) -> Gather:
@@ -566,10 +566,10 @@ class Weights:
         return [comm.group for comm in comms if comm is not None]
 
 
-def can_leave_device(spec: BufferSpec, codec: ParamCodec) -> bool:
+def can_leave_device(strategy: Strategy, codec: ParamCodec) -> bool:
     """Whether main weights can lie elsewhere: they are no part of compute weights that are kept."""
     if codec.is_identity:
-        return spec.optim_depth == spec.param_depth > 0
+        return strategy.depth(Role.OPTIM) == strategy.depth(Role.PARAM) > 0
     return not codec.needs_whole_line and codec.num_encodings == 1
 
 

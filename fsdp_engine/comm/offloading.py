@@ -44,6 +44,10 @@ class Offloading:
         """Makes those of a role of :class:`~fsdp_engine.Offload`; None: it stays on the device."""
         return self._homes.get(role)
 
+    def moves(self, role: str) -> bool:
+        """Whether a role of :class:`~fsdp_engine.Offload` lies elsewhere."""
+        return role in self._homes
+
     def wait(self) -> None:
         """Until all copies to homes are done.
 

@@ -129,7 +129,7 @@ def find_offload(optimizer: Optimizer) -> Offloading | None:
 def is_offloaded(param: Tensor) -> bool:
     """Whether the state of ``param`` lies elsewhere between steps."""
     registered = _OFFLOADS.get(param)
-    return registered is not None and registered.offload.homes(STATE) is not None
+    return registered is not None and registered.offload.moves(STATE)
 
 
 def offloaded_step_of(optimizer: Optimizer) -> OffloadedStep | None:
@@ -439,7 +439,7 @@ class OffloadedStep:
             )
         self._optimizer = weakref.ref(optimizer)
         self._offload = offload
-        self._moves_state = offload.homes(STATE) is not None
+        self._moves_state = offload.moves(STATE)
         slots = ("chunk_groups", "chunk_states")
         self._shadow_class = shadow_class(_ChunkShadow, optimizer, slots)
         self._function = method_of(type(optimizer), "step")

@@ -24,9 +24,11 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from fsdp_engine.accelerator import is_accelerator
 from fsdp_engine.buffers.param_and_grad_buffer import FIRST_TAG, ParamAndGradBuffer
 from fsdp_engine.buffers.redistribute import BufferContext, MeshCommunicators
 from fsdp_engine.buffers.spec import BufferKind, BufferSpec
+from fsdp_engine.buffers.weights import can_leave_device
 from fsdp_engine.comm import lanes as lanes_module
 from fsdp_engine.comm.agreement import agree
 from fsdp_engine.comm.collectives import broadcast_, gather_objects
@@ -36,7 +38,7 @@ from fsdp_engine.comm.nccl_pool import NcclPool
 from fsdp_engine.comm.offloading import Offloading
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.memory.allocator import Memory
-from fsdp_engine.offload import ROLES, Offload
+from fsdp_engine.offload import HOST, ROLES, Offload
 from fsdp_engine.strategies import Axis, Role
 from fsdp_engine.units.initial_values import (
     EMPTY,
@@ -187,6 +189,26 @@ def agree_on_plan(
         assert error is not None
         raise error
     return start
+
+
+def check_homes(plan: Plan, axis_plans: AxisPlans, offload: Offload, device: torch.device) -> None:
+    """Whether weights, gradients and state can lie where optimizers step.
+
+    Raises:
+        ValueError: trainable main weights of a unit would stay on the accelerator, and their
+            gradients would not.
+    """
+    if offload.main_weights != HOST or not is_accelerator(device):
+        return
+    for unit in plan.units:
+        for part in unit.buffers:
+            strategy = axis_plans.of(part.kind).strategy
+            if part.kind.requires_grad and not can_leave_device(strategy, part.make_codec()):
+                raise ValueError(
+                    f"offload.main_weights: expected main weights of {unit.label} that are no part "
+                    "of compute weights on the device: the level optim_grads_params, or another "
+                    f"param_dtype; found {strategy} and {part.kind.dtypes}"
+                )
 
 
 def build_units(
