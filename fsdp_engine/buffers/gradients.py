@@ -156,14 +156,22 @@ class HomedShard:
     def add_bring(self, chain: Chain) -> None:
         """Add to ``chain``: bring it from home."""
         assert self._offloading is not None
-        label, reads, writes = f"bring gradients of {self._label}", [self.buffer.tensor], [self._bytes]
+        label, reads, writes = (
+            f"bring gradients of {self._label}",
+            [self.buffer.tensor],
+            [self._bytes],
+        )
         operation = partial(self.home.bring, self._bytes)
         chain.add(self._offloading.state_in, label, operation, reads=reads, writes=writes)
 
     def add_take(self, chain: Chain) -> None:
         """Add to ``chain``: write it home."""
         assert self._offloading is not None
-        label, reads, writes = f"take gradients of {self._label}", [self._bytes], [self.buffer.tensor]
+        label, reads, writes = (
+            f"take gradients of {self._label}",
+            [self._bytes],
+            [self.buffer.tensor],
+        )
         operation = partial(self.home.take, self._bytes)
         chain.add(self._offloading.state_out, label, operation, reads=reads, writes=writes)
 
@@ -342,7 +350,8 @@ class GradientMemory:
         self._staged: WriteBuffer | None = None
         self._homed: HomedShard | None = None
         self._homed_optim: HomedShard | None = None
-        if (homes := context.homes("gradients")) is not None:
+        offloading = context.offloading
+        if offloading is not None and (homes := offloading.gradients) is not None:
             self.is_resident = True
             self._homed = HomedShard(spec, context, spec.grad_depth, dtypes.main_grad, homes)
             if dtypes.optim_grad != dtypes.main_grad:
@@ -498,9 +507,7 @@ class GradientMemory:
                 self._homed_optim, spec.optim_depth, dtypes.optim_grad, storages, sent=False
             )
         # Views over transient memory are made while it is allocated.
-        added = [
-            each for each in (self._staging, self._comm) if each is not None and not each.filled
-        ]
+        added = [each for each in self._transient if not each.filled]
         for storage in added:
             storage.fill()
         if self._staging is not None:

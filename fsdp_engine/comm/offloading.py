@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 
 from fsdp_engine.comm.lanes import Lane, make_state_lanes
 from fsdp_engine.memory.allocator import Memory
 from fsdp_engine.memory.disk_memory import DiskThreads
-from fsdp_engine.memory.home import Homes
+from fsdp_engine.memory.home import DiskHomes, Homes
 from fsdp_engine.offload import DISK, ROLES, Offload
 
 
@@ -30,23 +31,34 @@ class Offloading:
         self.compute = compute
         self.state_in, self.state_out = make_state_lanes(memory.device)
         self.steps_on_host = offload.step_on == "host"
-        disk = None
-        if DISK in offload.places.values():
-            assert offload.folder is not None
-            disk = Homes(Path(offload.folder), DiskThreads())
-        self._homes = {
-            role: disk if getattr(offload, role) == DISK and disk is not None else Homes()
-            for role in ROLES
-            if offload.moves(role, memory.device)
-        }
-
-    def homes(self, role: str) -> Homes | None:
-        """Makes those of a role of :class:`~fsdp_engine.Offload`; None: it stays on the device."""
-        return self._homes.get(role)
+        self._offload = offload
+        self._threads = DiskThreads()  # start with their first work
+        self._moved = {role for role in ROLES if offload.moves(role, memory.device)}
 
     def moves(self, role: str) -> bool:
         """Whether a role of :class:`~fsdp_engine.Offload` lies elsewhere."""
-        return role in self._homes
+        return role in self._moved
+
+    def homes(self, role: str) -> Homes:
+        """Returns what makes homes of a role that lies elsewhere: on a disk in a file of its own.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        if self._offload.places[role] != DISK:
+            return Homes()
+        assert self._offload.folder is not None
+        return DiskHomes(Path(self._offload.folder), self._threads)
+
+    @cached_property
+    def main_weights(self) -> Homes | None:
+        """Makes homes of main weights; None: they stay on the device."""
+        return self.homes("main_weights") if self.moves("main_weights") else None
+
+    @cached_property
+    def gradients(self) -> Homes | None:
+        """Makes homes of gradients; None: they stay on the device."""
+        return self.homes("gradients") if self.moves("gradients") else None
 
     def wait(self) -> None:
         """Until all copies to homes are done.

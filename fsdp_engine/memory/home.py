@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from fsdp_engine.memory.disk_memory import DiskBlock, DiskThreads
+from fsdp_engine.memory.disk_memory import DiskBlock, DiskFile, DiskThreads
 from fsdp_engine.memory.host_memory import HostBlock
 
 Steps = Iterator[Sequence[Any]]
@@ -52,10 +52,10 @@ class HostHome(HostBlock):
 
 
 class DiskHome(DiskBlock):
-    """A file, which threads read and write."""
+    """Bytes of a file, which threads read and write."""
 
-    def __init__(self, num_bytes: int, folder: Path, threads: DiskThreads) -> None:
-        super().__init__(num_bytes, folder)
+    def __init__(self, num_bytes: int, file: DiskFile, threads: DiskThreads) -> None:
+        super().__init__(num_bytes, file)
         self._threads = threads
 
     def bring(self, work: Tensor, start: int = 0) -> Steps:
@@ -68,23 +68,32 @@ class DiskHome(DiskBlock):
 
 
 class Homes:
-    """Makes homes in one place.
+    """Makes homes in the host's memory."""
+
+    def make(self, num_bytes: int) -> Home:
+        """Returns a home of ``num_bytes``."""
+        return HostHome(num_bytes)
+
+
+class DiskHomes(Homes):
+    """Makes homes in one file.
 
     Args:
-        folder: of a local disk; None: the host's memory.
-        threads: that read and write the disk.
+        folder: of a local disk.
+        threads: that read and write it.
+
+    Raises:
+        OSError: the folder cannot be written.
     """
 
-    def __init__(self, folder: Path | None = None, threads: DiskThreads | None = None) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, threads: DiskThreads) -> None:
+        self._file = DiskFile(folder)
         self._threads = threads
 
     def make(self, num_bytes: int) -> Home:
-        """A home of ``num_bytes``.
+        """Returns a home of ``num_bytes``.
 
         Raises:
             OSError: there is too little space on the disk; names both figures.
         """
-        if self._folder is None or self._threads is None:
-            return HostHome(num_bytes)
-        return DiskHome(num_bytes, self._folder, self._threads)
+        return DiskHome(num_bytes, self._file, self._threads)

@@ -41,7 +41,7 @@ from fsdp_engine.comm.offloading import Offloading
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.memory import allocator
 from fsdp_engine.memory.allocator import storage_keys
-from fsdp_engine.memory.home import Home, Steps
+from fsdp_engine.memory.home import Home, Homes, Steps
 from fsdp_engine.optim.quantized_state import is_blockwise
 from fsdp_engine.optim.shadow import Shadow, Slices, Slot, method_of, shadow_class, slice_of
 
@@ -53,6 +53,7 @@ STATE = "optimizer_state"
 _ALIGNMENT = 64
 # An unusual shape: state of it is state of each element.
 _TRIAL_SHAPE = (3,)
+
 
 def _slice_within(value: Tensor) -> Tensor:
     """This rank's part of ``value``."""
@@ -202,6 +203,7 @@ class _Chunk:
         params: the parameters.
         dtypes: of each parameter's state tensors, by key.
         offload: brings it.
+        homes: makes that of the state; None: it stays on the device.
 
     Attributes:
         slots: the parameters.
@@ -216,9 +218,10 @@ class _Chunk:
         params: Sequence[Tensor],
         dtypes: Sequence[dict[Any, torch.dtype]],
         offload: Offloading,
+        homes: Homes | None,
     ) -> None:
         self._offload = offload
-        self._moves_state = (homes := offload.homes(STATE)) is not None
+        self._moves_state = homes is not None
         self._pieces: list[_Piece] = []
         self.members: dict[int, list[Tensor]] = {}
         places: list[dict[Any, tuple[int, torch.dtype]]] = []
@@ -305,6 +308,10 @@ class _Chunk:
         """Whether there is something to bring before the optimizer has state."""
         return len(self._pieces) > self._moves_state
 
+    def moves_state_of(self, slot: Slot) -> bool:
+        """Whether state of the parameter's shape lies elsewhere."""
+        return self._moves_state and slot.param.ndim > 0
+
     def check_home(self, place: int, key: Any) -> None:
         """Check that a state of a slot has a home.
 
@@ -312,7 +319,7 @@ class _Chunk:
             ValueError: it has none.
         """
         kept = self.kept[place]
-        if self._moves_state and key not in kept:
+        if self.moves_state_of(self.slots[place]) and key not in kept:
             raise ValueError(
                 f"offload.optimizer_state: expected the state {', '.join(map(str, kept))}, which a "
                 f"trial step has; found {key!r} as well. Make the optimizer with the "
@@ -439,7 +446,7 @@ class OffloadedStep:
             )
         self._optimizer = weakref.ref(optimizer)
         self._offload = offload
-        self._moves_state = offload.moves(STATE)
+        self._homes = offload.homes(STATE) if offload.moves(STATE) else None
         slots = ("chunk_groups", "chunk_states")
         self._shadow_class = shadow_class(_ChunkShadow, optimizer, slots)
         self._function = method_of(type(optimizer), "step")
@@ -606,15 +613,16 @@ class OffloadedStep:
         chunk.fill()  # where there was no state before
         for slot, kept, work in zip(chunk.slots, chunk.kept, chunk.work, strict=True):
             if (found := shadow.chunk_states.pop(slot.local, None)) is not None:
-                self._keep(optimizer.state[slot.param], slot, found, kept, work)
+                self._keep(optimizer.state[slot.param], chunk, slot, found, kept, work)
         for key, value in shadow.chunk_states.items():
             if self._others.get(key) is not value:
                 self._others[key] = optimizer.state[key] = value
         chunk.take()
 
+    @staticmethod
     def _keep(
-        self,
         state: dict[Any, Any],
+        chunk: _Chunk,
         slot: Slot,
         found: dict[Any, Any],
         kept: dict[Any, Tensor],
@@ -629,7 +637,7 @@ class OffloadedStep:
                     work[key].copy_(value)
                 value = kept[key]
             elif isinstance(value, Tensor) and value.ndim and value.shape == slot.local.shape:
-                if not self._moves_state:
+                if not chunk.moves_state_of(slot):
                     before = state.get(key)
                     is_same = before is not None and _slice_within(before) is value
                     value = before if is_same else slot.to_flat(value)
@@ -677,20 +685,26 @@ class OffloadedStep:
         for group in optimizer.param_groups:
             trials: dict[torch.dtype, dict[Any, torch.dtype]] = {}
             for param in group["params"]:
-                if param not in _OFFLOADS or id(param) in self._slot_of or not param.ndim:
+                registered = _OFFLOADS.get(param)
+                if registered is None or id(param) in self._slot_of:
                     continue
-                if self._moves_state and param.dtype not in trials:
+                is_moved = registered.buffer.main or registered.buffer.gradients
+                if not (param.ndim or is_moved):
+                    continue
+                if self._homes is not None and param.dtype not in trials:
                     trials[param.dtype] = self._try(optimizer, group, param)
-                params, dtypes = by_unit[_OFFLOADS[param].unit]
+                params, dtypes = by_unit[registered.unit]
                 params.append(param)
-                dtypes.append(trials.get(param.dtype, {}))
+                dtypes.append(trials.get(param.dtype, {}) if param.ndim else {})
         for _, (params, dtypes) in sorted(by_unit.items()):
-            self._chunks.append(chunk := _Chunk(params, dtypes, self._offload))
-            self._slot_of |= {id(slot.param): (chunk, place) for place, slot in enumerate(chunk.slots)}
+            self._chunks.append(chunk := _Chunk(params, dtypes, self._offload, self._homes))
+            self._slot_of |= {
+                id(slot.param): (chunk, place) for place, slot in enumerate(chunk.slots)
+            }
             for slot, kept in zip(chunk.slots, chunk.kept, strict=True):
                 self._send_home(optimizer.state, slot, kept)  # Adagrad's constructor makes state
         if not self._chunks:  # parameters without an offload are stepped with the last one
-            self._chunks.append(_Chunk([], [], self._offload))
+            self._chunks.append(_Chunk([], [], self._offload, self._homes))
         for chunk in self._chunks:
             local_of = {id(slot.param): slot.local for slot in chunk.slots}
             members = [[local_of[id(p)] for p in params if id(p) in local_of] for params in groups]
