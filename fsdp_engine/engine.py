@@ -101,7 +101,7 @@ class Engine:
         trainable = [buffer for unit in self.units for buffer in unit.trainable]
         self._is_unsharded = False
         self._mean_losses = MeanLosses(mesh, trainable)
-        offloading = resources.offloading
+        self._offloading = offloading = resources.offloading
         checks = None
         if config.check_for_nan_in_grad or config.check_for_large_grads:
             checks = GradientChecks(trainable, config, self.ranks.control_group, mesh.device)
@@ -566,7 +566,9 @@ class Engine:
         Accumulated gradients are dropped. Every rank must call it, since all of them lost a
         microbatch.
         """
-        for error in self._lanes.drain():
+        offloading = self._offloading
+        errors = self._lanes.drain() + ([] if offloading is None else offloading.drain())
+        for error in errors:
             warnings.warn(f"while resetting: {error}", stacklevel=2)
         self._hooks.reset()
         self._scheduler.reset()

@@ -60,6 +60,10 @@ class Offloading:
         """Makes homes of gradients; None: they stay on the device."""
         return self.homes("gradients") if self.moves("gradients") else None
 
+    def drain(self) -> list[Exception]:
+        """End all copies; what failed is returned, not raised."""
+        return [error for lane in (self.state_in, self.state_out) for error in lane.drain()]
+
     def wait(self) -> None:
         """Until all copies to homes are done.
 
