@@ -43,6 +43,7 @@ from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.memory import allocator
 from fsdp_engine.memory.disk_memory import DiskBlock, DiskThreads
 from fsdp_engine.memory.host_memory import HostBlock
+from fsdp_engine.offload import DISK, HOST
 from fsdp_engine.optim.quantized_state import is_blockwise
 from fsdp_engine.optim.shadow import Shadow, Slices, Slot, method_of, shadow_class, slice_of
 
@@ -97,17 +98,23 @@ class StateOffload:
         memory: of the engine, on its device.
         compute: the engine's lane.
         folder: of a disk; None: the host's memory.
+        names: of units, for labels of copies.
 
     Attributes:
-        memory: see above.
+        memory, names: see above.
         compute, state_in, state_out: lanes.
     """
 
     def __init__(
-        self, memory: allocator.Memory, compute: Lane, folder: str | Path | None = None
+        self,
+        memory: allocator.Memory,
+        compute: Lane,
+        folder: str | Path | None = None,
+        names: Sequence[str] = (),
     ) -> None:
         self.memory = memory
         self.compute = compute
+        self.names = names
         self.state_in, self.state_out = make_state_lanes(memory.device)
         self._folder = None if folder is None else Path(folder)
         self._threads = DiskThreads() if folder is not None else None
@@ -116,11 +123,14 @@ class StateOffload:
         """Bytes for a chunk, zeroed."""
         if self._folder is None or self._threads is None:
             home = _HostHome(num_bytes)
+            self.memory.book_elsewhere(home, HOST, ROLE, num_bytes)
             home.bytes.zero_()  # padding travels, too
             # The device may still write into it when its optimizer is deleted.
             weakref.finalize(home, self.state_out.drain).atexit = False
             return home
-        return _DiskHome(num_bytes, self._folder, self._threads)
+        on_disk = _DiskHome(num_bytes, self._folder, self._threads)
+        self.memory.book_elsewhere(on_disk, DISK, ROLE, num_bytes)
+        return on_disk
 
 
 # The offload of a parameter's engine, and the number of its unit.
@@ -198,6 +208,7 @@ class _Chunk:
     Args:
         slots: the parameters.
         dtypes: of each parameter's state tensors, by key.
+        name: of the unit.
 
     Attributes:
         slots: see above.
@@ -207,9 +218,14 @@ class _Chunk:
     """
 
     def __init__(
-        self, slots: list[Slot], dtypes: list[dict[Any, torch.dtype]], offload: StateOffload
+        self,
+        slots: list[Slot],
+        dtypes: list[dict[Any, torch.dtype]],
+        offload: StateOffload,
+        name: str = "nothing",
     ) -> None:
         self.slots = slots
+        self._name = name
         self.slices = Slices([slot for slot in slots if isinstance(slot.param, FlatDTensor)])
         self.members: dict[int, list[Tensor]] = {}
         self._offload = offload
@@ -289,7 +305,7 @@ class _Chunk:
         compute = self._offload.compute
         self.fill()
         self._brought = self._offload.state_in.submit(
-            "bring state",
+            f"bring {self._name}",
             lambda: self._home.bring(self._bytes),
             after=[ticket for ticket in (compute.record(), self._taken) if ticket is not None],
         )
@@ -307,7 +323,7 @@ class _Chunk:
     def take(self) -> None:
         """The step of this chunk is submitted: begin to write its state home."""
         self._taken = self._offload.state_out.submit(
-            "take state home",
+            f"return {self._name}",
             lambda: self._home.take(self._bytes),
             after=[self._offload.compute.record()],
         )
@@ -607,8 +623,9 @@ class OffloadedStep:
                 slots, dtypes = by_unit[_OFFLOADS[param][1]]
                 slots.append(slot)
                 dtypes.append(trials[kind])
-        for _, (slots, dtypes) in sorted(by_unit.items()):
-            self._chunks.append(chunk := _Chunk(slots, dtypes, self._offload))
+        for number, (slots, dtypes) in sorted(by_unit.items()):
+            name = self._offload.names[number]
+            self._chunks.append(chunk := _Chunk(slots, dtypes, self._offload, name))
             self._slot_of |= {id(slot.param): (chunk, place) for place, slot in enumerate(slots)}
             for slot, kept in zip(slots, chunk.kept, strict=True):
                 self._send_home(optimizer.state, slot, kept)  # Adagrad's constructor makes state
