@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
 
-from fsdp_engine.accelerator import is_accelerator
+from fsdp_engine.accelerator import is_accelerator, is_simulated, simulates_device
 
 DEVICE, HOST, DISK = "device", "host", "disk"
 PLACES = (DEVICE, HOST, DISK)
@@ -49,11 +49,14 @@ class Offload:
         """
         if self.optimizer_state != DISK:
             return
-        if is_accelerator(device):
+        if _computes_elsewhere(device):
+            name = "an accelerator" if simulates_device() else device.type
             raise ValueError(
-                f"offload.optimizer_state: expected 'host' for state of {device.type}; found "
+                f"offload.optimizer_state: expected 'host' for state of {name}; found "
                 "'disk', which is for training on a CPU"
             )
+        if is_simulated():  # of another machine
+            return
         assert self.folder is not None
         if not (os.path.isdir(self.folder) and os.access(self.folder, os.W_OK | os.X_OK)):
             raise ValueError(
@@ -63,4 +66,15 @@ class Offload:
     def moves_optimizer_state(self, device: torch.device) -> bool:
         """Whether optimizer state lies elsewhere than where ``device`` computes."""
         place = self.optimizer_state
-        return place == DISK or (place == HOST and is_accelerator(device))
+        return place == DISK or (place == HOST and _computes_elsewhere(device))
+
+    @property
+    def places(self) -> dict[str, str]:
+        """Places that are not the device, by the name of the attribute."""
+        named = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: place for name, place in named.items() if place in (HOST, DISK)}
+
+
+def _computes_elsewhere(device: torch.device) -> bool:
+    """Whether ``device`` does not compute in host memory."""
+    return is_accelerator(device) or simulates_device()

@@ -225,6 +225,21 @@ class Pool(Protocol):
         ...
 
 
+# Called with memory at other places than the device: see watching_elsewhere.
+_WATCHING_ELSEWHERE: list[Callable[[torch.Tensor, str], None]] = []
+
+
+@contextmanager
+def watching_elsewhere(watch: Callable[[torch.Tensor, str], None]) -> Iterator[None]:
+    """Within it, ``watch`` is called with each tensor that is booked at another place than the
+    device, and the place."""
+    _WATCHING_ELSEWHERE.append(watch)
+    try:
+        yield
+    finally:
+        _WATCHING_ELSEWHERE.remove(watch)
+
+
 class Memory:
     """What one engine allocates on one device.
 
@@ -278,12 +293,14 @@ class Memory:
         """A persistent tensor is about to go."""
         self.ledger.add(role, -tensor.nbytes)
 
-    def book_elsewhere(self, owner: object, place: str, role: str, num_bytes: int) -> None:
-        """Book bytes at another place than the device ("host", "disk"), as long as ``owner`` is
+    def book_elsewhere(self, owner: object, place: str, role: str, tensor: torch.Tensor) -> None:
+        """Book memory at another place than the device ("host", "disk"), as long as ``owner`` is
         alive."""
         ledger = self.elsewhere.setdefault(place, Ledger())
-        ledger.add(role, num_bytes)
-        weakref.finalize(owner, ledger.add, role, -num_bytes).atexit = False
+        ledger.add(role, tensor.nbytes)
+        weakref.finalize(owner, ledger.add, role, -tensor.nbytes).atexit = False
+        for watch in _WATCHING_ELSEWHERE:
+            watch(tensor, place)
 
     def transient(self, numel: int, dtype: torch.dtype, role: str) -> TransientStorage:
         """A storage whose memory comes and goes; it starts without.

@@ -33,6 +33,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fsdp_engine.accelerator import is_simulated
 from fsdp_engine.memory import allocator
 
 # Bytes of one call, and of a staging buffer: a thread gives its place to others between calls.
@@ -62,7 +63,8 @@ class DiskBlock:
     """``num_bytes`` of a file in ``folder``, zeroed, not booked.
 
     The file has no name: its space is free again as soon as this process ends, also by a kill, and
-    nothing of it can be mistaken for state by a later one. All of its space is taken at once.
+    nothing of it can be mistaken for state by a later one. All of its space is taken at once. In a
+    simulation there is no file.
 
     Attributes:
         bytes: the file as a tensor of bytes, 1-D, through the page cache.
@@ -73,6 +75,10 @@ class DiskBlock:
     """
 
     def __init__(self, num_bytes: int, folder: Path) -> None:
+        self._is_simulated = is_simulated()
+        if self._is_simulated:
+            self.bytes, self.is_direct = allocator.empty(num_bytes, torch.uint8, "cpu"), False
+            return
         self._file, name = tempfile.mkstemp(prefix="fsdp_engine-state-", dir=folder)
         weakref.finalize(self, os.close, self._file)
         try:
@@ -101,6 +107,9 @@ class DiskBlock:
 
     def read(self, target: Tensor) -> None:
         """Read all bytes into ``target``, on the CPU. The page cache keeps none of them."""
+        if self._is_simulated:
+            target.copy_(self.bytes)
+            return
         view, place = _memory_of(target), 0
         while place < len(view):
             count = os.preadv(self._file, [view[place : place + _PIECE]], place)
@@ -111,6 +120,9 @@ class DiskBlock:
 
     def write(self, source: Tensor) -> None:
         """Write all bytes from ``source``, on the CPU, to the disk."""
+        if self._is_simulated:
+            self.bytes.copy_(source)
+            return
         for start in range(0, len(source), _PIECE):
             piece = source[start : start + _PIECE]
             _STAGING.bytes[: len(piece)].copy_(piece)
@@ -167,7 +179,8 @@ class Pending:
 
 
 class DiskThreads:
-    """A thread that reads and one that writes."""
+    """A thread that reads and one that writes; in a simulation none, whose modes are of one
+    thread."""
 
     def __init__(self) -> None:
         self._reads, self._writes = (
@@ -176,8 +189,15 @@ class DiskThreads:
 
     def read(self, action: Callable[[], None]) -> Pending:
         """Call ``action`` after earlier reads."""
-        return Pending(self._reads.submit(action))
+        return Pending(self._reads.submit(action) if not is_simulated() else _called(action))
 
     def write(self, action: Callable[[], None]) -> Pending:
         """Call ``action`` after earlier writes."""
-        return Pending(self._writes.submit(action))
+        return Pending(self._writes.submit(action) if not is_simulated() else _called(action))
+
+
+def _called(action: Callable[[], None]) -> Future[None]:
+    future: Future[None] = Future()
+    action()
+    future.set_result(None)
+    return future

@@ -123,13 +123,13 @@ class StateOffload:
         """Bytes for a chunk, zeroed."""
         if self._folder is None or self._threads is None:
             home = _HostHome(num_bytes)
-            self.memory.book_elsewhere(home, HOST, ROLE, num_bytes)
+            self.memory.book_elsewhere(home, HOST, ROLE, home.bytes)
             home.bytes.zero_()  # padding travels, too
             # The device may still write into it when its optimizer is deleted.
             weakref.finalize(home, self.state_out.drain).atexit = False
             return home
         on_disk = _DiskHome(num_bytes, self._folder, self._threads)
-        self.memory.book_elsewhere(on_disk, DISK, ROLE, num_bytes)
+        self.memory.book_elsewhere(on_disk, DISK, ROLE, on_disk.bytes)
         return on_disk
 
 
@@ -677,8 +677,10 @@ class OffloadedStep:
         states: defaultdict[Any, dict[Any, Any]] = defaultdict(dict)
         for key, value in optimizer.state.get(like.param, {}).items():
             if isinstance(value, Tensor):
-                shape = _TRIAL_SHAPE if value.ndim else ()
-                value = allocator.zeros(shape, value.dtype, value.device)
+                if value.ndim:
+                    value = allocator.zeros(_TRIAL_SHAPE, value.dtype, value.device)
+                else:  # a constant, whose value a simulation knows
+                    value = torch.tensor(0, dtype=value.dtype, device=value.device)
             states[param][key] = value
         shadow = object.__new__(self._shadow_class)
         shadow.__dict__ = dict(optimizer.__dict__)
