@@ -17,7 +17,7 @@ from fsdp_engine.batches import EvenBatch, even_batches
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.config import Timing
 from fsdp_engine.memory.allocator import Memory
-from fsdp_engine.offload import Offload
+from fsdp_engine.offload import DEVICE, DISK, HOST, PLACES, Offload
 from fsdp_engine.optim.clip import clip_, total_norm
 from fsdp_engine.optim.offloaded_step import offload_state
 from fsdp_engine.optim.step_listeners import add_step_listener
@@ -138,8 +138,8 @@ class Engine:
             hook_delayed_gradients(self._scheduler, unit)
         self.offload = offload if offload is not None else Offload()
         if offloading is not None and not offloading.steps_on_host:
-            buffers = [[each.offloaded for each in unit.trainable] for unit in units]
-            offload_state(offloading, buffers)
+            for unit in self.units:
+                offload_state(offloading, unit.label, [each.offloaded for each in unit.trainable])
         self._measured: Measurement | None = None
         self._sharded_ids = {id(param) for each in self.buffers for param in each.sharded_params}
         for module in model.modules():
@@ -574,21 +574,42 @@ class Engine:
         self._scheduler.reset()
 
     def describe(self) -> Description:
-        """Returns the bytes that each unit holds and sends, and the last result of
-        :meth:`measure`; ``print`` shows a table."""
-        return describe_units(self.units, self.strategy, self.mesh, self.budget, self._measured)
+        """Returns the bytes that each unit holds and sends, those of offloaded state, and the last
+        result of :meth:`measure`; ``print`` shows a table."""
+        places = (HOST, DISK)
+        elsewhere = {place: held for place in places if (held := self.memory_bytes(place))}
+        return describe_units(
+            self.units, self.strategy, self.mesh, self.budget, self._measured, elsewhere
+        )
 
     @contextmanager
     def measure(self) -> Iterator[Measurement]:
-        """Context that measures how long compute waits for gathers and reductions, and the bytes
-        held: see :class:`~.runtime.measuring.Measurement`. :meth:`describe` shows the last one."""
+        """Context that measures how long compute waits for gathers, reductions and copies of
+        offloaded state, and the bytes held: see :class:`~.runtime.measuring.Measurement`.
+        :meth:`describe` shows the last one."""
         self._measured = Measurement(self._memory, self._scheduler)
-        with self._measured.noting(self._lanes, self._is_stepped_by) as measured:
+        offloading = self._offloading
+        lanes = (*self._lanes.all, *(() if offloading is None else offloading.lanes))
+        with self._measured.noting(lanes, self._is_stepped_by) as measured:
             yield measured
 
-    def memory_bytes(self) -> dict[str, int]:
-        """Bytes that the engine holds now on this rank, by role."""
-        return {role: count for role, count in self._memory.ledger.held.items() if count}
+    def memory_bytes(self, place: str = DEVICE) -> dict[str, int]:
+        """Bytes that the engine holds now on this rank, by role.
+
+        Args:
+            place: "device": where the engine computes. "host", "disk": those that ``offload`` keeps
+                there.
+
+        Raises:
+            ValueError: there is no such place.
+        """
+        if place not in PLACES:
+            raise ValueError(f"place: expected one of {PLACES}; found {place!r}")
+        memory = self._memory
+        ledger = memory.ledger if place == DEVICE else memory.elsewhere.get(place)
+        if ledger is None:
+            return {}
+        return {role: count for role, count in ledger.held.items() if count}
 
     @property
     def memory(self) -> Memory:

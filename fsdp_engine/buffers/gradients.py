@@ -151,13 +151,13 @@ class HomedShard:
     def part_at(self, depth: int) -> GradientHome:
         """Where the part at ``depth`` lies."""
         part = self.buffer.narrow(depth)
-        return GradientHome(self.home, part.storage_offset() * part.itemsize, part.nbytes)
+        return GradientHome(self.home, int(part.storage_offset()) * part.itemsize, part.nbytes)
 
     def add_bring(self, chain: Chain) -> None:
         """Add to ``chain``: bring it from home."""
         assert self._offloading is not None
         label, reads, writes = (
-            f"bring gradients of {self._label}",
+            f"bring {self._label}",
             [self.buffer.tensor],
             [self._bytes],
         )
@@ -168,7 +168,7 @@ class HomedShard:
         """Add to ``chain``: write it home."""
         assert self._offloading is not None
         label, reads, writes = (
-            f"take gradients of {self._label}",
+            f"return {self._label}",
             [self._bytes],
             [self.buffer.tensor],
         )

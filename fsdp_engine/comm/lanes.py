@@ -298,8 +298,9 @@ _MOST_RECENT = 256
 
 _NOTHING = nullcontext()
 
-# Who makes lanes in place of make_lanes: see lanes_made_by.
+# Who makes lanes in place of make_lanes and make_state_lanes: see lanes_made_by.
 _MAKERS: list[Callable[[torch.device], Any]] = []
+_STATE_MAKERS: list[Callable[[torch.device], Any]] = []
 
 
 def make_lanes(device: torch.device, ranks: Sequence[int] = ()) -> Lanes:
@@ -327,6 +328,9 @@ def make_lanes(device: torch.device, ranks: Sequence[int] = ()) -> Lanes:
 
 def make_state_lanes(device: torch.device) -> tuple[Lane, Lane]:
     """Lanes on which state that lies elsewhere comes to ``device`` and returns."""
+    if _STATE_MAKERS:
+        made: tuple[Lane, Lane] = _STATE_MAKERS[-1](device)
+        return made
     if is_accelerator(device):
         stream = module_of(device).Stream
         into, out = (DeviceLane(device, stream(device=device), name=name) for name in STATE_LANES)
@@ -336,13 +340,21 @@ def make_state_lanes(device: torch.device) -> tuple[Lane, Lane]:
 
 
 @contextmanager
-def lanes_made_by(maker: Callable[[torch.device], Lanes]) -> Iterator[None]:
-    """Within it, engines get the lanes that ``maker`` makes: those of a simulation."""
+def lanes_made_by(
+    maker: Callable[[torch.device], Lanes],
+    state_maker: Callable[[torch.device], tuple[Lane, Lane]] | None = None,
+) -> Iterator[None]:
+    """Within it, engines get the lanes that ``maker`` makes, those of a simulation, and those of
+    offloaded state from ``state_maker``."""
     _MAKERS.append(maker)
+    state_makers = [] if state_maker is None else [state_maker]
+    _STATE_MAKERS.extend(state_makers)
     try:
         yield
     finally:
         _MAKERS.pop()
+        if state_makers:
+            _STATE_MAKERS.pop()
 
 
 class SideStream:

@@ -5,11 +5,15 @@ from __future__ import annotations
 from functools import cached_property
 from pathlib import Path
 
+from fsdp_engine.accelerator import is_simulated
 from fsdp_engine.comm.lanes import Lane, make_state_lanes
 from fsdp_engine.memory.allocator import Memory
 from fsdp_engine.memory.disk_memory import DiskThreads
-from fsdp_engine.memory.home import DiskHomes, Homes
+from fsdp_engine.memory.home import DiskHomes, Home, Homes
 from fsdp_engine.offload import DISK, ROLES, Offload
+
+# Of ledgers, by role of :class:`~fsdp_engine.Offload`.
+LEDGER_ROLES = {"optimizer_state": "optimizer", "main_weights": "main", "gradients": "grad"}
 
 
 class Offloading:
@@ -45,10 +49,15 @@ class Offloading:
         Raises:
             OSError: the folder cannot be written.
         """
-        if self._offload.places[role] != DISK:
-            return Homes()
+        place = self._offload.places[role]
+
+        def book(home: Home) -> None:
+            self.memory.book_elsewhere(home, place, LEDGER_ROLES[role], home.bytes)
+
+        if place != DISK or is_simulated():
+            return Homes(book)
         assert self._offload.folder is not None
-        return DiskHomes(Path(self._offload.folder), self._threads)
+        return DiskHomes(book, Path(self._offload.folder), self._threads)
 
     @cached_property
     def main_weights(self) -> Homes | None:
@@ -60,9 +69,14 @@ class Offloading:
         """Makes homes of gradients; None: they stay on the device."""
         return self.homes("gradients") if self.moves("gradients") else None
 
+    @property
+    def lanes(self) -> tuple[Lane, Lane]:
+        """Those of copies to the device and from it."""
+        return self.state_in, self.state_out
+
     def drain(self) -> list[Exception]:
         """End all copies; what failed is returned, not raised."""
-        return [error for lane in (self.state_in, self.state_out) for error in lane.drain()]
+        return [error for lane in self.lanes for error in lane.drain()]
 
     def wait(self) -> None:
         """Until all copies to homes are done.

@@ -41,6 +41,7 @@ from __future__ import annotations
 import ctypes
 import math
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -224,6 +225,21 @@ class Pool(Protocol):
         ...
 
 
+# Called with memory at other places than the device: see watching_elsewhere.
+_WATCHING_ELSEWHERE: list[Callable[[torch.Tensor, str], None]] = []
+
+
+@contextmanager
+def watching_elsewhere(watch: Callable[[torch.Tensor, str], None]) -> Iterator[None]:
+    """Within it, ``watch`` is called with each tensor that is booked at another place than the
+    device, and the place."""
+    _WATCHING_ELSEWHERE.append(watch)
+    try:
+        yield
+    finally:
+        _WATCHING_ELSEWHERE.remove(watch)
+
+
 class Memory:
     """What one engine allocates on one device.
 
@@ -236,6 +252,7 @@ class Memory:
     Attributes:
         ledger: bytes by role: "main", "model", "grad" (persistent); "full", "staging" (transient:
             an arena's, and those of ordinary memory in use; see [Note: Sources of a fill]).
+        elsewhere: bytes of offloaded state by place ("host", "disk"), not on ``device``.
         has_pool: communication buffers must all be there when the engine is made.
         arenas: by role.
     """
@@ -249,6 +266,7 @@ class Memory:
         self._in_use = 0
         self._most_in_use = 0
         self.ledger = Ledger()
+        self.elsewhere: dict[str, Ledger] = {}
         # A device's own allocator keeps idle memory.
         self._swaps = _CAN_SWAP and device.type == "cpu" and not simulates_device()
         self._swap = _swap_sizes if empty_storage(device).device.type == "meta" else _swap
@@ -274,6 +292,15 @@ class Memory:
     def give_back(self, tensor: torch.Tensor, role: str) -> None:
         """A persistent tensor is about to go."""
         self.ledger.add(role, -tensor.nbytes)
+
+    def book_elsewhere(self, owner: object, place: str, role: str, tensor: torch.Tensor) -> None:
+        """Book memory at another place than the device ("host", "disk"), as long as ``owner`` is
+        alive."""
+        ledger = self.elsewhere.setdefault(place, Ledger())
+        ledger.add(role, tensor.nbytes)
+        weakref.finalize(owner, ledger.add, role, -tensor.nbytes).atexit = False
+        for watch in _WATCHING_ELSEWHERE:
+            watch(tensor, place)
 
     def transient(self, numel: int, dtype: torch.dtype, role: str) -> TransientStorage:
         """A storage whose memory comes and goes; it starts without.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -68,27 +68,14 @@ class DiskHome(DiskBlock):
 
 
 class Homes:
-    """Makes homes in the host's memory."""
-
-    def make(self, num_bytes: int) -> Home:
-        """Returns a home of ``num_bytes``."""
-        return HostHome(num_bytes)
-
-
-class DiskHomes(Homes):
-    """Makes homes in one file.
+    """Makes homes in the host's memory.
 
     Args:
-        folder: of a local disk.
-        threads: that read and write it.
-
-    Raises:
-        OSError: the folder cannot be written.
+        book: called with each.
     """
 
-    def __init__(self, folder: Path, threads: DiskThreads) -> None:
-        self._file = DiskFile(folder)
-        self._threads = threads
+    def __init__(self, book: Callable[[Home], None]) -> None:
+        self._book = book
 
     def make(self, num_bytes: int) -> Home:
         """Returns a home of ``num_bytes``.
@@ -96,4 +83,30 @@ class DiskHomes(Homes):
         Raises:
             OSError: there is too little space on the disk; names both figures.
         """
+        home = self._make(num_bytes)
+        self._book(home)
+        return home
+
+    def _make(self, num_bytes: int) -> Home:
+        return HostHome(num_bytes)
+
+
+class DiskHomes(Homes):
+    """Makes homes in one file.
+
+    Args:
+        book: called with each.
+        folder: of a local disk.
+        threads: that read and write it.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+
+    def __init__(self, book: Callable[[Home], None], folder: Path, threads: DiskThreads) -> None:
+        super().__init__(book)
+        self._file = DiskFile(folder)
+        self._threads = threads
+
+    def _make(self, num_bytes: int) -> Home:
         return DiskHome(num_bytes, self._file, self._threads)

@@ -28,7 +28,8 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
-from itertools import chain
+from itertools import chain, count
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -88,26 +89,45 @@ class OffloadedBuffer(NamedTuple):
     gradients: GradientHome | None
 
 
-class _Registered(NamedTuple):
-    """The offload of a parameter's engine, the number of its unit, and its buffer."""
+class _Unit(NamedTuple):
+    """A unit whose parameters are stepped together.
+
+    Attributes:
+        offload: of its engine.
+        name: for people.
+        number: of units that were offloaded before it.
+    """
 
     offload: Offloading
-    unit: int
+    name: str
+    number: int
+
+
+class _Registered(NamedTuple):
+    """Where a parameter belongs."""
+
+    unit: _Unit
     buffer: OffloadedBuffer
 
 
+_number = attrgetter("number")
 _OFFLOADS: MutableMapping[Tensor, _Registered] = WeakIdKeyDictionary()
+_NUMBERS = count()
 
 
-def offload_state(offload: Offloading, units: Sequence[Sequence[OffloadedBuffer]]) -> None:
-    """Optimizers step the parameters of these buffers, those of each unit together, with what
-    ``offload`` brings."""
-    for number, buffers in enumerate(units):
-        for buffer in buffers:
-            for param in buffer.params:
-                # Without the parameters, which are keys of weak references.
-                of_param = buffer._replace(params=())
-                _OFFLOADS[param] = _Registered(offload, number, of_param)
+def offload_state(offload: Offloading, name: str, buffers: Sequence[OffloadedBuffer]) -> None:
+    """Optimizers step the parameters of these buffers, a unit, with what ``offload`` brings.
+
+    Args:
+        offload: of the engine.
+        name: of the unit, for people.
+        buffers: those that are trainable.
+    """
+    unit = _Unit(offload, name, next(_NUMBERS))
+    for buffer in buffers:
+        of_param = buffer._replace(params=())  # whose keys are weak
+        for param in buffer.params:
+            _OFFLOADS[param] = _Registered(unit, of_param)
 
 
 def find_offload(optimizer: Optimizer) -> Offloading | None:
@@ -118,7 +138,7 @@ def find_offload(optimizer: Optimizer) -> Offloading | None:
     """
     params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     registered = [each for param in params if (each := _OFFLOADS.get(param)) is not None]
-    found = {id(each.offload): each.offload for each in registered}
+    found = {id(each.unit.offload): each.unit.offload for each in registered}
     if len(found) > 1:
         raise ValueError(
             f"optimizer: expected parameters of one engine, since their state lies on {len(found)} "
@@ -130,7 +150,7 @@ def find_offload(optimizer: Optimizer) -> Offloading | None:
 def is_offloaded(param: Tensor) -> bool:
     """Whether the state of ``param`` lies elsewhere between steps."""
     registered = _OFFLOADS.get(param)
-    return registered is not None and registered.offload.moves(STATE)
+    return registered is not None and registered.unit.offload.moves(STATE)
 
 
 def offloaded_step_of(optimizer: Optimizer) -> OffloadedStep | None:
@@ -200,9 +220,9 @@ class _Chunk:
     """State of a unit's parameters, and what else of them lies elsewhere.
 
     Args:
-        params: the parameters.
+        unit: of the parameters.
+        params: those of the optimizer.
         dtypes: of each parameter's state tensors, by key.
-        offload: brings it.
         homes: makes that of the state; None: it stays on the device.
 
     Attributes:
@@ -215,12 +235,13 @@ class _Chunk:
 
     def __init__(
         self,
+        unit: _Unit,
         params: Sequence[Tensor],
         dtypes: Sequence[dict[Any, torch.dtype]],
-        offload: Offloading,
         homes: Homes | None,
     ) -> None:
-        self._offload = offload
+        self._offload = offload = unit.offload
+        self._name = unit.name
         self._moves_state = homes is not None
         self._pieces: list[_Piece] = []
         self.members: dict[int, list[Tensor]] = {}
@@ -277,7 +298,7 @@ class _Chunk:
         piece = self._piece_of.get(storage_keys(local)[0])
         if piece is None:
             return None
-        first = local.storage_offset() * local.itemsize - piece.first
+        first = int(local.storage_offset()) * local.itemsize - piece.first
         return self._view(self._bytes, piece.start + first, local.dtype, local)
 
     def _gradient(self, index: int, local: Tensor) -> Tensor:
@@ -353,7 +374,7 @@ class _Chunk:
         compute = self._offload.compute
         self.fill()
         self._brought = self._offload.state_in.submit(
-            "bring state",
+            f"bring {self._name}",
             self._bring_pieces,
             after=[ticket for ticket in (compute.record(), self._taken) if ticket is not None],
         )
@@ -380,7 +401,7 @@ class _Chunk:
     def take(self) -> None:
         """The step of this chunk is submitted: begin to write its state home."""
         self._taken = self._offload.state_out.submit(
-            "take state home",
+            f"return {self._name}",
             self._take_pieces,
             after=[self._offload.compute.record()],
         )
@@ -679,7 +700,7 @@ class OffloadedStep:
         if [*map(len, groups)] == [*map(len, self._groups)] and all(a is b for a, b in pairs):
             return
         self._groups = groups
-        by_unit: dict[int, tuple[list[Tensor], list[dict[Any, torch.dtype]]]] = defaultdict(
+        by_unit: dict[_Unit, tuple[list[Tensor], list[dict[Any, torch.dtype]]]] = defaultdict(
             lambda: ([], [])
         )
         for group in optimizer.param_groups:
@@ -696,15 +717,16 @@ class OffloadedStep:
                 params, dtypes = by_unit[registered.unit]
                 params.append(param)
                 dtypes.append(trials.get(param.dtype, {}) if param.ndim else {})
-        for _, (params, dtypes) in sorted(by_unit.items()):
-            self._chunks.append(chunk := _Chunk(params, dtypes, self._offload, self._homes))
+        for unit in sorted(by_unit, key=_number):
+            chunk = _Chunk(unit, *by_unit[unit], self._homes)
+            self._chunks.append(chunk)
             self._slot_of |= {
                 id(slot.param): (chunk, place) for place, slot in enumerate(chunk.slots)
             }
             for slot, kept in zip(chunk.slots, chunk.kept, strict=True):
                 self._send_home(optimizer.state, slot, kept)  # Adagrad's constructor makes state
         if not self._chunks:  # parameters without an offload are stepped with the last one
-            self._chunks.append(_Chunk([], [], self._offload, self._homes))
+            self._chunks.append(_Chunk(_Unit(self._offload, "nothing", 0), [], [], self._homes))
         for chunk in self._chunks:
             local_of = {id(slot.param): slot.local for slot in chunk.slots}
             members = [[local_of[id(p)] for p in params if id(p) in local_of] for params in groups]
@@ -750,8 +772,10 @@ class OffloadedStep:
         states: defaultdict[Any, dict[Any, Any]] = defaultdict(dict)
         for key, value in optimizer.state.get(like, {}).items():
             if isinstance(value, Tensor):
-                shape = _TRIAL_SHAPE if value.ndim else ()
-                value = allocator.zeros(shape, value.dtype, value.device)
+                if value.ndim:
+                    value = allocator.zeros(_TRIAL_SHAPE, value.dtype, value.device)
+                else:  # a constant, whose value a simulation knows
+                    value = torch.tensor(0, dtype=value.dtype, device=value.device)
             states[param][key] = value
         shadow = object.__new__(self._shadow_class)
         shadow.__dict__ = dict(optimizer.__dict__)

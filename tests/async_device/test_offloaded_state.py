@@ -99,6 +99,28 @@ def test_state_is_pinned_on_the_host_and_a_step_does_not_wait_for_it(level: str)
 
 
 @on_ranks(1)
+def test_waits_of_compute_for_copies_of_state_are_measured() -> None:
+    model = Transformer(3)
+    engine = fe.shard(model.to(on.NAME), strategy="optim_grads_params", **dict(HOST))
+    optimizer = make_adamw(model.parameters())
+    assert set(engine.memory_bytes("host")) == {"optimizer"}
+    batch = on_device(token_batch(4, 0), engine.mesh.device)
+    delay = 2e-2
+    for _ in range(2):
+        model(*batch).backward()
+        with on.delays(copy=delay), engine.measure() as measured:
+            optimizer.step()
+        optimizer.zero_grad()
+    seconds = dict.fromkeys(("state in", "state out"), 0.0)
+    for each in measured.waited:
+        assert each.phase == "step"
+        assert each.unit in {unit.label for unit in engine.units}
+        seconds[each.lane] += each.seconds
+    assert seconds["state in"] > delay / 2  # of the first unit; others come while one returns
+    assert seconds["state out"] > delay * (len(engine.units) - 1) / 2
+
+
+@on_ranks(1)
 def test_state_that_a_constructor_makes_goes_home() -> None:
     model = Transformer(2).to(on.NAME)
     fe.shard(model, strategy="optim", min_unit_size=0, **dict(HOST))
@@ -114,7 +136,7 @@ def test_a_deleted_optimizer_waits_for_copies_into_its_memory() -> None:
     model = Transformer(2).to(on.NAME)
     engine = fe.shard(model, strategy="optim", min_unit_size=0, **dict(HOST))
     optimizer = make_adamw(model.parameters())
-    lane: Any = offloaded_step._OFFLOADS[next(model.parameters())][0].state_out
+    lane: Any = offloaded_step._OFFLOADS[next(model.parameters())].unit.offload.state_out
     batch = on_device(token_batch(4, 0), engine.mesh.device)
     with on.delays(copy=0.2):
         model(*batch).backward()
