@@ -77,8 +77,7 @@ from fsdp_engine.flat_dtensor import FlatDTensor, versions_of
 from fsdp_engine.flat_dtensor.tensor_parallel_spec import TensorParallelSpec
 from fsdp_engine.memory import allocator
 from fsdp_engine.memory.allocator import TransientStorage, alias
-from fsdp_engine.memory.home import Homes
-from fsdp_engine.optim.offloaded_step import GradientHome
+from fsdp_engine.memory.home import HomePart, Homes
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis
 
 # Zeroing this many bytes takes about as long as one more call.
@@ -148,10 +147,10 @@ class HomedShard:
             self.work = ShardedBuffer(spec.layout, at, depth, self.storage.view(0, (numel,)))
             self._bytes = self.work.tensor.view(torch.uint8)
 
-    def part_at(self, depth: int) -> GradientHome:
+    def part_at(self, depth: int) -> HomePart:
         """Where the part at ``depth`` lies."""
         part = self.buffer.narrow(depth)
-        return GradientHome(self.home, int(part.storage_offset()) * part.itemsize, part.nbytes)
+        return HomePart(self.home, int(part.storage_offset()) * part.itemsize, part.nbytes)
 
     def add_bring(self, chain: Chain) -> None:
         """Add to ``chain``: bring it from home."""
@@ -368,7 +367,7 @@ class GradientMemory:
         return self._comm is not None
 
     @property
-    def home(self) -> GradientHome | None:
+    def home(self) -> HomePart | None:
         """Where the optimizer's part lies; None: on the device."""
         homed = self._homed_optim or self._homed
         return None if homed is None else homed.part_at(self._spec.optim_depth)
@@ -391,7 +390,7 @@ class GradientMemory:
 
     @property
     def _transient(self) -> list[TransientStorage]:
-        """What is allocated from gradients' staging until their reduction is done."""
+        """Storages that are allocated from gradients' staging until their reduction is done."""
         homed = (each.storage for each in (self._homed, self._homed_optim) if each is not None)
         return [each for each in (self._staging, self._comm, *homed) if each is not None]
 
@@ -745,7 +744,7 @@ class Gradients:
             self._memory.take(self._scale)
 
     @property
-    def home(self) -> GradientHome | None:
+    def home(self) -> HomePart | None:
         """Where the optimizer's part lies; None: on the device."""
         return self._memory.home
 

@@ -44,6 +44,7 @@ from fsdp_engine.codecs.tensor_hooks import plain_values
 from fsdp_engine.comm.collectives import Steps, broadcast_
 from fsdp_engine.comm.lanes import Chain
 from fsdp_engine.comm.mesh import DataMesh
+from fsdp_engine.comm.offloading import OffloadedBuffer
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.flat_dtensor import (
     FlatDTensor,
@@ -56,7 +57,6 @@ from fsdp_engine.flat_dtensor import (
 from fsdp_engine.flat_dtensor.parameter_access import ParameterAccess, ParamHooks
 from fsdp_engine.layout import Layout
 from fsdp_engine.memory import allocator as mem
-from fsdp_engine.optim.offloaded_step import OffloadedBuffer
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Strategy
 
 # Of their messages; buffers' own tags start above it.

@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
 
 from fsdp_engine.accelerator import is_simulated
 from fsdp_engine.comm.lanes import Lane, make_state_lanes
 from fsdp_engine.memory.allocator import Memory
 from fsdp_engine.memory.disk_memory import DiskThreads
-from fsdp_engine.memory.home import DiskHomes, Home, Homes
+from fsdp_engine.memory.home import DiskHomes, Home, HomePart, Homes
 from fsdp_engine.offload import DISK, ROLES, Offload
 
 # Of ledgers, by role of :class:`~fsdp_engine.Offload`.
 LEDGER_ROLES = {"optimizer_state": "optimizer", "main_weights": "main", "gradients": "grad"}
+
+
+class OffloadedBuffer(NamedTuple):
+    """Homes of a buffer.
+
+    Attributes:
+        params: its sharded parameters.
+        main: the home of their slices; None: they are on the device.
+        gradients: the home of their gradients; None: they are on the device.
+    """
+
+    params: Sequence[Tensor]
+    main: Home | None
+    gradients: HomePart | None
 
 
 class Offloading:

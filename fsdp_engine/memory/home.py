@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -31,6 +31,20 @@ class Home(Protocol):
     def take(self, work: Tensor) -> Steps:
         """The operation of a lane that copies ``work`` to the first bytes."""
         ...
+
+
+class HomePart(NamedTuple):
+    """A range of a home.
+
+    Attributes:
+        home: the whole.
+        first: first byte of the range.
+        num_bytes: of the range.
+    """
+
+    home: Home
+    first: int
+    num_bytes: int
 
 
 class HostHome(HostBlock):

@@ -38,7 +38,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_engine.comm.lanes import Ticket
-from fsdp_engine.comm.offloading import Offloading
+from fsdp_engine.comm.offloading import OffloadedBuffer, Offloading
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.memory import allocator
 from fsdp_engine.memory.allocator import storage_keys
@@ -59,34 +59,6 @@ _TRIAL_SHAPE = (3,)
 def _slice_within(value: Tensor) -> Tensor:
     """This rank's part of ``value``."""
     return slice_of(value) if isinstance(value, FlatDTensor) else value
-
-
-class GradientHome(NamedTuple):
-    """The home of a buffer's reduced gradients.
-
-    Attributes:
-        home: of the buffer's shard.
-        first: first byte of the optimizer's part.
-        num_bytes: of that part.
-    """
-
-    home: Home
-    first: int
-    num_bytes: int
-
-
-class OffloadedBuffer(NamedTuple):
-    """What lies elsewhere of a buffer.
-
-    Attributes:
-        params: its sharded parameters.
-        main: the home of their slices; None: they are on the device.
-        gradients: the home of theirs; None: they are on the device.
-    """
-
-    params: Sequence[Tensor]
-    main: Home | None
-    gradients: GradientHome | None
 
 
 class _Unit(NamedTuple):
