@@ -207,7 +207,7 @@ def check_homes(plan: Plan, axis_plans: AxisPlans, offload: Offload, device: tor
                 raise ValueError(
                     f"offload.main_weights: expected main weights of {unit.label} that are no part "
                     "of compute weights on the device: the level optim_grads_params, or another "
-                    f"param_dtype; found {strategy} and {part.kind.dtypes}"
+                    f"param_dtype; found {strategy} with both in {part.kind.dtypes.main}"
                 )
 
 
