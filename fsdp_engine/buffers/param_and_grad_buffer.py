@@ -571,6 +571,8 @@ class ParamAndGradBuffer:
         for index, source in enumerate(values):
             start, stop = self.layout.tensor_range(index, self.spec.optim_depth, at)
             self.weights.main.local(index, self.spec.optim_depth).copy_(source[start:stop])
+        if self.weights.home is not None:
+            self.weights.home.flush()
 
     def _make_published(self, *, changed: bool = False) -> None:
         if self.grads is None:

@@ -125,8 +125,8 @@ class DiskBlock:
             self.bytes = allocator.empty(0, torch.uint8, "cpu")
             return
         self._start = file.extend(num_bytes)
-        mapped = mmap.mmap(file.number, num_bytes, offset=self._start)
-        self.bytes = torch.frombuffer(mapped, dtype=torch.uint8)
+        self._mapping = mmap.mmap(file.number, num_bytes, offset=self._start)
+        self.bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)
 
     def read(self, target: Tensor, start: int = 0) -> None:
         """Read bytes from ``start`` into ``target``, on the CPU. The page cache keeps none."""
@@ -158,8 +158,15 @@ class DiskBlock:
             os.fdatasync(self._file.number)
             self._forget()
 
+    def flush(self) -> None:
+        """Write changes through the mapping to the disk, and keep none of them in memory."""
+        if self._num_bytes:
+            self._mapping.flush()
+            self._forget()
+
     def _forget(self) -> None:
         if self._num_bytes:
+            self._mapping.madvise(mmap.MADV_DONTNEED)  # mapped pages would stay in the cache
             place = self._start, self._num_bytes
             os.posix_fadvise(self._file.number, *place, os.POSIX_FADV_DONTNEED)
 

@@ -32,6 +32,10 @@ class Home(Protocol):
         """The operation of a lane that copies ``work`` to the first bytes."""
         ...
 
+    def flush(self) -> None:
+        """Keep no changes of :attr:`bytes` in memory that is not the home's own."""
+        ...
+
 
 class HomePart(NamedTuple):
     """A range of a home.
@@ -63,6 +67,9 @@ class HostHome(HostBlock):
         """See :class:`Home`."""
         self.bytes[: work.numel()].copy_(work, non_blocking=True)
         yield from ()
+
+    def flush(self) -> None:
+        """See :class:`Home`."""
 
 
 class DiskHome(DiskBlock):

@@ -528,6 +528,7 @@ class OffloadedStep:
         try:
             self._leave(optimizer, last, self._shadow)
             self._chunks[last].leave()
+            self._offload.memory.release_idle()  # of chunks, which no backward would use
         except BaseException:
             self._abandon()
             raise
