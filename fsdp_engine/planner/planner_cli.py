@@ -273,6 +273,9 @@ def measure_machine(
     path: Annotated[Path, typer.Argument(help="JSON file for the figures")],
     threads: Annotated[int, typer.Option(help="threads of each rank on a CPU")] = 1,
     seconds: Annotated[float, typer.Option(help="measurement time of each figure")] = 1.0,
+    folder: Annotated[
+        Path | None, typer.Option(help="of a local disk, to measure that, too")
+    ] = None,
 ) -> None:
     """Measure this machine in half a minute, with the ranks of torchrun or two gloo ranks."""
     _check_writable(path, "path")
@@ -281,7 +284,9 @@ def measure_machine(
             "--threads, --seconds: expected 1 or more, and more than 0; found "
             f"{threads} and {seconds}"
         )
-    machine = calibrate(threads, seconds=seconds, verbose=True)
+    if folder is not None and not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+        raise typer.BadParameter(f"--folder: expected a folder that can be written; found {folder}")
+    machine = calibrate(threads, seconds=seconds, verbose=True, folder=folder)
     if os.environ.get("RANK", "0") == "0":
         machine.save(path)
         print(path.read_text(), end="")

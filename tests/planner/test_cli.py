@@ -325,6 +325,12 @@ BAD: list[tuple[str, str]] = [
 ]
 
 
+def test_a_folder_that_cannot_be_measured_is_an_error(folder: Path) -> None:
+    result = CliRunner().invoke(app, ["calibrate", "machine.json", "--folder", "nowhere"])
+    assert result.exit_code == 2
+    assert "--folder: expected a folder that can be written; found" in result.output
+
+
 @pytest.mark.parametrize(("arguments", "message"), BAD)
 def test_errors_are_printed_without_a_traceback(folder: Path, arguments: str, message: str) -> None:
     (folder / "binary.json").write_bytes(b"\x80\xffPK")
