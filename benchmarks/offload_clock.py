@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from functools import partial
 from typing import Any
 
 import harness
@@ -114,7 +115,7 @@ def run() -> dict[str, Any]:
                 link = machine.link_to_state("host", ranks)
                 there, here = (
                     fe.simulate(
-                        lambda shape=shape: Llama(shape),
+                        partial(Llama, shape),
                         ranks,
                         batch=(tokens, tokens),
                         machine=machine,

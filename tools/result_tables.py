@@ -399,12 +399,13 @@ def offload_clock() -> str:
     columns += ["of it, optimizer", "bound", "over the bound", "FSDP2", "ZeRO-Offload"]
     columns += ["GiB of a rank: state on the device", "on the host", "there"]
     verdicts = "; ".join(
-        f"{where}: {min(each):.2f} to {max(each):.2f}, {'met' if max(each) <= goal else '**missed**'}"
+        f"{where}: {min(each):.2f} to {most:.2f}, {'met' if most <= goal else '**missed**'}"
         for where, each in over.items()
+        if (most := max(each))
     )
     note = (
-        f"\n\nThe goal is an optimizer's step of at most {goal:.2f} of the bound. Found: {verdicts}. "
-        "(`offload_clock.json`)"
+        f"\n\nThe goal is an optimizer's step of at most {goal:.2f} of the bound. Found: "
+        f"{verdicts}. (`offload_clock.json`)"
     )
     return table(columns, rows) + note
 

@@ -11,7 +11,8 @@ its operation to the end. Of several tickets of one stream a lane waits for the 
 none of its own.
 
 Accelerators have a sixth lane, which encodes main weights for gathers, so that a cast does not wait
-for the all-gather of the previous unit. On CPU the host casts when it issues the gather.
+for the all-gather of the previous unit. On CPU the host casts when it issues the gather. Offloaded
+state has two lanes of its own, "state in" and "state out".
 
 An operation is a generator (``collectives.py``) that yields the works that must be done before it
 continues. On CUDA it runs through at submission, because its stream waits. On CPU it starts at

@@ -72,7 +72,8 @@ class CopyQueues:
         """Determine all starts and ends."""
         link = self._link
         rates = {Direction.INTO: link.into, Direction.OUT: link.out}
-        share = min(link.both / (link.into + link.out), 1.0)
+        has_limit = math.isfinite(link.both)
+        share = min(link.both / (link.into + link.out), 1.0) if has_limit else 1.0
         waiting = {way: iter(queue) for way, queue in self._queues.items()}
         at_work: dict[Direction, Copy] = {}
         now = -math.inf

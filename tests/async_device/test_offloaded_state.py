@@ -18,6 +18,7 @@ import fsdp_engine as fe
 from fsdp_engine.comm.offloading import Offloading
 from fsdp_engine.memory.home import HostHome
 from fsdp_engine.optim import offloaded_step
+from fsdp_engine.simulation import state_links
 from tests.async_device import device as on
 from tests.async_device.scene import (
     Job,
@@ -347,3 +348,16 @@ def test_without_a_wait_or_a_copy_training_is_wrong(left_out: str) -> None:
         else:
             patch.setattr(HostHome, "take", lambda self, work: iter(()))
         assert differences(train(given, on.NAME), expected)
+
+
+@on_ranks(1)
+def test_the_link_to_the_host_is_measured() -> None:
+    device = torch.device(on.NAME, 0)
+    delay = 2e-3  # of each copy, also of a small one
+    with pytest.MonkeyPatch.context() as patch, on.delays(copy=delay):
+        patch.setattr(state_links, "_LARGE_ON_DEVICE", 2**20)
+        found = state_links.measure_host_link(device, 0.02, lambda value: value)
+    assert found.latency >= delay / 2
+    for rate in (found.into, found.out, found.both):
+        assert rate > 2**20 / 1.0
+    assert found.both <= found.into + found.out

@@ -317,6 +317,10 @@ def test_calibrate_measures_the_device_and_its_links(mesh: DeviceMesh) -> None:
     assert machine.processor.memory_bytes == torch.cuda.mem_get_info()[1]
     flops = machine.processor.matrix_flops
     assert flops[torch.bfloat16] > 1.5 * flops[torch.float32] > 0
+    link = machine.host_link
+    assert link is not None
+    for rate in (link.into, link.out, link.both):  # PCIe or NVLink-C2C
+        assert 1e9 < rate < 1e12
 
 
 # Programs.

@@ -104,6 +104,19 @@ def test_the_step_of_a_chunk_takes_28_bytes_of_each_element_beside_a_copy() -> N
     assert there.seconds == pytest.approx(here.seconds - steps + expected, rel=1e-4)
 
 
+def test_a_foreach_step_takes_the_bytes_that_it_reads_and_writes() -> None:
+    bandwidth = 1e9
+
+    def sgd(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=0.1, foreach=True)
+
+    where = machine(processor=Processor({F32: math.inf}, bandwidth, 1e12))
+    found = simulated(where, None, optimizer=sgd)
+    (span,) = (each for each in found.spans if each.label == "_foreach_add_")
+    elements = BLOCKS * CHUNK / 8
+    assert span.end - span.start == pytest.approx(3 * 4 * elements / bandwidth)
+
+
 def test_ranks_of_a_node_share_its_memory() -> None:
     shared = machine(host_memory_bandwidth=RANKS * ALONE / 2)
     link = shared.link_to_state("host", RANKS)
@@ -201,6 +214,13 @@ def test_two_directions_share_what_both_reach_together() -> None:
     assert behind.end == pytest.approx(into.end + 2.0)
     queues.forget(20.0)
     assert queues.add(Direction.INTO, 20.0, 10.0).end == pytest.approx(22.0)
+
+
+def test_links_without_a_limit_take_the_latency_alone() -> None:
+    queues = CopyQueues(TwoWayLink(math.inf, math.inf, math.inf, latency=0.5))
+    assert queues.add(Direction.INTO, 0.0, 100.0).end == 0.5
+    assert queues.add(Direction.OUT, 0.25, 100.0).end == 0.75
+    assert queues.add(Direction.INTO, 0.0, 0.0).end == 1.0
 
 
 def test_a_copy_that_is_submitted_later_moves_the_end_of_one_beside_it() -> None:
