@@ -11,7 +11,8 @@ its operation to the end. Of several tickets of one stream a lane waits for the 
 none of its own.
 
 Accelerators have a sixth lane, which encodes main weights for gathers, so that a cast does not wait
-for the all-gather of the previous unit. On CPU the host casts when it issues the gather.
+for the all-gather of the previous unit. On CPU the host casts when it issues the gather. Offloaded
+optimizer state and offloaded activations have two lanes each, one for each direction.
 
 An operation is a generator (``collectives.py``) that yields the works that must be done before it
 continues. On CUDA it runs through at submission, because its stream waits. On CPU it starts at
@@ -152,6 +153,7 @@ COMPUTE = "compute"
 LANES = (COMPUTE, "inner gather", "inner reduce", "outer gather", "outer reduce")
 COPY_IN = "copy in"
 STATE_LANES = ("state in", "state out")
+ACTIVATION_LANES = ("activations in", "activations out")
 
 # "reduce-scatter of blocks.1 over the inner axis", "encode blocks.1 (buffer 0)".
 _LABEL = re.compile(r"^[\w-]+ (?:of )?(.+?)(?: \(buffer \d+\))?(?: over the \w+ axis)?$")
@@ -327,11 +329,20 @@ def make_lanes(device: torch.device, ranks: Sequence[int] = ()) -> Lanes:
 
 def make_state_lanes(device: torch.device) -> tuple[Lane, Lane]:
     """Lanes on which state that lies elsewhere comes to ``device`` and returns."""
+    return _copy_lanes(device, STATE_LANES)
+
+
+def make_activation_lanes(device: torch.device) -> tuple[Lane, Lane]:
+    """Lanes on which activations are copied to ``device`` and from it."""
+    return _copy_lanes(device, ACTIVATION_LANES)
+
+
+def _copy_lanes(device: torch.device, names: tuple[str, str]) -> tuple[Lane, Lane]:
     if is_accelerator(device):
         stream = module_of(device).Stream
-        into, out = (DeviceLane(device, stream(device=device), name=name) for name in STATE_LANES)
+        into, out = (DeviceLane(device, stream(device=device), name=name) for name in names)
         return into, out
-    into_host, out_of_host = (HostLane(name=name) for name in STATE_LANES)
+    into_host, out_of_host = (HostLane(name=name) for name in names)
     return into_host, out_of_host
 
 
