@@ -191,6 +191,7 @@ def storage_keys(tensor: torch.Tensor) -> list[int]:
 def tensor_over(
     storage: torch.UntypedStorage,
     dtype: torch.dtype,
+    device: torch.device,
     offset: int,
     shape: Sequence[int],
     strides: Sequence[int],
@@ -198,10 +199,10 @@ def tensor_over(
     """A tensor over ``storage``, which must have the memory, with a version counter of its own.
 
     Args:
-        storage, dtype, shape, strides: of the tensor.
+        storage, dtype, device, shape, strides: of the tensor.
         offset: in elements.
     """
-    tensor = torch.empty(0, dtype=dtype, device=storage.device)
+    tensor = torch.empty(0, dtype=dtype, device=device)
     return tensor.set_(storage, offset, shape, strides)
 
 
@@ -528,4 +529,7 @@ class TransientStorage:
             strides.append(step)
             step *= max(size, 1)
         assert offset + math.prod(shape) <= self.numel
-        return tensor_over(self._storage, self.dtype, offset, shape, tuple(reversed(strides)))
+        device = self._memory.device
+        return tensor_over(
+            self._storage, self.dtype, device, offset, shape, tuple(reversed(strides))
+        )

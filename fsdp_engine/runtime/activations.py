@@ -34,8 +34,9 @@ Blocks of host memory are reused, by size; a block is written again after the la
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -47,17 +48,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fsdp_engine.accelerator import is_accelerator
 from fsdp_engine.comm.lanes import GradientStream, Lane, Steps, Ticket, make_activation_lanes
 from fsdp_engine.memory import allocator
-from fsdp_engine.memory.host_memory import HostBlock
+from fsdp_engine.memory.host_memory import HostPool
+from fsdp_engine.runtime.hooks import compiled_within, not_compiled
 from fsdp_engine.runtime.inputs import version_of
 from fsdp_engine.runtime.scheduler import in_backward
 from fsdp_engine.units.assignment import UnitSelector
 from fsdp_engine.units.checkpointing import WrappedForward, find_blocks
 
 OFFLOAD = "offload"
-# Copied ranges begin at multiples of so many bytes: elements of any dtype stay aligned.
-_ALIGNMENT = 16
-# Sizes of host blocks are multiples of an eighth of the power of two below them.
-_SIZE_BITS = 3
+# Copied ranges begin at multiples of so many bytes, as memory of allocators does: tensors stay as
+# aligned as they were, by which kernels are chosen.
+_ALIGNMENT = 512
 
 
 @dataclass(frozen=True)
@@ -107,47 +108,6 @@ def activations_of(checkpointing: object) -> OffloadActivations | None:
     return checkpointing
 
 
-class _HostPool:
-    """Blocks of pinned host memory. Blocks in use and idle ones take together no more than the most
-    that were in use at a time.
-
-    Args:
-        pinned: False: ordinary memory.
-        drain: ends all copies from and to it.
-    """
-
-    def __init__(self, drain: Callable[[], None], *, pinned: bool) -> None:
-        self._pinned = pinned
-        self._drain = drain
-        self._idle: dict[int, list[tuple[HostBlock, Ticket | None]]] = {}
-        self._num_idle = self._num_in_use = self._most_in_use = 0
-        # The device may still copy when the last block is garbage.
-        weakref.finalize(self, drain).atexit = False
-
-    def take(self, num_bytes: int) -> tuple[HostBlock, Ticket | None]:
-        """A block of at least ``num_bytes``, and the last copy from it, if there is one."""
-        step = 1 << max(num_bytes.bit_length() - 1 - _SIZE_BITS, 0)
-        size = -(-num_bytes // step) * step
-        self._num_in_use += size
-        self._most_in_use = max(self._most_in_use, self._num_in_use)
-        if self._idle.get(size):
-            self._num_idle -= size
-            return self._idle[size].pop()
-        while self._num_idle and self._num_in_use + self._num_idle > self._most_in_use:
-            self._drain()
-            largest = max(each for each, blocks in self._idle.items() if blocks)
-            self._idle[largest].pop()
-            self._num_idle -= largest
-        return HostBlock(size, pinned=self._pinned), None
-
-    def put(self, block: HostBlock, last_copy: Ticket | None) -> None:
-        """The block is idle as soon as ``last_copy``, from it, has ended."""
-        size = block.bytes.nbytes
-        self._num_in_use -= size
-        self._num_idle += size
-        self._idle.setdefault(size, []).append((block, last_copy))
-
-
 class View(NamedTuple):
     """A tensor over a storage; ``start``: in bytes."""
 
@@ -184,8 +144,7 @@ class _Moved:
     Attributes:
         num_bytes: see the argument.
         host: bytes on the host.
-        earlier: the last copy from there, of other bytes.
-        last_copy: of these bytes, to the host or from there; None: there was none yet.
+        last_copy: to the host or from there, of these bytes or, before, of others.
         bytes: on the device; None: they are on the host alone.
         is_restored: ``bytes`` have been copied back.
         pending: the copy for which compute has to wait before ``bytes`` are freed.
@@ -198,18 +157,18 @@ class _Moved:
         start: int,
         num_bytes: int,
         version: int,
-        pool: _HostPool,
+        pool: HostPool,
     ) -> None:
-        self._block, self.earlier = pool.take(num_bytes)
+        self.last_copy: Ticket | None
+        self._block, self.last_copy = pool.take(num_bytes)
         self._pool = pool
         # While there is a weak reference, no other storage has the address of this one.
         self._storage = StorageWeakRef(storage)
         self._start, self.num_bytes = start, num_bytes
         self._version = version
         self.host = self._block.bytes[:num_bytes]
-        self.last_copy: Ticket | None = None
         self.bytes: Tensor | None = allocator.tensor_over(
-            storage, torch.uint8, start, (num_bytes,), (1,)
+            storage, torch.uint8, storage.device, start, (num_bytes,), (1,)
         )
         self.is_restored = False
         self.pending: Ticket | None = None
@@ -217,7 +176,7 @@ class _Moved:
 
     def __del__(self) -> None:
         if hasattr(self, "_pool"):  # there was a block
-            self._pool.put(self._block, self.last_copy or self.earlier)
+            self._pool.put(self._block, self.last_copy)
 
     def holds(self, start: int, end: int, version: int) -> bool:
         """Whether this range, of tensors of this version, is part of it."""
@@ -233,9 +192,14 @@ class _Moved:
         """A tensor over the bytes on the device."""
         assert self.bytes is not None
         start = view.start - self._start if self.is_restored else view.start
-        storage = self.bytes.untyped_storage()
-        offset = start // view.dtype.itemsize
-        return allocator.tensor_over(storage, view.dtype, offset, view.shape, view.strides)
+        return allocator.tensor_over(
+            self.bytes.untyped_storage(),
+            view.dtype,
+            self.bytes.device,
+            start // view.dtype.itemsize,
+            view.shape,
+            view.strides,
+        )
 
 
 class _Call:
@@ -312,6 +276,13 @@ class _Saved:
             )
 
 
+def _copy(pairs: Iterable[tuple[Any, Any]]) -> Steps:
+    """An operation: copy to the first tensor of each pair."""
+    for target, source in pairs:
+        target.copy_(source, non_blocking=True)
+    yield from ()
+
+
 class ActivationOffload:
     """Moves the activations of an engine's blocks. See [Note: Offloaded activations].
 
@@ -319,6 +290,9 @@ class ActivationOffload:
         memory: of the engine, on its device.
         compute: the engine's lane.
         options: how.
+
+    Attributes:
+        pool: the memory on the host.
     """
 
     def __init__(
@@ -334,7 +308,7 @@ class ActivationOffload:
             for lane in lanes:
                 lane.drain()
 
-        self._pool = _HostPool(drain, pinned=is_accelerator(memory.device))
+        self.pool = HostPool(drain)
         self._by_storage: WeakValueDictionary[int, _Moved] = WeakValueDictionary()
         self._most_of_a_call = 0
         self._last: weakref.ref[_Call] | None = None
@@ -353,6 +327,7 @@ class ActivationOffload:
             own = vars(module).get(name)
             setattr(module, name, OffloadedForward(module, own, self, number))
 
+    @compiled_within
     def run(
         self,
         module: nn.Module,
@@ -403,6 +378,7 @@ class ActivationOffload:
             and not self._memory.owns(tensor)
         )
 
+    @not_compiled
     @torch.no_grad()
     def _move(self, call: _Call, module: nn.Module, saved: Sequence[_Saved]) -> None:
         """The forward ``call`` of ``module`` has returned and ``saved`` these: move them."""
@@ -415,12 +391,11 @@ class ActivationOffload:
                     by_storage.setdefault(key, []).append(each)
         moves = []
         for key, group in by_storage.items():
-            if (moved := self._moved(key, group)) is not None:
+            if (moved := self._moved(call, key, group)) is not None:
                 call.moved.append(moved)
                 moves.append((key, group, moved))
         if not moves:
             return
-        call.own = [each for each in call.moved if each.last_copy is None]
         before = self._last() if self._last is not None else None
         # A smaller number: another forward of the model has begun.
         if before is not None and before.number <= call.number:
@@ -435,7 +410,7 @@ class ActivationOffload:
         while sum(each.num_bytes for each in self._leaving) > self._in_flight:
             self._leave(next(iter(self._leaving)))
 
-    def _moved(self, key: int, group: Sequence[_Saved]) -> _Moved | None:
+    def _moved(self, call: _Call, key: int, group: Sequence[_Saved]) -> _Moved | None:
         """Where these tensors, over one storage, are moved to; None: they stay."""
         views = [View.of(each.tensor) for each in group]
         start = min(view.start for view in views) // _ALIGNMENT * _ALIGNMENT
@@ -447,25 +422,16 @@ class ActivationOffload:
         if before is not None and before.holds(start, end, version):
             return before
         storage = group[0].tensor.untyped_storage()
-        return _Moved(storage, start, end - start, version, self._pool)
+        call.own.append(_Moved(storage, start, end - start, version, self.pool))
+        return call.own[-1]
 
     def _take_out(self, call: _Call) -> None:
         """Begin to copy what ``call`` has saved."""
         call.num_bytes = sum(each.num_bytes for each in call.own)
         self._most_of_a_call = max(self._most_of_a_call, call.num_bytes)
-
-        def copies() -> Steps:
-            for each in call.own:
-                assert each.bytes is not None
-                each.host.copy_(each.bytes, non_blocking=True)
-            yield from ()
-
-        earlier = dict.fromkeys(each.earlier for each in call.own)
-        ticket = self._out.submit(
-            f"take activations of block {call.number}",
-            copies,
-            after=[self._compute.record(), *(each for each in earlier if each is not None)],
-        )
+        pairs = [(each.host, each.bytes) for each in call.own]
+        label = f"take activations of block {call.number}"
+        ticket = self._out.submit(label, partial(_copy, pairs), after=self._before(call.own))
         for each in call.own:
             each.last_copy = each.pending = ticket
             each.num_users += 1
@@ -487,6 +453,11 @@ class ActivationOffload:
             self._wait(unused)
             for each in unused:
                 each.bytes = None
+
+    def _before(self, moved: Sequence[_Moved]) -> list[Ticket]:
+        """Returns after what a copy of ``moved`` comes."""
+        copies = dict.fromkeys(each.last_copy for each in moved)
+        return [self._compute.record(), *(each for each in copies if each is not None)]
 
     def _wait(self, moved: Sequence[_Moved]) -> None:
         for ticket in dict.fromkeys(each.pending for each in moved):
@@ -543,22 +514,12 @@ class ActivationOffload:
         missing = [each for each in call.moved if each.bytes is None]
         if not missing:
             return
-
-        def copies() -> Steps:
-            for each in missing:
-                assert each.bytes is not None
-                each.bytes.copy_(each.host, non_blocking=True)
-            yield from ()
-
         with call.stream.entered():
             for each in missing:
                 each.restore(self._memory.device)
-            written = dict.fromkeys(each.last_copy for each in missing)
-            ticket = self._into.submit(
-                f"bring activations of block {call.number}",
-                copies,
-                after=[self._compute.record(), *(each for each in written if each is not None)],
-            )
+            pairs = [(each.bytes, each.host) for each in missing]
+            label = f"bring activations of block {call.number}"
+            ticket = self._into.submit(label, partial(_copy, pairs), after=self._before(missing))
         for each in missing:
             each.last_copy = each.pending = ticket
 
@@ -590,13 +551,14 @@ class OffloadedForward(WrappedForward):
         self._offload = offload
         self._number = number
 
+    @compiled_within
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._offload.run(self._module, self._number, self.original, args, kwargs)
 
 
 def offload_activations(
     model: nn.Module,
-    units: UnitSelector | Any | None,
+    units: UnitSelector | Iterable[UnitSelector] | None,
     memory: allocator.Memory,
     compute: Lane,
     options: OffloadActivations,
