@@ -429,11 +429,8 @@ class ActivationOffload:
         """Begin to copy what ``call`` has saved."""
         call.num_bytes = sum(each.num_bytes for each in call.own)
         self._most_of_a_call = max(self._most_of_a_call, call.num_bytes)
-        pairs = [(each.host, each.bytes) for each in call.own]
-        label = f"take activations of block {call.number}"
-        ticket = self._out.submit(label, partial(_copy, pairs), after=self._before(call.own))
+        self._submit(self._out, call, call.own)
         for each in call.own:
-            each.last_copy = each.pending = ticket
             each.num_users += 1
         self._leaving[call] = None
 
@@ -454,10 +451,18 @@ class ActivationOffload:
             for each in unused:
                 each.bytes = None
 
-    def _before(self, moved: Sequence[_Moved]) -> list[Ticket]:
-        """Returns after what a copy of ``moved`` comes."""
-        copies = dict.fromkeys(each.last_copy for each in moved)
-        return [self._compute.record(), *(each for each in copies if each is not None)]
+    def _submit(self, lane: Lane, call: _Call, moved: Sequence[_Moved]) -> None:
+        """Copy ``moved`` on ``lane``, after what compute has, and after copies before."""
+        is_out = lane is self._out
+        pairs = [(each.host, each.bytes) if is_out else (each.bytes, each.host) for each in moved]
+        # One by one: of several tickets a lane waits for the last that it is given.
+        for ticket in dict.fromkeys(each.last_copy for each in moved):
+            if ticket is not None:
+                lane.wait(ticket)
+        label = f"{'take' if is_out else 'bring'} activations of block {call.number}"
+        ticket = lane.submit(label, partial(_copy, pairs), after=[self._compute.record()])
+        for each in moved:
+            each.last_copy = each.pending = ticket
 
     def _wait(self, moved: Sequence[_Moved]) -> None:
         for ticket in dict.fromkeys(each.pending for each in moved):
@@ -517,11 +522,7 @@ class ActivationOffload:
         with call.stream.entered():
             for each in missing:
                 each.restore(self._memory.device)
-            pairs = [(each.bytes, each.host) for each in missing]
-            label = f"bring activations of block {call.number}"
-            ticket = self._into.submit(label, partial(_copy, pairs), after=self._before(missing))
-        for each in missing:
-            each.last_copy = each.pending = ticket
+            self._submit(self._into, call, missing)
 
     def _end_backward(self) -> None:
         """A backward is over: free its memory."""
