@@ -15,7 +15,7 @@ tensor subclasses, and ranges shorter than ``min_bytes``.
 The memory of a block is held until compute has waited for its copy, so that no kernel gets it
 earlier; ``record_stream`` would make the moment, and with it the peak, depend on the device. After
 each block compute waits for the oldest copies, as long as more than ``in_flight`` bytes are held.
-What is held when backward begins (the last block, by default) is used as it is.
+Memory that is held when backward begins (that of the last block, by default) is used as it is.
 
 The backward of a block begins when autograd unpacks the first of its tensors. Then the memory of
 the block before it in backward is freed, compute waits for the copy of its own, and copies of the

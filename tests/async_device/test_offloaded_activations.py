@@ -251,7 +251,7 @@ def without(wait: str) -> Iterator[None]:
     waits, submit = ActivationOffload._wait, ActivationOffload._submit
 
     def some_waits(offload: Any, moved: Any) -> None:
-        restored = wait == "for what is copied back"
+        restored = wait == "for copies back"
         waits(offload, [each for each in moved if each.is_restored != restored])
 
     def without_compute(offload: Any, lane: Any, *args: Any) -> None:
@@ -270,7 +270,7 @@ def without(wait: str) -> Iterator[None]:
 
 
 WAITS = {
-    "for what is copied back": {"copy": 1e-2},
+    "for copies back": {"copy": 1e-2},
     "for copies before memory is freed": {"copy": 1e-2},
     "of copies for compute": {"compute": 3e-3},
     "of copies back for compute": {"compute": 3e-3},
