@@ -118,7 +118,7 @@ def shard(
             unit is joined. None: [Note: Size of a unit] in ``units/assignment.py``.
         checkpointing: recompute the forward of blocks in backward; see
             :func:`~fsdp_engine.checkpoint_units`. "offload", or an :class:`OffloadActivations`:
-            what these blocks keep for backward lies in pinned host memory until then.
+            the tensors that these blocks save for backward are in pinned host memory until then.
         offload: where state lies between its uses. None: on the device.
         plan: the result of :func:`~fsdp_engine.plan` for ``strategy="auto"``, equal on all ranks.
             It also determines ``checkpointing``, and those of ``units``, ``mp_policy``, ``config``,

@@ -386,7 +386,7 @@ class SideStream:
 
 class GradientStream:
     """The stream on which the gradients of a backward are written, and on which compute waits for
-    their reductions.
+    their reductions; or the stream on which a block computes.
 
     Autograd runs each node on the stream of its forward, and the end of a backward on the caller's.
     Staging is allocated and freed on one stream, the one that was current as the backward began.

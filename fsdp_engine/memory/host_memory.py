@@ -56,8 +56,7 @@ class HostPool:
         self._drain = drain
         self._pinned = current_accelerator() is not None
         self._idle: dict[int, list[tuple[HostBlock, Any]]] = {}
-        self._idle_bytes = self._most_in_use = 0
-        self.bytes_in_use = 0
+        self.bytes_in_use = self._most_in_use = 0
         # A device may still copy when the last block is garbage.
         weakref.finalize(self, drain).atexit = False
 
@@ -68,21 +67,22 @@ class HostPool:
         self.bytes_in_use += size
         self._most_in_use = max(self._most_in_use, self.bytes_in_use)
         if self._idle.get(size):
-            self._idle_bytes -= size
             return self._idle[size].pop()
-        if self._idle_bytes and self.bytes_in_use + self._idle_bytes > self._most_in_use:
+        while (idle := self.idle_bytes) and self.bytes_in_use + idle > self._most_in_use:
             self._drain()
-        while self._idle_bytes and self.bytes_in_use + self._idle_bytes > self._most_in_use:
             largest = max(each for each, blocks in self._idle.items() if blocks)
             self._idle[largest].pop()
-            self._idle_bytes -= largest
         return HostBlock(size, pinned=self._pinned), None
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes of blocks that may be taken."""
+        return sum(size * len(blocks) for size, blocks in self._idle.items())
 
     def put(self, block: HostBlock, last_copy: Any) -> None:
         """The block may be written again after ``last_copy``."""
         size = block.bytes.nbytes
         self.bytes_in_use -= size
-        self._idle_bytes += size
         self._idle.setdefault(size, []).append((block, last_copy))
 
 

@@ -63,8 +63,8 @@ _ALIGNMENT = 512
 
 @dataclass(frozen=True)
 class OffloadActivations:
-    """What blocks keep for backward lies in pinned host memory between forward and backward. On a
-    CPU it is there anyway, and nothing changes. See ``docs/offload.md``.
+    """The tensors that blocks save for backward are in pinned host memory between forward and
+    backward. On a CPU nothing changes. See ``docs/offload.md``.
 
     Attributes:
         in_flight: bytes on the device, beside those of the block that computes: of blocks whose

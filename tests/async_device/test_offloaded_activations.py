@@ -116,13 +116,13 @@ def test_activations_are_pinned_on_the_host_which_does_not_wait_for_them(level: 
         step(number)
     moves = engine._activations
     assert moves is not None
-    idle = moves.pool._idle_bytes
+    idle = moves.pool.idle_bytes
     assert idle > 0
     with on.delays(copy=5e-3), on.count_host_syncs() as syncs:
         step(2)
         step(3)
     assert not syncs
-    assert moves.pool._idle_bytes == idle
+    assert moves.pool.idle_bytes == idle
     assert all(each.bytes.is_pinned() for idle in moves.pool._idle.values() for each, _ in idle)
 
 

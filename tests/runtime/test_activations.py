@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
@@ -137,6 +138,19 @@ def test_a_storage_moves_once_and_views_of_it_share_memory() -> None:
     Keeps.seen.clear()
     model[2](model[1](y)).sum().backward()
     assert len({each.untyped_storage().data_ptr() for each in Keeps.seen[0]}) == 1
+
+
+def test_a_tensor_of_a_subclass_stays_as_it_is() -> None:
+    pair = TwoTensor(torch.randn(64), torch.randn(64))
+    model = blocks(keeping(lambda x: pair), keeping(lambda x: x.detach()), cube)
+    found = offload(model, fe.OffloadActivations(0, min_bytes=0))
+    x = torch.randn(64, requires_grad=True)
+    loss = model[0](x).sum()
+    assert x.nbytes <= found.pool.bytes_in_use < 2 * x.nbytes
+    Keeps.seen.clear()
+    loss.backward()
+    assert type(Keeps.seen[0][0]) is TwoTensor
+    assert torch.equal(Keeps.seen[0][0].a, pair.a)
 
 
 def test_tensors_that_several_blocks_save_move_once() -> None:
@@ -470,14 +484,14 @@ def test_host_memory_is_reused_and_bounded() -> None:
     model = Transformer(3)
     moves = offload(model)
     plainly(model)
-    held = moves.pool._idle_bytes
+    held = moves.pool.idle_bytes
     model(*token_batch(2, 0)).backward()
-    assert moves.pool._idle_bytes == held
+    assert moves.pool.idle_bytes == held
     rows = [5, 1, 4, 2, 3, 5]
     for num in rows:
         model(*token_batch(num, 0)).backward()
     most = moves.pool._most_in_use
-    assert moves.pool._idle_bytes <= most < 4 * held
+    assert moves.pool.idle_bytes <= most < 4 * held
 
 
 # ---- The engine ----------------------------------------------------------------------------------
@@ -519,21 +533,24 @@ def test_training_is_the_same_to_the_last_bit(level: str) -> None:
     assert all(torch.equal(found[1][name], value) for name, value in weights.items())
 
 
+@pytest.mark.parametrize("double_buffer", [False, True])
 @on_ranks(1)
-def test_full_parameters_do_not_move() -> None:
+def test_full_parameters_do_not_move(double_buffer: bool) -> None:
     torch.manual_seed(1)
+    config = fe.DistributedDataParallelConfig(fsdp_double_buffer=double_buffer)
     for level in LEVELS:
         model = blocks(lambda x: x)
         model[0].linear = linear = nn.Linear(64, 64)
         model[0].function = linear
         with host_as_device():
-            engine = fe.shard(model, strategy=level, min_unit_size=0, checkpointing=ALL)
+            engine = fe.shard(model, None, level, config=config, min_unit_size=0, checkpointing=ALL)
         x = torch.randn(1, 64, requires_grad=True)
-        loss = model(x).sum()
-        assert engine._activations is not None
-        # The input, and the product that is multiplied by the scale.
-        assert 2 * x.nbytes <= engine._activations.pool.bytes_in_use < 4 * x.nbytes
-        loss.backward()
+        for _ in range(3):
+            loss = model(x).sum()
+            assert engine._activations is not None
+            # The input, and the product that is multiplied by the scale.
+            assert 2 * x.nbytes <= engine._activations.pool.bytes_in_use < 4 * x.nbytes
+            loss.backward()
 
 
 @on_ranks(1)
