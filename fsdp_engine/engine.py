@@ -22,6 +22,7 @@ from fsdp_engine.optim.clip import clip_, total_norm
 from fsdp_engine.optim.offloaded_step import offload_state
 from fsdp_engine.optim.step_listeners import add_step_listener
 from fsdp_engine.precision import MixedPrecisionPolicy
+from fsdp_engine.runtime.activations import ActivationOffload
 from fsdp_engine.runtime.assigned_values import MissingValues
 from fsdp_engine.runtime.conversion import Conversions
 from fsdp_engine.runtime.gradient_checks import GradientChecks
@@ -76,6 +77,7 @@ class Engine:
         policy: MixedPrecisionPolicy,
         timing: Timing,
         offload: Offload | None = None,
+        activations: ActivationOffload | None = None,
     ) -> None:
         mesh, config = communicators.data.mesh, resources.config
         self.model = model
@@ -140,6 +142,7 @@ class Engine:
         if offloading is not None and not offloading.steps_on_host:
             for unit in self.units:
                 offload_state(offloading, unit.label, [each.offloaded for each in unit.trainable])
+        self._activations = activations
         self._measured: Measurement | None = None
         self._sharded_ids = {id(param) for each in self.buffers for param in each.sharded_params}
         for module in model.modules():
@@ -572,6 +575,8 @@ class Engine:
             warnings.warn(f"while resetting: {error}", stacklevel=2)
         self._hooks.reset()
         self._scheduler.reset()
+        if self._activations is not None:
+            self._activations.reset()
 
     def describe(self) -> Description:
         """Returns the bytes that each unit holds and sends, those of offloaded state, and the last

@@ -12,7 +12,8 @@ none of its own.
 
 Accelerators have a sixth lane, which encodes main weights for gathers, so that a cast does not wait
 for the all-gather of the previous unit. On CPU the host casts when it issues the gather. Offloaded
-state has two lanes of its own, "state in" and "state out".
+optimizer state, main weights and gradients have two lanes, one for each direction, and so have
+activations.
 
 An operation is a generator (``collectives.py``) that yields the works that must be done before it
 continues. On CUDA it runs through at submission, because its stream waits. On CPU it starts at
@@ -153,6 +154,7 @@ COMPUTE = "compute"
 LANES = (COMPUTE, "inner gather", "inner reduce", "outer gather", "outer reduce")
 COPY_IN = "copy in"
 STATE_LANES = ("state in", "state out")
+ACTIVATION_LANES = ("activations in", "activations out")
 
 # "reduce-scatter of blocks.1 over the inner axis", "encode blocks.1 (buffer 0)".
 _LABEL = re.compile(r"^[\w-]+ (?:of )?(.+?)(?: \(buffer \d+\))?(?: over the \w+ axis)?$")
@@ -332,11 +334,20 @@ def make_state_lanes(device: torch.device) -> tuple[Lane, Lane]:
     if _STATE_MAKERS:
         made: tuple[Lane, Lane] = _STATE_MAKERS[-1](device)
         return made
+    return _copy_lanes(device, STATE_LANES)
+
+
+def make_activation_lanes(device: torch.device) -> tuple[Lane, Lane]:
+    """Lanes on which activations are copied to ``device`` and from it."""
+    return _copy_lanes(device, ACTIVATION_LANES)
+
+
+def _copy_lanes(device: torch.device, names: tuple[str, str]) -> tuple[Lane, Lane]:
     if is_accelerator(device):
         stream = module_of(device).Stream
-        into, out = (DeviceLane(device, stream(device=device), name=name) for name in STATE_LANES)
+        into, out = (DeviceLane(device, stream(device=device), name=name) for name in names)
         return into, out
-    into_host, out_of_host = (HostLane(name=name) for name in STATE_LANES)
+    into_host, out_of_host = (HostLane(name=name) for name in names)
     return into_host, out_of_host
 
 
@@ -388,7 +399,7 @@ class SideStream:
 
 class GradientStream:
     """The stream on which the gradients of a backward are written, and on which compute waits for
-    their reductions.
+    their reductions; or the stream on which a block computes.
 
     Autograd runs each node on the stream of its forward, and the end of a backward on the caller's.
     Staging is allocated and freed on one stream, the one that was current as the backward began.

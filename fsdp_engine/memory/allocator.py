@@ -47,6 +47,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -188,6 +189,30 @@ def storage_keys(tensor: torch.Tensor) -> list[int]:
     return [tensor.untyped_storage()._cdata]
 
 
+def tensor_over(
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    device: torch.device,
+    offset: int,
+    shape: Sequence[int],
+    strides: Sequence[int],
+) -> torch.Tensor:
+    """A tensor over ``storage``, which must have the memory, with a version counter of its own.
+
+    Args:
+        storage, dtype, device, shape, strides: of the tensor.
+        offset: in elements.
+    """
+    tensor = torch.empty(0, dtype=dtype, device=device)
+    return tensor.set_(storage, offset, shape, strides)
+
+
+def forget_memory(tensor: torch.Tensor) -> None:
+    """Let ``tensor`` refer to no memory; it keeps the version counter that it shares."""
+    # An assignment to `data` replaces everything else.
+    tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
+
 def begin_together(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two tensors begin at one byte of one storage, also where that has no memory."""
     storages = (first.untyped_storage()._cdata, second.untyped_storage()._cdata)
@@ -255,6 +280,7 @@ class Memory:
         elsewhere: bytes of offloaded state by place ("host", "disk"), not on ``device``.
         has_pool: communication buffers must all be there when the engine is made.
         arenas: by role.
+        transients: its transient storages, by their keys.
     """
 
     def __init__(
@@ -280,6 +306,9 @@ class Memory:
             for role in ("full", "staging"):
                 self.arenas[role] = Arena(self._allocate_arena, partial(self.ledger.add, role))
         self._fills_from_pool = pool is not None and pool.takes_more and not self.arenas
+        # By `storage_keys`.
+        self._persistent: set[int] = set()
+        self.transients: WeakValueDictionary[int, TransientStorage] = WeakValueDictionary()
 
     def persistent(
         self, numel: int, dtype: torch.dtype, role: str, *, sent: bool = False
@@ -287,11 +316,19 @@ class Memory:
         """A zeroed 1-D tensor that lives as long as the engine; ``sent``: collectives use it."""
         self.ledger.add(role, numel * dtype.itemsize)
         with self._allocating(sent):
-            return zeros(numel, dtype, self.device)
+            tensor = zeros(numel, dtype, self.device)
+        self._persistent.update(storage_keys(tensor))
+        return tensor
 
     def give_back(self, tensor: torch.Tensor, role: str) -> None:
         """A persistent tensor is about to go."""
         self.ledger.add(role, -tensor.nbytes)
+        self._persistent.difference_update(storage_keys(tensor))
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` lies in memory of this object, also while that is freed."""
+        keys = storage_keys(tensor)
+        return any(key in self._persistent or key in self.transients for key in keys)
 
     def book_elsewhere(self, owner: object, place: str, role: str, tensor: torch.Tensor) -> None:
         """Book memory at another place than the device ("host", "disk"), as long as ``owner`` is
@@ -452,6 +489,7 @@ class TransientStorage:
         self.filled = False
         # Views can only be made over memory that is there: `view` fills and drains once.
         self._storage = empty_storage(memory.device)
+        memory.transients[self.key] = self
         serves = is_kept_idle and self.num_bytes
         self._arena = memory.arenas.get(role) if serves else None
         if self._arena is not None:
@@ -518,5 +556,7 @@ class TransientStorage:
             strides.append(step)
             step *= max(size, 1)
         assert offset + math.prod(shape) <= self.numel
-        tensor = torch.empty(0, dtype=self.dtype, device=self._memory.device)
-        return tensor.set_(self._storage, offset, shape, tuple(reversed(strides)))
+        device = self._memory.device
+        return tensor_over(
+            self._storage, self.dtype, device, offset, shape, tuple(reversed(strides))
+        )
