@@ -17,9 +17,9 @@ from fsdp_engine.batches import EvenBatch, even_batches
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.config import Timing
 from fsdp_engine.memory.allocator import Memory
-from fsdp_engine.offload import DISK, Offload
+from fsdp_engine.offload import Offload
 from fsdp_engine.optim.clip import clip_, total_norm
-from fsdp_engine.optim.offloaded_step import StateOffload, offload_state
+from fsdp_engine.optim.offloaded_step import offload_state
 from fsdp_engine.optim.step_listeners import add_step_listener
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.assigned_values import MissingValues
@@ -101,6 +101,7 @@ class Engine:
         trainable = [buffer for unit in self.units for buffer in unit.trainable]
         self._is_unsharded = False
         self._mean_losses = MeanLosses(mesh, trainable)
+        offloading = resources.offloading
         checks = None
         if config.check_for_nan_in_grad or config.check_for_large_grads:
             checks = GradientChecks(trainable, config, self.ranks.control_group, mesh.device)
@@ -112,6 +113,7 @@ class Engine:
             timing,
             checks,
             self._mean_losses,
+            None if offloading is None or not offloading.moves("gradients") else offloading.wait,
         )
         self._scheduler = Scheduler(
             self.units, self._memory, self.budget, self._reductions, timing, expected
@@ -135,13 +137,9 @@ class Engine:
             hook_gradients(self._scheduler, unit)
             hook_delayed_gradients(self._scheduler, unit)
         self.offload = offload if offload is not None else Offload()
-        if self.offload.moves_optimizer_state(mesh.device):
-            folder = self.offload.folder if self.offload.optimizer_state == DISK else None
-            state = StateOffload(self._memory, self._lanes.compute, folder)
-            offload_state(
-                state,
-                [[p for each in unit.trainable for p in each.sharded_params] for unit in units],
-            )
+        if offloading is not None and not offloading.steps_on_host:
+            buffers = [[each.offloaded for each in unit.trainable] for unit in units]
+            offload_state(offloading, buffers)
         self._measured: Measurement | None = None
         self._sharded_ids = {id(param) for each in self.buffers for param in each.sharded_params}
         for module in model.modules():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -12,18 +12,27 @@ from fsdp_engine.accelerator import is_accelerator
 
 DEVICE, HOST, DISK = "device", "host", "disk"
 PLACES = (DEVICE, HOST, DISK)
+# Fields that are places.
+ROLES = ("optimizer_state", "main_weights", "gradients")
 
 
 @dataclass(frozen=True)
 class Offload:
     """Places of state between its uses. See ``docs/offload.md``.
 
+    Each is "device"; or "host": pinned memory, from which each unit's part comes to the device and
+    to which it returns; or "disk": a file. On a CPU "host" is where state is anyway.
+
     Attributes:
-        optimizer_state: of :func:`~fsdp_engine.shard_optimizer`'s optimizers: "device", or "host":
-            pinned memory, from which each unit's state comes to the device for its step and
-            returns; or "disk": a file. On a CPU "host" is where state is anyway.
+        optimizer_state: of :func:`~fsdp_engine.shard_optimizer`'s optimizers.
         folder: of a local disk, for "disk". Files in it have no names, and are gone with the
             process.
+        main_weights: the weights that optimizers step, of which gathers take this rank's shard.
+            Those that are compute weights, and are kept full, stay on the device.
+        gradients: reduced ones, which have to be sharded: the inner level is "optim_grads" or
+            "optim_grads_params".
+        step_on: "host": optimizers step in host memory, where all of the above lie then, by code
+            of the optimizer's own.
 
     Raises:
         ValueError: a place is unknown, or "disk" lacks a folder.
@@ -31,28 +40,61 @@ class Offload:
 
     optimizer_state: str = DEVICE
     folder: str | Path | None = None
+    main_weights: str = field(default=DEVICE, kw_only=True)
+    gradients: str = field(default=DEVICE, kw_only=True)
+    step_on: str = field(default=DEVICE, kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.optimizer_state not in PLACES:
-            raise ValueError(
-                f"offload.optimizer_state: expected one of {PLACES}; found {self.optimizer_state!r}"
-            )
-        if self.optimizer_state == DISK and self.folder is None:
+        for role in ROLES:
+            if (place := getattr(self, role)) not in PLACES:
+                raise ValueError(f"offload.{role}: expected one of {PLACES}; found {place!r}")
+        if DISK in self.places.values() and self.folder is None:
             raise ValueError("offload.folder: expected one for 'disk'; found None")
+        if self.step_on not in (DEVICE, HOST):
+            raise ValueError(
+                f"offload.step_on: expected one of {(DEVICE, HOST)}; found {self.step_on!r}"
+            )
+        if self.step_on == HOST:
+            for role in ROLES:
+                if (place := getattr(self, role)) != HOST:
+                    raise ValueError(
+                        f"offload.{role}: expected 'host', since optimizers step there (step_on); "
+                        f"found {place!r}"
+                    )
 
-    def check(self, device: torch.device) -> None:
-        """Whether it can be had on ``device``.
+    @property
+    def places(self) -> dict[str, str]:
+        """By role."""
+        return {role: getattr(self, role) for role in ROLES}
+
+    def check(self, device: torch.device, *, shards_gradients: bool) -> None:
+        """Whether it can be had.
+
+        Args:
+            device: where the model computes.
+            shards_gradients: whether the inner level does.
 
         Raises:
-            ValueError: no file can be made in the folder, or an accelerator's state would go to a
-                disk.
+            ValueError: no file can be made in the folder; an accelerator's state would go to a
+                disk; or gradients are not sharded.
         """
-        if self.optimizer_state != DISK:
+        if self.gradients != DEVICE and not shards_gradients:
+            raise ValueError(
+                "offload.gradients: expected 'device', or the inner level optim_grads or "
+                f"optim_grads_params; found {self.gradients!r} with gradients that are not sharded"
+            )
+        if is_accelerator(device) and (self.main_weights == HOST) != (self.gradients == HOST):
+            raise ValueError(
+                f"offload.gradients: expected {self.main_weights!r}, where main_weights lie, since "
+                f"torch wants a parameter and its .grad on one device; found {self.gradients!r}"
+            )
+        if DISK not in self.places.values():
             return
         if is_accelerator(device):
+            role = next(role for role, place in self.places.items() if place == DISK)
             raise ValueError(
-                f"offload.optimizer_state: expected 'host' for state of {device.type}; found "
-                "'disk', which is for training on a CPU"
+                f"offload.{role}: expected 'host' for state of {device.type}; found 'disk', which "
+                "is for training on a CPU"
             )
         assert self.folder is not None
         if not (os.path.isdir(self.folder) and os.access(self.folder, os.W_OK | os.X_OK)):
@@ -60,7 +102,7 @@ class Offload:
                 f"offload.folder: expected a folder that can be written; found {self.folder}"
             )
 
-    def moves_optimizer_state(self, device: torch.device) -> bool:
-        """Whether optimizer state lies elsewhere than where ``device`` computes."""
-        place = self.optimizer_state
+    def moves(self, role: str, device: torch.device) -> bool:
+        """Whether ``role`` lies elsewhere than where ``device`` computes."""
+        place = getattr(self, role)
         return place == DISK or (place == HOST and is_accelerator(device))

@@ -29,6 +29,7 @@ from fsdp_engine.units.build import (
     Resources,
     agree_on_plan,
     build_units,
+    check_homes,
     owned_within,
 )
 from fsdp_engine.units.checkpointing import checkpoint_units
@@ -241,7 +242,7 @@ def make_engine(
         if offload is not None:
             if not isinstance(offload, Offload):
                 raise TypeError(f"offload: expected an fe.Offload or None; found {offload!r}")
-            offload.check(data.device)
+            offload.check(data.device, shards_gradients=levels.shards(Role.GRAD, Axis.INNER))
         policy = config.applied_to(policy)
         if initial_values not in CHOICES:
             raise ValueError(f"initial_values: expected one of {CHOICES}; found {initial_values!r}")
@@ -249,13 +250,15 @@ def make_engine(
             policy, config, axis_plans, granule, codec_rules, min_unit_size=min_unit_size
         )
         plan = make_plan(model, units, settings)
+        if offload is not None:
+            check_homes(plan, axis_plans, offload, data.device)
         choose_written(plan.records, data, ranks)
         compare = data.size > 1 and initial_values != FIRST and not broadcast
         holdings = Holdings(plan, experts, compare=compare)
         options = f"{levels}, {policy}, {config}, {initial_values}, min_unit_size={min_unit_size}"
         options += f", checkpointing={checkpointing}"
         if offload is not None:  # folders may differ from node to node
-            options += f", offload.optimizer_state={offload.optimizer_state}"
+            options += f", offload={offload.places}, step_on={offload.step_on}"
         signature = [options, *plan.signature()]
     except Exception as caught:  # units, granule and codec rules are the user's, and raise anything
         error = caught
@@ -272,7 +275,7 @@ def make_engine(
     communicators = EngineCommunicators(
         axis_plans, ranks, MeshCommunicators(data), expert_communicators
     )
-    resources = Resources(data, config)
+    resources = Resources(data, config, offload)
     built = build_units(plan, communicators, resources, start)
     made = [
         Unit(planned, buffers, policy, policy.output_dtype if not index else None, resources.lanes)

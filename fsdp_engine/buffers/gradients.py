@@ -32,6 +32,11 @@ making them in each step costs more host time than all the rest of a unit's grad
 when gradients are cleared, that step keeps its tensors, Python's references keep the memory, and
 the next step gets new ones.
 
+With ``Offload.gradients`` the accumulation buffer lies at a *home* outside of the device's memory.
+Reductions write into transient memory of its length, which is brought before, where they add to it,
+and is written home after. Published gradients are tensors over the home, which has its memory for
+good, so that the next step writes over those that the user holds.
+
 The memory stays allocated where nothing is sharded, since ``main_grad`` is a persistent buffer in
 Megatron-Core; where ``main_grad`` was given out; with ``fsdp_double_buffer``, since steady steps
 allocate nothing then; and in memory that is registered with NCCL, which all ranks register at one
@@ -40,8 +45,10 @@ moment.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import attrgetter, or_
 from sys import getrefcount
 from typing import NamedTuple
@@ -70,6 +77,8 @@ from fsdp_engine.flat_dtensor import FlatDTensor, versions_of
 from fsdp_engine.flat_dtensor.tensor_parallel_spec import TensorParallelSpec
 from fsdp_engine.memory import allocator
 from fsdp_engine.memory.allocator import TransientStorage, alias
+from fsdp_engine.memory.home import Homes
+from fsdp_engine.optim.offloaded_step import GradientHome
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis
 
 # Zeroing this many bytes takes about as long as one more call.
@@ -105,6 +114,58 @@ class WriteBuffer:
         """Zero the padding: it is reduced with the gradients and must not add to them."""
         if self.padding:
             torch._foreach_zero_(self.padding)
+
+
+class HomedShard:
+    """A shard of gradients that lies at a home, and the transient memory in which it is reduced.
+
+    Args:
+        spec, context: of the buffer.
+        depth, dtype: of the shard.
+        homes: makes the home.
+    """
+
+    def __init__(
+        self,
+        spec: BufferSpec,
+        context: BufferContext,
+        depth: int,
+        dtype: torch.dtype,
+        homes: Homes,
+    ) -> None:
+        self._label = spec.label
+        self._offloading = context.offloading
+        at = context.mesh_communicators.mesh.coordinate
+        start, stop = spec.layout.range(depth, at)
+        numel = stop - start
+        self.home = homes.make(numel * dtype.itemsize)
+        assert self._offloading is not None
+        # The device may still write into it when its engine is deleted.
+        weakref.finalize(self.home, self._offloading.state_out.drain).atexit = False
+        self.buffer = ShardedBuffer(spec.layout, at, depth, alias(self.home.bytes.view(dtype)))
+        self.storage = context.memory.transient(numel, dtype, "staging")
+        with self.storage.while_filled():
+            self.work = ShardedBuffer(spec.layout, at, depth, self.storage.view(0, (numel,)))
+            self._bytes = self.work.tensor.view(torch.uint8)
+
+    def part_at(self, depth: int) -> GradientHome:
+        """Where the part at ``depth`` lies."""
+        part = self.buffer.narrow(depth)
+        return GradientHome(self.home, part.storage_offset() * part.itemsize, part.nbytes)
+
+    def add_bring(self, chain: Chain) -> None:
+        """Add to ``chain``: bring it from home."""
+        assert self._offloading is not None
+        label, reads, writes = f"bring gradients of {self._label}", [self.buffer.tensor], [self._bytes]
+        operation = partial(self.home.bring, self._bytes)
+        chain.add(self._offloading.state_in, label, operation, reads=reads, writes=writes)
+
+    def add_take(self, chain: Chain) -> None:
+        """Add to ``chain``: write it home."""
+        assert self._offloading is not None
+        label, reads, writes = f"take gradients of {self._label}", [self._bytes], [self.buffer.tensor]
+        operation = partial(self.home.take, self._bytes)
+        chain.add(self._offloading.state_out, label, operation, reads=reads, writes=writes)
 
 
 @dataclass(frozen=True)
@@ -279,6 +340,14 @@ class GradientMemory:
         if spec.grad_depth > 0:
             self._staging = memory.transient(spec.layout.numel, dtypes.comm, "staging")
         self._staged: WriteBuffer | None = None
+        self._homed: HomedShard | None = None
+        self._homed_optim: HomedShard | None = None
+        if (homes := context.homes("gradients")) is not None:
+            self.is_resident = True
+            self._homed = HomedShard(spec, context, spec.grad_depth, dtypes.main_grad, homes)
+            if dtypes.optim_grad != dtypes.main_grad:
+                depth, dtype = spec.optim_depth, dtypes.optim_grad
+                self._homed_optim = HomedShard(spec, context, depth, dtype, homes)
         self._comm: TransientStorage | None = None
         if dtypes.comm != dtypes.main_grad and last_axes:
             self._comm = memory.transient(self._numel(spec.grad_depth), dtypes.comm, "staging")
@@ -290,9 +359,17 @@ class GradientMemory:
         return self._comm is not None
 
     @property
+    def home(self) -> GradientHome | None:
+        """Where the optimizer's part lies; None: on the device."""
+        homed = self._homed_optim or self._homed
+        return None if homed is None else homed.part_at(self._spec.optim_depth)
+
+    @property
     def rest_bytes(self) -> int:
         """Bytes of the accumulation buffer, and of the optimizer's shard in another dtype."""
         spec, dtypes = self._spec, self._spec.kind.dtypes
+        if self._homed is not None:
+            return 0
         num_bytes = self._numel(spec.grad_depth) * dtypes.main_grad.itemsize
         if dtypes.optim_grad != dtypes.main_grad:
             num_bytes += self._numel(spec.optim_depth) * dtypes.optim_grad.itemsize
@@ -301,7 +378,13 @@ class GradientMemory:
     @property
     def transient_bytes(self) -> int:
         """Bytes of the staging and the communication buffer while they are allocated."""
-        return sum(each.num_bytes for each in (self._staging, self._comm) if each is not None)
+        return sum(each.num_bytes for each in self._transient)
+
+    @property
+    def _transient(self) -> list[TransientStorage]:
+        """What is allocated from gradients' staging until their reduction is done."""
+        homed = (each.storage for each in (self._homed, self._homed_optim) if each is not None)
+        return [each for each in (self._staging, self._comm, *homed) if each is not None]
 
     def take(self, scale: GradientScale, *, zero: bool = False) -> GradientTensors:
         """Returns tensors for a step; allocates their memory unless it is allocated.
@@ -371,11 +454,18 @@ class GradientMemory:
         compute.manage(f"allocate comm buffer of {label}", self._comm.fill, self._comm)
         return True
 
+    def allocate_homed(self) -> bool:
+        """Allocate the memory in which gradients that lie at a home are reduced; returns whether
+        there is any."""
+        homed = [each.storage for each in (self._homed, self._homed_optim) if each is not None]
+        self._allocate(homed)
+        return bool(homed)
+
     def free_transient(self) -> None:
         """Free the staging and the communication buffer; compute is done with them."""
         compute, label = self._context.lanes.compute, self._spec.label
-        for storage in (self._staging, self._comm):
-            if storage is not None and storage.filled:
+        for storage in self._transient:
+            if storage.filled:
                 compute.manage(f"free staging of {label}", storage.drain, storage)
 
     def _allocate(self, storages: Sequence[TransientStorage]) -> None:
@@ -399,10 +489,14 @@ class GradientMemory:
         sums_wide = dtypes.reduce != dtypes.comm
         sent = self._staging is not None or self._comm is None or sums_wide
         storages: list[TransientStorage] = []
-        accum = self._accumulation(spec.grad_depth, dtypes.main_grad, storages, sent=sent)
-        optim = None
+        accum, reduced = self._accumulation(
+            self._homed, spec.grad_depth, dtypes.main_grad, storages, sent=sent
+        )
+        optim = reduced_optim = None
         if dtypes.optim_grad != dtypes.main_grad:
-            optim = self._accumulation(spec.optim_depth, dtypes.optim_grad, storages, sent=False)
+            optim, reduced_optim = self._accumulation(
+                self._homed_optim, spec.optim_depth, dtypes.optim_grad, storages, sent=False
+            )
         # Views over transient memory are made while it is allocated.
         added = [
             each for each in (self._staging, self._comm) if each is not None and not each.filled
@@ -417,7 +511,7 @@ class GradientMemory:
         comm = None
         if self._comm is not None:
             comm = self._buffer(spec.grad_depth, self._comm.view(0, (self._comm.numel,)))
-        chains = self._make_chains(scale, written.buffer, accum, optim, comm)
+        chains = self._make_chains(scale, written.buffer, reduced, reduced_optim, comm)
         for storage in added:
             storage.drain()
         return GradientTensors(storages, accum, optim, written, chains)
@@ -444,7 +538,13 @@ class GradientMemory:
         if self._staging is not None:
             for chain, accumulate in ((chains.overwriting, False), (chains.adding, True)):
                 each = replace(how, accumulate=accumulate)
+                if self._homed is not None and accumulate:
+                    self._homed.add_bring(chain)
                 redistribute(chain, context, written, 0, spec.grad_depth, each)
+                if self._homed is not None:
+                    self._homed.add_take(chain)
+        if self._homed is not None and (self._last_axes or optim is not None):
+            self._homed.add_bring(chains.last)
         depths, lane = (spec.grad_depth, spec.optim_depth), context.lanes.inner_reduce
         last = replace(how, over=self._last_axes, into=None)
         if comm is None or dtypes.reduce != dtypes.comm:
@@ -457,18 +557,33 @@ class GradientMemory:
         if optim is not None:
             reduced = accum.narrow(spec.optim_depth)
             copy(chains.last, lane, spec.label, reduced, optim.tensor, 1.0)
+        if chains.last:
+            for homed in (self._homed, self._homed_optim):
+                if homed is not None:
+                    homed.add_take(chains.last)
         return chains
 
     def _accumulation(
-        self, depth: int, dtype: torch.dtype, storages: list[TransientStorage], *, sent: bool
-    ) -> ShardedBuffer:
+        self,
+        homed: HomedShard | None,
+        depth: int,
+        dtype: torch.dtype,
+        storages: list[TransientStorage],
+        *,
+        sent: bool,
+    ) -> tuple[ShardedBuffer, ShardedBuffer]:
+        """The buffer that users see, and the one that reductions write."""
+        if homed is not None:
+            return homed.buffer, homed.work
         memory, numel = self._context.memory, self._numel(depth)
         if memory.has_pool:
-            return self._buffer(depth, memory.persistent(numel, dtype, "grad", sent=sent))
-        storage = memory.lasting(numel, dtype, "grad")
-        storages.append(storage)
-        self._allocate([storage])
-        return self._buffer(depth, storage.view(0, (numel,)))
+            buffer = self._buffer(depth, memory.persistent(numel, dtype, "grad", sent=sent))
+        else:
+            storage = memory.lasting(numel, dtype, "grad")
+            storages.append(storage)
+            self._allocate([storage])
+            buffer = self._buffer(depth, storage.view(0, (numel,)))
+        return buffer, buffer
 
     def _buffer(self, depth: int, flat: Tensor) -> ShardedBuffer:
         return ShardedBuffer(
@@ -621,6 +736,11 @@ class Gradients:
         self.writer: GradientWriter | None = None
         if has_pool:
             self._memory.take(self._scale)
+
+    @property
+    def home(self) -> GradientHome | None:
+        """Where the optimizer's part lies; None: on the device."""
+        return self._memory.home
 
     @property
     def awaits_last_microbatch(self) -> bool:
@@ -802,6 +922,7 @@ class Gradients:
             is_first = 1 not in step.sums
             self._zero_cleared(step, tensors.accum)
             chain = tensors.chains.overwriting if is_first else tensors.chains.adding
+            self._memory.allocate_homed()
             ticket = chain.run((compute.record(),))
         else:
             tensors = self._tensors()
@@ -810,6 +931,7 @@ class Gradients:
         if not (last and tensors.chains.last):
             return None if ticket is None else SubmittedReduction(ticket, ticket)
         uses_comm = self._memory.allocate_comm()
+        uses_comm = self._memory.allocate_homed() or uses_comm
         after = [] if ticket is None else [ticket]
         if uses_comm or ticket is None:
             after.append(compute.record())

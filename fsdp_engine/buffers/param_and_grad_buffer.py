@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from fsdp_engine.accelerator import is_accelerator
 from fsdp_engine.buffers.gradients import Gradients
 from fsdp_engine.buffers.published_gradients import (
     GradientHooks,
@@ -55,6 +56,7 @@ from fsdp_engine.flat_dtensor import (
 from fsdp_engine.flat_dtensor.parameter_access import ParameterAccess, ParamHooks
 from fsdp_engine.layout import Layout
 from fsdp_engine.memory import allocator as mem
+from fsdp_engine.optim.offloaded_step import OffloadedBuffer
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Strategy
 
 # Of their messages; buffers' own tags start above it.
@@ -69,10 +71,11 @@ def gathered(
     Args:
         spec, context: of the buffer.
         label: of the gather, in messages.
-        own: this rank's part, 1-D, at the depth of the optimizer.
+        own: this rank's part, 1-D, at the depth of the optimizer; also in host memory.
         into: memory for the result, 1-D, in whose dtype parts are sent; None: allocated, with the
             dtype of ``own``.
     """
+    own = own.to(context.memory.device)
     source: Tensor | Callable[[Tensor], Steps] = own
     if into is None:
         into = mem.empty(spec.layout.numel, own.dtype, own.device)
@@ -157,11 +160,19 @@ class ParamAndGradBuffer:
             sharded.__dict__.update(marks)
         self.hooks = ParamHooks(names, [record.param for record in self.records])
         self.reads = ParameterAccess(self.full_params, names, self.hooks)
+        if self.weights.home is not None and is_accelerator(context.memory.device):
+            self.reads.on_change = context.lanes.drain  # gathers read the home
         self._make_published()
         for index, sharded in enumerate(self.sharded_params):
             if isinstance(sharded, FlatDTensor):
                 sharded.backref = self.reads.backref(index)
         self._gradient_hooks: GradientHooks | None = None
+
+    @property
+    def offloaded(self) -> OffloadedBuffer:
+        """What of it lies elsewhere than on the device."""
+        gradients = None if self.grads is None else self.grads.home
+        return OffloadedBuffer(self.sharded_params, self.weights.home, gradients)
 
     @property
     def label(self) -> str:
@@ -514,7 +525,7 @@ class ParamAndGradBuffer:
             self.layout,
             self.mesh.coordinate,
             self.spec.optim_depth,
-            mem.zeros(self.weights.main.tensor.numel(), dtype, self.weights.main.tensor.device),
+            mem.zeros(self.weights.main.tensor.numel(), dtype, self._context.memory.device),
         )
         for index, each in enumerate(state):
             if each is not None:
@@ -550,7 +561,7 @@ class ParamAndGradBuffer:
             # One message for the whole buffer, whatever the number of parameters. The values of
             # the other ranks are not looked at: they may be on the meta device.
             main = self.weights.main.tensor
-            flat = mem.zeros(self.layout.numel, main.dtype, main.device)
+            flat = mem.zeros(self.layout.numel, main.dtype, self._context.memory.device)
             places = [flat[slot.offset : slot.stop] for slot in self.layout.slots]
             if group.rank() == 0:
                 for place, value in zip(places, values, strict=True):

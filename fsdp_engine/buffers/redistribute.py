@@ -28,8 +28,10 @@ from torch.distributed import ProcessGroup
 from fsdp_engine.comm.collectives import Communicator, Steps
 from fsdp_engine.comm.lanes import Chain, Lane, Lanes, Operation
 from fsdp_engine.comm.mesh import DataMesh
+from fsdp_engine.comm.offloading import Offloading
 from fsdp_engine.layout import Coordinate, Layout
 from fsdp_engine.memory.allocator import Memory, begin_together
+from fsdp_engine.memory.home import Homes
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis
 
 
@@ -121,11 +123,21 @@ class MeshCommunicators:
 
 @dataclass(frozen=True)
 class BufferContext:
-    """The ranks of one mesh, the lanes and the memory of an engine, shared by its buffers."""
+    """The ranks of one mesh, the lanes and the memory of an engine, shared by its buffers.
+
+    Attributes:
+        mesh_communicators, lanes, memory: these.
+        offloading: where its shards lie; None: on the device.
+    """
 
     mesh_communicators: MeshCommunicators
     lanes: Lanes
     memory: Memory
+    offloading: Offloading | None = None
+
+    def homes(self, role: str) -> Homes | None:
+        """Makes those of a role of :class:`~fsdp_engine.Offload`; None: it stays on the device."""
+        return None if self.offloading is None else self.offloading.homes(role)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,11 @@ the full buffer, for every use. Either is empty where both of its buffers are th
 chain of operations that is built once. Encoding and the first gather are one operation where no
 other has to be between them: such a gather takes the encoding as its source (``redistribute.py``).
 
+With ``Offload.main_weights`` main weights lie at a *home* outside of the device's memory. An
+encoding then has one operation before it, which brings them: into this rank's part of the full
+buffer where main weights are compute weights, else into transient memory, from which the codec
+encodes. Main weights stay on the device where they are a part of compute weights that are kept.
+
 Each encoding of the codec ([Note: Encodings] in ``codecs/base.py``) has a wire and a full buffer.
 One refresh serves all encodings; only the encodings that the next use reads are unsharded.
 
@@ -40,6 +45,7 @@ are the same, so ranks may differ in this.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -55,7 +61,8 @@ from fsdp_engine.comm.collectives import Steps
 from fsdp_engine.comm.lanes import Chain, Lane, Ticket
 from fsdp_engine.layout import Coordinate
 from fsdp_engine.memory.allocator import TransientStorage, alias
-from fsdp_engine.strategies import AXIS_BELOW_DEPTH
+from fsdp_engine.memory.home import Home
+from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Role, Strategy
 
 # A line of whole gradients as one of that dtype; None while gradients need it.
 Scratch = Callable[[torch.dtype], Tensor | None]
@@ -188,6 +195,7 @@ class Weights:
     Attributes:
         main: main weights at the depth of OPTIM. Its tensor has a version counter of its own, so
             that edits in place are distinguished from gathers into the same memory.
+        home: where they lie, if that is not the device's memory.
         params: full compute parameters of the first encoding, in their own shapes.
         reshards: whether full parameters are freed between uses.
         needs_refresh: whether a change of main weights has to be sent or cast before use.
@@ -208,16 +216,23 @@ class Weights:
         self.codec = codec
         memory, optim_depth = context.memory, spec.optim_depth
         self.reshards = spec.param_depth > 0
+        self.home = self._make_home()
         full_dtype = spec.kind.dtypes.compute if codec.decodes else codec.wire_dtype
         self._encodings = [self._make_encoding(full_dtype) for _ in range(codec.num_encodings)]
         self.params = self._encodings[0].params
         # The full parameters that modules read where there is one encoding.
         self._first_target: Sequence[Tensor] = (self._encodings[0].target.tensor,)
-        if codec.is_identity:
+        main_dtype, numel = spec.kind.dtypes.main, self._numel(optim_depth)
+        self._brought: TransientStorage | None = None
+        if self.home is not None:
+            main = alias(self.home.bytes.view(main_dtype))
+            if not codec.is_identity:
+                self._brought = memory.transient(numel, main_dtype, "full")
+        elif codec.is_identity:
             assert self._encodings[0].wire is not None
             main = alias(self._encodings[0].wire.narrow(optim_depth))
         else:
-            main = memory.persistent(self._numel(optim_depth), spec.kind.dtypes.main, "main")
+            main = memory.persistent(numel, main_dtype, "main")
         self.main = ShardedBuffer(spec.layout, self._at, optim_depth, main)
         self._full_wire = self._make_full_wire() if codec.decodes else None
         codec.prepare(params, self._pieces(), self._split_groups(), memory.device)
@@ -234,6 +249,8 @@ class Weights:
                 encoding.unshard = self._make_unshard(encoding)
                 if self._full_wire is not None:
                     encoding.memory.append(self._full_wire.storage)
+                if self._brought is not None and encoding.wire is None:
+                    encoding.memory.append(self._brought)
         self._storages = [each.storage for each in self._encodings if each.storage is not None]
         self.transient_keys = [storage.key for storage in self._storages]
         for storage in self._storages:
@@ -252,7 +269,7 @@ class Weights:
     @property
     def rest_bytes(self) -> int:
         """Bytes held at rest: main weights, and compute weights as far as they are kept."""
-        persistent = [self.main.tensor]
+        persistent = [self.main.tensor] if self.home is None else []
         for encoding in self._encodings:
             if encoding.wire is not None:
                 persistent.append(encoding.wire.tensor)
@@ -299,7 +316,7 @@ class Weights:
             kept = encoding.wire if encoding.wire is not None or self.reshards else encoding.target
             if kept is not None:
                 memory.give_back(kept.tensor, "model")
-        if not self.codec.is_identity:
+        if not self.codec.is_identity and self.home is None:
             memory.give_back(self.main.tensor, "main")
 
     def gather(self, phase: int, held: int, compute_now: Ticket | None = None) -> list[Ticket]:
@@ -332,11 +349,11 @@ class Weights:
             return [self._through_scratch.refresh()]
         if self._refresh is None:
             return []
-        storages: Sequence[TransientStorage] = ()
+        storages: list[TransientStorage] = [] if self._brought is None else [self._brought]
         if not self.reshards:
-            storages = () if self._full_wire is None else (self._full_wire.storage,)
+            storages += [] if self._full_wire is None else [self._full_wire.storage]
         elif self.codec.needs_whole_line:
-            storages = self._storages
+            storages += self._storages
         if self._fill(storages):
             compute_now = None  # memory that compute has used since
         return [self._refresh.run((compute_now or self._context.lanes.compute.record(),))]
@@ -348,7 +365,7 @@ class Weights:
             phases: whose full parameters are gathered.
             for_backward: a backward reads the gathered parameters.
         """
-        self._drain_full_wire()
+        self._drain_staged()
         if self._through_scratch is not None:
             self._through_scratch.finish()
         if self.codec.needs_whole_line:
@@ -362,7 +379,7 @@ class Weights:
             self.codec.before_release()
         for storage in filled:
             self._drain(storage)
-        self._drain_full_wire()
+        self._drain_staged()
 
     def free_all_but(self, phases: int) -> None:
         """Free the encodings that no use of ``phases`` reads."""
@@ -416,9 +433,12 @@ class Weights:
             compute = self._context.lanes.compute
             compute.manage(f"free {self._spec.label}", storage.drain, storage)
 
-    def _drain_full_wire(self) -> None:
+    def _drain_staged(self) -> None:
+        """Free what only a gather needs."""
         if self._full_wire is not None:
             self._drain(self._full_wire.storage)
+        if self._brought is not None:
+            self._drain(self._brought)
 
     @property
     def _at(self) -> Coordinate:
@@ -431,6 +451,8 @@ class Weights:
         wire = None
         # At depth 0 the decoded weights are kept at rest, not the wire.
         persists = codec.is_identity or codec.encodes_once or self._spec.optim_depth > depth
+        if codec.is_identity and self.home is not None:
+            persists = False
         if (persists or not self.reshards) and (self.reshards or not codec.decodes):
             sent = self._spec.optim_depth > 0
             flat = memory.persistent(self._numel(depth), codec.wire_dtype, "model", sent=sent)
@@ -448,6 +470,38 @@ class Weights:
             params = [alias(target.full(i)) for i in range(len(layout.slots))]
         return Encoding(wire, storage, target, params)
 
+    def _make_home(self) -> Home | None:
+        homes = self._context.homes("main_weights")
+        if homes is None or not can_leave_device(self._spec.strategy, self.codec):
+            return None
+        home = homes.make(self._numel(self._spec.optim_depth) * self._spec.kind.dtypes.main.itemsize)
+        assert self._context.offloading is not None
+        # The device may still read it when its engine is deleted.
+        weakref.finalize(home, self._context.lanes.drain).atexit = False
+        return home
+
+    def _encoded(self) -> Gather:
+        """A gather of main weights, encoded by a codec of one encoding."""
+        spec, codec, main, home = self._spec, self.codec, self.main.tensor, self.home
+        if home is None:
+            return encoded(spec, codec, self.main)
+        if self._brought is None:
+
+            def bring(part: Tensor) -> Steps:
+                return home.bring(part.view(torch.uint8))
+
+            return Gather(spec.label, spec.tag, bring, reads=[main])
+        with self._brought.while_filled():
+            brought = self._brought.view(0, (self._brought.numel,))
+            brought_bytes = brought.view(torch.uint8)
+
+        def bring_and_encode(wire: Tensor) -> Steps:
+            yield from home.bring(brought_bytes)
+            yield from codec.encode(brought, (wire,))
+
+        writes = [brought, *codec.state]
+        return Gather(spec.label, spec.tag, bring_and_encode, reads=[main], writes=writes)
+
     def _make_full_wire(self) -> FullWire:
         layout = self._spec.layout
         storage = self._context.memory.transient(layout.numel, self.codec.wire_dtype, "full")
@@ -460,7 +514,7 @@ class Weights:
         chain, spec = Chain(), self._spec
         lane, depths = self._context.lanes.encode, (spec.optim_depth, spec.param_depth)
         first = self._encodings[0]
-        how = encoded(spec, self.codec, self.main)
+        how = self._encoded()
         if self.codec.needs_whole_line:
             wires = [(each.target, each.wire) for each in self._encodings if each.wire is not None]
             encode_in_whole_lines(chain, lane, spec.label, self.codec, self.main, wires)
@@ -479,7 +533,7 @@ class Weights:
         """From the compute weights that are kept at rest, else from main shards, to the full
         ones."""
         chain, spec = Chain(), self._spec
-        how = encoded(spec, self.codec, self.main)
+        how = self._encoded()
         if encoding.wire is not None:
             how = Gather(spec.label, spec.tag, encoding.wire.tensor)
         line = self._full_wire.line if self._full_wire is not None else encoding.target
@@ -510,6 +564,13 @@ class Weights:
         axes = AXIS_BELOW_DEPTH[: self._spec.optim_depth]
         comms = [self._context.mesh_communicators.comms[axis].gather for axis in axes]
         return [comm.group for comm in comms if comm is not None]
+
+
+def can_leave_device(strategy: Strategy, codec: ParamCodec) -> bool:
+    """Whether main weights can lie elsewhere: they are no part of compute weights that are kept."""
+    if codec.is_identity:
+        return strategy.depth(Role.OPTIM) == strategy.depth(Role.PARAM) > 0
+    return not codec.needs_whole_line and codec.num_encodings == 1
 
 
 def encoded(spec: BufferSpec, codec: ParamCodec, main: ShardedBuffer) -> Gather:

@@ -20,6 +20,7 @@ disagree about which unit comes next, both time out with the unit's name, and no
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,7 +28,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from fsdp_engine.accelerator import default_backend, is_accelerator, simulates_host
+from fsdp_engine.accelerator import (
+    current_accelerator,
+    default_backend,
+    is_accelerator,
+    simulates_host,
+)
 from fsdp_engine.comm import stall_monitor
 from fsdp_engine.comm.groups import name_of_backend
 from fsdp_engine.comm.stall_monitor import naming
@@ -248,10 +254,23 @@ def all_reduce_(
     ``what`` it is for is part of the error of a rank that waits in vain.
     """
     if group is not None:
-        with naming(what, group):
-            work = start_all_reduce(tensor, group, op)
-            (stall_monitor.HostWork(work) if tensor.device.type == "cpu" else work).wait()
+        with naming(what, group), _served(tensor, group) as sent:
+            work = start_all_reduce(sent, group, op)
+            (stall_monitor.HostWork(work) if sent.device.type == "cpu" else work).wait()
     return tensor
+
+
+@contextmanager
+def _served(tensor: Tensor, group: dist.ProcessGroup) -> Iterator[Tensor]:
+    """``tensor``; where it lies in host memory, and the group's backend (NCCL) serves the
+    accelerator alone, a copy there, which is copied back."""
+    device = current_accelerator()
+    if tensor.device.type != "cpu" or device is None or name_of_backend(group, tensor.device):
+        yield tensor
+        return
+    sent = tensor.to(device)
+    yield sent
+    tensor.copy_(sent)
 
 
 def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup, op: str) -> Work:
@@ -290,8 +309,8 @@ class MaxGroup(dist.ProcessGroup):
 def broadcast_(tensor: Tensor, group: dist.ProcessGroup | None, source: int = 0) -> Tensor:
     """Give every rank of the group the values of its rank ``source``. None: one rank."""
     if group is not None and tensor.numel():
-        with naming("values of the first rank", group):
-            dist.broadcast(_as_sent(tensor), group=group, group_src=source)
+        with naming("values of the first rank", group), _served(tensor, group) as sent:
+            dist.broadcast(_as_sent(sent), group=group, group_src=source)
     return tensor
 
 

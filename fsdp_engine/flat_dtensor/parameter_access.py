@@ -135,6 +135,7 @@ class ParameterAccess:
         num_pending_reads: reads whose backward is pending and whose graph still exists.
         on_read: gathers the full parameters for a function that needs them, and returns whether
             they are gathered. None: not possible.
+        on_change: called before a slice is changed in place; None: nothing has to be done.
         on_gradient: called when a user has assigned ``.grad``, with whether it is not None.
         requires_grad_changed: a user may have changed ``requires_grad`` of a parameter.
         gradients: users' accesses to ``.grad``.
@@ -153,6 +154,7 @@ class ParameterAccess:
         self.num_pending_reads = 0
         self.hooks = hooks
         self.on_read: Callable[[], bool] | None = None
+        self.on_change: Callable[[], object] | None = None
         self.on_gradient: Callable[[bool], None] | None = None
         self.requires_grad_changed = True
         self.gradients = GradientAccess()
@@ -221,6 +223,12 @@ class ParameterBackref:
     def add_hook(self, hook: Callable[..., Any], *, on_param: bool) -> RemovableHandle:
         """See :meth:`ParamHooks.add`."""
         return self._hooks.add(self._index, hook, on_param=on_param)
+
+    def prepare_change(self) -> None:
+        """Called before the user changes the slice in place."""
+        reads = self._reads()
+        if reads is not None and reads.on_change is not None:
+            reads.on_change()
 
     def notify_grad_set(self, is_there: bool) -> None:
         """Called when the user has set ``.grad`` to None, or (``is_there``) to a tensor."""

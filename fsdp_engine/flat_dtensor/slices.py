@@ -173,12 +173,17 @@ def is_inplace(func: Function) -> bool:
 
 
 def check_inplace(func: Function, tensor: Any) -> None:
-    """Apply autograd's rule for in-place functions, which cannot detect the change of a slice.
+    """Apply autograd's rule for in-place functions, which cannot detect the change of a slice; and
+    wait for the device where it still reads the slice from host memory.
 
     Raises:
         RuntimeError: ``func`` is in-place and ``tensor``, one of its arguments, requires grad.
     """
-    if torch.is_grad_enabled() and tensor.requires_grad and is_inplace(func):
+    if not is_inplace(func):
+        return
+    if (backref := getattr(tensor, "backref", None)) is not None:
+        backref.prepare_change()
+    if torch.is_grad_enabled() and tensor.requires_grad:
         flat = getattr(tensor, "_flat", None)
         named = f"{flat.name}, " if flat is not None and flat.name else ""
         raise RuntimeError(

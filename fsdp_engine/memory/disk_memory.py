@@ -99,11 +99,11 @@ class DiskBlock:
             ) from error
         self.bytes = torch.frombuffer(mmap.mmap(self._file, num_bytes), dtype=torch.uint8)
 
-    def read(self, target: Tensor) -> None:
-        """Read all bytes into ``target``, on the CPU. The page cache keeps none of them."""
+    def read(self, target: Tensor, start: int = 0) -> None:
+        """Read bytes from ``start`` into ``target``, on the CPU. The page cache keeps none."""
         view, place = _memory_of(target), 0
         while place < len(view):
-            count = os.preadv(self._file, [view[place : place + _PIECE]], place)
+            count = os.preadv(self._file, [view[place : place + _PIECE]], start + place)
             if not count:
                 raise OSError(errno.EIO, f"expected {len(view)} bytes of state; found {place}")
             place += count

@@ -27,121 +27,97 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from itertools import chain
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fsdp_engine.comm.lanes import Lane, Ticket, make_state_lanes
+from fsdp_engine.comm.lanes import Ticket
+from fsdp_engine.comm.offloading import Offloading
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.memory import allocator
-from fsdp_engine.memory.disk_memory import DiskBlock, DiskThreads
-from fsdp_engine.memory.host_memory import HostBlock
+from fsdp_engine.memory.allocator import storage_keys
+from fsdp_engine.memory.home import Home, Steps
 from fsdp_engine.optim.quantized_state import is_blockwise
 from fsdp_engine.optim.shadow import Shadow, Slices, Slot, method_of, shadow_class, slice_of
 
 # The role of chunks in the ledger.
 ROLE = "optimizer"
+# Of :class:`~fsdp_engine.Offload`.
+STATE = "optimizer_state"
 # State tensors begin at multiples of so many bytes.
 _ALIGNMENT = 64
 # An unusual shape: state of it is state of each element.
 _TRIAL_SHAPE = (3,)
-
-Steps = Iterator[Sequence[Any]]
-
 
 def _slice_within(value: Tensor) -> Tensor:
     """This rank's part of ``value``."""
     return slice_of(value) if isinstance(value, FlatDTensor) else value
 
 
-class _HostHome(HostBlock):
-    """A chunk's bytes in pinned host memory, which the device copies."""
-
-    def __init__(self, num_bytes: int) -> None:
-        super().__init__(num_bytes, pinned=True)
-
-    def bring(self, work: Tensor) -> Steps:
-        work.copy_(self.bytes, non_blocking=True)
-        yield from ()
-
-    def take(self, work: Tensor) -> Steps:
-        self.bytes.copy_(work, non_blocking=True)
-        yield from ()
-
-
-class _DiskHome(DiskBlock):
-    """A chunk's bytes in a file, which threads read and write."""
-
-    def __init__(self, num_bytes: int, folder: Path, threads: DiskThreads) -> None:
-        super().__init__(num_bytes, folder)
-        self._threads = threads
-
-    def bring(self, work: Tensor) -> Steps:
-        yield [self._threads.read(partial(self.read, work))]
-
-    def take(self, work: Tensor) -> Steps:
-        yield [self._threads.write(partial(self.write, work))]
-
-
-class StateOffload:
-    """Where the state of an engine's parameters lies, and the lanes by which it comes and goes.
-
-    Args:
-        memory: of the engine, on its device.
-        compute: the engine's lane.
-        folder: of a disk; None: the host's memory.
+class GradientHome(NamedTuple):
+    """The home of a buffer's reduced gradients.
 
     Attributes:
-        memory: see above.
-        compute, state_in, state_out: lanes.
+        home: of the buffer's shard.
+        first: first byte of the optimizer's part.
+        num_bytes: of that part.
     """
 
-    def __init__(
-        self, memory: allocator.Memory, compute: Lane, folder: str | Path | None = None
-    ) -> None:
-        self.memory = memory
-        self.compute = compute
-        self.state_in, self.state_out = make_state_lanes(memory.device)
-        self._folder = None if folder is None else Path(folder)
-        self._threads = DiskThreads() if folder is not None else None
-
-    def home(self, num_bytes: int) -> _HostHome | _DiskHome:
-        """Bytes for a chunk, zeroed."""
-        if self._folder is None or self._threads is None:
-            home = _HostHome(num_bytes)
-            home.bytes.zero_()  # padding travels, too
-            # The device may still write into it when its optimizer is deleted.
-            weakref.finalize(home, self.state_out.drain).atexit = False
-            return home
-        return _DiskHome(num_bytes, self._folder, self._threads)
+    home: Home
+    first: int
+    num_bytes: int
 
 
-# The offload of a parameter's engine, and the number of its unit.
-_OFFLOADS: MutableMapping[Tensor, tuple[StateOffload, int]] = WeakIdKeyDictionary()
+class OffloadedBuffer(NamedTuple):
+    """What lies elsewhere of a buffer.
+
+    Attributes:
+        params: its sharded parameters.
+        main: the home of their slices; None: they are on the device.
+        gradients: the home of theirs; None: they are on the device.
+    """
+
+    params: Sequence[Tensor]
+    main: Home | None
+    gradients: GradientHome | None
 
 
-def offload_state(offload: StateOffload, units: Sequence[Sequence[Tensor]]) -> None:
-    """The state of these parameters, those of each unit together, lies where ``offload`` says."""
-    for number, params in enumerate(units):
-        for param in params:
-            _OFFLOADS[param] = offload, number
+class _Registered(NamedTuple):
+    """The offload of a parameter's engine, the number of its unit, and its buffer."""
+
+    offload: Offloading
+    unit: int
+    buffer: OffloadedBuffer
 
 
-def find_offload(optimizer: Optimizer) -> StateOffload | None:
+_OFFLOADS: MutableMapping[Tensor, _Registered] = WeakIdKeyDictionary()
+
+
+def offload_state(offload: Offloading, units: Sequence[Sequence[OffloadedBuffer]]) -> None:
+    """Optimizers step the parameters of these buffers, those of each unit together, with what
+    ``offload`` brings."""
+    for number, buffers in enumerate(units):
+        for buffer in buffers:
+            for param in buffer.params:
+                # Without the parameters, which are keys of weak references.
+                of_param = buffer._replace(params=())
+                _OFFLOADS[param] = _Registered(offload, number, of_param)
+
+
+def find_offload(optimizer: Optimizer) -> Offloading | None:
     """The one of the optimizer's parameters, if there is one.
 
     Raises:
         ValueError: parameters of several engines, of which one has its state elsewhere.
     """
     params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    found = {id(each[0]): each[0] for param in params if (each := _OFFLOADS.get(param))}
+    registered = [each for param in params if (each := _OFFLOADS.get(param)) is not None]
+    found = {id(each.offload): each.offload for each in registered}
     if len(found) > 1:
         raise ValueError(
             f"optimizer: expected parameters of one engine, since their state lies on {len(found)} "
@@ -152,7 +128,8 @@ def find_offload(optimizer: Optimizer) -> StateOffload | None:
 
 def is_offloaded(param: Tensor) -> bool:
     """Whether the state of ``param`` lies elsewhere between steps."""
-    return param in _OFFLOADS
+    registered = _OFFLOADS.get(param)
+    return registered is not None and registered.offload.moves(STATE)
 
 
 def offloaded_step_of(optimizer: Optimizer) -> OffloadedStep | None:
@@ -192,44 +169,119 @@ class _PlainSlot(Slot):
         return value, value
 
 
-class _Chunk:
-    """State of a unit's parameters.
+class _WorkSlot(Slot):
+    """A parameter whose slice lies at home: its copy on the device is stepped."""
 
-    Args:
-        slots: the parameters.
-        dtypes: of each parameter's state tensors, by key.
+    def __init__(self, param: FlatDTensor, local: Tensor) -> None:
+        self.param = param
+        self.local = local
+        self.param_local = param.local
+
+
+class _Piece(NamedTuple):
+    """What a chunk has of one home.
 
     Attributes:
-        slots: see above.
+        home: where it lies.
+        first: its first byte there.
+        start, stop: its bytes in the chunk.
+        returns: the step changes it.
+    """
+
+    home: Home
+    first: int
+    start: int
+    stop: int
+    returns: bool
+
+
+class _Chunk:
+    """State of a unit's parameters, and what else of them lies elsewhere.
+
+    Args:
+        params: the parameters.
+        dtypes: of each parameter's state tensors, by key.
+        offload: brings it.
+
+    Attributes:
+        slots: the parameters.
         slices: of those that are sharded.
         members: by number of a param group, its parameters that are stepped with this chunk.
         kept: views of home by slot and key, as ``optimizer.state`` has them.
+        work: the same on the device.
     """
 
     def __init__(
-        self, slots: list[Slot], dtypes: list[dict[Any, torch.dtype]], offload: StateOffload
+        self,
+        params: Sequence[Tensor],
+        dtypes: Sequence[dict[Any, torch.dtype]],
+        offload: Offloading,
     ) -> None:
-        self.slots = slots
-        self.slices = Slices([slot for slot in slots if isinstance(slot.param, FlatDTensor)])
-        self.members: dict[int, list[Tensor]] = {}
         self._offload = offload
+        self._moves_state = (homes := offload.homes(STATE)) is not None
+        self._pieces: list[_Piece] = []
+        self.members: dict[int, list[Tensor]] = {}
         places: list[dict[Any, tuple[int, torch.dtype]]] = []
         size = 0
-        for slot, keys in zip(slots, dtypes, strict=True):
+        for param, keys in zip(params, dtypes, strict=True):
             places.append({})
             for key, dtype in keys.items():
                 places[-1][key] = size, dtype
-                num_bytes = slot.local.numel() * dtype.itemsize
-                size += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+                size += _aligned(_slice_within(param).numel() * dtype.itemsize)
         self._places = places
-        self._home = offload.home(size)
-        self.kept = self._views(self._home.bytes, lambda slot, value: slot.to_flat(value))
+        if homes is not None:
+            home = homes.make(size)
+            # The device may still write into it when its optimizer is deleted.
+            weakref.finalize(home, offload.state_out.drain).atexit = False
+            self._pieces.append(_Piece(home, 0, 0, size, returns=True))
+        for buffer in _unique(_OFFLOADS[param].buffer for param in params if param in _OFFLOADS):
+            if (main := buffer.main) is not None:
+                size = self._add(_Piece(main, 0, size, size + len(main.bytes), returns=True))
+            if (grads := buffer.gradients) is not None:
+                stop = size + grads.num_bytes
+                size = self._add(_Piece(grads.home, grads.first, size, stop, returns=False))
+        self._piece_of = {storage_keys(piece.home.bytes)[0]: piece for piece in self._pieces}
         self._storage = offload.memory.transient(size, torch.uint8, ROLE)
         with self._storage.while_filled():
             self._bytes = self._storage.view(0, (size,))
+            self.slots = [self._slot(param) for param in params]
             self.work = self._views(self._bytes, lambda slot, value: value)
+        self.slices = Slices(
+            [slot for slot in self.slots if isinstance(slot.param, FlatDTensor)],
+            self._gradient if any(not piece.returns for piece in self._pieces) else None,
+        )
+        state = self._pieces[0].home.bytes if self._moves_state else self._bytes
+        self.kept = self._views(state, lambda slot, value: slot.to_flat(value))
         self._brought: Ticket | None = None
         self._taken: Ticket | None = None
+
+    def _add(self, piece: _Piece) -> int:
+        """Where the next piece begins."""
+        self._pieces.append(piece)
+        return _aligned(piece.stop)
+
+    def _slot(self, param: Any) -> Slot:
+        if not isinstance(param, FlatDTensor):
+            return _PlainSlot(param)
+        if param not in _OFFLOADS or _OFFLOADS[param].buffer.main is None:
+            return Slot(param)
+        work = self._copy_of(param.local)
+        assert work is not None
+        return _WorkSlot(param, work)
+
+    def _copy_of(self, local: Tensor) -> Tensor | None:
+        """The place in the chunk of a tensor at home; None: it is not at a home of the chunk."""
+        piece = self._piece_of.get(storage_keys(local)[0])
+        if piece is None:
+            return None
+        first = local.storage_offset() * local.itemsize - piece.first
+        return self._view(self._bytes, piece.start + first, local.dtype, local)
+
+    def _gradient(self, index: int, local: Tensor) -> Tensor:
+        """The slice of a gradient on the device."""
+        found = self._copy_of(local)
+        # A gradient that the user has put there lies where the parameter does.
+        return local.to(self._offload.memory.device) if found is None else found
 
     def _views(
         self, memory: Tensor, shown: Callable[[Slot, Tensor], Tensor]
@@ -248,6 +300,11 @@ class _Chunk:
         # Of its own: a step changes it in place, where a home's other views must not seem changed.
         return allocator.alias(piece.view(dtype).view(like.shape))
 
+    @property
+    def brings_more_than_state(self) -> bool:
+        """Whether there is something to bring before the optimizer has state."""
+        return len(self._pieces) > self._moves_state
+
     def check_home(self, place: int, key: Any) -> None:
         """Check that a state of a slot has a home.
 
@@ -255,7 +312,7 @@ class _Chunk:
             ValueError: it has none.
         """
         kept = self.kept[place]
-        if key not in kept:
+        if self._moves_state and key not in kept:
             raise ValueError(
                 f"offload.optimizer_state: expected the state {', '.join(map(str, kept))}, which a "
                 f"trial step has; found {key!r} as well. Make the optimizer with the "
@@ -290,9 +347,18 @@ class _Chunk:
         self.fill()
         self._brought = self._offload.state_in.submit(
             "bring state",
-            lambda: self._home.bring(self._bytes),
+            self._bring_pieces,
             after=[ticket for ticket in (compute.record(), self._taken) if ticket is not None],
         )
+
+    def _bring_pieces(self) -> Steps:
+        for piece in self._pieces:
+            yield from piece.home.bring(self._bytes[piece.start : piece.stop], piece.first)
+
+    def _take_pieces(self) -> Steps:
+        for piece in self._pieces:
+            if piece.returns:
+                yield from piece.home.take(self._bytes[piece.start : piece.stop])
 
     def fill(self) -> None:
         """Take memory on the device."""
@@ -308,7 +374,7 @@ class _Chunk:
         """The step of this chunk is submitted: begin to write its state home."""
         self._taken = self._offload.state_out.submit(
             "take state home",
-            lambda: self._home.take(self._bytes),
+            self._take_pieces,
             after=[self._offload.compute.record()],
         )
 
@@ -323,6 +389,15 @@ class _Chunk:
         """Free the memory on the device; its lanes have ended what they were given."""
         self._brought = self._taken = None
         self.leave()
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _unique(buffers: Iterable[OffloadedBuffer]) -> list[OffloadedBuffer]:
+    """One for each home, in order."""
+    return list({(id(each.main), id(each.gradients)): each for each in buffers}.values())
 
 
 class _ChunkShadow(Shadow):
@@ -356,7 +431,7 @@ class OffloadedStep:
         OSError: there is too little space on the disk.
     """
 
-    def __init__(self, optimizer: Optimizer, offload: StateOffload) -> None:
+    def __init__(self, optimizer: Optimizer, offload: Offloading) -> None:
         if is_blockwise(optimizer):
             raise ValueError(
                 f"optimizer: expected state in plain tensors, since it lies elsewhere between "
@@ -364,6 +439,7 @@ class OffloadedStep:
             )
         self._optimizer = weakref.ref(optimizer)
         self._offload = offload
+        self._moves_state = offload.moves(STATE)
         slots = ("chunk_groups", "chunk_states")
         self._shadow_class = shadow_class(_ChunkShadow, optimizer, slots)
         self._function = method_of(type(optimizer), "step")
@@ -402,7 +478,7 @@ class OffloadedStep:
         a checkpoint; None if it has none."""
         if (found := self._slot_of.get(id(param))) is None:
             return None
-        self._wait()
+        self._offload.wait()
         kept = found[0].kept[found[1]].get(key)
         return kept if kept is not None and kept.dtype == dtype else None
 
@@ -462,15 +538,19 @@ class OffloadedStep:
         self._stored.clear()
         self._attributes.clear()
         self._others.clear()
+        if any(isinstance(slot, _WorkSlot) for chunk in self._chunks for slot in chunk.slots):
+            self._offload.wait()  # users may look at parameters, which lie at home
         # Fused steps do not increment version counters (torch 2.11 to 2.13).
         torch.autograd.graph.increment_version(
-            [slot.local for chunk in self._chunks for slot in chunk.slots]
+            [slot.param_local for chunk in self._chunks for slot in chunk.slots]
         )
 
     def _bring(self, optimizer: Any, number: int) -> None:
         """Bring a chunk's state, if it has any."""
         chunk = self._chunks[number]
-        if any(optimizer.state.get(slot.param) for slot in chunk.slots):
+        if chunk.brings_more_than_state or any(
+            optimizer.state.get(slot.param) for slot in chunk.slots
+        ):
             chunk.bring()
 
     def _enter(self, optimizer: Any, number: int) -> Any:
@@ -505,7 +585,9 @@ class OffloadedStep:
         if work is not None and value is kept:
             return work
         local = slot.to_local(key, value)[1]
-        return work.copy_(local) if work is not None and isinstance(local, Tensor) else local
+        if isinstance(local, Tensor) and local.ndim:
+            return local.to(slot.local.device) if work is None else work.copy_(local)
+        return local if work is None or not isinstance(local, Tensor) else work.copy_(local)
 
     @torch.no_grad()
     def _leave(self, optimizer: Any, number: int, shadow: Any) -> None:
@@ -530,8 +612,8 @@ class OffloadedStep:
                 self._others[key] = optimizer.state[key] = value
         chunk.take()
 
-    @staticmethod
     def _keep(
+        self,
         state: dict[Any, Any],
         slot: Slot,
         found: dict[Any, Any],
@@ -547,6 +629,12 @@ class OffloadedStep:
                     work[key].copy_(value)
                 value = kept[key]
             elif isinstance(value, Tensor) and value.ndim and value.shape == slot.local.shape:
+                if not self._moves_state:
+                    before = state.get(key)
+                    is_same = before is not None and _slice_within(before) is value
+                    value = before if is_same else slot.to_flat(value)
+                    state[key] = value
+                    continue
                 raise RuntimeError(
                     f"offload.optimizer_state: expected the state {', '.join(map(str, work))}, "
                     f"which a trial step has; found {key!r} as well after a step"
@@ -569,15 +657,6 @@ class OffloadedStep:
             chunk.slices.clear_gradients()
             chunk.abandon()
 
-    def _wait(self) -> None:
-        """Until all state is home.
-
-        Raises:
-            ValueError: some could not be written.
-        """
-        for error in self._offload.state_out.drain():
-            raise error
-
     # Chunks.
 
     def _refresh(self, optimizer: Any) -> None:
@@ -592,25 +671,23 @@ class OffloadedStep:
         if [*map(len, groups)] == [*map(len, self._groups)] and all(a is b for a, b in pairs):
             return
         self._groups = groups
-        by_unit: dict[int, tuple[list[Slot], list[dict[Any, torch.dtype]]]] = defaultdict(
+        by_unit: dict[int, tuple[list[Tensor], list[dict[Any, torch.dtype]]]] = defaultdict(
             lambda: ([], [])
         )
         for group in optimizer.param_groups:
-            trials: dict[tuple[torch.dtype, torch.device], dict[Any, torch.dtype]] = {}
+            trials: dict[torch.dtype, dict[Any, torch.dtype]] = {}
             for param in group["params"]:
                 if param not in _OFFLOADS or id(param) in self._slot_of or not param.ndim:
                     continue
-                slot = Slot(param) if isinstance(param, FlatDTensor) else _PlainSlot(param)
-                kind = slot.local.dtype, slot.local.device
-                if kind not in trials:
-                    trials[kind] = self._try(optimizer, group, slot, *kind)
-                slots, dtypes = by_unit[_OFFLOADS[param][1]]
-                slots.append(slot)
-                dtypes.append(trials[kind])
-        for _, (slots, dtypes) in sorted(by_unit.items()):
-            self._chunks.append(chunk := _Chunk(slots, dtypes, self._offload))
-            self._slot_of |= {id(slot.param): (chunk, place) for place, slot in enumerate(slots)}
-            for slot, kept in zip(slots, chunk.kept, strict=True):
+                if self._moves_state and param.dtype not in trials:
+                    trials[param.dtype] = self._try(optimizer, group, param)
+                params, dtypes = by_unit[_OFFLOADS[param].unit]
+                params.append(param)
+                dtypes.append(trials.get(param.dtype, {}))
+        for _, (params, dtypes) in sorted(by_unit.items()):
+            self._chunks.append(chunk := _Chunk(params, dtypes, self._offload))
+            self._slot_of |= {id(slot.param): (chunk, place) for place, slot in enumerate(chunk.slots)}
+            for slot, kept in zip(chunk.slots, chunk.kept, strict=True):
                 self._send_home(optimizer.state, slot, kept)  # Adagrad's constructor makes state
         if not self._chunks:  # parameters without an offload are stepped with the last one
             self._chunks.append(_Chunk([], [], self._offload))
@@ -651,14 +728,13 @@ class OffloadedStep:
         self,
         optimizer: Any,
         group: dict[str, Any],
-        like: Slot,
-        dtype: torch.dtype,
-        device: torch.device,
+        like: Tensor,
     ) -> dict[Any, torch.dtype]:
         """Dtypes of the state that two steps make, by key, from the state that ``like`` has."""
+        dtype, device = like.dtype, self._offload.memory.device
         param = torch.nn.Parameter(allocator.zeros(_TRIAL_SHAPE, dtype, device))
         states: defaultdict[Any, dict[Any, Any]] = defaultdict(dict)
-        for key, value in optimizer.state.get(like.param, {}).items():
+        for key, value in optimizer.state.get(like, {}).items():
             if isinstance(value, Tensor):
                 shape = _TRIAL_SHAPE if value.ndim else ()
                 value = allocator.zeros(shape, value.dtype, value.device)
@@ -688,7 +764,7 @@ class OffloadedStep:
 
     def _before_state_dict(self, optimizer: Optimizer) -> None:
         """State dict pre-hook."""
-        self._wait()
+        self._offload.wait()
 
     def _before_load(self, optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Load pre-hook: torch would move all state to the device; it gets only the small one.
@@ -717,7 +793,7 @@ class OffloadedStep:
     @torch.no_grad()
     def _after_load(self, optimizer: Any) -> None:
         """Load post-hook: the rest goes home."""
-        self._wait()
+        self._offload.wait()
         loaded, self._loaded = self._loaded, []
         for param, values in loaded:
             chunk, place = self._slot_of[id(param)]

@@ -101,14 +101,22 @@ class Slices:
     a gradient keeps its memory allocated ([Note: When gradients are held] in
     ``buffers/gradients.py``). Loops run in C, since there may be many parameters.
 
+    Args:
+        slots: parameters.
+        bring: called with the number of a slice and its gradient where ``.grad`` has it, returns it
+            where the slice is. None: it is there.
+
     Attributes:
-        slots: as given.
+        slots: see the argument.
         params: their FlatDTensors.
         locals: their slices.
     """
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
+    def __init__(
+        self, slots: Sequence[Slot], bring: Callable[[int, Tensor], Tensor] | None = None
+    ) -> None:
         self.slots = slots
+        self._bring = bring
         self.params: list[FlatDTensor] = [slot.param for slot in slots]
         self.locals = [slot.local for slot in slots]
         self._dtypes = [local.dtype for local in self.locals]
@@ -128,7 +136,12 @@ class Slices:
             reads.wait()
         grads = gradients_of(self.params)
         slices: list[Tensor | None]
-        if any(map(operator.is_, grads, repeat(None))):
+        if (bring := self._bring) is not None:
+            slices = [
+                None if grad is None else bring(index, slice_of(grad))
+                for index, grad in enumerate(grads)
+            ]
+        elif any(map(operator.is_, grads, repeat(None))):
             slices = [None if grad is None else slice_of(grad) for grad in grads]
         else:
             slices = list(map(slice_of, grads))

@@ -34,7 +34,8 @@ parameter, clipping, scaling, zeroing buffers and stepping wait for them first (
 in ``flat_dtensor/parameter_access.py``). A user who has read ``.grad`` may hold the tensor, which
 the next reduction writes: from then until gradients are cleared, each backward waits as it ends. On
 CPU it always does: the host drives the reductions, and a rank that read ``.grad`` and one that did
-not would drive them in different orders.
+not would drive them in different orders. So it does where gradients lie in host memory, which the
+host does not know to be written until it has waited for the device.
 """
 
 from __future__ import annotations
@@ -295,6 +296,8 @@ class Reductions:
         timing: how far a backward goes.
         checks: of gradients before they are sent; None: there are none.
         mean_losses: by whose numbers of samples reduced gradients are divided.
+        await_homes: waits until reduced gradients lie at homes in host memory; None: they lie on
+            the device.
 
     Attributes:
         stream: on which gradients are written and reductions waited for.
@@ -315,6 +318,7 @@ class Reductions:
         timing: Timing,
         checks: GradientChecks | None,
         mean_losses: MeanLosses,
+        await_homes: Callable[[], None] | None = None,
     ) -> None:
         self._units = tuple(units)
         self._timing = timing
@@ -336,7 +340,9 @@ class Reductions:
         self._submitting_waits = not self._runs_ahead and any(
             min(buffer.mesh.inner.size, buffer.mesh.outer.size) > 1 for buffer in self._buffers
         )
-        self._wait_later = weakref.WeakMethod(self.wait) if self._runs_ahead else None
+        self._await_homes = await_homes
+        leaves_pending = self._runs_ahead and await_homes is None
+        self._wait_later = weakref.WeakMethod(self.wait) if leaves_pending else None
         # Of the backward and of the step; None between two of them.
         self._queue: ReductionQueue | None = None
         self._step: StepReductions | None = None
@@ -522,6 +528,8 @@ class Reductions:
         if self._pending:
             with self.stream.entered():
                 self._pending.finish()
+            if self._await_homes is not None:
+                self._await_homes()
         for buffer in self._buffers:
             buffer.reads.gradients.in_flight = None
 

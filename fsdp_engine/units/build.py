@@ -24,17 +24,21 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from fsdp_engine.accelerator import is_accelerator
 from fsdp_engine.buffers.param_and_grad_buffer import FIRST_TAG, ParamAndGradBuffer
 from fsdp_engine.buffers.redistribute import BufferContext, MeshCommunicators
 from fsdp_engine.buffers.spec import BufferKind, BufferSpec
+from fsdp_engine.buffers.weights import can_leave_device
 from fsdp_engine.comm import lanes as lanes_module
 from fsdp_engine.comm.agreement import agree
 from fsdp_engine.comm.collectives import broadcast_, gather_objects
 from fsdp_engine.comm.groups import Ranks
 from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.comm.nccl_pool import NcclPool
+from fsdp_engine.comm.offloading import Offloading
 from fsdp_engine.config import DistributedDataParallelConfig
 from fsdp_engine.memory.allocator import Memory
+from fsdp_engine.offload import HOST, ROLES, Offload
 from fsdp_engine.strategies import Axis, Role
 from fsdp_engine.units.initial_values import (
     EMPTY,
@@ -99,15 +103,24 @@ class Resources:
         lanes: queues of work.
         memory: where it comes from.
         pool: NCCL's memory, if it comes from there.
+        offloading: where shards lie; None: on the device.
         next_tag: the first that no buffer's messages have.
     """
 
-    def __init__(self, mesh: DataMesh, config: DistributedDataParallelConfig) -> None:
+    def __init__(
+        self,
+        mesh: DataMesh,
+        config: DistributedDataParallelConfig,
+        offload: Offload | None = None,
+    ) -> None:
         self.config = config
         symmetric = not config.disable_symmetric_registration
         self.pool = NcclPool(mesh, symmetric=symmetric) if config.nccl_ub else None
         self.memory = Memory(mesh.device, self.pool, has_arenas=config.fsdp_double_buffer)
         self.lanes = lanes_module.make_lanes(mesh.device, mesh.ranks)
+        self.offloading: Offloading | None = None
+        if offload is not None and any(offload.moves(role, mesh.device) for role in ROLES):
+            self.offloading = Offloading(offload, self.memory, self.lanes.compute)
         self.next_tag = FIRST_TAG
 
     def on(self, device: torch.device) -> Resources:
@@ -115,7 +128,7 @@ class Resources:
         if device == self.memory.device:
             return self
         other = copy(self)
-        other.memory, other.pool = Memory(device), None
+        other.memory, other.pool, other.offloading = Memory(device), None, None
         return other
 
     def take_tag(self) -> int:
@@ -176,6 +189,26 @@ def agree_on_plan(
         assert error is not None
         raise error
     return start
+
+
+def check_homes(plan: Plan, axis_plans: AxisPlans, offload: Offload, device: torch.device) -> None:
+    """Whether weights, gradients and state can lie where optimizers step.
+
+    Raises:
+        ValueError: trainable main weights of a unit would stay on the accelerator, and their
+            gradients would not.
+    """
+    if offload.main_weights != HOST or not is_accelerator(device):
+        return
+    for unit in plan.units:
+        for part in unit.buffers:
+            strategy = axis_plans.of(part.kind).strategy
+            if part.kind.requires_grad and not can_leave_device(strategy, part.make_codec()):
+                raise ValueError(
+                    f"offload.main_weights: expected main weights of {unit.label} that are no part "
+                    "of compute weights on the device: the level optim_grads_params, or another "
+                    f"param_dtype; found {strategy} and {part.kind.dtypes}"
+                )
 
 
 def build_units(
@@ -263,7 +296,9 @@ def build_unit(
         axes, mesh_communicators = communicators.of(part.kind)
         buffer = ParamAndGradBuffer(
             BufferSpec(label, part.layout, part.kind, axes.strategy, resources.take_tag()),
-            BufferContext(mesh_communicators, resources.lanes, resources.memory),
+            BufferContext(
+                mesh_communicators, resources.lanes, resources.memory, resources.offloading
+            ),
             part.records,
             part.make_codec(),
             resources.config,

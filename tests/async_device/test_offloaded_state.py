@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fsdp_engine as fe
+from fsdp_engine.memory.home import HostHome
 from fsdp_engine.optim import offloaded_step
 from tests.async_device import device as on
 from tests.async_device.scene import (
@@ -189,5 +190,5 @@ def test_without_a_wait_or_a_copy_training_is_wrong(left_out: str) -> None:
         if left_out == "state in":
             patch.setattr(offloaded_step._Chunk, "await_brought", lambda self: None)
         else:
-            patch.setattr(offloaded_step._HostHome, "take", lambda self, work: iter(()))
+            patch.setattr(HostHome, "take", lambda self, work: iter(()))
         assert differences(train(given, on.NAME), expected)
