@@ -7,7 +7,8 @@ known from two trial steps on a parameter of three zeros with the hyperparameter
 
 The step pre-hook runs behind all others of the optimizer, which may clip gradients or set
 hyperparameters. The unmodified ``step`` runs once for each chunk, on a shadow ([Note: Shadow
-optimizer] in ``sharded_step.py``) that holds the chunk's slices and their state on the device.
+optimizer] in ``sharded_step.py``) that holds the chunk's slices and their state on the device; then
+torch runs it on groups without parameters. (No hook would see it raise: chunks stay in memory.)
 Every chunk sees the hyperparameters that groups had before the step; what a step stores in a group
 (a counter) is stored once, after the last chunk. A closure is called once, before the first.
 
@@ -446,7 +447,6 @@ class OffloadedStep:
         self._groups: list[list[Tensor]] = []
         self._chunks: list[_Chunk] = []
         self._slot_of: dict[int, tuple[_Chunk, int]] = {}  # by id of the parameter
-        self._shadow: Any = None  # of the chunk that torch steps, the last one
         # What a step stored in groups, and in the optimizer itself.
         self._stored: dict[tuple[int, str], Any] = {}
         self._attributes: dict[str, Any] = {}
@@ -499,8 +499,6 @@ class OffloadedStep:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if isinstance(optimizer, Shadow):  # a subclass's step calls its parent's
             return None
-        if self._shadow is not None:
-            self._abandon()  # torch's call of the last step raised
         self._refresh(optimizer)
         arguments = [self._called(a) if callable(a) else a for a in args[1:]]
         kwargs = {k: self._called(v) if k == "closure" and v else v for k, v in kwargs.items()}
@@ -510,28 +508,20 @@ class OffloadedStep:
         self._others = {k: v for k, v in optimizer.state.items() if id(k) not in self._slot_of}
         try:
             self._bring(optimizer, 0)
-            for number in range(len(chunks) - 1):
+            for number in range(len(chunks)):
                 shadow = self._enter(optimizer, number)
                 self._function(shadow, *arguments, **kwargs)
                 self._leave(optimizer, number, shadow)
-            self._shadow = self._enter(optimizer, len(chunks) - 1)
+            chunks[-1].leave()
         except BaseException:
             self._abandon()
             raise
-        return (self._shadow, *arguments), kwargs
+        return (self._without_parameters(optimizer), *arguments), kwargs
 
     def _finish(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Step post-hook: torch has stepped the last chunk."""
+        """Step post-hook: torch has stepped groups without parameters."""
         if isinstance(optimizer, Shadow):
             return
-        last = len(self._chunks) - 1
-        try:
-            self._leave(optimizer, last, self._shadow)
-            self._chunks[last].leave()
-        except BaseException:
-            self._abandon()
-            raise
-        self._shadow = None
         for (group, key), value in self._stored.items():
             optimizer.param_groups[group][key] = value
         vars(optimizer).update(self._attributes)
@@ -570,14 +560,22 @@ class OffloadedStep:
                     for key, value in state.items()
                 }
         chunk.slices.set_gradients()
-        shadow = object.__new__(self._shadow_class)
-        shadow.__dict__ = dict(optimizer.__dict__)
-        shadow.chunk_states = states
-        shadow.chunk_groups = [
+        groups = [
             {**optimizer.param_groups[index], "params": list(members)}
             for index, members in chunk.members.items()
         ]
+        return self._shadow(optimizer, groups, states)
+
+    def _shadow(self, optimizer: Any, groups: list[dict[str, Any]], states: Any) -> Any:
+        shadow = object.__new__(self._shadow_class)
+        shadow.__dict__ = dict(optimizer.__dict__)
+        shadow.chunk_groups, shadow.chunk_states = groups, states
         return shadow
+
+    def _without_parameters(self, optimizer: Any) -> Any:
+        """The shadow for torch's own call of the step, which no hook sees fail."""
+        groups = [{**group, "params": []} for group in optimizer.param_groups]
+        return self._shadow(optimizer, groups, defaultdict(dict))
 
     @staticmethod
     def _on_device(slot: Slot, key: Any, value: Any, kept: Any, work: Tensor | None) -> Any:
@@ -650,7 +648,6 @@ class OffloadedStep:
 
     def _abandon(self) -> None:
         """A step failed: nothing of it stays on the device. Its error is the one to be raised."""
-        self._shadow = None
         self._offload.state_in.drain()
         self._offload.state_out.drain()
         for chunk in self._chunks:
@@ -739,15 +736,14 @@ class OffloadedStep:
                 shape = _TRIAL_SHAPE if value.ndim else ()
                 value = allocator.zeros(shape, value.dtype, value.device)
             states[param][key] = value
-        shadow = object.__new__(self._shadow_class)
-        shadow.__dict__ = dict(optimizer.__dict__)
-        shadow.chunk_groups, shadow.chunk_states = [{**group, "params": [param]}], states
+        shadow = self._shadow(optimizer, [{**group, "params": [param]}], states)
         try:
             devices = [] if device.type == "cpu" else [device]
             with torch.random.fork_rng(devices, device_type=device.type):
                 for _ in range(2):
                     param.grad = allocator.zeros(_TRIAL_SHAPE, dtype, device)
                     self._function(shadow)
+                self._function(self._without_parameters(optimizer))
         except Exception as error:
             raise ValueError(
                 f"optimizer: expected a step on a parameter of shape {_TRIAL_SHAPE}, from which "

@@ -488,26 +488,32 @@ def test_parameters_that_are_added_have_a_home_of_their_own(tmp_path: Path) -> N
     assert_same(found[1], found[0])
 
 
-def test_after_a_step_that_raised_the_next_one_steps(tmp_path: Path) -> None:
+def test_a_step_that_raises_in_any_unit_keeps_no_memory_and_the_next_one_steps(
+    tmp_path: Path,
+) -> None:
     class Failing(Lion):
-        fails = False
+        calls_left = -1
 
         def step(self, closure: Any = None) -> Any:
-            if self.fails and len(self.param_groups[0]["params"]) > 3:
+            Failing.calls_left -= 1
+            if not Failing.calls_left:
                 raise ArithmeticError("planted")
             return super().step(closure)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(MAKERS, "Lion", Failing)
         model, engine, optimizer = make(("optim", "no_shard"), "Lion", on_disk(tmp_path))
-        step(model, engine, optimizer, 0)
-        optimizer.fails = True
+    Failing.calls_left = 0
+    step(model, engine, optimizer, 0)
+    num_calls = -Failing.calls_left
+    assert num_calls > 3
+    for number in range(num_calls):
+        Failing.calls_left = 1 + number
         with pytest.raises(ArithmeticError, match="planted"):
             step(model, engine, optimizer, 1)
         assert "optimizer" not in engine.memory_bytes()
-        optimizer.fails = False
         step(model, engine, optimizer, 3)
-    assert optimizer.num_steps == 2
+    assert optimizer.num_steps == 1 + num_calls
 
 
 def test_an_optimizer_that_was_not_sharded_is_refused_at_its_step(tmp_path: Path) -> None:
