@@ -21,7 +21,8 @@ written back: chunk k + 1 is allocated when chunk k - 1 is gone, so there are ne
 
 Between steps ``optimizer.state`` holds FlatDTensors over homes: checkpoints read and write these.
 Values that are replaced, by loading or by the user, are noticed by identity, and copied home with
-the next step. State of another shape than the slice (a step counter) stays where it is.
+the next step; if their dtype is another, their chunk is made anew. State of another shape than the
+slice (a step counter) stays where it is.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ STATE = "optimizer_state"
 _ALIGNMENT = 64
 # An unusual shape: state of it is state of each element.
 _TRIAL_SHAPE = (3,)
+
 
 def _slice_within(value: Tensor) -> Tensor:
     """This rank's part of ``value``."""
@@ -500,6 +502,7 @@ class OffloadedStep:
         if isinstance(optimizer, Shadow):  # a subclass's step calls its parent's
             return None
         self._refresh(optimizer)
+        self._refit(optimizer)
         arguments = [self._called(a) if callable(a) else a for a in args[1:]]
         kwargs = {k: self._called(v) if k == "closure" and v else v for k, v in kwargs.items()}
         chunks = self._chunks
@@ -683,11 +686,40 @@ class OffloadedStep:
                 dtypes.append(trials.get(param.dtype, {}))
         for _, (params, dtypes) in sorted(by_unit.items()):
             self._chunks.append(chunk := _Chunk(params, dtypes, self._offload))
-            self._slot_of |= {id(slot.param): (chunk, place) for place, slot in enumerate(chunk.slots)}
+            self._slot_of |= {
+                id(slot.param): (chunk, place) for place, slot in enumerate(chunk.slots)
+            }
             for slot, kept in zip(chunk.slots, chunk.kept, strict=True):
                 self._send_home(optimizer.state, slot, kept)  # Adagrad's constructor makes state
         if not self._chunks:  # parameters without an offload are stepped with the last one
             self._chunks.append(_Chunk([], [], self._offload))
+        self._assign_members()
+
+    def _refit(self, optimizer: Any) -> None:
+        """Make chunks anew where state was replaced, or loaded, in another dtype: steps then have
+        it in this dtype, as they have without an offload."""
+        for number, chunk in enumerate(self._chunks):
+            dtypes = [
+                {
+                    key: getattr(optimizer.state.get(slot.param, {}).get(key), "dtype", home.dtype)
+                    for key, home in kept.items()
+                }
+                for slot, kept in zip(chunk.slots, chunk.kept, strict=True)
+            ]
+            if dtypes == [{key: home.dtype for key, home in kept.items()} for kept in chunk.kept]:
+                continue
+            self._offload.wait()
+            self._chunks[number] = new = _Chunk(
+                [slot.param for slot in chunk.slots], dtypes, self._offload
+            )
+            for place, (slot, kept) in enumerate(zip(new.slots, new.kept, strict=True)):
+                self._slot_of[id(slot.param)] = new, place
+                self._send_home(optimizer.state, slot, kept)
+            self._assign_members()
+
+    def _assign_members(self) -> None:
+        """Set which parameters of a group are stepped with which chunk."""
+        groups = self._groups
         for chunk in self._chunks:
             local_of = {id(slot.param): slot.local for slot in chunk.slots}
             members = [[local_of[id(p)] for p in params if id(p) in local_of] for params in groups]

@@ -418,6 +418,37 @@ def test_a_state_dict_of_torch_goes_home_and_state_that_is_replaced_does_too(
     assert_same(values(offloaded), values(optimizer))
 
 
+@pytest.mark.parametrize("is_loaded", [True, False])
+@pytest.mark.parametrize("level", LEVELS)
+def test_fp32_state_of_bf16_weights_stays_fp32(level: str, is_loaded: bool, tmp_path: Path) -> None:
+    found: list[list[Any]] = []
+    for offload in (None, on_disk(tmp_path)):
+        torch.manual_seed(0)
+        model = Transformer()
+        policy = fe.MixedPrecisionPolicy(main_params_dtype=torch.bfloat16)
+        options = {"mp_policy": policy, "offload": offload, "min_unit_size": 0}
+        engine = fe.shard(model, strategy=level, **options)
+        optimizer = fe.shard_optimizer(MAKERS["RMSprop"](model.parameters()))
+        if not found or not is_loaded:
+            step(model, engine, optimizer, 0)
+            optimizer.state_dict()  # waits until state is home
+            for state in optimizer.state.values():
+                state |= {key: state[key].float() for key in ("square_avg", "momentum_buffer")}
+            if is_loaded:
+                fe.save_checkpoint(tmp_path / "saved", engine, optimizer)
+        if is_loaded:
+            fe.load_checkpoint(tmp_path / "saved", engine, optimizer)
+        for number in (1, 3):
+            step(model, engine, optimizer, number)
+            assert not os.listdir(tmp_path) or is_loaded
+        found.append(values(optimizer))
+    kinds = {each[1]: each[2].dtype for each in found[1] if isinstance(each, tuple)}
+    half = {"grad_avg": torch.bfloat16}
+    whole = dict.fromkeys(("square_avg", "momentum_buffer", "step"), torch.float32)
+    assert kinds == half | whole
+    assert_same(found[1], found[0])
+
+
 def test_several_optimizers_of_an_engine_are_saved_and_loaded_as_one(tmp_path: Path) -> None:
     found = []
     for saves in (True, False):
