@@ -9,8 +9,9 @@ The step pre-hook runs behind all others of the optimizer, which may clip gradie
 hyperparameters. The unmodified ``step`` runs once for each chunk, on a shadow ([Note: Shadow
 optimizer] in ``sharded_step.py``) that holds the chunk's slices and their state on the device; then
 torch runs it on groups without parameters. (No hook would see it raise: chunks stay in memory.)
-Every chunk sees the hyperparameters that groups had before the step; what a step stores in a group
-(a counter) is stored once, after the last chunk. A closure is called once, before the first.
+Every chunk sees the hyperparameters that groups had before the step; what a step stores in a group,
+or in the state under a key that is no parameter (a counter), is stored once, after the last chunk.
+A closure is called once, before the first.
 
     state in     i0  i1      i2      i3
     compute          s0      s1      s2      s3
@@ -27,6 +28,7 @@ slice (a step counter) stays where it is.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
@@ -394,6 +396,10 @@ class _Chunk:
         self.leave()
 
 
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | complex | str)
+
+
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
@@ -452,7 +458,8 @@ class OffloadedStep:
         # What a step stored in groups, and in the optimizer itself.
         self._stored: dict[tuple[int, str], Any] = {}
         self._attributes: dict[str, Any] = {}
-        self._others: dict[Any, Any] = {}  # within a step: state without a home
+        self._entries: dict[Any, Any] = {}  # and in the state, under keys that are no parameters
+        self._others: dict[Any, Any] = {}  # within a step: state of parameters without a home
         self._loaded: list[tuple[Tensor, dict[Any, Any]]] = []
         self._refresh(optimizer)
 
@@ -508,7 +515,12 @@ class OffloadedStep:
         chunks = self._chunks
         self._stored.clear()
         self._attributes.clear()
-        self._others = {k: v for k, v in optimizer.state.items() if id(k) not in self._slot_of}
+        self._entries.clear()
+        self._others = {
+            key: value
+            for key, value in optimizer.state.items()
+            if isinstance(key, Tensor) and id(key) not in self._slot_of
+        }
         try:
             self._bring(optimizer, 0)
             for number in range(len(chunks)):
@@ -528,8 +540,10 @@ class OffloadedStep:
         for (group, key), value in self._stored.items():
             optimizer.param_groups[group][key] = value
         vars(optimizer).update(self._attributes)
+        optimizer.state.update(self._entries)
         self._stored.clear()
         self._attributes.clear()
+        self._entries.clear()
         self._others.clear()
         if any(isinstance(slot, _WorkSlot) for chunk in self._chunks for slot in chunk.slots):
             self._offload.wait()  # users may look at parameters, which lie at home
@@ -554,7 +568,7 @@ class OffloadedStep:
         if number + 1 < len(self._chunks):
             self._bring(optimizer, number + 1)
         chunk.await_brought()
-        states: defaultdict[Any, dict[Any, Any]] = defaultdict(dict)
+        states = self._entries_of(optimizer)
         states |= self._others
         for slot, kept, work in zip(chunk.slots, chunk.kept, chunk.work, strict=True):
             if state := optimizer.state.get(slot.param):
@@ -578,7 +592,16 @@ class OffloadedStep:
     def _without_parameters(self, optimizer: Any) -> Any:
         """The shadow for torch's own call of the step, which no hook sees fail."""
         groups = [{**group, "params": []} for group in optimizer.param_groups]
-        return self._shadow(optimizer, groups, defaultdict(dict))
+        return self._shadow(optimizer, groups, self._entries_of(optimizer))
+
+    @staticmethod
+    def _entries_of(optimizer: Any) -> defaultdict[Any, Any]:
+        """Copies of state under keys that are no parameters, since each chunk may change it."""
+        states: defaultdict[Any, Any] = defaultdict(dict)
+        for key, value in optimizer.state.items():
+            if not isinstance(key, Tensor):
+                states[key] = copy.deepcopy(value)
+        return states
 
     @staticmethod
     def _on_device(slot: Slot, key: Any, value: Any, kept: Any, work: Tensor | None) -> Any:
@@ -609,7 +632,9 @@ class OffloadedStep:
             if (found := shadow.chunk_states.pop(slot.local, None)) is not None:
                 self._keep(optimizer.state[slot.param], slot, found, kept, work)
         for key, value in shadow.chunk_states.items():
-            if self._others.get(key) is not value:
+            if not isinstance(key, Tensor):
+                self._entries.setdefault(key, value)
+            elif self._others.get(key) is not value:
                 self._others[key] = optimizer.state[key] = value
         chunk.take()
 
@@ -762,7 +787,7 @@ class OffloadedStep:
         """Dtypes of the state that two steps make, by key, from the state that ``like`` has."""
         dtype, device = like.dtype, self._offload.memory.device
         param = torch.nn.Parameter(allocator.zeros(_TRIAL_SHAPE, dtype, device))
-        states: defaultdict[Any, dict[Any, Any]] = defaultdict(dict)
+        states = self._entries_of(optimizer)
         for key, value in optimizer.state.get(like, {}).items():
             if isinstance(value, Tensor):
                 shape = _TRIAL_SHAPE if value.ndim else ()
@@ -782,6 +807,16 @@ class OffloadedStep:
                 "the size of its state follows (offload.optimizer_state); found that it raises "
                 f"{type(error).__name__}: {error}"
             ) from error
+        for key, value in states[param].items():
+            is_tensor = isinstance(value, Tensor)
+            if value.ndim and value.shape != _TRIAL_SHAPE if is_tensor else not _is_plain(value):
+                found = f"shape {tuple(value.shape)}" if is_tensor else type(value).__name__
+                raise ValueError(
+                    f"optimizer: expected state in tensors of the parameter's shape or of (), or "
+                    f"in numbers, since it lies elsewhere between steps (offload.optimizer_state); "
+                    f"found {key!r} of {found} after a step of {type(optimizer).__name__} on a "
+                    f"parameter of shape {_TRIAL_SHAPE}"
+                )
         return {
             key: value.dtype
             for key, value in states[param].items()

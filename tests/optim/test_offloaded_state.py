@@ -226,6 +226,66 @@ class Scalars(torch.nn.Module):
         return x if self.vector is None else x * self.vector
 
 
+class Counting(torch.optim.Optimizer):
+    """Counts its steps in its state, in place, and takes smaller ones."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.state["count"] = torch.zeros(())  # type: ignore[index]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        count = self.state["count"].add_(1)  # type: ignore[index]
+        for group in self.param_groups:
+            for param in group["params"]:
+                average = self.state[param].setdefault("average", torch.zeros_like(param))
+                param.sub_(average.mul_(0.9).add_(param.grad) / count, alpha=group["lr"])
+
+
+def test_an_entry_of_the_state_that_is_of_no_parameter_changes_once_in_a_step(
+    tmp_path: Path,
+) -> None:
+    found = []
+    for offload in (None, on_disk(tmp_path)):
+        torch.manual_seed(0)
+        model = Transformer()
+        engine = fe.shard(model, strategy="optim", offload=offload, min_unit_size=0)
+        optimizer = fe.shard_optimizer(Counting(model.parameters()), elementwise=True)
+        assert optimizer.state["count"] == 0  # type: ignore[index]
+        for number in (0, 1, 3):
+            step(model, engine, optimizer, number)
+        assert optimizer.state["count"] == 3  # type: ignore[index]
+        found.append(list(engine.full_state_dict().values()))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+class Keeping(torch.optim.SGD):
+    """Keeps state of each parameter elsewhere than in tensors of its shape."""
+
+    def __init__(self, params: Any, state: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self._made = state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["kept"] = self._made
+
+
+@pytest.mark.parametrize(
+    ("state", "found"),
+    [({}, "'kept' of dict"), ([torch.zeros(3)], "'kept' of list"), (torch.zeros(2), r"shape \(2,")],
+)
+def test_state_that_is_no_tensor_of_the_parameters_shape_is_refused(
+    state: Any, found: str, tmp_path: Path
+) -> None:
+    model = Transformer()
+    fe.shard(model, strategy="optim", offload=on_disk(tmp_path))
+    with pytest.raises(ValueError, match=f"state in tensors of the parameter's shape.*{found}"):
+        fe.shard_optimizer(Keeping(model.parameters(), state), elementwise=True)
+
+
 class Remembering(torch.optim.Optimizer):
     """Sets the state of a parameter that has none, and keeps some of no parameter."""
 
