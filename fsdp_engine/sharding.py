@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_engine.buffers.redistribute import MeshCommunicators
 from fsdp_engine.codecs import CodecRule
 from fsdp_engine.comm.groups import Ranks
+from fsdp_engine.comm.host_threads import announce_rank, share_cores
 from fsdp_engine.comm.mesh import DataMesh, check_device_mesh, ranks_that_meet
 from fsdp_engine.comm.nccl_pool import check_nccl
 from fsdp_engine.comm.rendezvous import reporting
@@ -271,7 +272,12 @@ def make_engine(
         signature = [options, *plan.signature()]
     except Exception as caught:  # units, granule and codec rules are the user's, and raise anything
         error = caught
+    computes_here = data.device.type == "cpu"
+    if computes_here:
+        announce_rank()
     start = agree_on_plan(plan, holdings, error, signature, initial_values, data, ranks, what)
+    if computes_here:
+        share_cores()
     if broadcast:
         start = start._replace(from_first=True)
     assert plan is not None

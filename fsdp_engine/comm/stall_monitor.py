@@ -137,7 +137,7 @@ class StallMonitor:
         # A connection of its own: other threads may block on the default one.
         store = _get_default_store().clone()  # type: ignore[attr-defined]
         self._store = dist.PrefixStore("fsdp_engine/stall_monitor", store)
-        self._identity = [_machine(), os.getpid()]
+        self._identity = [machine(), os.getpid()]
         self._check_store()
         # Of the training thread, which under Ray Train is not the main one.
         self._training_thread = threading.get_ident()
@@ -446,7 +446,7 @@ def _user_frame(thread: int) -> str:
     return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
 
 
-def _machine() -> str:
+def machine() -> str:
     """The namespace of process numbers."""
     space = Path("/proc/self/ns/pid")
     return f"{socket.gethostname()} {os.readlink(space) if space.is_symlink() else ''}"
@@ -454,7 +454,7 @@ def _machine() -> str:
 
 def _has_ended(state: dict[str, Any]) -> bool:
     """Whether the process is gone for certain."""
-    if state["n"] < 0 or state["is"][0] != _machine() or not Path("/proc/self/stat").exists():
+    if state["n"] < 0 or state["is"][0] != machine() or not Path("/proc/self/stat").exists():
         return False
     try:
         status = Path(f"/proc/{state['is'][1]}/stat").read_text()

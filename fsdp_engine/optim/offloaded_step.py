@@ -7,9 +7,11 @@ known from two trial steps on a parameter of three zeros with the hyperparameter
 
 The step pre-hook runs behind all others of the optimizer, which may clip gradients or set
 hyperparameters. The unmodified ``step`` runs once for each chunk, on a shadow ([Note: Shadow
-optimizer] in ``sharded_step.py``) that holds the chunk's slices and their state on the device.
-Every chunk sees the hyperparameters that groups had before the step; what a step stores in a group
-(a counter) is stored once, after the last chunk. A closure is called once, before the first.
+optimizer] in ``sharded_step.py``) that holds the chunk's slices and their state on the device; then
+torch runs it on groups without parameters. (No hook would see it raise: chunks stay in memory.)
+Every chunk sees the hyperparameters that groups had before the step; what a step stores in a group,
+or in the state under a key that is no parameter (a counter), is stored once, after the last chunk.
+A closure is called once, before the first.
 
     state in     i0  i1      i2      i3
     compute          s0      s1      s2      s3
@@ -20,11 +22,13 @@ written back: chunk k + 1 is allocated when chunk k - 1 is gone, so there are ne
 
 Between steps ``optimizer.state`` holds FlatDTensors over homes: checkpoints read and write these.
 Values that are replaced, by loading or by the user, are noticed by identity, and copied home with
-the next step. State of another shape than the slice (a step counter) stays where it is.
+the next step; if their dtype is another, their chunk is made anew. State of another shape than the
+slice (a step counter) stays where it is.
 """
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
@@ -198,6 +202,7 @@ class _Chunk:
         homes: makes that of the state; None: it stays on the device.
 
     Attributes:
+        unit: see the argument.
         slots: the parameters.
         slices: of those that are sharded.
         members: by number of a param group, its parameters that are stepped with this chunk.
@@ -212,8 +217,8 @@ class _Chunk:
         dtypes: Sequence[dict[Any, torch.dtype]],
         homes: Homes | None,
     ) -> None:
+        self.unit = unit
         self._offload = offload = unit.offload
-        self._name = unit.name
         self._moves_state = homes is not None
         self._pieces: list[_Piece] = []
         self.members: dict[int, list[Tensor]] = {}
@@ -346,7 +351,7 @@ class _Chunk:
         compute = self._offload.compute
         self.fill()
         self._brought = self._offload.state_in.submit(
-            f"bring {self._name}",
+            f"bring {self.unit.name}",
             self._bring_pieces,
             after=[ticket for ticket in (compute.record(), self._taken) if ticket is not None],
         )
@@ -373,7 +378,7 @@ class _Chunk:
     def take(self) -> None:
         """The step of this chunk is submitted: begin to write its state home."""
         self._taken = self._offload.state_out.submit(
-            f"return {self._name}",
+            f"return {self.unit.name}",
             self._take_pieces,
             after=[self._offload.compute.record()],
         )
@@ -389,6 +394,10 @@ class _Chunk:
         """Free the memory on the device; its lanes have ended what they were given."""
         self._brought = self._taken = None
         self.leave()
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | complex | str)
 
 
 def _aligned(num_bytes: int) -> int:
@@ -446,11 +455,11 @@ class OffloadedStep:
         self._groups: list[list[Tensor]] = []
         self._chunks: list[_Chunk] = []
         self._slot_of: dict[int, tuple[_Chunk, int]] = {}  # by id of the parameter
-        self._shadow: Any = None  # of the chunk that torch steps, the last one
         # What a step stored in groups, and in the optimizer itself.
         self._stored: dict[tuple[int, str], Any] = {}
         self._attributes: dict[str, Any] = {}
-        self._others: dict[Any, Any] = {}  # within a step: state without a home
+        self._entries: dict[Any, Any] = {}  # and in the state, under keys that are no parameters
+        self._others: dict[Any, Any] = {}  # within a step: state of parameters without a home
         self._loaded: list[tuple[Tensor, dict[Any, Any]]] = []
         self._refresh(optimizer)
 
@@ -499,45 +508,43 @@ class OffloadedStep:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if isinstance(optimizer, Shadow):  # a subclass's step calls its parent's
             return None
-        if self._shadow is not None:
-            self._abandon()  # torch's call of the last step raised
         self._refresh(optimizer)
+        self._refit(optimizer)
         arguments = [self._called(a) if callable(a) else a for a in args[1:]]
         kwargs = {k: self._called(v) if k == "closure" and v else v for k, v in kwargs.items()}
         chunks = self._chunks
         self._stored.clear()
         self._attributes.clear()
-        self._others = {k: v for k, v in optimizer.state.items() if id(k) not in self._slot_of}
+        self._entries.clear()
+        self._others = {
+            key: value
+            for key, value in optimizer.state.items()
+            if isinstance(key, Tensor) and id(key) not in self._slot_of
+        }
         try:
             self._bring(optimizer, 0)
-            for number in range(len(chunks) - 1):
+            for number in range(len(chunks)):
                 shadow = self._enter(optimizer, number)
                 self._function(shadow, *arguments, **kwargs)
                 self._leave(optimizer, number, shadow)
-            self._shadow = self._enter(optimizer, len(chunks) - 1)
-        except BaseException:
-            self._abandon()
-            raise
-        return (self._shadow, *arguments), kwargs
-
-    def _finish(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Step post-hook: torch has stepped the last chunk."""
-        if isinstance(optimizer, Shadow):
-            return
-        last = len(self._chunks) - 1
-        try:
-            self._leave(optimizer, last, self._shadow)
-            self._chunks[last].leave()
+            chunks[-1].leave()
             self._offload.memory.release_idle()  # of chunks, which no backward would use
         except BaseException:
             self._abandon()
             raise
-        self._shadow = None
+        return (self._without_parameters(optimizer), *arguments), kwargs
+
+    def _finish(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Step post-hook: torch has stepped groups without parameters."""
+        if isinstance(optimizer, Shadow):
+            return
         for (group, key), value in self._stored.items():
             optimizer.param_groups[group][key] = value
         vars(optimizer).update(self._attributes)
+        optimizer.state.update(self._entries)
         self._stored.clear()
         self._attributes.clear()
+        self._entries.clear()
         self._others.clear()
         if any(isinstance(slot, _WorkSlot) for chunk in self._chunks for slot in chunk.slots):
             self._offload.wait()  # users may look at parameters, which lie at home
@@ -562,7 +569,7 @@ class OffloadedStep:
         if number + 1 < len(self._chunks):
             self._bring(optimizer, number + 1)
         chunk.await_brought()
-        states: defaultdict[Any, dict[Any, Any]] = defaultdict(dict)
+        states = self._entries_of(optimizer)
         states |= self._others
         for slot, kept, work in zip(chunk.slots, chunk.kept, chunk.work, strict=True):
             if state := optimizer.state.get(slot.param):
@@ -571,14 +578,31 @@ class OffloadedStep:
                     for key, value in state.items()
                 }
         chunk.slices.set_gradients()
-        shadow = object.__new__(self._shadow_class)
-        shadow.__dict__ = dict(optimizer.__dict__)
-        shadow.chunk_states = states
-        shadow.chunk_groups = [
+        groups = [
             {**optimizer.param_groups[index], "params": list(members)}
             for index, members in chunk.members.items()
         ]
+        return self._shadow(optimizer, groups, states)
+
+    def _shadow(self, optimizer: Any, groups: list[dict[str, Any]], states: Any) -> Any:
+        shadow = object.__new__(self._shadow_class)
+        shadow.__dict__ = dict(optimizer.__dict__)
+        shadow.chunk_groups, shadow.chunk_states = groups, states
         return shadow
+
+    def _without_parameters(self, optimizer: Any) -> Any:
+        """The shadow for torch's own call of the step, which no hook sees fail."""
+        groups = [{**group, "params": []} for group in optimizer.param_groups]
+        return self._shadow(optimizer, groups, self._entries_of(optimizer))
+
+    @staticmethod
+    def _entries_of(optimizer: Any) -> defaultdict[Any, Any]:
+        """Copies of state under keys that are no parameters, since each chunk may change it."""
+        states: defaultdict[Any, Any] = defaultdict(dict)
+        for key, value in optimizer.state.items():
+            if not isinstance(key, Tensor):
+                states[key] = copy.deepcopy(value)
+        return states
 
     @staticmethod
     def _on_device(slot: Slot, key: Any, value: Any, kept: Any, work: Tensor | None) -> Any:
@@ -609,7 +633,9 @@ class OffloadedStep:
             if (found := shadow.chunk_states.pop(slot.local, None)) is not None:
                 self._keep(optimizer.state[slot.param], chunk, slot, found, kept, work)
         for key, value in shadow.chunk_states.items():
-            if self._others.get(key) is not value:
+            if not isinstance(key, Tensor):
+                self._entries.setdefault(key, value)
+            elif self._others.get(key) is not value:
                 self._others[key] = optimizer.state[key] = value
         chunk.take()
 
@@ -652,7 +678,6 @@ class OffloadedStep:
 
     def _abandon(self) -> None:
         """A step failed: nothing of it stays on the device. Its error is the one to be raised."""
-        self._shadow = None
         self._offload.state_in.drain()
         self._offload.state_out.drain()
         for chunk in self._chunks:
@@ -700,6 +725,33 @@ class OffloadedStep:
                 self._send_home(optimizer.state, slot, kept)  # Adagrad's constructor makes state
         if not self._chunks:  # parameters without an offload are stepped with the last one
             self._chunks.append(_Chunk(_Unit(self._offload, "nothing", 0), [], [], self._homes))
+        self._assign_members()
+
+    def _refit(self, optimizer: Any) -> None:
+        """Make chunks anew where state was replaced, or loaded, in another dtype: steps then have
+        it in this dtype, as they have without an offload."""
+        for number, chunk in enumerate(self._chunks):
+            dtypes = [
+                {
+                    key: getattr(optimizer.state.get(slot.param, {}).get(key), "dtype", home.dtype)
+                    for key, home in kept.items()
+                }
+                for slot, kept in zip(chunk.slots, chunk.kept, strict=True)
+            ]
+            if dtypes == [{key: home.dtype for key, home in kept.items()} for kept in chunk.kept]:
+                continue
+            self._offload.wait()
+            self._chunks[number] = new = _Chunk(
+                chunk.unit, [slot.param for slot in chunk.slots], dtypes, self._homes
+            )
+            for place, (slot, kept) in enumerate(zip(new.slots, new.kept, strict=True)):
+                self._slot_of[id(slot.param)] = new, place
+                self._send_home(optimizer.state, slot, kept)
+            self._assign_members()
+
+    def _assign_members(self) -> None:
+        """Set which parameters of a group are stepped with which chunk."""
+        groups = self._groups
         for chunk in self._chunks:
             local_of = {id(slot.param): slot.local for slot in chunk.slots}
             members = [[local_of[id(p)] for p in params if id(p) in local_of] for params in groups]
@@ -742,7 +794,7 @@ class OffloadedStep:
         """Dtypes of the state that two steps make, by key, from the state that ``like`` has."""
         dtype, device = like.dtype, self._offload.memory.device
         param = torch.nn.Parameter(allocator.zeros(_TRIAL_SHAPE, dtype, device))
-        states: defaultdict[Any, dict[Any, Any]] = defaultdict(dict)
+        states = self._entries_of(optimizer)
         for key, value in optimizer.state.get(like, {}).items():
             if isinstance(value, Tensor):
                 if value.ndim:
@@ -750,21 +802,30 @@ class OffloadedStep:
                 else:  # a constant, whose value a simulation knows
                     value = torch.tensor(0, dtype=value.dtype, device=value.device)
             states[param][key] = value
-        shadow = object.__new__(self._shadow_class)
-        shadow.__dict__ = dict(optimizer.__dict__)
-        shadow.chunk_groups, shadow.chunk_states = [{**group, "params": [param]}], states
+        shadow = self._shadow(optimizer, [{**group, "params": [param]}], states)
         try:
             devices = [] if device.type == "cpu" else [device]
             with torch.random.fork_rng(devices, device_type=device.type):
                 for _ in range(2):
                     param.grad = allocator.zeros(_TRIAL_SHAPE, dtype, device)
                     self._function(shadow)
+                self._function(self._without_parameters(optimizer))
         except Exception as error:
             raise ValueError(
                 f"optimizer: expected a step on a parameter of shape {_TRIAL_SHAPE}, from which "
                 "the size of its state follows (offload.optimizer_state); found that it raises "
                 f"{type(error).__name__}: {error}"
             ) from error
+        for key, value in states[param].items():
+            is_tensor = isinstance(value, Tensor)
+            if value.ndim and value.shape != _TRIAL_SHAPE if is_tensor else not _is_plain(value):
+                found = f"shape {tuple(value.shape)}" if is_tensor else type(value).__name__
+                raise ValueError(
+                    f"optimizer: expected state in tensors of the parameter's shape or of (), or "
+                    f"in numbers, since it lies elsewhere between steps (offload.optimizer_state); "
+                    f"found {key!r} of {found} after a step of {type(optimizer).__name__} on a "
+                    f"parameter of shape {_TRIAL_SHAPE}"
+                )
         return {
             key: value.dtype
             for key, value in states[param].items()

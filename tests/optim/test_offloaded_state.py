@@ -169,6 +169,66 @@ class Scalars(torch.nn.Module):
         return x if self.vector is None else x * self.vector
 
 
+class Counting(torch.optim.Optimizer):
+    """Counts its steps in its state, in place, and takes smaller ones."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.state["count"] = torch.zeros(())  # type: ignore[index]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        count = self.state["count"].add_(1)  # type: ignore[index]
+        for group in self.param_groups:
+            for param in group["params"]:
+                average = self.state[param].setdefault("average", torch.zeros_like(param))
+                param.sub_(average.mul_(0.9).add_(param.grad) / count, alpha=group["lr"])
+
+
+def test_an_entry_of_the_state_that_is_of_no_parameter_changes_once_in_a_step(
+    tmp_path: Path,
+) -> None:
+    found = []
+    for offload in (None, on_disk(tmp_path)):
+        torch.manual_seed(0)
+        model = Transformer()
+        engine = fe.shard(model, strategy="optim", offload=offload, min_unit_size=0)
+        optimizer = fe.shard_optimizer(Counting(model.parameters()), elementwise=True)
+        assert optimizer.state["count"] == 0  # type: ignore[index]
+        for number in (0, 1, 3):
+            step(model, engine, optimizer, number)
+        assert optimizer.state["count"] == 3  # type: ignore[index]
+        found.append(list(engine.full_state_dict().values()))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+class Keeping(torch.optim.SGD):
+    """Keeps state of each parameter elsewhere than in tensors of its shape."""
+
+    def __init__(self, params: Any, state: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self._made = state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["kept"] = self._made
+
+
+@pytest.mark.parametrize(
+    ("state", "found"),
+    [({}, "'kept' of dict"), ([torch.zeros(3)], "'kept' of list"), (torch.zeros(2), r"shape \(2,")],
+)
+def test_state_that_is_no_tensor_of_the_parameters_shape_is_refused(
+    state: Any, found: str, tmp_path: Path
+) -> None:
+    model = Transformer()
+    fe.shard(model, strategy="optim", offload=on_disk(tmp_path))
+    with pytest.raises(ValueError, match=f"state in tensors of the parameter's shape.*{found}"):
+        fe.shard_optimizer(Keeping(model.parameters(), state), elementwise=True)
+
+
 class Remembering(torch.optim.Optimizer):
     """Sets the state of a parameter that has none, and keeps some of no parameter."""
 
@@ -361,6 +421,37 @@ def test_a_state_dict_of_torch_goes_home_and_state_that_is_replaced_does_too(
     assert_same(values(offloaded), values(optimizer))
 
 
+@pytest.mark.parametrize("is_loaded", [True, False])
+@pytest.mark.parametrize("level", LEVELS)
+def test_fp32_state_of_bf16_weights_stays_fp32(level: str, is_loaded: bool, tmp_path: Path) -> None:
+    found: list[list[Any]] = []
+    for offload in (None, on_disk(tmp_path)):
+        torch.manual_seed(0)
+        model = Transformer()
+        policy = fe.MixedPrecisionPolicy(main_params_dtype=torch.bfloat16)
+        options = {"mp_policy": policy, "offload": offload, "min_unit_size": 0}
+        engine = fe.shard(model, strategy=level, **options)
+        optimizer = fe.shard_optimizer(MAKERS["RMSprop"](model.parameters()))
+        if not found or not is_loaded:
+            step(model, engine, optimizer, 0)
+            optimizer.state_dict()  # waits until state is home
+            for state in optimizer.state.values():
+                state |= {key: state[key].float() for key in ("square_avg", "momentum_buffer")}
+            if is_loaded:
+                fe.save_checkpoint(tmp_path / "saved", engine, optimizer)
+        if is_loaded:
+            fe.load_checkpoint(tmp_path / "saved", engine, optimizer)
+        for number in (1, 3):
+            step(model, engine, optimizer, number)
+            assert not os.listdir(tmp_path) or is_loaded
+        found.append(values(optimizer))
+    kinds = {each[1]: each[2].dtype for each in found[1] if isinstance(each, tuple)}
+    half = {"grad_avg": torch.bfloat16}
+    whole = dict.fromkeys(("square_avg", "momentum_buffer", "step"), torch.float32)
+    assert kinds == half | whole
+    assert_same(found[1], found[0])
+
+
 def test_several_optimizers_of_an_engine_are_saved_and_loaded_as_one(tmp_path: Path) -> None:
     found = []
     for saves in (True, False):
@@ -431,26 +522,32 @@ def test_parameters_that_are_added_have_a_home_of_their_own(tmp_path: Path) -> N
     assert_same(found[1], found[0])
 
 
-def test_after_a_step_that_raised_the_next_one_steps(tmp_path: Path) -> None:
+def test_a_step_that_raises_in_any_unit_keeps_no_memory_and_the_next_one_steps(
+    tmp_path: Path,
+) -> None:
     class Failing(Lion):
-        fails = False
+        calls_left = -1
 
         def step(self, closure: Any = None) -> Any:
-            if self.fails and len(self.param_groups[0]["params"]) > 3:
+            Failing.calls_left -= 1
+            if not Failing.calls_left:
                 raise ArithmeticError("planted")
             return super().step(closure)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(MAKERS, "Lion", Failing)
         model, engine, optimizer = make(("optim", "no_shard"), "Lion", on_disk(tmp_path))
-        step(model, engine, optimizer, 0)
-        optimizer.fails = True
+    Failing.calls_left = 0
+    step(model, engine, optimizer, 0)
+    num_calls = -Failing.calls_left
+    assert num_calls > 3
+    for number in range(num_calls):
+        Failing.calls_left = 1 + number
         with pytest.raises(ArithmeticError, match="planted"):
             step(model, engine, optimizer, 1)
         assert "optimizer" not in engine.memory_bytes()
-        optimizer.fails = False
         step(model, engine, optimizer, 3)
-    assert optimizer.num_steps == 2
+    assert optimizer.num_steps == 1 + num_calls
 
 
 def test_an_optimizer_that_was_not_sharded_is_refused_at_its_step(tmp_path: Path) -> None:

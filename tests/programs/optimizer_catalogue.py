@@ -11,7 +11,7 @@ import itertools
 import re
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
@@ -96,11 +96,18 @@ def model_of(use: Use) -> nn.Sequential:
     return nn.Sequential(*blocks, nn.Linear(64, 64, False), nn.Linear(64, 6, vectors)).to(use.dtype)
 
 
-def train(model: nn.Module, optimizer: Any, use: Use, rank: int, size: int) -> None:
+def train(
+    model: nn.Module,
+    optimizer: Any,
+    use: Use,
+    rank: int,
+    size: int,
+    steps: Iterable[int] = range(NUM_STEPS),
+) -> None:
     if hasattr(optimizer, "train"):  # schedulefree's
         optimizer.train()
     torch.manual_seed(1)
-    for step in range(NUM_STEPS):
+    for step in steps:
         batch = torch.randn(8, 64, generator=torch.Generator().manual_seed(step)).to(use.dtype)
         part = batch.chunk(size)[rank]
 

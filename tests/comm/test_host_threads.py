@@ -1,0 +1,69 @@
+"""Ranks that share the cores of a host compute with their share of threads."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import torch
+import torch.distributed as dist
+
+import fsdp_engine as fe
+from tests.models import Transformer
+from tests.pool import Ranks
+
+VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+TOO_MANY = 8 * (os.cpu_count() or 1)
+
+
+def shard_with_many_threads(variable: str, has_own_core: bool) -> tuple[int, list[str], int]:
+    """The number of threads and warnings after ``shard``; cores that this rank may use."""
+    environment = {name: os.environ.pop(name, None) for name in VARIABLES}
+    cores, num_threads = os.sched_getaffinity(0), torch.get_num_threads()
+    try:
+        if variable:
+            os.environ[variable] = str(TOO_MANY)
+        if has_own_core:
+            os.sched_setaffinity(0, {sorted(cores)[dist.get_rank()]})
+        torch.set_num_threads(TOO_MANY)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fe.shard(Transformer(), strategy="optim")
+        messages = [str(each.message) for each in caught if "get_num_threads" in str(each.message)]
+        return torch.get_num_threads(), messages, len(os.sched_getaffinity(0))
+    finally:
+        torch.set_num_threads(num_threads)
+        os.sched_setaffinity(0, cores)
+        for name, value in environment.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def test_ranks_share_the_cores(ranks: Ranks) -> None:
+    for world_size in (2, 4):
+        found = ranks.run(shard_with_many_threads, "", False, world_size=world_size)
+        num_cores = found[0][2]
+        share = max(1, num_cores // world_size)
+        assert [num for num, _, _ in found] == [share] * world_size
+        (message,) = found[0][1]
+        assert f"at most {share}, since {world_size} ranks share {num_cores} cores" in message
+        assert f"found {TOO_MANY}, and set {share}" in message
+        assert not any(messages for _, messages, _ in found[1:])
+
+
+def test_a_number_in_the_environment_stays(ranks: Ranks) -> None:
+    for variable in VARIABLES:
+        found = ranks.run(shard_with_many_threads, variable, False, world_size=2)
+        assert [each[:2] for each in found] == [(TOO_MANY, [])] * 2
+
+
+def test_ranks_with_cores_of_their_own_share_none(ranks: Ranks) -> None:
+    assert len(os.sched_getaffinity(0)) >= 2
+    found = ranks.run(shard_with_many_threads, "", True, world_size=2)
+    assert [num for num, _, _ in found] == [1, 1]
+
+
+def test_a_rank_alone_keeps_its_threads(ranks: Ranks) -> None:
+    found = ranks.run(shard_with_many_threads, "", False, world_size=1)
+    assert found[0][:2] == (TOO_MANY, [])

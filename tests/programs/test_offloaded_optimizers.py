@@ -1,0 +1,140 @@
+"""Optimizers of other packages step with their state on a disk as they do with it in memory."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Mapping
+from contextlib import closing
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import fsdp_engine as fe
+from tests.pool import Ranks
+from tests.programs import optimizer_catalogue as catalogue
+from tests.programs.packages import TORCHTITAN
+
+LIBRARIES = ("schedulefree", "pytorch_optimizer")
+LEVELS = ("optim", "optim_grads_params")
+SAVED_AFTER, NUM_STEPS = 3, 5
+
+_missing = [
+    name for name in LIBRARIES if PathFinder.find_spec(name, [*sys.path, str(TORCHTITAN)]) is None
+]
+pytestmark = [
+    pytest.mark.programs,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(
+        bool(_missing), reason=f"needs what `make test-all` installs; found no {_missing}"
+    ),
+]
+
+
+class Job:
+    """A sharded model and its optimizer, which has stepped ``num_steps`` times."""
+
+    num_steps = 0
+
+    def __init__(self, kind: Any, use: catalogue.Use, level: str, folder: str | None) -> None:
+        self._use, self._mesh = use, init_device_mesh("cpu", (dist.get_world_size(),))
+        self.model = catalogue.model_of(use)
+        offload = None if folder is None else fe.Offload(optimizer_state="disk", folder=folder)
+        self.engine = fe.shard(
+            self.model, self._mesh, strategy=level, min_unit_size=0, offload=offload
+        )
+        self.optimizer = catalogue.made(kind, self.model)
+        if hasattr(self.optimizer, "train"):
+            self.optimizer.train()
+        fe.shard_optimizer(self.optimizer, elementwise=True)
+
+    def train(self, until: int) -> None:
+        mesh, steps = self._mesh, range(self.num_steps, until)
+        rank, size = mesh.get_local_rank(), mesh.size()
+        catalogue.train(self.model, self.optimizer, self._use, rank, size, steps)
+        self.num_steps = until
+
+    def values(self) -> dict[str, Any]:
+        """Copies of state, hyperparameters and weights."""
+        packed = self.optimizer.state_dict()
+        groups = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in packed["param_groups"]
+        ]
+        found = {"state": packed["state"], "groups": groups, "weights": self.model.state_dict()}
+        copies: dict[str, Any] = copied(found)
+        return copies
+
+
+def copied(value: Any) -> Any:
+    """Slices as plain tensors that later steps do not change."""
+    if isinstance(value, Mapping):
+        return {key: copied(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [copied(each) for each in value]
+    value = getattr(value, "local", value)
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def differing(found: Any, expected: Any, name: str = "") -> list[str]:
+    """Names of values that are not equal in every bit."""
+    if type(found) is not type(expected):
+        return [f"{name}: {type(found).__name__}, not {type(expected).__name__}"]
+    if isinstance(expected, dict):
+        keys = {*found, *expected}
+        pairs = [(found.get(k), expected.get(k), f"{name}/{k}") for k in sorted(keys, key=str)]
+        return [each for pair in pairs for each in differing(*pair)]
+    if isinstance(expected, list):
+        pairs = [(*pair, f"{name}/{k}") for k, pair in enumerate(zip(found, expected, strict=True))]
+        return [each for pair in pairs for each in differing(*pair)]
+    if isinstance(expected, Tensor):
+        same = found.dtype == expected.dtype and torch.equal(found, expected)
+    else:
+        same = found == expected or (found != found and expected != expected)
+    return [] if same else [name]
+
+
+def outcome(library: str, name: str, folder: str) -> str:
+    """On a rank: "same", or what differs or is refused."""
+    kind = catalogue.classes(library)[name]
+    with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        alone = catalogue.in_one_process(kind)
+        if isinstance(alone, str):
+            return f"not in one process: {alone}"
+        use, expected = alone
+        word, text = catalogue.tried(kind, use, expected, "optim", catalogue.WAYS[2])
+        if word != "exact":
+            return f"not elementwise: {word} {text}"
+        outcomes = [of_level(kind, use, level, folder) for level in LEVELS]
+        return next((each for each in outcomes if each != "same"), "same")
+
+
+def of_level(kind: Any, use: catalogue.Use, level: str, folder: str) -> str:
+    plain = Job(kind, use, level, None)
+    plain.train(NUM_STEPS)
+    try:
+        job = Job(kind, use, level, folder)
+    except ValueError as error:
+        return f"refused: {error}"
+    saved = Path(folder) / f"{kind.__name__}-{level}"
+    with closing(fe.Checkpointer(saved, job.engine, job.optimizer)) as checkpointer:
+        job.train(SAVED_AFTER)
+        checkpointer.save(SAVED_AFTER)
+        job.train(NUM_STEPS)
+    if found := differing(job.values(), plain.values()):
+        return f"differs at {level}: {found[:3]}"
+    resumed = Job(kind, use, level, folder)
+    with closing(fe.Checkpointer(saved, resumed.engine, resumed.optimizer)) as checkpointer:
+        checkpointer.load()
+    resumed.num_steps = SAVED_AFTER
+    resumed.train(NUM_STEPS)
+    if found := differing(resumed.values(), plain.values()):
+        return f"resumed, differs at {level}: {found[:3]}"
+    return "same"
