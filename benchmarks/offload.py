@@ -55,6 +55,7 @@ HEADROOM = 1.08
 STATE_BYTES = 8  # AdamW's, of an element
 BYTES = 16  # and its fp32 weight and gradient
 ON_DISK, BUFFERED, IN_MEMORY = "state on disk", "state on disk, buffered", "state in memory"
+ALL_ON_DISK = "all on disk"
 PLAIN, PLAIN_DIRECT = "plain copy", "plain copy, O_DIRECT"
 
 

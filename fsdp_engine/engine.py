@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -103,7 +104,9 @@ class Engine:
         trainable = [buffer for unit in self.units for buffer in unit.trainable]
         self._is_unsharded = False
         self._mean_losses = MeanLosses(mesh, trainable)
-        self._offloading = offloading = resources.offloading
+        offloading = resources.offloading
+        used = [offloading, *(each.offloading for unit in units for each in unit.buffers)]
+        self._offloadings = list(dict.fromkeys(each for each in used if each is not None))
         checks = None
         if config.check_for_nan_in_grad or config.check_for_large_grads:
             checks = GradientChecks(trainable, config, self.ranks.control_group, mesh.device)
@@ -115,7 +118,7 @@ class Engine:
             timing,
             checks,
             self._mean_losses,
-            None if offloading is None or not offloading.moves("gradients") else offloading.wait,
+            [each for each in self._offloadings if each.moves("gradients")],
         )
         self._scheduler = Scheduler(
             self.units, self._memory, self.budget, self._reductions, timing, expected
@@ -569,9 +572,8 @@ class Engine:
         Accumulated gradients are dropped. Every rank must call it, since all of them lost a
         microbatch.
         """
-        offloading = self._offloading
-        errors = self._lanes.drain() + ([] if offloading is None else offloading.drain())
-        for error in errors:
+        ended = [self._lanes.drain(), *(each.drain() for each in self._offloadings)]
+        for error in chain.from_iterable(ended):
             warnings.warn(f"while resetting: {error}", stacklevel=2)
         self._hooks.reset()
         self._scheduler.reset()
@@ -593,8 +595,7 @@ class Engine:
         offloaded state, and the bytes held: see :class:`~.runtime.measuring.Measurement`.
         :meth:`describe` shows the last one."""
         self._measured = Measurement(self._memory, self._scheduler)
-        offloading = self._offloading
-        lanes = (*self._lanes.all, *(() if offloading is None else offloading.lanes))
+        lanes = [*self._lanes.all, *(lane for each in self._offloadings for lane in each.lanes)]
         with self._measured.noting(lanes, self._is_stepped_by) as measured:
             yield measured
 

@@ -31,6 +31,7 @@ class Offload:
             Those that are compute weights, and are kept full, stay on the device.
         gradients: reduced ones, which have to be sharded: the inner level is "optim_grads" or
             "optim_grads_params".
+        pin_memory: of the host. False: copies take longer, and the host waits for them.
         step_on: "host": optimizers step in host memory, where all of the above lie then, by code
             of the optimizer's own.
 
@@ -43,6 +44,7 @@ class Offload:
     main_weights: str = field(default=DEVICE, kw_only=True)
     gradients: str = field(default=DEVICE, kw_only=True)
     step_on: str = field(default=DEVICE, kw_only=True)
+    pin_memory: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
         for role in ROLES:

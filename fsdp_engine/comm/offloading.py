@@ -73,7 +73,7 @@ class Offloading:
             self.memory.book_elsewhere(home, place, LEDGER_ROLES[role], home.bytes)
 
         if place != DISK or is_simulated():
-            return Homes(book)
+            return Homes(book, pinned=self._offload.pin_memory)
         assert self._offload.folder is not None
         return DiskHomes(book, Path(self._offload.folder), self._threads)
 

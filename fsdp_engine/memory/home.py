@@ -52,10 +52,10 @@ class HomePart(NamedTuple):
 
 
 class HostHome(HostBlock):
-    """Pinned host memory, which the device copies."""
+    """Host memory, which the device copies."""
 
-    def __init__(self, num_bytes: int) -> None:
-        super().__init__(num_bytes, pinned=True)
+    def __init__(self, num_bytes: int, *, pinned: bool) -> None:
+        super().__init__(num_bytes, pinned=pinned)
         self.bytes.zero_()
 
     def bring(self, work: Tensor, start: int = 0) -> Steps:
@@ -93,10 +93,12 @@ class Homes:
 
     Args:
         book: called with each.
+        pinned: whether the device copies by itself.
     """
 
-    def __init__(self, book: Callable[[Home], None]) -> None:
+    def __init__(self, book: Callable[[Home], None], *, pinned: bool = True) -> None:
         self._book = book
+        self._pinned = pinned
 
     def make(self, num_bytes: int) -> Home:
         """Returns a home of ``num_bytes``.
@@ -109,7 +111,7 @@ class Homes:
         return home
 
     def _make(self, num_bytes: int) -> Home:
-        return HostHome(num_bytes)
+        return HostHome(num_bytes, pinned=self._pinned)
 
 
 class DiskHomes(Homes):

@@ -22,7 +22,7 @@ import torch
 
 from fsdp_engine.comm.lanes import Steps, device_seconds, make_lanes, make_state_lanes
 from fsdp_engine.memory import allocator
-from fsdp_engine.memory.disk_memory import DiskBlock, DiskThreads
+from fsdp_engine.memory.disk_memory import DiskBlock, DiskFile, DiskThreads
 from fsdp_engine.memory.host_memory import HostBlock
 from fsdp_engine.simulation.machine import TwoWayLink
 
@@ -81,8 +81,9 @@ def measure_disk(folder: Path, seconds: float, agree: Agree) -> TwoWayLink:
         OSError: the folder cannot be written, or has too little space.
     """
     num_bytes = _LARGE_ON_DISK
-    small = DiskBlock(_SMALL, folder)
-    blocks = [DiskBlock(num_bytes, folder) for _ in range(2)]
+    file = DiskFile(folder)
+    small = DiskBlock(_SMALL, file)
+    blocks = [DiskBlock(num_bytes, file) for _ in range(2)]
     memory = [allocator.zeros(num_bytes, torch.uint8, "cpu") for _ in range(2)]
     target = allocator.zeros(_SMALL, torch.uint8, "cpu")
     threads = DiskThreads()
