@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -612,10 +613,8 @@ class Engine:
         if place not in PLACES:
             raise ValueError(f"place: expected one of {PLACES}; found {place!r}")
         memory = self._memory
-        ledger = memory.ledger if place == DEVICE else memory.elsewhere.get(place)
-        if ledger is None:
-            return {}
-        return {role: count for role, count in ledger.held.items() if count}
+        held = memory.ledger.held if place == DEVICE else memory.elsewhere.get(place, Counter())
+        return {role: count for role, count in held.items() if count}
 
     @property
     def memory(self) -> Memory:

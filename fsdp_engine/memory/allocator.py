@@ -277,7 +277,7 @@ class Memory:
     Attributes:
         ledger: bytes by role: "main", "model", "grad" (persistent); "full", "staging" (transient:
             an arena's, and those of ordinary memory in use; see [Note: Sources of a fill]).
-        elsewhere: bytes of offloaded state by place ("host", "disk"), not on ``device``.
+        elsewhere: bytes of offloaded state by place ("host", "disk") and role, not on ``device``.
         has_pool: communication buffers must all be there when the engine is made.
         arenas: by role.
         transients: its transient storages, by their keys.
@@ -292,7 +292,7 @@ class Memory:
         self._in_use = 0
         self._most_in_use = 0
         self.ledger = Ledger()
-        self.elsewhere: dict[str, Ledger] = {}
+        self.elsewhere: dict[str, Counter[str]] = {}
         # A device's own allocator keeps idle memory.
         self._swaps = _CAN_SWAP and device.type == "cpu" and not simulates_device()
         self._swap = _swap_sizes if empty_storage(device).device.type == "meta" else _swap
@@ -333,9 +333,9 @@ class Memory:
     def book_elsewhere(self, owner: object, place: str, role: str, tensor: torch.Tensor) -> None:
         """Book memory at another place than the device ("host", "disk"), as long as ``owner`` is
         alive."""
-        ledger = self.elsewhere.setdefault(place, Ledger())
-        ledger.add(role, tensor.nbytes)
-        weakref.finalize(owner, ledger.add, role, -tensor.nbytes).atexit = False
+        held = self.elsewhere.setdefault(place, Counter())
+        held[role] += tensor.nbytes
+        weakref.finalize(owner, held.subtract, {role: tensor.nbytes}).atexit = False
         for watch in _WATCHING_ELSEWHERE:
             watch(tensor, place)
 

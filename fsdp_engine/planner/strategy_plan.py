@@ -112,8 +112,12 @@ def _bottleneck(setting: Setting, chosen: Outcome, times: Times) -> str:
         "state copies": "copies of offloaded state",
         "host": "the host",
     }
-    listed = [f"{names[name]} {share:.0%}" for name, share in waits.items() if share >= _MIN_SHARE]
-    most = "compute" if shares["compute"] >= waits[worst] else names[worst]
+    listed = [
+        f"{names.get(name, name)} {share:.0%}"
+        for name, share in waits.items()
+        if share >= _MIN_SHARE
+    ]
+    most = "compute" if shares["compute"] >= waits[worst] else names.get(worst, worst)
     spent = ", ".join([f"compute takes {shares['compute']:.0%} of the step", *listed])
     end = "" if listed else ", and waits are negligible"
     return f"Bottleneck: {most}; {spent}{end}."

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -108,20 +109,22 @@ def test_waits_of_compute_for_copies_of_state_are_measured() -> None:
     optimizer = make_adamw(model.parameters())
     assert set(engine.memory_bytes("host")) == {"optimizer"}
     batch = on_device(token_batch(4, 0), engine.mesh.device)
-    delay = 0.1
-    for _ in range(2):
-        model(*batch).backward()
-        with on.delays(copy=delay), engine.measure() as measured:
-            optimizer.step()
-        optimizer.zero_grad()
-    seconds = dict.fromkeys(("state in", "state out"), 0.0)
-    for each in measured.waited:
-        assert each.phase == "step"
-        assert each.unit in {unit.label for unit in engine.units}
-        seconds[each.lane] += each.seconds
-    # Of the first unit; others come while one returns. The host may have been late.
-    assert 0 < seconds["state in"] < 2 * delay
-    assert seconds["state out"] > 0
+    model(*batch).backward()
+    optimizer.step()  # makes the state
+    optimizer.zero_grad()
+    model(*batch).backward()
+    with on.delays(copy=2e-2), engine.measure() as measured:
+        optimizer.step()
+    assert {each.phase for each in measured.waited} == {"step"}
+    units = {unit.label for unit in engine.units if unit.buffers}
+    for lane in ("state in", "state out"):
+        assert {each.unit for each in measured.waited if each.lane == lane} == units
+    assert {each.lane for each in measured.waited} == {"state in", "state out"}
+    assert sum(each.seconds for each in measured.waited) > 0
+    assert "state out" in str(measured)
+    del optimizer
+    gc.collect()
+    assert engine.memory_bytes("host") == {}
 
 
 @on_ranks(1)
@@ -359,6 +362,7 @@ def test_the_link_to_the_host_is_measured() -> None:
         patch.setattr(state_links, "_LARGE_ON_DEVICE", 2**20)
         found = state_links.measure_host_link(device, 0.02, lambda value: value)
     assert found.latency >= delay / 2
-    for rate in (found.into, found.out, found.both):
-        assert rate > 2**20 / 1.0
+    for rate in (found.into, found.out):
+        assert 0 < rate <= 2 * 2**20 / delay
+    assert found.both > 0
     assert found.both <= found.into + found.out

@@ -304,9 +304,9 @@ def test_waits_for_a_slow_disk_are_those_of_the_state_lanes() -> None:
             patch.setattr(DiskBlock, "read", read_late)
             step()
         by_unit = measured.by_unit()
-        assert set(by_unit) >= units
-        late = sum(each.get("state in", 0.0) for each in by_unit.values())
-        assert late >= LATE_SECONDS / 4 * len(units) * 0.9
+        for lane in STATE_LANES:
+            assert {unit for unit, lanes in by_unit.items() if lane in lanes} == units
+        assert sum(each["state in"] for each in by_unit.values()) > 0
         assert {each.lane for each in measured.waited} <= {*LANES[1:], *STATE_LANES}
         assert {e.phase for e in measured.waited if e.lane in STATE_LANES} == {"step"}
         text = str(engine.describe())
