@@ -34,7 +34,8 @@ def plan_table(setting: Setting, outcomes: Sequence[Outcome]) -> Table:
         caption=(
             f"{name} of one rank: memory by kind at the peak; free of "
             f"{format_bytes(setting.memory)}, or the excess and the largest kind; bytes sent per "
-            "step. ms: step time, and exposed communication. Ranks: outer x inner. Recompute: "
+            f"step. ms: step time, and exposed communication{' and copies' * is_offloaded}. Ranks: "
+            "outer x inner. Recompute: "
             "activation checkpointing."
             + " Elsewhere: offloaded state of one rank, which each step copies."
             * is_offloaded
