@@ -22,10 +22,15 @@ the full buffer, for every use. Either is empty where both of its buffers are th
 chain of operations that is built once. Encoding and the first gather are one operation where no
 other has to be between them: such a gather takes the encoding as its source (``redistribute.py``).
 
-With ``Offload.main_weights`` main weights lie at a *home* outside of the device's memory. An
-encoding then has one operation before it, which brings them: into this rank's part of the full
-buffer where main weights are compute weights, else into transient memory, from which the codec
-encodes. Main weights stay on the device where they are a part of compute weights that are kept.
+With ``Offload.main_weights`` main weights lie at a *home* outside of the device's memory, unless
+they are a part of compute weights that are kept. Gathers bring them from there:
+
+    identity codec          home --> this rank's part of full
+    cast, OPTIM at PARAM    home --cast by the host--> home of compute weights --> part of full
+    others; a disk          home --> transient memory --encode--> as above
+
+The second is for host memory: microbatches bring compute weights more often than main weights
+change. A disk would write them for that.
 
 Each encoding of the codec ([Note: Encodings] in ``codecs/base.py``) has a wire and a full buffer.
 One refresh serves all encodings; only the encodings that the next use reads are unsharded.
@@ -48,6 +53,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +67,7 @@ from fsdp_engine.comm.collectives import Steps
 from fsdp_engine.comm.lanes import Chain, Lane, Ticket
 from fsdp_engine.layout import Coordinate
 from fsdp_engine.memory.allocator import TransientStorage, alias
-from fsdp_engine.memory.home import Home
+from fsdp_engine.memory.home import Home, HostHome
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Role, Strategy
 
 # A line of whole gradients as one of that dtype; None while gradients need it.
@@ -224,9 +230,10 @@ class Weights:
         self._first_target: Sequence[Tensor] = (self._encodings[0].target.tensor,)
         main_dtype, numel = spec.kind.dtypes.main, self._numel(optim_depth)
         self._brought: TransientStorage | None = None
+        self._sent_home = self._make_sent_home()
         if self.home is not None:
             main = alias(self.home.bytes.view(main_dtype))
-            if not codec.is_identity:
+            if self._sent_home is None:
                 self._brought = memory.transient(numel, main_dtype, "full")
         elif codec.is_identity:
             assert self._encodings[0].wire is not None
@@ -236,7 +243,8 @@ class Weights:
         self.main = ShardedBuffer(spec.layout, self._at, optim_depth, main)
         self._full_wire = self._make_full_wire() if codec.decodes else None
         codec.prepare(params, self._pieces(), self._split_groups(), memory.device)
-        persists = self._encodings[0].wire is not None or not self.reshards
+        is_cast_by_host = self._sent_home is not None and not codec.is_identity
+        persists = self._encodings[0].wire is not None or not self.reshards or is_cast_by_host
         changes = not (codec.is_identity and optim_depth == spec.param_depth)
         self.needs_refresh = persists and changes
         self._refresh = self._make_refresh() if self.needs_refresh else None
@@ -482,17 +490,36 @@ class Weights:
         weakref.finalize(home, self._context.lanes.drain).atexit = False
         return home
 
+    def _make_sent_home(self) -> Home | None:
+        """The home of the bytes that are gathered; None: the device encodes them."""
+        spec, codec, offloading = self._spec, self.codec, self._context.offloading
+        if self.home is None or codec.is_identity:
+            return self.home
+        is_cast = not (codec.encodes_once or codec.decodes)
+        if (
+            not is_cast
+            or not isinstance(self.home, HostHome)
+            or spec.optim_depth > spec.param_depth
+        ):
+            return None
+        assert offloading is not None
+        assert offloading.main_weights is not None
+        return offloading.main_weights.make(
+            self._numel(spec.param_depth) * codec.wire_dtype.itemsize
+        )
+
     def _encoded(self) -> Gather:
         """A gather of main weights, encoded by a codec of one encoding."""
         spec, codec, main, home = self._spec, self.codec, self.main.tensor, self.home
         if home is None:
             return encoded(spec, codec, self.main)
-        if self._brought is None:
+        if (sent := self._sent_home) is not None:
 
             def bring(part: Tensor) -> Steps:
-                return home.bring(part.view(torch.uint8))
+                return sent.bring(part.view(torch.uint8))
 
-            return Gather(spec.label, spec.tag, bring, reads=[main])
+            return Gather(spec.label, spec.tag, bring, reads=[sent.bytes])
+        assert self._brought is not None
         with self._brought.while_filled():
             brought = self._brought.view(0, (self._brought.numel,))
             brought_bytes = brought.view(torch.uint8)
@@ -516,6 +543,11 @@ class Weights:
         chain, spec = Chain(), self._spec
         lane, depths = self._context.lanes.encode, (spec.optim_depth, spec.param_depth)
         first = self._encodings[0]
+        if self._sent_home is not None:
+            sent = self._sent_home.bytes.view(self.codec.wire_dtype)
+            cast = partial(self.codec.encode, self.main.tensor, (sent,))
+            chain.add(lane, f"encode {spec.label}", cast, reads=[self.main.tensor], writes=[sent])
+            return chain
         how = self._encoded()
         if self.codec.needs_whole_line:
             wires = [(each.target, each.wire) for each in self._encodings if each.wire is not None]

@@ -353,7 +353,7 @@ class _Chunk:
         self._brought = self._offload.state_in.submit(
             f"bring {self.unit.name}",
             self._bring_pieces,
-            after=[ticket for ticket in (compute.record(), self._taken) if ticket is not None],
+            after=[*([] if self._taken is None else [self._taken]), compute.record()],
         )
 
     def _bring_pieces(self) -> Steps:

@@ -284,6 +284,27 @@ def test_without_a_copy_or_a_wait_of_weights_training_is_wrong(left_out: str) ->
         assert differences(train(given, on.NAME), expected)
 
 
+@pytest.mark.parametrize("lane", [0, 1])
+@on_ranks(1)
+def test_a_step_on_the_stream_of_a_lane_is_the_same(lane: int) -> None:
+    """Of streams there are few: the caller's can be those of lanes."""
+    found = []
+    for device_type in ("cpu", on.NAME):
+        torch.manual_seed(1)
+        given = job(("optim", "no_shard"), sizes=(1,))
+        engine = given.shard(given.make_model(), device_type)
+        model: Any = engine.model
+        optimizer = make_adamw(model.parameters())
+        data = given.data()
+        stream = None
+        if device_type == on.NAME:
+            stream = engine._offloadings[0].lanes[lane]._stream  # type: ignore[attr-defined]
+        with on.delays(copy=2e-2, compute=1e-2), torch.deferred.stream(stream):
+            result = train_with(engine, optimizer, data)
+        found.append(result)
+    assert not differences(found[1], found[0])
+
+
 def prepare(level: str, device_type: str, seed: int = 1) -> tuple[fe.Engine, Any]:
     torch.manual_seed(seed)
     options = HOST if device_type == on.NAME else ()
