@@ -1,9 +1,12 @@
-"""Steps elementwise optimizers whose state lies on the host or on a disk, unit by unit.
+"""Steps elementwise optimizers whose state, weights or gradients lie on the host or on a disk, unit
+by unit.
 
 [Note: Offloaded state]
-The state of a unit's parameters is a *chunk*: contiguous bytes at its *home*, which is pinned host
-memory or a file. Homes are made with the optimizer. Which tensors a state has, and their dtypes, is
-known from two trial steps on a parameter of three zeros with the hyperparameters of each group.
+A *chunk* is the memory on the device of all that lies elsewhere of a unit's parameters: of their
+state, and of the shards of main weights and of gradients of the unit's buffers. Each of these is
+copied from a *home*, pinned host memory or a range of a file. The home of state is made with the
+optimizer, those of shards with their buffers. Which tensors a state has, and their dtypes, is known
+from two trial steps on a parameter of three zeros with the hyperparameters of each group.
 
 The step pre-hook runs behind all others of the optimizer, which may clip gradients or set
 hyperparameters. The unmodified ``step`` runs once for each chunk, on a shadow ([Note: Shadow
@@ -17,7 +20,8 @@ A closure is called once, before the first.
     compute          s0      s1      s2      s3
     state out            o0      o1      o2      o3
 
-The memory of a chunk on the device comes from the allocator as it comes in, and goes when it is
+Weights return with the state; gradients do not. The host waits for the last copies of weights,
+since users read parameters at their homes. The memory of a chunk on the device comes from the allocator as it comes in, and goes when it is
 written back: chunk k + 1 is allocated when chunk k - 1 is gone, so there are never more than two.
 
 Between steps ``optimizer.state`` holds FlatDTensors over homes: checkpoints read and write these.
