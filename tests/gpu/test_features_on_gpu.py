@@ -261,6 +261,57 @@ def test_optimizer_state_on_the_host_trains_as_on_the_device(mesh: DeviceMesh, l
         assert torch.equal(found[1][1][name], value), name
 
 
+@pytest.mark.parametrize("step_on", ["device", "host"])
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+def test_everything_on_the_host_trains_as_on_the_device(
+    mesh: DeviceMesh, compute: torch.dtype, step_on: str
+) -> None:
+    roles = dict.fromkeys(("optimizer_state", "main_weights", "gradients"), "host")
+    found = []
+    for offload in (None, fe.Offload(**roles, step_on=step_on)):  # type: ignore[arg-type]
+        model = make_model()
+        engine = fe.shard(
+            model,
+            mesh=mesh,
+            offload=offload,
+            mp_policy=fe.MixedPrecisionPolicy(param_dtype=compute),
+            min_unit_size=0,
+        )
+        optimizer = fe.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
+        losses = []
+        for x, target in make_batches(4):
+            for part, its_target in zip(x.chunk(2), target.chunk(2), strict=True):
+                loss = model(part, its_target)
+                loss.backward()
+                losses.append(loss.item())
+            engine.clip_grad_norm_(0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        if offload is not None:
+            assert not engine.memory_bytes()
+            assert all(param.local.is_pinned() for param in model.parameters())
+        found.append((losses, engine.full_state_dict()))
+    # Norms, and steps there, are computed by the processors.
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-3, atol=1e-4)
+    for name, value in found[0][1].items():
+        torch.testing.assert_close(found[1][1][name].cpu(), value.cpu(), rtol=1e-2, atol=1e-3)
+
+
+def test_fsdp2s_offload_trains_as_torchs(mesh: DeviceMesh) -> None:
+    logs = []
+    import torch.distributed.fsdp as torch_fsdp
+
+    for apply in (fully_shard, torch_fsdp.fully_shard):
+        model = make_model()
+        for block in model.blocks:
+            apply(block, mesh=mesh, offload_policy=torch_fsdp.CPUOffloadPolicy())
+        apply(model, mesh=mesh, offload_policy=torch_fsdp.CPUOffloadPolicy())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        logs.append(steps(model, optimizer, make_batches(4)))
+        assert {param.device.type for param in model.parameters()} == {"cpu"}
+    torch.testing.assert_close(logs[0], logs[1], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_activations_on_the_host_train_as_on_the_device_in_less_memory(
     mesh: DeviceMesh, level: str
